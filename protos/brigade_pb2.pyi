@@ -732,9 +732,11 @@ class Announcement(_message.Message):
     def __init__(self, file: _Optional[str] = ..., place: _Optional[int] = ..., size: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class Held(_message.Message):
-    __slots__ = ("bytes", "refused")
+    __slots__ = ("bytes", "refused", "waits")
     BYTES_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     bytes: int
     refused: bool
-    def __init__(self, bytes: _Optional[int] = ..., refused: _Optional[bool] = ...) -> None: ...
+    waits: bool
+    def __init__(self, bytes: _Optional[int] = ..., refused: _Optional[bool] = ..., waits: _Optional[bool] = ...) -> None: ...

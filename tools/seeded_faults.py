@@ -1,10 +1,12 @@
 """Seed one fault at a time in a copy of the tree and report which test catches it.
 
-python -m tools.seeded_faults [--only AREA_OR_NAME ...] [--jobs N] [--json FILE] [--list]
+python -m tools.seeded_faults [--only AREA_OR_NAME ...] [--jobs N] [--json FILE] [--first FILE] [--list]
 
 The faults are in tools/seeded_faults/, a file per area. Tests run in three stages, each to its first failure and by the
 number of imports between a test file and the changed module: unit test files that import it (directly or through
-helpers), integration tests, other unit tests. In the end the catching tests run without a fault: what fails is UNSURE.
+helpers), integration tests, other unit tests. With --first, the test that caught a fault in an earlier run is tried
+before them. A run of tests that ends with neither success nor a failed test proves nothing: the fault is an ERROR.
+In the end the catching tests run without a fault: what fails is UNSURE.
 """
 
 import ast
@@ -18,7 +20,7 @@ import sys
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
@@ -37,9 +39,9 @@ from worker.platform.run import run_command
 ROOT = Path(__file__).parents[1]
 FAULTS = Path(__file__).with_suffix("")
 OWN_TEST = "tests.unit.tools.test_seeded_faults"  # fails for every fault, because the old text is gone
-STAGES = {"unit": 120.0, "integration": 180.0, "rest": 180.0}  # the most seconds of each
+STAGES = {"first": 120.0, "unit": 120.0, "integration": 180.0, "rest": 180.0}  # the most seconds of each
 _TEST_S = 60  # that one test may take: it is "hung" then
-_PYTEST = ("-x", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no", "-rfE", "--timeout-method=thread")
+_PYTEST = ("-x", "-v", "-p", "no:cacheprovider", "-p", "pytest_timeout", "--tb=no", "-rfE", "--timeout-method=thread")
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,8 @@ def choose_tests(root: Path, file: str) -> dict[str, list[str]]:
     tests.sort(key=lambda test: (steps.get(test, 99), stem not in test.rpartition(".")[2], len(imports[test])))
     unit, integration = ([name for name in tests if f".{kind}." in name] for kind in ("unit", "integration"))
     near, far = ([name for name in unit if (steps.get(name) == 1) is is_near] for is_near in (True, False))
-    by_stage = zip(STAGES, (near, integration, far), strict=True)
-    return {stage: [f"{name.replace('.', '/')}.py" for name in found] for stage, found in by_stage}
+    by_stage = {"unit": near, "integration": integration, "rest": far}
+    return {stage: [f"{name.replace('.', '/')}.py" for name in found] for stage, found in by_stage.items()}
 
 
 @cache
@@ -110,7 +112,12 @@ def copy_tree(root: Path, copy: Path) -> Path:
 
 
 def run_tests(copy: Path, tests: Sequence[str], limit_s: float, *options: str) -> tuple[str, list[str]]:
-    """Run tests in a copy; return "passed", "caught", "hung" or "too slow", and the tests that failed or hung."""
+    """Run tests in a copy.
+
+    Returns:
+        "passed", "caught", "hung" or "too slow", and the tests that failed or hung; or "error", where pytest ended
+        without a result (a test that does not exist, a file that cannot be imported, a crash), and how it ended.
+    """
     command = [sys.executable, "-u", "-m", "pytest", *_PYTEST, f"--timeout={_TEST_S}", *options, *tests]
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=copy, env=_environment(copy), start_new_session=True, **streams) as process:
@@ -123,18 +130,28 @@ def run_tests(copy: Path, tests: Sequence[str], limit_s: float, *options: str) -
                 os.killpg(process.pid, signal.SIGKILL)
     if "+ Timeout +" in output:
         return "hung", re.findall(r"^(tests/\S+::\S+)", output, re.MULTILINE)[-1:]
+    if process.returncode in (0, 5):  # 5: every test is deselected by its mark
+        return "passed", []
     failed = re.findall(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", output, re.MULTILINE)
-    if process.returncode not in (0, 5):  # 5: no test was selected
-        return "caught", failed or [f"pytest ended with {process.returncode}: {output[-300:]}"]
-    return "passed", []
+    if process.returncode == 1 and failed:
+        return "caught", failed
+    return "error", [f"pytest ended with {process.returncode}: {output[-300:]}"]
 
 
 def _environment(copy: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(copy), "COLUMNS": "400", "PYTHONIOENCODING": "utf-8:replace"}
+    """Return what a test process needs. Plugins of pytest that no test uses would take most of its start."""
+    own = {"PYTHONPATH": str(copy), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return {**os.environ, **own, "COLUMNS": "400", "PYTHONIOENCODING": "utf-8:replace"}
 
 
-def measure(root: Path, faults: Sequence[Fault], jobs: int, rows: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Run every fault until a test catches it; keep its row in `rows` by name, and yield a line after each run."""
+def measure(
+    root: Path, faults: Sequence[Fault], jobs: int, rows: dict[str, dict[str, Any]], first: Mapping[str, str] = {}
+) -> Iterator[str]:
+    """Run every fault until a test catches it; keep its row in `rows` by name, and yield a line after each run.
+
+    Args:
+        first: by the name of a fault, the test that is tried first. It proves nothing if it does not exist any more.
+    """
     new = {"result": "MISSED", "stage": "", "test": "", "seconds": 0.0, "too_slow": ""}  # too_slow: a stage cut short
     rows.update({fault.name: asdict(fault) | new for fault in faults})
     with TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool, ExitStack() as stack:
@@ -146,34 +163,41 @@ def measure(root: Path, faults: Sequence[Fault], jobs: int, rows: dict[str, dict
             path, source = copy / fault.file, (copy / fault.file).read_text()
             try:
                 path.write_text(fault.seeded(copy))
-                chosen = choose_tests(copy, fault.file)[stage]
+                chosen = [first[fault.name]] if stage == "first" else choose_tests(copy, fault.file)[stage]
                 verdict, tests = run_tests(copy, chosen, STAGES[stage]) if chosen else ("passed", [])
             finally:
                 path.write_text(source)
                 copies.append(copy)
             row["seconds"] = round(row["seconds"] + time.monotonic() - began, 1)
             row["too_slow"] += f"{stage} " * (verdict == "too slow")
-            if verdict in ("caught", "hung"):
-                row.update(result=verdict, stage=stage, test=next(iter(tests), ""))
+            if verdict in ("caught", "hung") or (verdict == "error" and stage != "first"):
+                result = "ERROR" if verdict == "error" else verdict
+                row.update(result=result, stage=stage, test=next(iter(tests), ""))
 
         for stage in STAGES:
-            left = [fault for fault in faults if rows[fault.name]["result"] == "MISSED"]
+            left = [fault for fault in faults if rows[fault.name]["result"] in ("MISSED", "ERROR")]
+            if stage == "first":
+                left = [fault for fault in left if fault.name in first]
             for done, (fault, run) in enumerate([(fault, pool.submit(try_stage, fault, stage)) for fault in left], 1):
                 run.result()
                 row = rows[fault.name]
                 yield f"{stage} {done}/{len(left)} {fault.name}: {row['result']} {row['test']} {row['seconds']} s"
-        caught = [row for row in (rows[fault.name] for fault in faults) if row["test"].startswith("tests/")]
+        caught = [row for row in (rows[fault.name] for fault in faults) if row["result"] in ("caught", "hung")]
         tests = sorted({row["test"] for row in caught})
-        _, failing = run_tests(copies.pop(), tests, _TEST_S * len(tests), "--maxfail=0") if tests else ("passed", [])
-        for row in (row for row in caught if row["test"] in failing):
-            row["result"] = "UNSURE"
-            yield f"{row['test']} fails without a fault: {row['name']} is UNSURE"
+        verdict, failing = (
+            run_tests(copies.pop(), tests, _TEST_S * len(tests), "--maxfail=0") if tests else ("passed", [])
+        )
+        for row in caught:
+            if row["test"] in failing or verdict not in ("passed", "caught"):
+                row["result"] = "UNSURE"
+                yield f"without a fault {row['test']} is {verdict}: {row['name']} is UNSURE"
 
 
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Areas or names of faults. (default: all)")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Faults that are tried at once.")] = 1,
     output: Annotated[Path | None, typer.Option("--json", help="A row per fault; rows of others stay.")] = None,
+    earlier: Annotated[Path | None, typer.Option("--first", help="The JSON of an earlier run.")] = None,
     is_listing: Annotated[bool, typer.Option("--list", help="List the faults and run none.")] = False,
 ) -> None:
     """Seed faults and report which test catches each."""
@@ -184,7 +208,9 @@ def main(
     console = Console(markup=False, highlight=False)
     if not is_listing:
         rows = {row["name"]: row for row in json.loads(output.read_text())} if output and output.exists() else {}
-        for line in measure(ROOT, faults, jobs, rows):
+        first = {row["name"]: row["test"] for row in json.loads(earlier.read_text())} if earlier else {}
+        first = {name: test for name, test in first.items() if "::" in test}
+        for line in measure(ROOT, faults, jobs, rows, first):
             console.print(line, soft_wrap=True)
             if output:
                 output.write_text(json.dumps(list(rows.values()), indent=1))
@@ -193,7 +219,11 @@ def main(
     for fault in faults:
         table.add_row(*(str(rows[fault.name][column]) for column in columns))
     console.print(table)
-    console.print(f"{len(faults)} faults: {dict(Counter(rows[fault.name]['result'] for fault in faults))}")
+    found = [rows[fault.name] for fault in faults]
+    console.print(f"{len(faults)} faults: {dict(Counter(row['result'] for row in found))}")
+    if not is_listing:
+        tiers = Counter(row["test"].split("/")[1] for row in found if row["result"] in ("caught", "hung"))
+        console.print(f"by the folder of the test: {dict(tiers)}")
 
 
 if __name__ == "__main__":

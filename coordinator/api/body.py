@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, model_validator
 from starlette.requests import ClientDisconnect, Request
 
 from coordinator.api.errors import HttpError
@@ -20,6 +20,9 @@ Body = TypeVar("Body", bound=BaseModel)
 _Listed = BeforeValidator(
     lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | list[str]
 )
+# JSON has no tuples, and only text as keys; the numbers in a tuple are strict still
+TokenIds = Annotated[tuple[int, ...], Strict(False)]
+TokenKey = Annotated[int, Strict(False)]
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=64), _Listed]  # or one text
 Unsupported = dict[str, Sequence[Any]]  # fields, with the values that change nothing; null never does
 UNSUPPORTED: Unsupported = {  # by all APIs
@@ -49,9 +52,12 @@ _MAX_DEPTH = 64  # levels of lists and objects in a field
 
 
 class Section(BaseModel):
-    """An object of a body. Unknown fields are ignored: clients send many that change nothing."""
+    """An object of a body. Unknown fields are ignored: clients send many that change nothing.
 
-    model_config = ConfigDict(extra="ignore", strict=False)
+    Types are strict: `true` is no number, and "5" no whole one.
+    """
+
+    model_config = ConfigDict(extra="ignore", strict=True)
     unsupported: ClassVar[Unsupported] = {}
 
     @model_validator(mode="before")
@@ -105,7 +111,7 @@ class OpenAISampled(Sampled):
     stop: Texts | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = Field(default_factory=dict)
+    logit_bias: dict[TokenKey, float] = Field(default_factory=dict)
 
     def make_spec(self, prompt: Prompt, *, logprobs: int = 0, **more: Any) -> RequestSpec:
         return super().make_spec(prompt, logprobs=logprobs, stops=tuple(self.stop or ()), **more)

@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 from typing_extensions import TypedDict
 
-from coordinator.api.body import Section, require_one
+from coordinator.api.body import Section, TokenIds, require_one
 from coordinator.api.server import Server
 from coordinator.engine.scores import score_continuations
 from coordinator.sessions.output import Scored
 
-Ids = Annotated[tuple[int, ...], Field(min_length=1)]
+Ids = Annotated[TokenIds, Field(min_length=1)]
 NonEmpty = Annotated[str, Field(min_length=1)]
 _MAX_CONTINUATIONS = 128  # of one request
 
@@ -20,7 +20,7 @@ _MAX_CONTINUATIONS = 128  # of one request
 class _Prompted(Section):
     model: str | None = None
     prompt: str | None = None
-    prompt_tokens: tuple[int, ...] | None = None
+    prompt_tokens: TokenIds | None = None
 
     @model_validator(mode="after")
     def _agree(self) -> "_Prompted":

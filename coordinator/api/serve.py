@@ -167,8 +167,11 @@ async def _open_once(
             if answers.done():
                 raise
             say("stopping: answers in progress may end; interrupt again to stop at once")
-            if not await engine.drain(serving.shutdown_timeout_s):
-                say(f"some answers have not ended within {serving.shutdown_timeout_s:g} s, and are cut off")
+            try:
+                if not await engine.drain(serving.shutdown_timeout_s):
+                    say(f"some answers have not ended within {serving.shutdown_timeout_s:g} s, and are cut off")
+            except asyncio.CancelledError:
+                say("interrupted again: answers in progress are cut off")
             return True
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import hashlib
 import json
 import os
 import time
@@ -52,9 +53,9 @@ def batch(
     is ignored.
 
     Answers are written as they finish. Run again with the same files, the command continues where it stopped: requests
-    whose custom_id is in the output are skipped, also if they failed. A failed request is a line with an error; the
-    exit code is then 2 (wrong request) or 3. Requests wait while a worker restarts; if the cluster fails for good, the
-    command ends with 3 and those without an answer have no line.
+    whose custom_id is in the output are skipped, also if they failed. A failed request and a line that is no request
+    are lines with an error; the exit code is then 2 (wrong request) or 3. Requests wait while a worker restarts; if the
+    cluster fails for good, the command ends with 3 and those without an answer have no line.
 
     brigade batch requests.jsonl -o answers.jsonl --model demo --local 2
 
@@ -80,20 +81,25 @@ async def run_batch(options: ClusterOptions, source: Path, target: Path, max_tok
     from coordinator.engine.engine import open_engine
     from coordinator.engine.inputs import InputProcessor
 
-    requests, problems = read_requests(source)
-    for problem in problems[:_MOST_PROBLEMS]:
-        say(problem)
-    if len(problems) > _MOST_PROBLEMS:
-        say(f"and {len(problems) - _MOST_PROBLEMS} lines more")
-    code = _BAD_INPUT if problems else 0
+    requests = read_requests(source)
+    wrong = [entry for entry in requests if entry.problem]
+    for entry in wrong[:_MOST_PROBLEMS]:
+        say(f"{source}, line {entry.number}: {entry.problem}")
+    if len(wrong) > _MOST_PROBLEMS:
+        say(f"and {len(wrong) - _MOST_PROBLEMS} lines more")
+    code = _BAD_INPUT if wrong else 0
     with open_answers(target) as answers:
-        entries = [entry for entry in requests if entry.custom_id not in answers.known]
+        entries = [entry for entry in requests if entry.key not in answers.known]
         num_known = len(requests) - len(entries)
-        failed = [status for entry in requests if (status := answers.known.get(entry.custom_id, 200)) >= 400]
+        failed = [status for entry in requests if (status := answers.known.get(entry.key, 200)) >= 400]
         if num_known:
             errors = f", {len(failed)} of them with an error" if failed else ""
             say(f"{target} has the answers to {num_known} of {len(requests)} requests{errors}")
         code = max([code, *map(_exit_code, failed)])
+        for entry in entries:
+            if entry.problem:
+                answers.add(_failed(entry, InputError("", entry.problem)))
+        entries = [entry for entry in entries if not entry.problem]
         if not entries:
             return code
         inputs = await InputProcessor.read(
@@ -217,7 +223,7 @@ ROUTES: dict[str, Callable[[Engine, Json], Awaitable[Json]]] = {
 def _line(entry: BatchEntry, status: int, body: Json) -> Json:
     """Return the line of an answer in the format of OpenAI's batch files."""
     response = {"status_code": status, "request_id": f"req_{uuid.uuid4().hex}", "body": body}
-    return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": entry.custom_id, "response": response, "error": None}
+    return {"id": entry.id, "custom_id": entry.custom_id, "response": response, "error": None}
 
 
 def _failed(entry: BatchEntry, error: BrigadeError) -> Json:
@@ -231,60 +237,64 @@ def _failed(entry: BatchEntry, error: BrigadeError) -> Json:
 
 @dataclass(frozen=True)
 class BatchEntry:
-    """One request."""
+    """One line of the input: a request, or the problem that makes it none."""
 
     number: int  # of its line
-    custom_id: str
-    method: str
-    url: str
-    body: Json
+    custom_id: str | None  # None: it has none, or that of another line
+    method: str = "POST"
+    url: str = ""
+    body: Json = field(default_factory=dict)
+    problem: str = ""
+    id: str = field(default_factory=lambda: f"batch_req_{uuid.uuid4().hex}")  # of its answer
+
+    @property
+    def key(self) -> str:
+        """The id by which another run knows that this line has an answer."""
+        return self.id if self.custom_id is None else self.custom_id
 
 
-def read_requests(path: Path) -> tuple[list[BatchEntry], list[str]]:
-    """Return the valid requests, and a problem for each other line.
-
-    Raises:
-        InputError: the file cannot be read.
-    """
+def read_requests(path: Path) -> list[BatchEntry]:
+    """Return the entries of all lines that are not empty. Raises InputError if the file cannot be read."""
     entries: dict[str, BatchEntry] = {}
-    problems = []
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
-                try:
-                    entry = _entry(number, line)
-                    if entry.custom_id in entries:
-                        first = entries[entry.custom_id].number
-                        raise ValueError(f"custom_id {entry.custom_id!r} is that of line {first} already")
-                    entries[entry.custom_id] = entry
-                except ValueError as error:
-                    problems.append(f"{path}, line {number}: {error}; left out")
+                entry = _entry(number, line)
+                if first := entries.get(entry.key):
+                    said = f"custom_id {entry.custom_id!r} is that of line {first.number} already"
+                    entry = _wrong_entry(number, line, said)
+                entries[entry.key] = entry
     except OSError as error:
         raise InputError("", f"{path} cannot be read: {error.strerror}") from error
-    return [*entries.values()], problems
+    return [*entries.values()]
 
 
 def _entry(number: int, line: bytes) -> BatchEntry:
-    """Raises ValueError for a line that is not a request or has no custom_id."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"expected a JSON object, found something else ({error})") from error
-    if not isinstance(found, dict) or not isinstance(found.get("custom_id"), str):
-        raise ValueError("expected a JSON object with a custom_id, a text")
-    body = found.get("body")
-    if not isinstance(body, dict):
-        raise ValueError("expected a body, an object")
-    return BatchEntry(number, found["custom_id"], str(found.get("method", "POST")), str(found.get("url")), body)
+        return _wrong_entry(number, line, f"expected a JSON object, found something else ({error})")
+    custom_id = found.get("custom_id") if isinstance(found, dict) else None
+    if not isinstance(custom_id, str):
+        return _wrong_entry(number, line, "expected a JSON object with a custom_id, a text")
+    if not isinstance(found.get("body"), dict):
+        return BatchEntry(number, custom_id, problem="expected a body, an object")
+    return BatchEntry(number, custom_id, str(found.get("method", "POST")), str(found.get("url")), found["body"])
+
+
+def _wrong_entry(number: int, line: bytes, problem: str) -> BatchEntry:
+    """Return the entry of a line without a custom_id of its own: its id is the same in each run."""
+    digest = hashlib.sha256(b"%d %s" % (number, line)).hexdigest()
+    return BatchEntry(number, None, problem=problem, id=f"batch_req_{digest[:32]}")
 
 
 class Answers:
     """The append-only file of answers. Made by `open_answers`."""
 
     def __init__(self, descriptor: int, known: Mapping[str, int]) -> None:
-        self.known = known  # the ids in the file when it was opened, with the HTTP status of each answer
+        self.known = known  # the HTTP status of each answer that the file held, by the key of its entry
         self._descriptor = descriptor
 
     def add(self, line: Json) -> None:
@@ -320,7 +330,7 @@ def open_answers(path: Path) -> Iterator[Answers]:
 
 
 def _known(path: Path) -> tuple[dict[str, int], int]:
-    """Return the ids of all complete lines with their status, and the position where these lines end."""
+    """Return the keys of all complete lines with their status, and the position where these lines end."""
     known: dict[str, int] = {}
     end = 0
     with open(path, "rb") as file:
@@ -330,7 +340,7 @@ def _known(path: Path) -> tuple[dict[str, int], int]:
             end += len(line)
             try:
                 found = json.loads(line)
-                known[str(found["custom_id"])] = _status(found)
+                known[str(found["id"] if found["custom_id"] is None else found["custom_id"])] = _status(found)
             except (ValueError, LookupError, TypeError, AttributeError):
                 said = "expected the answers of an earlier run, found something else"
                 raise InputError("output", f"{path}, line {number}: {said}; give another file") from None

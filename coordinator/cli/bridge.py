@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, TextIO
 
 from pydantic import Field, model_validator
 
-from coordinator.api.body import OpenAISampled, read, require_one
+from coordinator.api.body import OpenAISampled, TokenIds, read, require_one
 from coordinator.cli import flags
 from coordinator.cli.report import stats_of
 from coordinator.cli.run import TakeFlags
@@ -186,7 +186,7 @@ class GenerateBody(OpenAISampled):
     """The body of `generate`: a prompt, as for `brigade generate`, or token ids."""
 
     prompt: str | None = None
-    prompt_tokens: tuple[int, ...] | None = None
+    prompt_tokens: TokenIds | None = None
     system_prompt: str | None = None
     raw: bool = False
     max_tokens: int = Field(256, ge=1)

@@ -64,12 +64,14 @@ def as_command(function: Callable[..., Any]) -> Callable[..., int | None]:
     return command
 
 
-def run_async(work: Coroutine[Any, Any, T]) -> T:
+def run_async(work: Coroutine[Any, Any, T], *, grace_s: float = 0.0) -> T:
     """Run a coroutine and return its result, also if it ends normally after a signal.
 
     SIGINT and SIGTERM cancel it, so that it closes what it has opened. A second signal ends the process at once; its
     worker processes notice that and end too.
 
+    Args:
+        grace_s: a second signal cancels the coroutine again, and ends the process this much later at the latest.
     Raises:
         KeyboardInterrupt: a signal ended it; everything is cleaned up.
     """
@@ -77,7 +79,7 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
 
     before = [signal.getsignal(number) for number in _SIGNALS]
     try:
-        return uvloop.run(_interruptible(work))
+        return uvloop.run(_interruptible(work, grace_s))
     finally:
         for number, handler in zip(_SIGNALS, before, strict=True):
             signal.signal(number, handler)
@@ -92,20 +94,25 @@ async def _while_read(work: Coroutine[Any, Any, T]) -> T:
         raise error.__context__ if isinstance(error.__context__, BrokenPipeError) else error from None
 
 
-async def _interruptible(work: Coroutine[Any, Any, T]) -> T:
+async def _interruptible(work: Coroutine[Any, Any, T], grace_s: float) -> T:
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(_while_read(work))
-    signalled = False
+    num_signals = 0
 
     def on_signal(number: int, frame: object) -> None:
-        nonlocal signalled
-        if signalled or task.done():
+        nonlocal num_signals
+        num_signals += 1
+        if num_signals > (2 if grace_s else 1) or task.done():
             os._exit(INTERRUPTED)
-        signalled = True
+        if num_signals == 2:
+            signal.signal(signal.SIGALRM, on_signal)
+            signal.setitimer(signal.ITIMER_REAL, grace_s)
         loop.call_soon_threadsafe(task.cancel)
 
     for number in _SIGNALS:
         signal.signal(number, on_signal)  # not the loop's handlers: a second signal must work while the loop is stuck
     await asyncio.wait([task])
-    if signalled and (task.cancelled() or task.exception()):
+    if num_signals > 1:
+        os._exit(INTERRUPTED)  # what a second cancellation has left undone would hold the process up
+    if num_signals and (task.cancelled() or task.exception()):
         raise KeyboardInterrupt  # an error after the signal comes from it; a normal end stays one
     return task.result()

@@ -15,6 +15,7 @@ from coordinator.engine.bounded import TEMPLATES
 from worker.errors import InputError
 
 PORT = 9338
+_CUT_OFF_S = 2.0  # after a second signal, for clients to be sent that their answers are cut off
 _server = partial(typer.Option, rich_help_panel="Server")
 
 
@@ -117,4 +118,4 @@ def serve(
     )
     serving.check()
     with contextlib.suppress(KeyboardInterrupt):  # a signal is the normal end of a server
-        run.run_async(run_server(options, serving))
+        run.run_async(run_server(options, serving), grace_s=_CUT_OFF_S)

@@ -1,4 +1,8 @@
-"""Chain: all stages of one epoch as one object that takes frames and returns results. I/O; no decisions."""
+"""Chain: all stages of one epoch as one object that takes frames and returns results. I/O; no decisions.
+
+Frames and results live on the MLX thread's loop. Workers are attached, watched and asked on the main loop, which ends
+the chain when one of them is lost, or an engine is at one step for too long.
+"""
 
 import asyncio
 import contextlib
@@ -23,7 +27,6 @@ from worker.errors import (
     NodeLeaving,
     NodeSilent,
     StageLost,
-    without_trace,
 )
 from worker.memory.history import History
 from worker.model.model_spec import ModelSpec
@@ -34,6 +37,7 @@ from worker.platform.threads import MlxThread, run_in_thread
 
 _PROBE_S = 1.5  # for a status
 _WARM_UP_ROWS = 64
+_OWN_STEP_S = 120.0  # beyond the time of a step, until this process is given up
 _CLOCKS_S = 60.0  # between two measurements of the clock offsets
 
 
@@ -61,11 +65,11 @@ class Chain:
         self.plan = deployment.plan
         self.peers = deployment.peers
         self.last_step = 0
-        self.begins_draining = asyncio.Event()  # set once no new session may begin, as `draining` explains
+        self.begins_draining = asyncio.Event()  # of the MLX thread's loop; no new session may begin: see `draining`
         self.has_token = asyncio.Event()  # set with the first token after the warm-up
         self.clock_offsets: list[int] = [0] * self.num_stages  # nanoseconds, by stage
         self._is_awaited = costs is not None
-        self._is_warm = False
+        self._is_warm = self._has_made_token = False
         self._can_spare = can_spare
         self._own = own
         self._say = say
@@ -73,8 +77,7 @@ class Chain:
         self._flight = Flight(costs or ChainCosts(self.num_stages), self._suspends)
         self._stack = AsyncExitStack()
         self._stage: Stage | None = None
-        self._results: asyncio.Queue[Result | None] = asyncio.Queue()  # None at the end
-        self._failure: BrigadeError | None = None  # the reason of the end
+        self._main = asyncio.get_running_loop()
 
     async def __aenter__(self) -> Self:
         return self
@@ -98,7 +101,7 @@ class Chain:
                     await peer.attach(self._attach_request(stage))
                     self.clock_offsets[stage] = await peer.clock_offset()
                 await self._start()
-                await self._warm_up(progress)
+                await self.thread.call(self._warm_up(progress))
         except TimeoutError:
             if self._stage is None:
                 raise EngineHung(f"did not join the chain within {within_s:.1f} s", node=joining) from None
@@ -144,18 +147,19 @@ class Chain:
         names = (peer.name for peer in self.peers if peer.is_draining and not self._can_spare(peer.name))
         return next((NodeBusy("is shutting down and takes no new request", node=name) for name in names), None)
 
+    def end(self, error: BaseException) -> None:
+        """Make `receive` raise this error from now on, unless it raises another one."""
+        assert self._stage is not None
+        self.thread.post(partial(self._stage.fail, error))
+
+    # On the MLX thread's loop
+
     def send(self, frame: Frame) -> None:
         """Hand a frame to stage 0."""
         assert self._stage is not None
         self.last_step = frame.step
         self._flight.send(frame)
-        self.thread.post(partial(self._stage.submit, frame))
-
-    def end(self, error: BaseException) -> None:
-        """Make `receive` raise this error from now on, unless it raises another one."""
-        if self._failure is None:
-            self._failure = without_trace(error)
-            self._results.put_nowait(None)
+        self._stage.submit(frame)
 
     async def receive(self) -> ArrivedResult:
         """Return the next result; waits as long as nothing is in flight.
@@ -164,20 +168,13 @@ class Chain:
             StageLost: a node closed its connection, or was silent for longer than its work can take.
             BrigadeError: what a stage failed with.
         """
-        while True:
-            try:
-                async with asyncio.timeout(self._flight.left_s):
-                    result = await self._results.get()
-            except TimeoutError:
-                await self._look_after_oldest()
-                continue
-            if result is not None:
-                return self._arrived(result)
-            self._results.put_nowait(None)  # for the next call
-            assert self._failure is not None
-            if isinstance(self._failure, StageLost) and (blamed := self._suspends.blame()):
-                raise blamed
-            raise self._failure.again()
+        assert self._stage is not None
+        try:
+            return self._arrived(await self._stage.next_result())
+        except StageLost as error:
+            raise self._suspends.blame() or error from error.__cause__
+
+    # On the main loop
 
     @property
     def own_status(self) -> StatusReply | None:
@@ -221,40 +218,39 @@ class Chain:
             )
         sent = self._flight.take(result.step)
         check_result(result, sent.asked, self.spec.vocab_size, node, sent.alternatives)
-        if self._is_warm and (result.samples or result.guesses):
-            self.has_token.set()
+        if self._is_warm and (result.samples or result.guesses) and not self._has_made_token:
+            self._has_made_token = True
+            self._main.call_soon_threadsafe(self.has_token.set)
         return self._flight.land(sent, result)
 
-    async def _look_after_oldest(self) -> None:
+    async def _watch_frames(self) -> NoReturn:
         """Report that the oldest frame seems to compile. Raises the cause once it is overdue."""
-        if (silence_s := self._flight.overdue_s) is not None:
-            await self._diagnose(silence_s, self._flight.allowed_s)
-        if self._flight.begins_to_compile():
-            self._say("compiling: the first step of its kind on this chain, which may take a minute")
+        while True:
+            await asyncio.sleep(self._flight.left_s)
+            if (overdue := self._flight.overdue()) is not None:
+                await self._diagnose(*overdue)
+            if self._flight.begins_to_compile():
+                self._say("compiling: the first step of its kind on this chain, which may take a minute")
 
     async def _start(self) -> None:
         """Start stage 0 and the hop to the first worker, and watch every part of the chain."""
         own = self._own
         assert own.shard is not None
         engine = Executor(own.shard, 0, self.spec.dtype, checks_finite=self.deployment.check_finite)
-        self._stage = Stage(engine, self.epoch, self.peers[0].wire if self.peers else PLAIN)
-        self._stack.callback(self._stage.stop)
+        stage = Stage(engine, self.epoch, self.peers[0].wire if self.peers else PLAIN)
+        self._stack.callback(stage.stop)
         link = None
-        watched: list[Work] = [partial(self._pass_on_results, self._stage, asyncio.get_running_loop())]
+        watched: list[Work] = []
         if self.peers:
             first, last = self.peers[0], self.peers[-1]
             link = partial(first.link, self.epoch, 0, self.plan.assignments[0].name)
-            watched.append(partial(last.results, self.epoch, self._stage.deliver))
-        await self._stage.start(self.thread, link, *watched)
-        works = [self._stage.wait_ended(), self._suspends.watch(), self._measure_clocks()]
+            watched.append(partial(last.results, self.epoch, stage.deliver))
+        await stage.start(self.thread, link, *watched)
+        self._stage = stage
+        works = [stage.wait_ended(), self._watch_frames(), self._suspends.watch(), self._measure_clocks()]
         works += [peer.watch(partial(self._begin_draining, peer)) for peer in self.peers]
         for work in works:
             await self._stack.enter_async_context(background(work, self._part_ended))
-
-    async def _pass_on_results(self, stage: Stage, loop: asyncio.AbstractEventLoop) -> None:
-        """Hand the results to the main loop. Runs on the MLX thread's loop."""
-        while True:
-            loop.call_soon_threadsafe(self._results.put_nowait, await stage.next_result())
 
     def _part_ended(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()):
@@ -273,7 +269,7 @@ class Chain:
             self.end(NodeLeaving("is about to end", node=peer.name))
         else:
             self._say(f"{self.draining}; running requests have ten seconds to end")
-            self.begins_draining.set()
+            self.thread.post(self.begins_draining.set)
 
     async def _warm_up(self, progress: NodeProgress) -> None:
         """Send a chunk of rows and a row through all stages, twice each: that compiles, pages in, and measures costs.
@@ -288,7 +284,8 @@ class Chain:
         frames += [Frame(windows=[window]) for window in windows]
         frames.append(Frame(closed=[0]))
         for step, frame in enumerate(frames):
-            progress("", LoadProgress(phase="warm-up", done=step, total=len(frames)))
+            report = LoadProgress(phase="warm-up", done=step, total=len(frames))
+            self._main.call_soon_threadsafe(progress, "", report)
             frame.epoch, frame.step = self.epoch, step
             self.send(frame)
             await self.receive()
@@ -302,8 +299,9 @@ class Chain:
             StageLost: a node does not answer, an engine hangs, or none is at work.
         """
         assert self._stage is not None
+        oldest = self._flight.awaited
         replies = await self._worker_statuses()
-        if not self._results.empty():  # it arrived in the meantime
+        if self._flight.awaited != oldest:  # a result arrived in the meantime
             return
         busy = [("", self._stage.busy_s)]
         for peer, reply in zip(self.peers, replies, strict=True):
@@ -316,11 +314,23 @@ class Chain:
             self._flight.began(busy_s)
         elif node:
             raise EngineHung(f"its engine has been at one step for {busy_s:.1f} s", node=node)
+        elif busy_s:
+            await self._wait_own_engine()
         else:
             raise StageLost(
-                f"no result for {waited_s:.1f} s though every worker answers "
-                f"(coordinator busy for {busy_s:.1f} s; last step {self._stage.last_step})"
+                f"no result for {waited_s:.1f} s though every worker answers (last step {self._stage.last_step})"
             )
+
+    async def _wait_own_engine(self) -> None:
+        """Return once this process's engine ends its step: nothing else can go on before that; or give it up."""
+        try:
+            async with asyncio.timeout(_OWN_STEP_S):
+                await self.thread.run(lambda: None)
+        except TimeoutError:
+            assert self._stage is not None
+            hung = EngineHung(f"this process's engine has been at one step for {self._stage.busy_s:.0f} s")
+            self.thread.give_up(hung)
+            raise hung from None
 
     def _attach_request(self, stage: int) -> AttachRequest:
         request = AttachRequest(

@@ -119,7 +119,6 @@ class Sent:
     at: float  # seconds, monotonic
     is_alone: bool  # so far
     alternatives: dict[int, int]  # by slot: the most that each sample may have
-    is_said_to_compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,17 +131,32 @@ class ArrivedResult:
     took_s: float  # since the frame was sent
 
 
+@dataclass(frozen=True)
+class Awaited:
+    """The oldest frame in flight, published for the main loop, which watches it."""
+
+    step: int
+    since: float  # seconds, monotonic: when it was sent, or became the oldest
+    allowed_s: float  # how long it may take, and any engine that it waits for
+    is_new: bool  # the first of its kind, which may compile
+
+
 class Flight:
-    """Frames in flight, oldest first. Only the oldest can be late: the others wait behind it."""
+    """Frames in flight, oldest first. Only the oldest can be late: the others wait behind it.
+
+    `send`, `take` and `land` are for the loop of the chain's results; the rest only reads what they publish.
+    """
 
     def __init__(self, costs: ChainCosts, suspends: SuspendWatch) -> None:
         """`costs` learn from each result; `suspends` knows when this process did not run."""
         self.costs = costs
+        self.awaited: Awaited | None = None
         self._suspends = suspends
         self._timeouts = StepTimeouts()
         self._sent: dict[int, Sent] = {}  # by step
         self._last_result = time.monotonic()  # seconds; before the first result, when this began
         self._moved_at = 0.0  # seconds, monotonic: when an engine was last known to begin a step
+        self._compiling_step = -1  # reported to compile
         self._logprobs: dict[int, int] = {}  # of the session in each slot, as its sampling says
 
     def send(self, frame: Frame) -> None:
@@ -154,6 +168,8 @@ class Flight:
         self._logprobs |= {session.slot: session.sampling.logprobs for session in frame.opened}
         alternatives = {slot: logprobs - 1 for slot in asked if (logprobs := self._logprobs.get(slot))}
         self._sent[frame.step] = Sent(rows, asked, kind, time.monotonic(), not self._sent, alternatives)
+        if self.awaited is None:
+            self._publish()
 
     @property
     def oldest_step(self) -> int | None:
@@ -171,34 +187,43 @@ class Flight:
         if sent.num_rows:
             stages_s = [(timing.sampled - timing.started) / 1e9 for timing in result.timings]
             self.costs.observe(sent.num_rows, stages_s, arrival.took_s, was_alone=sent.is_alone)
+        self._publish()
         return arrival
+
+    def _publish(self) -> None:
+        if not self._sent:
+            self.awaited = None
+            return
+        step, sent = next(iter(self._sent.items()))
+        allowed_s = self._timeouts.allowed_s(sent.kind, self.costs.passage_s(sent.num_rows))
+        since = max(self._last_result, sent.at)
+        self.awaited = Awaited(step, since, allowed_s, is_new=not self._timeouts.is_known(sent.kind))
 
     @property
     def still_since(self) -> float | None:
         """Since when the frames in flight have brought no result, seconds, monotonic; None without any."""
-        return max(self._last_result, self._oldest.at) if self._sent else None
+        awaited = self.awaited
+        return awaited.since if awaited else None
 
     @property
     def idle_s(self) -> float:
         """For how long nothing has been in flight, seconds."""
-        return 0.0 if self._sent else time.monotonic() - self._last_result
+        return 0.0 if self.awaited else time.monotonic() - self._last_result
 
     @property
     def left_s(self) -> float:
         """Seconds until the oldest frame needs a look; without frames, until this should be read again."""
-        if not self._sent:
+        if (awaited := self.awaited) is None:
             return _ASK_AGAIN_S
-        return max(0.0, (_COMPILES_S if self._may_compile else self.allowed_s) - self._silence_s)
+        allowed_s = _COMPILES_S if self._may_compile(awaited) else awaited.allowed_s
+        return max(0.0, allowed_s - self._silence_s(awaited))
 
-    @property
-    def overdue_s(self) -> float | None:
-        """The silence of the oldest frame in seconds, once it is longer than the frame can take."""
-        return self._silence_s if self._sent and self._silence_s >= self.allowed_s else None
-
-    @property
-    def allowed_s(self) -> float:
-        """How long the oldest frame may take, and any engine that it waits for."""
-        return self._timeouts.allowed_s(self._oldest.kind, self.costs.passage_s(self._oldest.num_rows))
+    def overdue(self) -> tuple[float, float] | None:
+        """Return for how long the oldest frame is silent, once that is longer than it may be, and how long it may."""
+        awaited = self.awaited
+        if awaited is None or (silence_s := self._silence_s(awaited)) < awaited.allowed_s:
+            return None
+        return silence_s, awaited.allowed_s
 
     def began(self, busy_s: float) -> None:
         """Note that an engine began a step so long ago: silence counts from then, for each engine has its own time."""
@@ -206,21 +231,16 @@ class Flight:
 
     def begins_to_compile(self) -> bool:
         """Whether the oldest frame is slow enough to be compiling; True once for each frame."""
-        if not self._sent or not self._may_compile or self._silence_s < _COMPILES_S:
+        awaited = self.awaited
+        if awaited is None or not self._may_compile(awaited) or self._silence_s(awaited) < _COMPILES_S:
             return False
-        self._oldest.is_said_to_compile = True
+        self._compiling_step = awaited.step
         return True
 
-    @property
-    def _oldest(self) -> Sent:
-        return next(iter(self._sent.values()))
-
-    @property
-    def _may_compile(self) -> bool:
+    def _may_compile(self, awaited: Awaited) -> bool:
         """Whether the oldest frame is the first of its kind, and has not been reported to compile."""
-        return not self._timeouts.is_known(self._oldest.kind) and not self._oldest.is_said_to_compile
+        return awaited.is_new and awaited.step != self._compiling_step
 
-    @property
-    def _silence_s(self) -> float:
+    def _silence_s(self, awaited: Awaited) -> float:
         """For how long the oldest frame has brought no result while this process was there to receive it."""
-        return time.monotonic() - max(self._last_result, self._oldest.at, self._moved_at, self._suspends.woke_at)
+        return time.monotonic() - max(awaited.since, self._moved_at, self._suspends.woke_at)

@@ -28,7 +28,7 @@ from worker.platform.text import format_bytes
 STARTING = LoadProgress(phase="starting workers")
 ASKING = LoadProgress(phase="asking nodes")
 
-_TRANSFERS = ("download", "feed")  # may take minutes: show the speed
+_TRANSFERS = ("download", "feed", "shared")  # may take minutes: show the speed; shared: fed to another worker of a node
 _IN_BYTES = (*_TRANSFERS, "load", "kept")  # kept: the node holds its shard already
 _WORK = (*_TRANSFERS, "load", "warm-up", "installing packages")  # worth a line; waiting has its own deadlines
 _ALL = "all nodes"

@@ -246,11 +246,12 @@ class Push:
         self._request = request
         self._report = report
         self._total = 0  # bytes that the worker lacks, as far as known
+        self._num_passed = 0  # bytes of the files that this call is done with
         self._allowance = Allowance()
 
     async def run(self) -> None:
         """Make one call, to its end. Raises as `push_weights`."""
-        self._total = self.num_sent + sum(file.nbytes for file in self._files)
+        self._total, self._num_passed = self.num_sent + sum(file.nbytes for file in self._files), 0
         try:
             with self._peer.naming():
                 async with self._peer.pushing() as call:
@@ -286,6 +287,7 @@ class Push:
                 if following is not None:
                     digesting = digester.submit(partial(self._digests.of, following, given_up))
                 await self._send(call, file, reader)
+                self._num_passed += file.nbytes
 
     async def _announce(self, call: _Transfer, file: SourceFile) -> int:
         """Announce a file, and return how much of it the worker has."""
@@ -319,12 +321,14 @@ class Push:
             reader.submit(chunks.close)  # closes its files, once no read is in progress
 
     async def _read_held(self, call: _Transfer, expected: range) -> int:
-        """Return how many bytes of a file the worker says it has."""
-        found = (await self._read(call)).bytes
-        if found not in expected:
-            said = f"expected it to have {expected.start} to {expected.stop - 1} bytes of a file, it says {found}"
+        """Return how many bytes of a file the worker has, once no other worker of its machine receives the file."""
+        while (reply := await self._read(call)).waits:
+            total = sum(file.nbytes for file in self._files)
+            self._report(LoadProgress(phase="shared", done=self._num_passed + reply.bytes, total=total))
+        if reply.bytes not in expected:
+            said = f"expected it to have {expected.start} to {expected.stop - 1} bytes of a file, it says {reply.bytes}"
             raise FrameError(said, node=self._peer.name)
-        return found
+        return reply.bytes
 
     async def _write(self, call: _Transfer, *messages: bytes) -> None:
         """Write these messages. Raises StageLost if the worker stalls or has ended the call."""

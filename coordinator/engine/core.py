@@ -1,29 +1,33 @@
 """EngineCore: the loop that runs sessions on one chain after another, as many at once as the stages have memory for.
 
 The scheduler makes a frame, the chain takes the step, the scheduler commits its result. A chain, its scheduler and its
-frames belong to one epoch; sessions outlive them.
+frames belong to one epoch; sessions outlive them. All of it runs on the MLX thread's loop, where the results arrive:
+the main loop opens and closes sessions by calls that run between two steps, and reads their outputs from queues.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from typing import NoReturn
+from functools import partial
+from typing import Any, NoReturn
 
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.frames_in_flight import ArrivedResult
 from coordinator.engine.quarantine import MOST_LOSSES, Quarantine
 from coordinator.engine.stats import Stats
 from coordinator.planning.costs import LaneChooser, chunk_size
+from coordinator.sessions.output import Output
 from coordinator.sessions.request import Request, room_for_answer
 from coordinator.sessions.scheduler import Commit, Scheduler
-from coordinator.sessions.session import MOST_UNREAD, OutputQueue, Session, SessionState
+from coordinator.sessions.session import MOST_UNREAD, Session, SessionState
 from coordinator.sessions.slots import MOST_WAITING, CacheCosts, cache_costs
 from coordinator.sessions.waterfall import Passage, Route
 from worker.errors import (
     BrigadeError,
     ChainReplaced,
+    EngineHung,
     InputError,
     NodeBusy,
     PoisonRequest,
@@ -40,7 +44,23 @@ _LEAVE_S = 2.0  # for frames in flight when a core is left by an exception
 _UNREAD_S = 30.0  # how long a session stays paused for a reader that does not read
 _MOST_SCORED_ROWS = 64  # of a chunk: each of its rows has logits for the whole vocabulary
 
-NextChain = Callable[[BrigadeError], Awaitable[Chain]]
+NextChain = Callable[[BrigadeError], Coroutine[Any, Any, Chain]]
+
+
+class OutputQueue:
+    """The outputs of the sessions of one reader, who makes it. An exception is the last item of its session."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._items: asyncio.Queue[tuple[Session, Output | BaseException]] = asyncio.Queue()
+
+    def put(self, session: Session, item: Output | BaseException) -> None:
+        """Add an item. Any thread may call it."""
+        with contextlib.suppress(RuntimeError):  # the reader's loop has ended
+            self._loop.call_soon_threadsafe(self._items.put_nowait, (session, item))
+
+    async def get(self) -> tuple[Session, Output | BaseException]:
+        return await self._items.get()
 
 
 class EngineCore:
@@ -57,7 +77,7 @@ class EngineCore:
     ) -> None:
         """
         Args:
-            when_lost: opens the chain on which requests continue after a failure; None: they fail, too.
+            when_lost: opens the chain on which requests continue after a failure, on the main loop; None: they fail.
             stats: counts all frames.
             max_waiting: most requests that wait for memory, each for at most `max_wait_s`.
         """
@@ -71,20 +91,24 @@ class EngineCore:
         self._quarantine: Quarantine[Session] = Quarantine()
         self._is_closing = False
         self._idle = asyncio.Event()  # nothing is in flight, or no results will come back
+        self._thread = chain.thread
         self._task: asyncio.Task[None] | None = None
         self._begin_epoch(chain)
 
+    # From the main loop
+
     async def __aenter__(self) -> "EngineCore":
-        self._task = asyncio.create_task(self._run())
+        self._main = asyncio.get_running_loop()
+        self._task = asyncio.create_task(self._thread.call(self._run()))
         self._task.add_done_callback(self._ended)
         return self
 
     async def __aexit__(self, kind: object, *exc: object) -> None:
         assert self._task is not None
         try:
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError, EngineHung):
                 async with asyncio.timeout(None if kind is None else _LEAVE_S):
-                    await self._close_all()
+                    await self._thread.call(self._close_all())
         finally:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -94,28 +118,51 @@ class EngineCore:
         assert self._task is not None
         await asyncio.shield(self._task)
 
-    def submit(self, request: Request, queue: OutputQueue, chunk: int | None, *, traced: bool) -> Session:
-        """Start a session for a request; its outputs go to the queue.
+    def session(self, request: Request, queue: OutputQueue, chunk: int | None, *, traced: bool) -> Session:
+        """Return the session of a request, whose outputs go to the queue; `submit` starts it."""
+        return Session(
+            request,
+            request.decode.make_decoder(request.eos, self.chain.costs.steps),
+            chunk=self._chunk_of(request, chunk, len(request.prompt)),
+            asked_chunk=chunk,
+            put=queue.put,
+            started=time.monotonic_ns(),
+            is_traced=traced,
+        )
+
+    async def submit(self, session: Session) -> None:
+        """Start a session.
 
         Raises:
             ContextExceeded: a node has no memory for the prompt. QueueFull: too many requests wait.
             NodeBusy: a node is about to end. BrigadeError: the engine has failed.
         """
+        await self._thread.call(self._submit(session))
+
+    def resume(self, session: Session) -> None:
+        """Continue a session that was paused for its reader."""
+        self._thread.post(partial(self._resume, session))
+
+    def close(self, session: Session, *, keep: bool) -> None:
+        """End a session in any state; the next frame frees its slot, unless it is kept as a prefix cache."""
+        self._thread.post(partial(self._close, session, keep=keep))
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        """Fail every request, since the chain failed for good, or the engine has been left."""
+        error = None if task.cancelled() else task.exception()
+        self.failure = error or StageLost("the engine has shut down")
+        for session in list(self.sessions):
+            session.put(self.failure.again() if isinstance(self.failure, BrigadeError) else self.failure)
+
+    # From here on the MLX thread's loop
+
+    async def _submit(self, session: Session) -> None:
         if self.failure is not None:
             raise self.failure.again() if isinstance(self.failure, BrigadeError) else self.failure
         if self._is_closing:
             raise StageLost("the engine has shut down")
         if draining := self.chain.draining:
             raise draining
-        session = Session(
-            request,
-            request.decode.make_decoder(request.eos, self.chain.costs.steps),
-            chunk=self._chunk_of(request, chunk, len(request.prompt)),
-            asked_chunk=chunk,
-            outputs=queue,
-            started=time.monotonic_ns(),
-            is_traced=traced,
-        )
         self.sessions[session] = None
         self._fit(session)
         try:
@@ -124,7 +171,6 @@ class EngineCore:
             self.sessions.pop(session, None)
             raise
         self._send_all()
-        return session
 
     def _fit(self, session: Session) -> None:
         """Cut the answer to what the context and the memory of the present nodes hold."""
@@ -159,9 +205,8 @@ class EngineCore:
         if (deadline := self._deadlines.pop(session, None)) is not None:
             deadline.cancel()
 
-    def resume_if_read(self, session: Session) -> None:
-        """Continue a paused session once its reader has read half of its outputs."""
-        if session.is_paused and session.num_unread <= MOST_UNREAD // 2 and session in self.sessions:
+    def _resume(self, session: Session) -> None:
+        if session.is_paused and session in self.sessions:
             self._end_deadline(session)
             session.is_paused = False
             self._send_all()
@@ -169,10 +214,9 @@ class EngineCore:
     def _fail(self, session: Session, error: BaseException) -> None:
         if session in self.sessions:
             session.put(error.again() if isinstance(error, BrigadeError) else error)
-            self.close(session, keep=False)
+            self._close(session, keep=False)
 
-    def close(self, session: Session, *, keep: bool) -> None:
-        """End a session in any state; the next frame frees its slot, unless it is kept as a prefix cache."""
+    def _close(self, session: Session, *, keep: bool) -> None:
         if session in self.sessions:
             self._forget(session, keep=keep)
             self._send_all()
@@ -187,6 +231,7 @@ class EngineCore:
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
+        """Run sessions on one chain after another. Raises the reason once there is none."""
         while True:
             try:
                 await self._run_epoch()
@@ -194,8 +239,12 @@ class EngineCore:
                 if self._when_lost is None or self._is_closing:
                     raise
                 self._lose_chain(error)
-                self._begin_epoch(await self._when_lost(error))
+                self._begin_epoch(await self._next_chain(self._when_lost(error)))
                 self._replay()
+
+    async def _next_chain(self, opening: Coroutine[Any, Any, Chain]) -> Chain:
+        """Open a chain on the main loop."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(opening, self._main))
 
     async def _run_epoch(self) -> NoReturn:
         """Keep the chain busy. Raises BrigadeError once it has failed; the frames in flight are lost."""
@@ -204,9 +253,11 @@ class EngineCore:
                 while True:
                     arrival = await self.chain.receive()
                     commits = self.scheduler.commit(arrival.result)
+                    passage = self._passage(arrival, commits)
                     self._put_outputs(arrival, commits)
                     self._send_all()
-                    self._record(arrival, commits)
+                    if passage is not None and self._stats is not None:
+                        self._stats.stages.take(self._route, passage)
         finally:
             self._has_chain = False
             self._idle.set()
@@ -242,17 +293,20 @@ class EngineCore:
                 self._forget(session, keep=True)
             elif session.num_unread >= MOST_UNREAD and not session.is_paused:
                 session.is_paused = True
+                if session.num_unread <= MOST_UNREAD // 2:  # its reader has caught up meanwhile, and saw no pause
+                    session.is_paused = False
+                    continue
                 self._give_up_after(_UNREAD_S, session, ReaderLost(f"the answer was not read for {_UNREAD_S:.0f} s"))
 
-    def _record(self, arrival: ArrivedResult, commits: list[Commit]) -> None:
-        """Record the frame's timings, after the next frame was sent and before any reader runs."""
+    def _passage(self, arrival: ArrivedResult, commits: list[Commit]) -> Passage | None:
+        """Return the frame's timings; add them to the sessions that are traced, before a reader gets its output."""
         traced = [session for session, _ in commits if session.is_traced]
-        if traced or self._stats is not None:
-            passage = Passage.of(arrival.result, arrival.at, arrival.num_rows)
-            if self._stats is not None:
-                self._stats.stages.take(self._route, passage)
-            for session in traced:
-                session.add_passage(self._route, passage)
+        if not traced and self._stats is None:
+            return None
+        passage = Passage.of(arrival.result, arrival.at, arrival.num_rows)
+        for session in traced:
+            session.add_passage(self._route, passage)
+        return passage
 
     # --- epochs -----------------------------------------------------------------------------------------------------
 
@@ -337,10 +391,3 @@ class EngineCore:
         self._send_all()
         while not self._idle.is_set():
             await self._idle.wait()
-
-    def _ended(self, task: "asyncio.Task[None]") -> None:
-        """Fail every request, since the chain failed for good or opening the next one was cancelled."""
-        error = None if task.cancelled() else task.exception()
-        self.failure = error or StageLost("the engine has shut down")
-        for session in self.sessions:
-            session.put(self.failure.again() if isinstance(self.failure, BrigadeError) else self.failure)

@@ -13,13 +13,13 @@ from coordinator.cluster.chain import Chain
 from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.open import open_cluster
 from coordinator.cluster.options import ClusterOptions
-from coordinator.engine.core import MAX_WAIT_S, EngineCore, NextChain
+from coordinator.engine.core import MAX_WAIT_S, EngineCore, NextChain, OutputQueue
 from coordinator.engine.inputs import InputProcessor
 from coordinator.engine.stats import RequestStats, Stats
 from coordinator.sessions.output import Answer, Output
 from coordinator.sessions.request import Request, RequestSpec
 from coordinator.sessions.scheduler import Scheduler
-from coordinator.sessions.session import Session
+from coordinator.sessions.session import MOST_UNREAD, Session
 from coordinator.sessions.slots import MOST_WAITING
 from coordinator.sessions.text import TextParser
 from protos.brigade_pb2 import Cache, Sampling
@@ -262,27 +262,29 @@ class Engine:
     ) -> AsyncGenerator[tuple[int, Output], None]:
         """Yield the outputs of all sessions of one call, which share one queue."""
         self._require_open()
-        queue: asyncio.Queue[tuple[Session, Output | BaseException]] = asyncio.Queue()
+        queue = OutputQueue()
         numbers: dict[Session, int] = {}
         parsers: dict[int, TextParser] = {}
         watched: dict[int, RequestStats] = {}
         later = _by_prompt(requests)
         at_work = 0
 
-        def submit(number: int) -> None:
+        async def submit(number: int) -> None:
             nonlocal at_work
             at_work, request = number, requests[number]
             parsers[number] = parser or self._parser(request)
             if counted:
                 watched[number] = self.stats.begin(request)
-            numbers[self.core.submit(request, queue, chunk, traced=traced)] = number
+            session = self.core.session(request, queue, chunk, traced=traced)
+            numbers[session] = number  # before it starts: an abort closes it
+            await self.core.submit(session)
 
         with self._readers.using(), self.use.using() if counted else contextlib.nullcontext():
             try:
                 for grammar in {request.sampling.grammar.text: request.sampling for request in requests}.values():
                     await self._compile(grammar)
                 for first in list(later):
-                    submit(first)
+                    await submit(first)
                 num_left = len(requests)
                 while num_left:
                     session, output = await queue.get()
@@ -290,7 +292,8 @@ class Engine:
                     if isinstance(output, BaseException):
                         raise output
                     session.read(output, parsers[number])
-                    self.core.resume_if_read(session)
+                    if session.is_paused and session.num_unread <= MOST_UNREAD // 2:
+                        self.core.resume(session)
                     if counted:
                         watched[number].take(output)
                     if output.finish_reason is not None:
@@ -299,7 +302,7 @@ class Engine:
                         if counted:
                             watched.pop(number).end()
                     for other in later.pop(number, ()):
-                        submit(other)
+                        await submit(other)
                     yield number, output
             finally:
                 for session in numbers:

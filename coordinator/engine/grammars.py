@@ -10,12 +10,12 @@ from llguidance import LLMatcher
 
 from coordinator.sessions.request import Calls
 from coordinator.sessions.text import Markers
+from worker.compute.header import MOST_GRAMMAR
 from worker.errors import InputError, SamplingError
 
 Spell = Callable[[str], str]  # a text with markers in it, as a rule of Lark: see `Grammars.spelled`
 
 _COMPACT: Any = {"whitespace_flexible": False}  # or an answer could be blanks to its end
-_MOST_BYTES = 1 << 20
 
 
 def json_grammar(schema: Mapping[str, Any] | None = None, *, field: str = "response_format") -> str:
@@ -82,8 +82,8 @@ def _listed(name: str, text: str) -> list[Any]:
 
 
 def _require_small(text: str, field: str = "response_format") -> None:
-    if len(text) > _MOST_BYTES:
-        raise InputError(field, f"expected at most {_MOST_BYTES} characters, got {len(text)}")
+    if len(text) > MOST_GRAMMAR:
+        raise InputError(field, f"expected at most {MOST_GRAMMAR} characters, got {len(text)}")
 
 
 _NAME = re.compile(r"[\w-]+")  # which stands for itself in every format

@@ -1,9 +1,8 @@
 """Session: the life of one request: its tokens, how many of them the chain was fed, and its state. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
-from typing import Protocol
 
 from coordinator.decoding.decoders import Autoregressive, Decoder, Proposal
 from coordinator.decoding.window import padded
@@ -35,12 +34,6 @@ _NEXT = {
 }
 
 
-class OutputQueue(Protocol):
-    """Where sessions put their outputs for one reader. An exception is the last item of its session."""
-
-    def put_nowait(self, item: "tuple[Session, Output | BaseException]") -> None: ...
-
-
 class Session:
     """One sequence. Its known tokens are fed in windows; the last of these windows carries a decoder's proposal.
 
@@ -55,7 +48,7 @@ class Session:
         max_tokens: int | None = None,
         chunk: int = 256,
         asked_chunk: int | None = None,
-        outputs: OutputQueue | None = None,
+        put: "Callable[[Session, Output | BaseException], object]" = lambda session, item: None,
         started: int = 0,
         is_traced: bool = False,
     ) -> None:
@@ -65,7 +58,7 @@ class Session:
             max_tokens: most tokens to generate; None: the request's.
             chunk: most rows of a prompt chunk; the decoder decides the length of a window with a proposal.
             asked_chunk: the caller's choice of `chunk`, if any.
-            outputs: receives the outputs.
+            put: takes the outputs for the reader; an exception is the last of them.
             is_traced: keep the timing records of every frame.
         """
         self.request = request
@@ -81,7 +74,6 @@ class Session:
         self.max_tokens = max(1, request.max_tokens if max_tokens is None else max_tokens)
         self.chunk = chunk
         self.asked_chunk = asked_chunk
-        self.num_unread = 0  # outputs that the reader has not taken yet
         self.is_paused = False  # the reader is far behind
         self.begun = 0  # when its first frame was sent
         self.history = History(request.prompt)
@@ -90,7 +82,8 @@ class Session:
         # Indices of the first token without a requested score, and without a known one.
         self._asked_scores = self._known_scores = request.score_from or len(request.prompt)
         self._new_scores: list[Scored] = []
-        self._outputs = outputs
+        self._put = put
+        self._num_put = self._num_taken = 0  # outputs for the reader, each counted by one thread
         self._started = started
         self._last_at = 0  # when the last output was put
         self._still_since = 0  # while its chain is lost: when the reader got the last output
@@ -133,6 +126,11 @@ class Session:
     def is_ready(self) -> bool:
         """Whether its next window can be sent. Prompt chunks need not wait for each other's result; a proposal does."""
         return self._proposal is None and not self.is_paused and self.state is not SessionState.FINISHED
+
+    @property
+    def num_unread(self) -> int:
+        """Outputs that the reader has not taken yet."""
+        return self._num_put - self._num_taken
 
     @property
     def most_rows(self) -> int:
@@ -299,9 +297,8 @@ class Session:
 
     def put(self, item: Output | BaseException) -> None:
         """Give the reader an output, or the error that ends this session."""
-        if self._outputs is not None:
-            self.num_unread += 1
-            self._outputs.put_nowait((self, item))
+        self._num_put += 1
+        self._put(self, item)
 
     def add_passage(self, route: Route, passage: Passage) -> None:
         """Record a frame that carried a window of the session, if the session is traced."""
@@ -317,7 +314,7 @@ class Session:
         Raises:
             ModelError: a token has no text.
         """
-        self.num_unread -= 1
+        self._num_taken += 1
         parser.read(output, self.request.eos)
         self._num_read += len(output.tokens)
         if output.finish_reason is None:

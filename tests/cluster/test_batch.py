@@ -23,9 +23,13 @@ def write(path: Path, *lines: Json | str) -> Path:
 
 
 def answers_of(path: Path) -> dict[str, Json]:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len({line["custom_id"] for line in lines}) == len(lines), "each once"
-    return {line["custom_id"]: line for line in lines}
+    """The answer lines by custom_id; those of input lines without one of their own by "line N"."""
+    answers: dict[str, Json] = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        name = line["custom_id"] or line["error"]["message"].partition(":")[0]
+        assert name not in answers, "each once"
+        answers[name] = line
+    return answers
 
 
 def test_a_batch_goes_on_where_it_stopped(reciter: Path, tmp_path: Path) -> None:
@@ -63,12 +67,15 @@ def test_a_wrong_request_is_an_error_line_and_a_wrong_line_is_named(reciter: Pat
     assert {name for name, line in answers.items() if line["error"] is None} == {"a", "b"}
     said = [choice["text"] for choice in answers["b"]["response"]["body"]["choices"]]
     assert said == [f"user: x\nassistant: {RECITED}"] * 2
+    for n in (1, 6, 7):
+        assert answers[f"line {n}"]["response"]["status_code"] == 400 and answers[f"line {n}"]["custom_id"] is None
     assert answers["field"]["response"]["status_code"] == 400
     assert "line 3: max_tokens" in answers["field"]["error"]["message"]
     assert answers["\ud800"]["error"]["message"].startswith("line 5: url: expected POST")
     assert "expected POST to /v1/chat/completions" in answers["place"]["error"]["message"]
     again = run_here(*command)
-    assert again.code == 2 and "has the answers to 5 of 5 requests, 3 of them with an error\n" in again.err
+    assert answers_of(target) == answers, "nothing new"
+    assert again.code == 2 and "has the answers to 8 of 8 requests, 6 of them with an error\n" in again.err
     write(source, *wrong, request("a"))
     assert run_here(*command).code == 2, "without a wrong line too: as the first run of these requests"
 

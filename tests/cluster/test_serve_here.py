@@ -99,10 +99,13 @@ def test_a_full_queue_is_refused_at_once_and_a_long_wait_in_the_end(
     uvloop.run(check())
 
 
-def test_a_server_without_a_queue_answers_all_that_fit_and_cuts_streams_off_with_the_reason(talker: Path) -> None:
+@pytest.mark.parametrize(("shutdown_s", "num_signals"), [(0.05, 1), (600.0, 2)])
+def test_a_server_without_a_queue_answers_all_that_fit_and_cuts_streams_off_with_the_reason(
+    talker: Path, shutdown_s: float, num_signals: int
+) -> None:
     async def check() -> None:
         options = ClusterOptions(ClusterConfig(), str(talker), 0, 4096)
-        serving = ServeOptions("127.0.0.1", free_port(), max_waiting=0, shutdown_timeout_s=0.05)
+        serving = ServeOptions("127.0.0.1", free_port(), max_waiting=0, shutdown_timeout_s=shutdown_s)
         running = asyncio.create_task(serve(options, serving))
         async with httpx2.AsyncClient(base_url=serving.url(serving.port), timeout=PATIENCE_S) as client:
             await wait_health(client, 200, running)
@@ -112,6 +115,9 @@ def test_a_server_without_a_queue_answers_all_that_fit_and_cuts_streams_off_with
                 lines = lines_of(stream)
                 await anext(lines)
                 running.cancel()
+                if num_signals == 2:
+                    await wait_health(client, 503)
+                    running.cancel()
                 rest = [line async for line in lines]
         await asyncio.gather(running, return_exceptions=True)
         assert {answer.status_code for answer in answers} == {200}

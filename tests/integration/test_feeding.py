@@ -329,6 +329,31 @@ async def test_two_workers_of_one_machine_receive_a_layer_once(
     assert sum(taken) == size_of(folder, 1, 4)
 
 
+async def test_a_worker_reports_what_another_one_of_its_machine_receives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feeding_module, "_ASK_AGAIN_S", 0.01)
+    folder, cache = make_model(tmp_path / "model", config=LARGE), WeightsCache(tmp_path / "shards")
+    wanted, reports = full_request(folder, 1, 4), list[LoadProgress]()
+    checkpoint = open_folder(folder)
+    first, *_ = pieces_of(checkpoint, 1, 4)
+    source = SourceFile.of_piece(checkpoint, first)
+    digest, blocks = source.digest(threading.Event()), list(source.blocks(0, 1 << 20))
+    other = cache.begin_piece(checkpoint.fingerprint, first, digest)  # on its own machine another process does this
+    assert isinstance(other, PartialFile)
+    async with serving(1, NOTHING, store_of=lambda name: cache) as [node], peer_of(node) as peer:
+        loading = asyncio.create_task(load_pushing(peer, wanted, checkpoint, reports.append, feeds=True))
+        await until(lambda: any(report.phase == "shared" for report in reports))
+        other.write(blocks[:-1])
+        await until(lambda: reports[-1].done >= other.offset)
+        other.close()
+        await loading
+    shared = [report for report in reports if report.phase == "shared"]
+    assert [report.done for report in shared] == sorted(report.done for report in shared)
+    small = sum(path.stat().st_size for path in (folder / "config.json", *checkpoint.tokenizer_files()))
+    assert {report.total for report in shared} == {small + sum(piece.nbytes for piece in pieces_of(checkpoint, 1, 4))}
+
+
 # Refusals
 
 

@@ -9,7 +9,7 @@ from worker.errors import FrameError
 
 _MOST_SLOTS = 1 << 16  # in one frame: the event loop looks at each
 _MOST_SHOWN = 64  # numbers in a message
-_MOST_GRAMMAR = 1 << 20  # characters of a grammar
+MOST_GRAMMAR = 1 << 20  # characters of a grammar
 _MOST_EOS = 64  # tokens that end an answer
 _MOST_TOKENS = 1 << 24  # more than any context or vocabulary has
 
@@ -132,7 +132,7 @@ def check_grammar(grammar: Grammar, found: str = "") -> None:
     """Raise FrameError for a grammar that is larger than any node takes; `found` says where it was."""
     highest = max(grammar.eos, default=0)
     for name, most, count in (
-        ("characters of a grammar", _MOST_GRAMMAR, len(grammar.text)),
+        ("characters of a grammar", MOST_GRAMMAR, len(grammar.text)),
         ("tokens that end an answer", _MOST_EOS, len(grammar.eos)),
         ("tokens before an answer", _MOST_TOKENS, grammar.begins),
         ("for a token that ends an answer", _MOST_TOKENS, highest),

@@ -319,12 +319,20 @@ class WeightsCache:
         Raises:
             ModelError: there is no room for it.
         """
-        path = self._folder_of(fingerprint) / _piece_name(piece.place, digest)
+        path = self._piece_path(fingerprint, piece, digest)
         is_here = partial(_is_as_received, path, piece.header, piece.nbytes)
         found = self._begin(path, path.with_suffix(".part"), piece.header, piece.nbytes, digest, is_here)
         if isinstance(found, Path):
             _touch(found)
         return found
+
+    def partial_bytes(self, fingerprint: Fingerprint, piece: Piece, digest: str) -> int:
+        """Return how many bytes of an incomplete piece are here."""
+        try:
+            found = self._piece_path(fingerprint, piece, digest).with_suffix(".part").stat().st_size
+        except FileNotFoundError:
+            return 0
+        return max(0, found - len(piece.header))
 
     def name_model(self, fingerprint: Fingerprint, name: str) -> None:
         """Record the model's name for the user."""
@@ -414,6 +422,9 @@ class WeightsCache:
     def _folder_of(self, fingerprint: Fingerprint) -> Path:
         parts = (fingerprint.config, fingerprint.tokenizer, fingerprint.tensors)
         return self.folder / hashlib.sha256("".join(map(_require_digest, parts)).encode()).hexdigest()[:32]
+
+    def _piece_path(self, fingerprint: Fingerprint, piece: Piece, digest: str) -> Path:
+        return self._folder_of(fingerprint) / _piece_name(piece.place, digest)
 
     def _folders(self) -> list[Path]:
         return [path for path in self.folder.iterdir() if path.is_dir()] if self.folder.is_dir() else []

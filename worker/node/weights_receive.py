@@ -53,7 +53,7 @@ async def receive_weights(
         model, began = first.model, time.monotonic()
         async with Receiver(cache, model, has_checksums=has_checksums) as receiver:
             while (message := await next_message(messages)) is not None:
-                if reply := await receiver.take(read_transfer(message)):
+                async for reply in receiver.take(read_transfer(message)):
                     yield reply
             await receiver.end()
         shard = f"layers [{model.start}, {model.end}) of {model.model}"
@@ -113,18 +113,18 @@ class Receiver:
     async def __aexit__(self, *exc: object) -> None:
         await shielded(self._close())
 
-    async def take(self, message: Feeding | Chunk) -> Held | None:
-        """Take the next message. Return an acknowledgement if one is due."""
+    async def take(self, message: Feeding | Chunk) -> AsyncIterator[Held]:
+        """Take the next message. Yield its acknowledgement if one is due, and while it waits the progress of others."""
         if isinstance(message, Chunk):
             await self._add(message)
         elif message.WhichOneof("what") == "announcement":
-            await self._announce(message.announcement)
+            async for reply in self._announce(message.announcement):
+                yield reply
         else:
             raise FrameError("expected an announcement or data")
-        if self._offset < self._size and self._offset - self._acknowledged < ACK_BYTES:
-            return None
-        self._acknowledged = self._offset
-        return Held(bytes=self._offset)
+        if self._offset == self._size or self._offset - self._acknowledged >= ACK_BYTES:
+            self._acknowledged = self._offset
+            yield Held(bytes=self._offset)
 
     async def end(self) -> None:
         """Return once everything is on the disk."""
@@ -132,8 +132,8 @@ class Receiver:
             raise FrameError(f"expected {self._size - self._offset} more bytes, got the end")
         await self._wait_finished()
 
-    async def _announce(self, announcement: Announcement) -> None:
-        """Find out how much of this file is here already."""
+    async def _announce(self, announcement: Announcement) -> AsyncIterator[Held]:
+        """Find out how much of this file is here. Yield what another process of this machine has received meanwhile."""
         if self._file is not None:
             raise FrameError(f"expected {self._size - self._offset} more bytes, got the next file")
         if announcement.WhichOneof("what") == "file":
@@ -142,8 +142,13 @@ class Receiver:
                 raise FrameError(f"expected at most {_MOST_FILES} files beside the pieces")
         if self._pieces is None:
             await self._wait_finished()  # the files before the pieces say what the pieces are
+        known = -1
         # None while another process of this machine receives or removes it
-        while (found := await _explained(self._writer.submit(partial(self._begin, announcement)))) is None:  # noqa: ASYNC110
+        while (found := await _explained(self._writer.submit(partial(self._begin, announcement)))) is None:
+            received = await _explained(self._writer.submit(partial(self._partial_bytes, announcement)))
+            if received != known:  # a sender gives up after a long silence
+                known = received
+                yield Held(bytes=received, waits=True)
             await asyncio.sleep(_ASK_AGAIN_S)
         self._file = found if isinstance(found, PartialFile) else None
         self._size = announcement.size
@@ -228,6 +233,10 @@ class Receiver:
             return found if self._lease.add(found) else None  # a file that is being removed is received anew
         self._begun = found or self._begun
         return found
+
+    def _partial_bytes(self, announcement: Announcement) -> int:
+        piece = (self._pieces or {}).get(announcement.place)
+        return 0 if piece is None else self._cache.partial_bytes(self._request.fingerprint, piece, announcement.digest)
 
     def _look_up(self, announcement: Announcement) -> PartialFile | Path | None:
         fingerprint, size, digest = self._request.fingerprint, announcement.size, announcement.digest

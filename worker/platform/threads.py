@@ -125,11 +125,36 @@ class MlxThread(CallThread):
     def __init__(self) -> None:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self.loop = asyncio.new_event_loop()
+        self._waiting: set[asyncio.Future[Exception]] = set()  # of `call`
+        self._given_up: Exception | None = None
         super().__init__("mlx")
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of a coroutine that runs on this thread's loop; cancelling the wait cancels it."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+        """Return the result of a coroutine that runs on this thread's loop; cancelling the wait cancels it.
+
+        Raises:
+            Exception: that of the coroutine, or that of `give_up`.
+        """
+        running = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+        given_up = asyncio.get_running_loop().create_future()
+        self._waiting.add(given_up)
+        try:
+            if self._is_closed and self._given_up is not None:
+                raise self._given_up
+            await asyncio.wait([running, given_up], return_when=asyncio.FIRST_COMPLETED)
+            if given_up.done():
+                raise given_up.result()
+            return running.result()
+        finally:
+            running.cancel()
+            self._waiting.discard(given_up)
+
+    def give_up(self, error: Exception) -> None:
+        """Make all calls of coroutines raise this error, on the loop that made them: the thread does not come back."""
+        self._is_closed, self._given_up = True, error
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_result(error)
 
     def post(self, call: Callable[[], object]) -> None:
         """Have the thread call this soon, unless it is closed. Any thread may post."""

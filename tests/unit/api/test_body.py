@@ -12,6 +12,7 @@ from coordinator.api.openai import ChatBody
 from coordinator.api.responses import ResponsesBody
 from coordinator.api.scoring import ClassifyBody, ScoreBody, classification
 from coordinator.api.tokenizing import DetokenizeBody, TokenizeBody
+from coordinator.cli.bridge import GenerateBody
 from coordinator.sessions.output import Scored, Token
 from coordinator.sessions.request import make_sampling
 from worker.errors import InputError
@@ -19,6 +20,7 @@ from worker.errors import InputError
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"prompt": "hi"}
 MANY = 10**30
+NUMBERS = (int, float, int | None, float | None)
 
 SCALARS = (
     st.none() | st.booleans() | st.floats() | st.text(max_size=5) | st.integers(min_value=-(10**400), max_value=10**400)
@@ -160,6 +162,34 @@ def test_what_is_wrong_or_not_supported_is_refused_by_its_field(
         with pytest.raises(InputError) as refused:  # null is as good as nothing
             read(shape, WHOLE[shape] | change)
         assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("shape", "field"),
+    [
+        *(
+            (shape, name)
+            for shape in WHOLE
+            for name, field in shape.model_fields.items()
+            if field.annotation in NUMBERS
+        ),
+        (GenerateBody, "max_tokens"),
+    ],
+)
+@pytest.mark.parametrize("value", [True, "5"])
+def test_a_boolean_and_a_text_are_no_numbers(shape: type[Any], field: str, value: Any) -> None:
+    with pytest.raises(InputError) as refused:
+        read(shape, WHOLE.get(shape, TEXT) | {field: value})
+    assert refused.value.field == field
+
+
+def test_a_boolean_is_no_token_id() -> None:
+    for body in ({"tokens": [True]}, {"tokens": ["1"]}):
+        with pytest.raises(InputError, match=r"^tokens\.0: "):
+            read(DetokenizeBody, body)
+    with pytest.raises(InputError, match=r"^prompt_tokens\.1: "):
+        read(GenerateBody, {"prompt_tokens": [1, True]})
+    assert read(GenerateBody, {"prompt_tokens": [1, 2], "logit_bias": {"7": 1}}).logit_bias == {7: 1.0}
 
 
 @pytest.mark.parametrize(

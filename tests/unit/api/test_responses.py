@@ -295,7 +295,7 @@ def test_a_refusal_names_the_fields_of_a_response(monkeypatch: pytest.MonkeyPatc
         async def prepare(self, spec: RequestSpec) -> Any:
             raise InputError(self.field, "wrong")
 
-    monkeypatch.setattr(grammars, "_MOST_BYTES", 10)
+    monkeypatch.setattr(grammars, "MOST_GRAMMAR", 10)
     format = {"type": "json_schema", "name": "a", "schema": {"type": "object"}}
     for field, body, told in (
         ("prompt", {}, "input"),

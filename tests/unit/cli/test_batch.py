@@ -140,6 +140,21 @@ def test_a_request_that_ends_chains_is_not_tried_again(answer_with: Any) -> None
     assert answer_with(PoisonRequest("given up"))[:3] == (3, {3: 3}, 3)
 
 
+def test_a_wrong_line_gets_an_answer_line_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{torn\n\n{"custom_id": 5, "body": {}}\n{"custom_id": "a"}\n{"custom_id": "a", "body": {}}\n[]\n')
+    options = cluster_options(None, "demo", 0, None, None)
+    for _ in range(2):
+        assert asyncio.run(batch_module.run_batch(options, source, target, 8)) == 2
+        lines = [json.loads(line) for line in target.read_text().splitlines()]
+        assert [line["custom_id"] for line in lines] == [None, None, "a", None, None]
+        assert [line["error"]["message"].partition(":")[0] for line in lines] == [f"line {n}" for n in (1, 3, 4, 5, 6)]
+        assert {line["response"]["status_code"] for line in lines} == {400}
+        assert {line["error"]["code"] for line in lines} == {"invalid_value"}
+        assert len({line["id"] for line in lines}) == 5
+    assert "has the answers to 5 of 5 requests, 5 of them with an error\n" in capsys.readouterr().err
+
+
 def test_another_run_is_told_of_only_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "answers.jsonl"
     with open_answers(path), pytest.raises(InputError, match=r"^output: another run writes"), open_answers(path):

@@ -82,6 +82,33 @@ def test_a_second_signal_ends_a_process_whose_loop_is_stuck() -> None:
     assert process.returncode == 130
 
 
+GRACEFUL = """
+import asyncio, os, signal, sys
+from coordinator.cli.run import run_async
+
+async def work():
+    for number in (1, 2):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            print("cancelled", number, flush=True)
+    {end}
+
+run_async(work(), grace_s={grace_s})
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "grace_s"), [("pass", 60.0), ("await asyncio.Event().wait()", 0.1), ("os.read(0, 1)", 0.1)]
+)
+def test_a_second_signal_leaves_a_moment_to_cut_off_what_runs(end: str, grace_s: float) -> None:
+    program = [sys.executable, "-c", GRACEFUL.format(end=end, grace_s=grace_s)]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout and process.stdout.read() == b"cancelled 1\ncancelled 2\n"
+        assert process.wait() == 130
+
+
 def test_a_reader_who_leaves_while_rich_prints_ends_the_command_and_not_the_loop() -> None:
     async def work() -> None:
         try:

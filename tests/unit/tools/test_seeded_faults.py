@@ -11,6 +11,7 @@ from tools.seeded_faults import FAULTS, ROOT, Fault, choose_tests, load, measure
 from worker.errors import InputError
 
 ALL = load(FAULTS)
+SEVEN = "tests/unit/test_seven.py::test_it"
 
 
 @pytest.mark.parametrize("fault", ALL, ids=lambda fault: fault.name)
@@ -53,7 +54,7 @@ def test_a_fault_is_caught_by_the_test_that_fails_and_else_missed(project: Path)
     rows: dict[str, dict[str, Any]] = {}
     assert len([*measure(project, faults, 1, rows)]) == 4  # three stages for the one that is missed
     found = {name: (row["result"], row["stage"], row["test"]) for name, row in rows.items()}
-    assert found == {"minus": ("caught", "unit", "tests/unit/test_seven.py::test_it"), "third": ("MISSED", "", "")}
+    assert found == {"minus": ("caught", "unit", SEVEN), "third": ("MISSED", "", "")}
     assert "a + b" in (project / "coordinator/sums.py").read_text()
 
 
@@ -65,6 +66,19 @@ def test_a_test_that_fails_without_a_fault_proves_nothing(project: Path) -> None
     rows: dict[str, dict[str, Any]] = {}
     assert len([*measure(project, [fault], 1, rows)]) == 2
     assert rows["minus"]["result"] == "UNSURE"
+
+
+def test_only_a_failed_test_catches_and_the_test_of_an_earlier_run_is_tried_first(project: Path) -> None:
+    source = "coordinator/sums.py"
+    faults = [
+        Fault("sums", "import", "the module can be imported", source, "def half", "import missing\n\n\ndef half"),
+        Fault("sums", "minus", "a total adds", source, "a + b", "a - b"),
+    ]
+    first = {"import": "tests/unit/test_seven.py::test_gone", "minus": SEVEN}
+    rows: dict[str, dict[str, Any]] = {}
+    assert len([*measure(project, faults, 1, rows, first)]) == 2 + 3  # both first, then the three stages for one
+    found = {name: (row["result"], row["stage"], row["test"][:20]) for name, row in rows.items()}
+    assert found == {"import": ("ERROR", "unit", "pytest ended with 2:"), "minus": ("caught", "first", SEVEN[:20])}
 
 
 def test_a_fault_whose_text_has_changed_is_refused(project: Path) -> None:
