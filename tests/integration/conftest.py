@@ -6,6 +6,7 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,6 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.deployment import Deployment
+from coordinator.cluster.frames_in_flight import ArrivedResult
 from coordinator.cluster.open import joined
 from coordinator.cluster.peer import Peer
 from coordinator.engine.engine import generate_once
@@ -24,7 +26,7 @@ from coordinator.planning.speeds import NO_SPEEDS
 from coordinator.quality.reference import Reference
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
-from protos.brigade_pb2 import AttachRequest, LoadProgress, LoadRequest, Sampling
+from protos.brigade_pb2 import AttachRequest, Frame, LoadProgress, LoadRequest, Sampling
 from tests.tiny import make_model
 from worker.compute.ahead import StepsAhead
 from worker.compute.shard import Shard
@@ -163,6 +165,15 @@ async def running(folder: Path, layers: Sequence[int]) -> AsyncIterator[Chain]:
     """The model's layers over a coordinator and fresh nodes."""
     async with serving(len(layers) - 1) as nodes, opened(folder, layers, nodes) as chain:
         yield chain
+
+
+async def send(chain: Chain, frame: Frame) -> None:
+    """Hand the chain a frame, on the thread of its results."""
+    await chain.thread.run(partial(chain.send, frame))
+
+
+async def receive(chain: Chain) -> ArrivedResult:
+    return await chain.thread.call(chain.receive())
 
 
 async def answer(chain: Chain, prompt: Sequence[int], num_tokens: int, sampling: Sampling | None = None) -> Answer:

@@ -91,15 +91,19 @@ class Frames(list[Frame]):
     def __init__(self) -> None:
         super().__init__()
         self._sent = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def note(self, frame: Frame) -> None:
+        """Called on the MLX thread."""
         self.append(Frame.FromString(frame.SerializeToString()))
-        self._sent.set()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._sent.set)
 
     async def wait_window(self, is_it: Callable[[Window], bool], count: int = 1) -> None:
         """Return once so many windows of this kind are among them."""
+        self._loop = asyncio.get_running_loop()
         async with asyncio.timeout(60):
-            while sum(is_it(window) for frame in self for window in frame.windows) < count:
+            while sum(is_it(window) for frame in list(self) for window in frame.windows) < count:
                 self._sent.clear()
                 await self._sent.wait()
 

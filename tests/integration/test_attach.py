@@ -24,6 +24,8 @@ from tests.integration.conftest import (
     load_request,
     opened,
     peer_of,
+    receive,
+    send,
     serving,
 )
 from tests.integration.many import Live, tokens_of, until
@@ -103,8 +105,8 @@ async def test_when_the_coordinator_is_gone_its_slots_are_too_and_another_can_at
     whole = models("qwen3")
     async with serving(2) as nodes:
         async with opened(whole.folder, (1, 1, 2), nodes) as chain:
-            chain.send(Frame(epoch=1, step=51, opened=[Opening(slot=3)], windows=[window_of(PROMPT, 0, 3)]))
-            await chain.receive()
+            await send(chain, Frame(epoch=1, step=51, opened=[Opening(slot=3)], windows=[window_of(PROMPT, 0, 3)]))
+            await receive(chain)
             for peer in chain.peers:
                 status = await peer.status(5)
                 assert (status.slots, status.step) == (1, 51) and status.cache_bytes > 0

@@ -12,7 +12,7 @@ import mlx.nn as nn
 import pytest
 
 from protos.brigade_pb2 import Frame, Opening, Sampling
-from tests.integration.conftest import CHUNK, Models, answer, opened, running, serving
+from tests.integration.conftest import CHUNK, Models, answer, opened, receive, running, send, serving
 from tests.integration.upstream import window_of
 from tests.tiny import VOCAB
 from worker.compute.shard import Shard
@@ -79,13 +79,13 @@ async def test_a_node_says_how_long_its_engine_has_been_busy_while_it_is(
         warmed_up = (await chain.peers[0].status(5)).step
         monkeypatch.setattr(Shard, "__call__", held)
         window = window_of(PROMPT, 0)
-        chain.send(Frame(epoch=1, step=50, opened=[Opening(slot=0)], windows=[window]))
+        await send(chain, Frame(epoch=1, step=50, opened=[Opening(slot=0)], windows=[window]))
         async with asyncio.timeout(60):
             while not (status := await chain.peers[0].status(5)).busy_s:
                 pass
         assert status.step == warmed_up < 50
         release.set()
-        await chain.receive()
+        await receive(chain)
         status = await chain.peers[0].status(5)
         assert (status.busy_s, status.step, status.slots) == (0, 50, 1)
 
@@ -126,8 +126,8 @@ async def test_several_wanted_rows_are_each_sampled_from_their_own_prefix(models
         window.wanted = 3
         sampling = Sampling(seed=5, temperature=1.5, repetition_penalty=1.5, frequency_penalty=1.0)
         opening = Opening(slot=0, sampling=sampling)
-        chain.send(Frame(epoch=1, step=50, opened=[opening], windows=[window]))
-        samples = (await chain.receive()).result.samples
+        await send(chain, Frame(epoch=1, step=50, opened=[opening], windows=[window]))
+        samples = (await receive(chain)).result.samples
     assert head_rows == [3]
     assert [sample.token for sample in samples] == [whole.tokens(PROMPT[:n], 1, sampling)[0] for n in (5, 6, 7)]
 
@@ -137,8 +137,8 @@ async def test_several_windows_of_one_frame_do_not_see_each_other(models: Models
     prompts = (PROMPT[:7], PROMPT[9:12], PROMPT[20:21])
     windows = [window_of(prompt, 0, slot) for slot, prompt in enumerate(prompts)]
     async with running(whole.folder, (1, 2, 1)) as chain:
-        chain.send(Frame(epoch=1, step=50, opened=[Opening(slot=s) for s in range(3)], windows=windows))
-        samples = (await chain.receive()).result.samples
+        await send(chain, Frame(epoch=1, step=50, opened=[Opening(slot=s) for s in range(3)], windows=windows))
+        samples = (await receive(chain)).result.samples
     assert [(s.slot, s.token) for s in samples] == [(i, whole.tokens(p, 1)[0]) for i, p in enumerate(prompts)]
 
 
@@ -151,9 +151,9 @@ async def test_a_window_cuts_what_lies_beyond_its_base_on_every_stage(models: Mo
     whole = models(family)
     kept, rejected, other = PROMPT[:6], (90, 91, 92), (17, 18)
     async with running(whole.folder, (1, 2, 1)) as chain:
-        chain.send(Frame(epoch=1, step=50, opened=[Opening(slot=0)], windows=[window_of((*kept, *rejected), 0)]))
-        await chain.receive()
-        chain.send(Frame(epoch=1, step=51, windows=[window_of((*kept, *other), len(kept))]))
-        found = (await chain.receive()).result.samples[0].token
+        await send(chain, Frame(epoch=1, step=50, opened=[Opening(slot=0)], windows=[window_of((*kept, *rejected), 0)]))
+        await receive(chain)
+        await send(chain, Frame(epoch=1, step=51, windows=[window_of((*kept, *other), len(kept))]))
+        found = (await receive(chain)).result.samples[0].token
     assert found == whole.tokens((*kept, *other), 1)[0]
     assert found != whole.tokens((*kept, *rejected, *other), 1)[0]

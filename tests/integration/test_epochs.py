@@ -16,7 +16,7 @@ from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS
 from protos.brigade_pb2 import Frame, Opening, Result
-from tests.integration.conftest import Models, running, serving
+from tests.integration.conftest import Models, receive, running, send, serving
 from tests.integration.many import Live, request, solo, tokens_of
 from tests.integration.upstream import window_of
 from worker.compute.shard import Shard
@@ -112,7 +112,7 @@ async def test_a_result_that_answers_nothing_that_was_asked_is_refused(
     models: Models, spoil: Callable[[Result], object]
 ) -> None:
     async with running(models("qwen3").folder, (2, 2)) as chain:
-        chain.send(Frame(epoch=chain.epoch, step=50, closed=[3]))
+        await send(chain, Frame(epoch=chain.epoch, step=50, closed=[3]))
         assert chain._stage is not None
         result = await chain._stage.next_result()
         spoil(result)
@@ -130,8 +130,8 @@ async def hasty(models: Models, monkeypatch: pytest.MonkeyPatch, said: list[str]
         chain = Chain(cluster.own, cluster.deployment, say=said.append)
         await cluster.stack.enter_async_context(chain)
         await chain.open()
-        chain.send(Frame(epoch=1, step=50, opened=[Opening(slot=0)]))
-        await chain.receive()
+        await send(chain, Frame(epoch=1, step=50, opened=[Opening(slot=0)]))
+        await receive(chain)
         held = chain.thread.submit(lambda: release.wait(5))
         try:
             yield chain, release.set
@@ -144,9 +144,9 @@ async def test_a_hung_engine_is_found_by_what_such_a_step_took(models: Models, m
     """A row as the warm-up had some."""
     said: list[str] = []
     async with hasty(models, monkeypatch, said) as (chain, _):
-        chain.send(Frame(epoch=1, step=51, windows=[window_of(tokens_of(1), 0)]))
+        await send(chain, Frame(epoch=1, step=51, windows=[window_of(tokens_of(1), 0)]))
         with pytest.raises(StageLost, match=r"no result for 0\.\d s though every worker answers \(coordinator busy"):
-            await chain.receive()
+            await receive(chain)
     assert not said
 
 
@@ -156,8 +156,8 @@ async def test_the_first_step_of_a_kind_is_waited_for_and_said_to_compile(
     """Rows of a number that the warm-up had not."""
     said: list[str] = []
     async with hasty(models, monkeypatch, said) as (chain, release):
-        chain.send(Frame(epoch=1, step=51, windows=[window_of(tokens_of(9), 0)]))
-        waiting = asyncio.create_task(chain.receive())
+        await send(chain, Frame(epoch=1, step=51, windows=[window_of(tokens_of(9), 0)]))
+        waiting = asyncio.create_task(receive(chain))
         assert not (await asyncio.wait([waiting], timeout=0.6))[0], "twice what a known step may take"
         release()
         assert (await waiting).result.step == 51

@@ -115,7 +115,7 @@ def losing_in_the_warm_up(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
     warm_up = Chain._warm_up
 
     async def warm_up_late(chain: Chain, *rest: Any) -> None:
-        await loss.happen()
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(loss.happen(), chain._main))
         await warm_up(chain, *rest)
 
     monkeypatch.setattr(Chain, "_warm_up", warm_up_late)

@@ -12,7 +12,7 @@ from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from coordinator.sessions.slots import cache_costs
 from protos.brigade_pb2 import Frame, Opening, Timing
-from tests.integration.conftest import CHUNK, Models, Pass, opened, running, serving
+from tests.integration.conftest import CHUNK, Models, Pass, opened, receive, running, send, serving
 from tests.integration.many import SPLITS, Frames, Live, request, running_within, solo, tokens_of, wait_freed
 from tests.integration.many import frames as frames
 from tests.integration.upstream import feeding, tensor, window_of
@@ -228,11 +228,11 @@ async def test_a_copy_of_a_slot_that_the_same_frame_closes_is_made_before(models
     whole = models("qwen3")
     tokens = tokens_of(9)
     async with serving(1) as nodes, opened(whole.folder, (2, 2), nodes) as chain:
-        chain.send(Frame(epoch=1, step=50, opened=[Opening(slot=0)], windows=[window_of(tokens[:8], 0)]))
-        await chain.receive()
+        await send(chain, Frame(epoch=1, step=50, opened=[Opening(slot=0)], windows=[window_of(tokens[:8], 0)]))
+        await receive(chain)
         opening = Opening(slot=1, fork_of=0)
-        chain.send(Frame(epoch=1, step=51, opened=[opening], closed=[0], windows=[window_of(tokens, 8, slot=1)]))
-        assert (await chain.receive()).result.samples[0].token == whole.tokens(tokens, 1)[0]
+        await send(chain, Frame(epoch=1, step=51, opened=[opening], closed=[0], windows=[window_of(tokens, 8, slot=1)]))
+        assert (await receive(chain)).result.samples[0].token == whole.tokens(tokens, 1)[0]
         assert [status.slots for status in await chain.statuses()] == [1, 1]
 
 

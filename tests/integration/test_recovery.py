@@ -4,10 +4,9 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import grpc.aio
 import pytest
 
 from coordinator.cluster.chain import Chain
@@ -29,14 +28,14 @@ from protos.brigade_pb2 import Sampling
 from tests.integration.conftest import ANYWHERE, NETWORK, Models, running
 from tests.integration.many import Live, request, solo, tokens_of, until
 from tests.integration.windows import MASKED, Words
-from worker.config import ClusterConfig, CoordinatorConfig, WorkerConfig
+from worker.config import ClusterConfig, CoordinatorConfig, WorkerConfig, split_address
 from worker.errors import ModelError, StageLost
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
 from worker.node import lifecycle
-from worker.node.hop import add_node
 from worker.node.log import worker_log
 from worker.node.network import Network
+from worker.node.serve import listening
 from worker.node.service import NodeService
 from worker.platform.threads import MlxThread
 
@@ -52,25 +51,21 @@ class Place:
     network: Network = NETWORK
     port: int = 0
     service: NodeService | None = None
-    _thread: MlxThread | None = None
-    _server: grpc.aio.Server | None = None
+    _running: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        self._thread, self._server = MlxThread(), self.network.server()
-        self.service = NodeService(self.name, self._thread, self.network, ANYWHERE, log=worker_log(self.name, None))
-        add_node(self.service, self._server)
-        self.port = self.network.listen(self._server, self.address)
-        await self._server.start()
+        thread = MlxThread()
+        self._running.callback(thread.close)
+        service = NodeService(self.name, thread, self.network, ANYWHERE, log=worker_log(self.name, None))
+        found = await self._running.enter_async_context(listening(service, [self.address], self.network, service.log))
+        self.service, self.port = service, split_address(found.addresses[0])[1]
 
     async def stop(self) -> None:
-        if self._server is not None and self._thread is not None:
-            await self._server.stop(None)
-            self._thread.close()
-            self._server = None
+        await self._running.aclose()
 
 
 @dataclass
@@ -246,7 +241,7 @@ async def test_a_node_that_is_lost_again_while_it_joins_or_replays_costs_time_an
                 and not chain.has_token.is_set()
             ):
                 lost.append("replaying")
-                chain.deployment.peers[len(lost) % 2].detach()
+                chain._main.call_soon_threadsafe(chain.deployment.peers[len(lost) % 2].detach)
             return arrival
 
         monkeypatch.setattr(Chain, "open", fail_to_open)

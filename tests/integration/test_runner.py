@@ -171,7 +171,7 @@ async def test_a_dead_worker_fails_every_request_at_once_by_its_name_and_later_o
         async with Engine(chain) as engine:
             live = [Live(engine, each) for each in endless()]
             await live[0].wait_pieces(2)
-            await nodes[dead - 1].server.stop(None)
+            await nodes[dead - 1].listening.stop()
             async with asyncio.timeout(5):
                 outcomes = await asyncio.gather(*(each.task for each in live), return_exceptions=True)
                 for outcome in outcomes:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.integration.conftest import Models, answer, opened, serving
+from tests.integration.conftest import Models, answer, opened, receive, serving
 from tests.integration.many import until
 from worker.errors import StageLost
 from worker.platform import machine
@@ -25,7 +25,7 @@ async def test_a_worker_whose_machine_slept_leaves_the_chain_and_is_free(
             slept_s += 30
             with pytest.raises(StageLost, match=r"^worker node-[12]: .*(slept for 30 s|ended the hop)"):
                 async with asyncio.timeout(60):
-                    await chain.receive()
+                    await receive(chain)
         for node in nodes:
             await until(lambda node=node: not node.service.num_slots)  # type: ignore[misc]
         async with opened(whole.folder, (1, 2, 1), nodes) as chain:

@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.cluster.chain import Chain
 from protos.brigade_pb2 import Frame, StatusReply
-from tests.integration.conftest import Models
+from tests.integration.conftest import Models, receive, send
 from tests.integration.many import tokens_of
 from tests.integration.test_epochs import hasty, loaded
 from tests.integration.upstream import window_of
@@ -66,8 +66,8 @@ async def test_an_engine_that_began_only_just_now_is_waited_for(
             return 0.2
 
         said = says(chain, monkeypatch, busy_s)
-        chain.send(ROW)
-        assert (await chain.receive()).result.step == 51
+        await send(chain, ROW)
+        assert (await receive(chain)).result.step == 51
         assert len(said) == 3
 
 
@@ -76,9 +76,9 @@ async def test_an_engine_that_has_been_at_its_step_for_too_long_is_named(
 ) -> None:
     async with hasty(models, monkeypatch, []) as (chain, _):
         said = says(chain, monkeypatch, lambda times: (0.2, 9.0)[times])
-        chain.send(ROW)
+        await send(chain, ROW)
         with pytest.raises(EngineHung, match=r"^worker node-1: its engine has been at one step for 9\.0 s$"):
-            await chain.receive()
+            await receive(chain)
         assert said == [0.2, 9.0]
 
 
@@ -94,5 +94,5 @@ async def test_a_result_that_comes_while_nodes_are_asked_is_taken(
             return StatusReply()
 
         monkeypatch.setattr(chain.peers[0], "status", status)
-        chain.send(ROW)
-        assert (await chain.receive()).result.step == 51
+        await send(chain, ROW)
+        assert (await receive(chain)).result.step == 51

@@ -170,6 +170,15 @@ async def test_a_stage_is_idle_only_once_no_frame_that_opens_a_slot_is_on_its_wa
         await running.call(asyncio.wait_for(waiting[0], None))
 
 
+async def test_a_stage_that_is_stopped_as_a_frame_comes_does_not_begin_it() -> None:
+    engine = HeldEngine()
+    async with started(engine) as running, asyncio.timeout(60):
+        running.thread.post(partial(engine.release.wait, 60))
+        running.submit(*numbered(0))
+        running.stage.stop()
+    assert not engine.begun
+
+
 async def test_a_stopped_stage_tells_those_that_wait_for_it() -> None:
     engine = HeldEngine()
     engine.release.set()
@@ -181,9 +190,9 @@ async def test_a_stopped_stage_tells_those_that_wait_for_it() -> None:
         await running.thread.run(lambda: None)
         running.stage.stop()
         await idle
-        with pytest.raises(StageLost, match="^left the chain$"):
+        with pytest.raises(StageLost, match=r"^left the chain$"):
             await ended
-        with pytest.raises(StageLost, match="^left the chain$"):
+        with pytest.raises(StageLost, match=r"^left the chain$"):
             await running.next_result()
 
 
@@ -245,7 +254,9 @@ async def test_a_failed_stage_fails_every_call_from_then_on() -> None:
     ids=["again", "epoch", "too many"],
 )
 async def test_a_frame_of_this_process_that_is_refused_fails_the_stage(refused: list[Frame], message: str) -> None:
-    async with started(HeldEngine()) as running, asyncio.timeout(60):
+    engine = HeldEngine()
+    engine.release.set()
+    async with started(engine) as running, asyncio.timeout(60):
         running.submit(*refused)
         with pytest.raises(FrameError, match=message):
             await running.next_result()
@@ -285,7 +296,7 @@ async def test_what_a_stage_watches_ends_it(how: str) -> None:
 async def test_a_stage_whose_next_one_refuses_the_hop_does_not_start() -> None:
     thread, outlet = MlxThread(), Refusing()
     async with asyncio.timeout(60):
-        with pytest.raises(FrameError, match="^no hop$"):
+        with pytest.raises(FrameError, match=r"^no hop$"):
             await Stage(HeldEngine(), epoch=1).start(thread, lambda: outlet)  # type: ignore[arg-type]
     assert outlet.is_closed
     thread.close()
@@ -442,7 +453,9 @@ async def test_a_sender_waits_once_as_many_frames_wait_as_the_receiver_takes() -
 
 
 async def test_a_sender_that_does_not_wait_is_refused() -> None:
-    async with started(HeldEngine()) as running, asyncio.timeout(60):
+    engine = HeldEngine()
+    engine.release.set()
+    async with started(engine) as running, asyncio.timeout(60):
         sent = [part for step in range(WAITING + 1) for part in parts_of(Frame(epoch=1, step=1 + step), b"")]
         expected = rf"expected at most {WAITING} frames .*got one more \(step {1 + WAITING}\)"
         with pytest.raises(FrameError, match=expected):

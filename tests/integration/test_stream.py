@@ -56,7 +56,8 @@ async def test_a_stop_string_ends_the_stream_and_frees_or_keeps_the_slot(models:
 async def test_a_reader_that_is_behind_pauses_its_own_session_only(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.engine.core.MOST_UNREAD", 6)
+    for module in ("core", "engine"):
+        monkeypatch.setattr(f"coordinator.engine.{module}.MOST_UNREAD", 6)
     slow = request(tokens_of(9, 1), 40)
     async with running(models("qwen3").folder, LAYERS) as chain:
         [expected] = await solo(chain, [slow])
@@ -75,7 +76,8 @@ async def test_a_reader_that_is_behind_pauses_its_own_session_only(
 async def test_a_reader_that_never_comes_back_loses_its_request_and_nothing_else(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.engine.core.MOST_UNREAD", 4)
+    for module in ("core", "engine"):
+        monkeypatch.setattr(f"coordinator.engine.{module}.MOST_UNREAD", 4)
     monkeypatch.setattr("coordinator.engine.core._UNREAD_S", 0.05)
     async with running(models("qwen3").folder, LAYERS) as chain, Engine(chain) as engine:
         async with aclosing(engine.generate(request(tokens_of(9), 300), chunk=CHUNK)) as pieces:

@@ -3,18 +3,33 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
+import grpc
 import pytest
 
 from coordinator.cluster.peer import COORDINATOR_ID, Peer
-from protos.brigade_pb2 import Alternative, AttachRequest, Coordinator, Result, Sample
-from tests.integration.conftest import Models, RunningNode, answer, attach, load, load_request, opened, peer_of, serving
+from protos.brigade_pb2 import Alternative, AttachRequest, Coordinator, Result, ResultsRequest, Sample
+from protos.brigade_pb2_grpc import HopStub
+from tests.integration.conftest import (
+    NETWORK,
+    Models,
+    RunningNode,
+    answer,
+    attach,
+    load,
+    load_request,
+    opened,
+    peer_of,
+    serving,
+)
 from tests.integration.many import until
 from tests.integration.upstream import attach_request
 from tests.tiny import VOCAB
 from worker.errors import BrigadeError, FrameError, NodeBusy, StageLost
+from worker.node.network import hop_address
 
 PROMPT = tuple((5 * i + 3) % VOCAB for i in range(20))
 ME = Coordinator(id=COORDINATOR_ID, name="max")
@@ -41,14 +56,20 @@ async def attached(node: RunningNode, folder: Path, epoch: int = 1) -> AsyncIter
 async def test_the_same_coordinator_opens_its_chain_again_over_its_own_attachment(models: Models, unread: int) -> None:
     """Even where the old stream is stuck, because it is not read: forty results of 2 MB are more than gRPC takes."""
     whole = models("qwen3")
-    async with serving(1) as [node], attached(node, whole.folder) as old:
+    async with serving(1) as [node], attached(node, whole.folder) as old, AsyncExitStack() as stack:
+        stage = node.service.worker.stage
+        assert stage is not None
+        hops = await stack.enter_async_context(NETWORK.channel(node.name, hop_address(node.address)))
+        reports = HopStub(hops).Results(ResultsRequest(epoch=1, coordinator_id=COORDINATOR_ID))
         for _ in range(unread):
-            node.service.worker.attachment.stage.deliver(HUGE)  # type: ignore[union-attr]
+            await node.thread.run(partial(stage.deliver, HUGE))
         async with opened(whole.folder, (2, 2), [node]) as chain:
             assert (await answer(chain, PROMPT, 4)).tokens == whole.tokens(PROMPT, 4)
             if not unread:
                 with pytest.raises(StageLost, match=r"^worker node-1: was attached again by the same coordinator"):
-                    await anext(old.results())
+                    await old.watch()
+                with pytest.raises(grpc.RpcError, match="left the chain"):
+                    await reports.read()
             assert (await answer(chain, PROMPT, 4)).tokens == whole.tokens(PROMPT, 4)
 
 
@@ -61,7 +82,7 @@ async def test_it_may_do_so_in_the_same_epoch_or_a_later_one_and_not_in_an_earli
             await attach(node, attaching(folder, 6, Coordinator(id="another", name="max")))
         with pytest.raises(NodeBusy, match=r"^worker node-1: already serves another coordinator"):
             await attach(node, attaching(folder, 6, Coordinator(name="max")))
-        late = asyncio.ensure_future(anext(old.results()))
+        late = asyncio.ensure_future(old.watch())
         await asyncio.wait([late], timeout=0.05)
         assert not late.done()
         await attach(node, attaching(folder, 5))

@@ -5,6 +5,7 @@ import io
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,8 @@ from tests.integration.conftest import Models, RunningNode, answer, load, load_r
 from tests.integration.many import request, tokens_of, until
 from worker.errors import BrigadeError, InternalError, ModelError
 from worker.model.contents import check_contents
-from worker.node import lifecycle, serve
+from worker.node import attachment, lifecycle, serve
+from worker.node.hop import Link
 from worker.node.lifecycle import Worker
 from worker.node.log import worker_log
 
@@ -55,13 +57,23 @@ async def test_a_worker_tells_the_life_of_its_shard_and_its_chain(models: Models
         )
 
 
-async def test_a_node_whose_next_one_leaves_first_has_not_failed(models: Models) -> None:
+async def test_a_node_whose_next_one_leaves_first_has_not_failed(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A coordinator takes all off at once; whose next node was quicker waits for its own turn."""
-    out = io.StringIO()
+    out, links = io.StringIO(), list[Link]()
+
+    class NotedLink(Link):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            links.append(self)
+
+    monkeypatch.setattr(attachment, "Link", NotedLink)
     async with serving(2, out=out) as nodes, opened(models("qwen3").folder, (1, 1, 2), nodes) as chain:
         await answer(chain, (1, 2, 3), 3)
-        link = nodes[0].service.worker.attachment.stage._send.__self__  # type: ignore[union-attr]
-        nodes[1].service.worker.attachment.stage._credit.put_nowait(0)  # type: ignore[union-attr] # ends its hop in order
+        [link], last = links, nodes[1].service.worker.stage
+        assert last is not None
+        nodes[1].thread.post(lambda: last._credit.put_nowait(0))  # ends its hop in order
         await until(lambda: link._call.done())
     await until(lambda: not any(node.service.worker.attachment for node in nodes))
     left = [line for line in out.getvalue().splitlines() if "left" in line]

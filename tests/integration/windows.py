@@ -17,7 +17,7 @@ from coordinator.engine.engine import generate_once
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Frame, Opening, Result, Sample, Sampling, Window
-from tests.integration.conftest import CHUNK
+from tests.integration.conftest import CHUNK, receive, send
 from tests.tiny import VOCAB
 from worker.memory.history import History
 
@@ -162,8 +162,8 @@ class Bench:
 
     async def send(self, windows: Sequence[Window], opened: Sequence[Opening] = ()) -> Result:
         self._step += 1
-        self._chain.send(Frame(epoch=1, step=self._step, windows=windows, opened=opened))
-        return (await self._chain.receive()).result
+        await send(self._chain, Frame(epoch=1, step=self._step, windows=windows, opened=opened))
+        return (await receive(self._chain)).result
 
     async def rows(self, window: Window, prefix: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
         """Logprobs of the wanted and of the guessed rows, [N, V] each, of a window behind a freshly fed prefix."""

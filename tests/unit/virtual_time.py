@@ -3,7 +3,7 @@
 import asyncio
 import selectors
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import pytest
@@ -50,3 +50,14 @@ class VirtualTime:
             self.loop.run_until_complete(asyncio.wait(left, timeout=1))
         self.loop.close()
         return left
+
+
+class SameThread:
+    """Stands for the MLX thread: its loop is the one that runs, so that both share one clock."""
+
+    async def call(self, work: Coroutine[Any, Any, T]) -> T:
+        await asyncio.sleep(0)  # it is another thread, after all
+        return await work
+
+    def post(self, call: Callable[[], object]) -> None:
+        asyncio.get_running_loop().call_soon(call)

@@ -17,6 +17,7 @@ from coordinator.cluster.progress import NodeProgress
 from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import DTYPE_BFLOAT16, Frame, HelloReply, StatusReply
 from tests.unit.fake_chain import FakeChain
+from tests.unit.virtual_time import SameThread
 from worker.compute.header import num_rows
 from worker.errors import ConfigError, EngineHung, NodeBusy, NodeLeaving, StageLost
 from worker.model.cache_spec import Memory
@@ -162,6 +163,7 @@ class WorldChain:
         can_spare: Callable[[str], bool] = lambda name: False,
         say: Any = None,
     ) -> None:
+        self.thread = SameThread()
         self.world, self.plan, self.epoch, self.spec = own.world, deployment.plan, epoch, deployment.spec
         self.peers: Any = deployment.peers
         self.num_stages = 1 + len(self.peers)

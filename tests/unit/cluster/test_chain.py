@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +14,10 @@ from coordinator.cluster.chain import Chain
 from coordinator.planning.plan import Assignment, Plan
 from protos.brigade_pb2 import Frame, Result, Sample, StatusReply, Timing
 from tests.unit.cluster.fake_network import SPEC
-from tests.unit.virtual_time import VirtualTime
+from tests.unit.virtual_time import SameThread, VirtualTime
 from worker.errors import BrigadeError, EngineHung, NodeSilent, StageLost
 from worker.node.framing import PLAIN
+from worker.node.stage import Work
 
 DRIFT = 20e-6  # what cheap quartzes differ by
 OFF_NS = 1_500_000  # what may be wrong of an offset: the drift of little more than a minute
@@ -25,12 +26,16 @@ OFF_NS = 1_500_000  # what may be wrong of an offset: the drift of little more t
 class FakeStage:
     """Stage 0 and all others: answers at once."""
 
-    def __init__(self, executor: Any, thread: Any, epoch: int, send: Any, wire: Any) -> None:
+    def __init__(self, executor: Any, epoch: int, wire: Any) -> None:
         self._results: list[Result] = []
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self, *watched: Coroutine[Any, Any, None]) -> None:
-        self._tasks = [asyncio.create_task(each) for each in watched]
+    async def start(self, thread: SameThread, connect: Callable[[], None], *watched: Work) -> None:
+        connect()
+        self._tasks = [asyncio.create_task(each()) for each in watched]
+
+    async def wait_ended(self) -> None:
+        await asyncio.Event().wait()
 
     def submit(self, frame: Frame) -> None:
         samples = [Sample(slot=window.slot) for window in frame.windows]
@@ -40,30 +45,19 @@ class FakeStage:
     async def next_result(self) -> Result:
         return self._results.pop(0)
 
-    async def stop(self) -> None:
+    def deliver(self, result: Result) -> None:
+        raise AssertionError
+
+    def stop(self) -> None:
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-class FakeLink:
-    wire, send = PLAIN, None
-
-    async def wait_open(self) -> None:
-        pass
-
-    async def wait_lost(self) -> None:
-        await asyncio.Event().wait()
-
-    async def close(self) -> None:
-        pass
 
 
 class DriftingPeer:
     """A worker whose clock gains or loses."""
 
     def __init__(self, name: str, drift: float) -> None:
-        self.name, self.addresses, self.is_draining = name, ["192.168.1.7:50070"], False
+        self.name, self.addresses, self.is_draining, self.wire = name, ["192.168.1.7:50070"], False, PLAIN
         self.drift = drift
         self.is_silent = False
         self._began = time.monotonic_ns()
@@ -84,18 +78,20 @@ class DriftingPeer:
     def detach(self) -> None:
         pass
 
-    def link(self, epoch: int, stage: int, sender: str) -> FakeLink:
-        return FakeLink()
+    def link(self, epoch: int, stage: int, sender: str) -> None:
+        pass
 
-    async def results(self, on_draining: Callable[[], None]) -> AsyncIterator[Result]:
+    async def results(self, epoch: int, deliver: Callable[[Result], None]) -> None:
         await asyncio.Event().wait()
-        yield Result()
+
+    async def watch(self, on_draining: Callable[[], None]) -> None:
+        await asyncio.Event().wait()
 
 
 class SilentStage(FakeStage):
     """Takes frames, and no result ever comes back."""
 
-    has_outcome, busy_s, last_step = False, 0.0, 0
+    busy_s, last_step = 0.0, 0
 
     async def next_result(self) -> Result:
         await asyncio.Event().wait()
@@ -138,7 +134,7 @@ async def chain_over(peers: Sequence[DriftingPeer]) -> AsyncIterator[Chain]:
     deployment: Any = SimpleNamespace(
         plan=plan, peers=peers, spec=SPEC, coordinator=None, check_finite=False, load_request=lambda stage: None
     )
-    own: Any = SimpleNamespace(shard=object(), thread=None)
+    own: Any = SimpleNamespace(shard=object(), thread=SameThread())
     async with Chain(own, deployment) as found:
         yield found
 
@@ -151,6 +147,7 @@ def test_offsets_stay_right_for_hours(virtual: VirtualTime) -> None:
         async with chain_over(peers) as found:
             await found.open()
             offsets = found.clock_offsets
+            await asyncio.sleep(30)  # to look between two measurements
             for minute in range(180):
                 await asyncio.sleep(60)
                 peers[0].is_silent = minute % 10 == 5  # for one measurement of ten

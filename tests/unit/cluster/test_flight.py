@@ -48,11 +48,12 @@ def test_the_second_chunk_of_a_slow_chain_has_the_time_of_the_first(clock: Clock
     flying = Flight(ChainCosts(2), SuspendWatch())
     pass_one(flying, clock, 1, 20.0)
     flying.send(chunk(2))
-    assert flying.allowed_s == flying.left_s == pytest.approx(SILENCE_S + 30)
+    allowed_s = pytest.approx(SILENCE_S + 30)
+    assert flying.left_s == allowed_s
     clock.now += 25
-    assert flying.overdue_s is None
+    assert flying.overdue() is None
     clock.now += 12
-    assert flying.overdue_s == 37
+    assert flying.overdue() == (37, allowed_s)
 
 
 def test_an_engine_that_began_late_has_its_own_time(clock: Clock) -> None:
@@ -60,15 +61,17 @@ def test_an_engine_that_began_late_has_its_own_time(clock: Clock) -> None:
     pass_one(flying, clock, 1, 0.0)
     flying.send(chunk(2))
     clock.now += 6.5
-    assert flying.overdue_s == 6.5
+    assert flying.overdue() == (6.5, SILENCE_S)
     flying.began(2.5)
-    assert flying.overdue_s is None and flying.left_s == 3.5
+    assert flying.overdue() is None and flying.left_s == 3.5
     clock.now += 3.5
-    assert flying.overdue_s == SILENCE_S, "it is not given more time for having been asked"
+    assert flying.overdue() == (SILENCE_S, SILENCE_S), "it is not given more time for having been asked"
 
 
 def test_what_began_before_a_frame_says_nothing_of_it(clock: Clock) -> None:
     flying = Flight(ChainCosts(2), SuspendWatch())
     flying.send(chunk(1))
     flying.began(100.0)
-    assert flying.left_s == flight._COMPILES_S and flying.allowed_s == FIRST_S
+    assert flying.left_s == flight._COMPILES_S
+    clock.now += FIRST_S
+    assert flying.overdue() == (FIRST_S, FIRST_S)

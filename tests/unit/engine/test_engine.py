@@ -211,6 +211,7 @@ def test_whatever_ends_one_answer_is_raised_and_ends_the_others(clock: VirtualTi
                 if number == 1:
                     failing = next(each for each in engine.sessions if each.request is requests[2])
                     engine.core._fail(failing, error)
+        await asyncio.sleep(STEP_S)
         assert not engine.sessions
 
     run(clock, Chains(WIDE), work)
