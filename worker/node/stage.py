@@ -73,6 +73,7 @@ class Stage:
         self._credit: asyncio.Queue[int] = asyncio.Queue()  # to grant; 0 ends the hop
         self._num_uncredited = 0  # frames completed since the last grant
         # running
+        self._begun: Step | None = None  # not finished
         self._busy_since: float | None = None
         self._idle = asyncio.Event()  # no slot is open
         self._idle.set()
@@ -174,6 +175,7 @@ class Stage:
         """Leave the chain and free all slots; the step in progress has ended, since this runs on its thread."""
         self.fail(StageLost("left the chain"))
         self._idle.set()
+        self._begun = None
         self.executor.close()
 
     def fail(self, error: BaseException) -> None:
@@ -245,30 +247,40 @@ class Stage:
     # Run
 
     async def _run_frames(self) -> None:
-        following: Step | None = None
         with memory_errors_named("at a step"):
-            while self._failure is None:
-                step = following or self._begin(*await self._frames.get())
-                following = self._begin_next() if self.executor.runs_ahead else None
-                if following is None and (ahead := self.executor.launch_ahead(step, is_finished=False)):
-                    ahead.evaluate()
-                header, array = self.executor.finish(step)
-                output = (
-                    header if isinstance(header, Result) else Outgoing(step.frame.step, pack(header, array, self._wire))
-                )
-                self._busy_since = None if following is None else time.monotonic()
-                is_last = following is None and self._frames.empty()  # what comes from now on answers this output
-                ahead = self.executor.launch_ahead(step, is_finished=True) if is_last else None
-                self._put_out(output)
-                if ahead:
-                    ahead.evaluate()
+            while True:
+                frame = None if self._begun else await self._frames.get()
+                if self._failure is not None:  # it ended meanwhile
+                    return
+                if frame:
+                    self._begun = self._begin(*frame)
+                    del frame
+                is_ahead = self._run_step()
                 for _ in range(_TURNS):
                     await asyncio.sleep(0)
-                if following is None and not ahead and self._frames.empty():
+                if self._begun is None and not is_ahead and self._frames.empty():
                     self.executor.build_ahead()
 
-    def _begin_next(self) -> Step | None:
-        return None if self._frames.empty() else self._begin(*self._frames.get_nowait())
+    def _run_step(self) -> bool:
+        """Finish the begun step and put out what it made; return whether the next one is computed ahead of its frame.
+
+        Nothing of a finished step stays in memory after this: a call that runs next may need it.
+        """
+        step, self._begun = self._begun, None
+        assert step is not None
+        if self.executor.runs_ahead and not self._frames.empty():
+            self._begun = self._begin(*self._frames.get_nowait())
+        if self._begun is None and (ahead := self.executor.launch_ahead(step, is_finished=False)):
+            ahead.evaluate()
+        header, array = self.executor.finish(step)
+        output = header if isinstance(header, Result) else Outgoing(step.frame.step, pack(header, array, self._wire))
+        self._busy_since = None if self._begun is None else time.monotonic()
+        is_last = self._begun is None and self._frames.empty()  # what comes from now on answers this output
+        ahead = self.executor.launch_ahead(step, is_finished=True) if is_last else None
+        self._put_out(output)
+        if ahead:
+            ahead.evaluate()
+        return ahead is not None
 
     def _begin(self, arrival: Arrival, received: int) -> Step:
         self._busy_since = self._busy_since or time.monotonic()
