@@ -115,6 +115,14 @@ def _settle(future: "asyncio.Future[Any]", value: Any, error: BaseException | No
 _SWITCH_INTERVAL_S = 0.0002  # Python's default of 5 ms would delay the event loop while a graph is built
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """A loop that closes once nothing refers to it: gRPC still announces to it that the last calls have ended."""
+
+    def __del__(self) -> None:
+        if not self.is_closed():
+            self.close()
+
+
 class MlxThread(CallThread):
     """The one thread of a process that owns MLX: arrays never leave it.
 
@@ -124,7 +132,7 @@ class MlxThread(CallThread):
 
     def __init__(self) -> None:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        self.loop = asyncio.new_event_loop()
+        self.loop = _Loop()
         self._waiting: set[asyncio.Future[Exception]] = set()  # of `call`
         self._given_up: Exception | None = None
         super().__init__("mlx")
@@ -172,5 +180,4 @@ class MlxThread(CallThread):
         for task in (tasks := asyncio.all_tasks(self.loop)):
             task.cancel()
         self.loop.run_until_complete(asyncio.wait(tasks) if tasks else asyncio.sleep(0))
-        # The loop stays open: gRPC still announces to it that the last calls have ended.
         mx.clear_streams()  # MLX requires this at the end of a thread
