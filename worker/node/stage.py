@@ -249,6 +249,7 @@ class Stage:
         with memory_errors_named("at a step"):
             while self._failure is None:
                 step = following or self._begin(*await self._frames.get())
+                await asyncio.sleep(0)  # what else has come is read
                 following = self._begin_next() if self.executor.runs_ahead else None
                 if following is None and (ahead := self.executor.launch_ahead(step, is_finished=False)):
                     ahead.evaluate()
