@@ -16,10 +16,12 @@ import grpc
 
 from protos.brigade_pb2 import StatusReply, StatusRequest
 from protos.brigade_pb2_grpc import NodeStub
+from worker.config import split_address
+from worker.node.network import hop_address
 
 ROOT = Path(__file__).resolve().parents[1]
 START_S = 60.0  # imports alone take long where much else runs
-_PORTS = range(20_000, 30_000)  # below those that systems give out by themselves
+_PORTS = range(12_000, 22_000)  # they and those of hops, 10,000 higher, are below those that systems give out
 FREED_S = 2.0  # within which nothing is left of a coordinator that has gone
 
 
@@ -105,12 +107,25 @@ class WorkerProcess:
 
 
 def free_port() -> int:
-    """A port that is free now."""
+    """A port of loopback that is free now, and so is that of its hops."""
     for port in random.sample(_PORTS, 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
+        with socket.socket() as probe, socket.socket() as hops, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
+            hops.bind(("127.0.0.1", hop_port(port)))
             return port
     raise OSError("found no free port")
+
+
+def hop_port(port: int) -> int:
+    """Where a node that listens on this port takes hops."""
+    return split_address(hop_address(f"127.0.0.1:{port}"))[1]
+
+
+def address_with_hops(port: int) -> str:
+    """The address of a node on loopback that takes hops on this port, one that the system gave out."""
+    address = f"127.0.0.1:{port - 10_000}"
+    assert hop_address(address) == f"127.0.0.1:{port}"
+    return address
 
 
 def is_free(address: str) -> bool:

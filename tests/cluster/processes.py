@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -203,10 +202,3 @@ def write_cluster(path: Path, *nodes: tuple[str, str] | tuple[str, str, str], **
         lines.append(f"  - {{name: {name}, address: '{address}'" + (f", memory: {memory[0]}" if memory else "") + "}")
     path.write_text("\n".join(lines) + "\n")
     return path
-
-
-def free_port() -> int:
-    """A port that is free now, for what must know its port before it starts."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

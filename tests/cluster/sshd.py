@@ -17,7 +17,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.cluster.processes import Stream, free_port
+from tests.cluster.processes import Stream
+from tools.worker_process import free_port
 
 _EMPTY = Path("/run/sshd")  # where the server insists on an empty folder
 _MAY = os.getuid() == 0 or _EMPTY.is_dir()

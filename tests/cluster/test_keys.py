@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.commands import answer_here, run_here
-from tests.cluster.processes import Starter, Worker, free_port, write_cluster
+from tests.cluster.processes import Starter, Worker, write_cluster
+from tools.worker_process import free_port
 
 PROMPT = ("--prompt", "go", "--max-tokens", "8", "--ignore-eos")
 

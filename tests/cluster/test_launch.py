@@ -14,8 +14,9 @@ import pytest
 
 from coordinator.deploy.package import installed
 from tests.cluster.commands import answer_here, run_here
-from tests.cluster.processes import Starter, free_port
+from tests.cluster.processes import Starter
 from tests.cluster.sshd import PROGRAM, SSH, WHY_NOT, Macs, macs
+from tools.worker_process import free_port
 
 pytestmark = pytest.mark.skipif(not (PROGRAM and SSH and Path("/proc").exists()), reason=WHY_NOT)
 PROMPT = ("--prompt", "2+3", "--max-tokens", "8", "--ignore-eos")

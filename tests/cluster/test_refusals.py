@@ -14,8 +14,9 @@ from protos.brigade_pb2 import HelloReply, HelloRequest
 from protos.brigade_pb2_grpc import NodeServicer, NodeStub, add_NodeServicer_to_server
 from tests.cluster.commands import run_here
 from tests.cluster.models import CONTEXT, VOCAB, altered_copy, make_talker, reconfigured_copy
-from tests.cluster.processes import Outcome, Starter, Worker, free_port, run, write_cluster
+from tests.cluster.processes import Outcome, Starter, Worker, run, write_cluster
 from tests.tiny import make_model
+from tools.worker_process import free_port
 from worker.node.network import PROTOCOL_VERSION
 from worker.node.rpc_errors import error_of
 

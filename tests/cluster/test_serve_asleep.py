@@ -15,8 +15,9 @@ from coordinator.api.server import RequestLimits
 from coordinator.cluster import deployment
 from coordinator.cluster.options import ClusterOptions
 from coordinator.engine.engine import Engine
-from tests.cluster.processes import Starter, free_port, write_cluster
+from tests.cluster.processes import Starter, write_cluster
 from tests.cluster.test_serve_here import PATIENCE_S, lines_of, served, wait_health
+from tools.worker_process import free_port
 from worker.compute.shard import Shard
 from worker.config import ClusterConfig, load_cluster
 from worker.platform.tasks import Use

@@ -18,7 +18,8 @@ from coordinator.api.server import RequestLimits
 from coordinator.cluster.open import read_model
 from coordinator.cluster.options import ClusterOptions
 from coordinator.planning.recovery import Limits
-from tests.cluster.processes import Starter, free_port, write_cluster
+from tests.cluster.processes import Starter, write_cluster
+from tools.worker_process import free_port
 from worker.config import ClusterConfig, load_cluster
 
 ENDLESS: dict[str, Any] = {"prompt": "the", "max_tokens": 30_000, "ignore_eos": True}

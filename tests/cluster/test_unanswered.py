@@ -7,7 +7,8 @@ import pytest
 
 from coordinator.cli import status
 from tests.cluster.commands import run_here
-from tests.cluster.processes import free_port, write_cluster
+from tests.cluster.processes import write_cluster
+from tools.worker_process import free_port
 
 HOST = f"{'x' * 64}.invalid"  # a label longer than any: no name server is asked
 

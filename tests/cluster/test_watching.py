@@ -17,7 +17,8 @@ from coordinator.cli.app import app
 from coordinator.cli.status import ask_server, tables
 from tests.cluster import browser
 from tests.cluster.models import make_reciter
-from tests.cluster.processes import START_S, Running, Starter, free_port, write_cluster
+from tests.cluster.processes import START_S, Running, Starter, write_cluster
+from tools.worker_process import free_port
 from worker.errors import ServerFailed
 
 HOSTILE = "<h1>xyz"  # what the model says over and over

@@ -12,8 +12,9 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from tests.cluster.commands import answer_here, run_here
-from tests.cluster.processes import FINISH_S, Outcome, Running, Starter, Worker, free_port, write_cluster
+from tests.cluster.processes import FINISH_S, Outcome, Running, Starter, Worker, write_cluster
 from tools.proxy import proxy_to
+from tools.worker_process import free_port
 
 FAILURE_S = 10.0  # from a loss to the end of the command
 LONG = ("--prompt", "go", "--ignore-eos", "--max-tokens", "39000")  # lasts longer than any test

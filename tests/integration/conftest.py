@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-import grpc.aio
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
@@ -32,11 +31,11 @@ from worker.compute.shard import Shard
 from worker.memory.lane import LaneWindow
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
-from worker.node.hop import add_node
 from worker.node.loading import open_checkpoint
 from worker.node.log import worker_log
 from worker.node.model_sources import Headers, ModelSources, Opening
 from worker.node.network import Network
+from worker.node.serve import Listening, listening
 from worker.node.service import NodeService
 from worker.node.weights_cache import WeightsCache
 from worker.platform.threads import MlxThread
@@ -91,7 +90,7 @@ class RunningNode:
     address: str
     service: NodeService
     thread: MlxThread
-    server: grpc.aio.Server
+    listening: Listening
 
     def peer(self, network: Network = NETWORK) -> Peer:
         return Peer(self.name, [self.address], network)
@@ -138,12 +137,8 @@ async def serving(
             network = network_of(name)
             sources = replace(models, cache=store_of(name))
             service = NodeService(name, thread, network, sources, log=worker_log(name, out))
-            server = network.server()
-            add_node(service, server)
-            port = network.listen(server, "127.0.0.1:0")
-            await server.start()
-            stack.push_async_callback(server.stop, None)
-            nodes.append(RunningNode(service.name, f"127.0.0.1:{port}", service, thread, server))
+            found = await stack.enter_async_context(listening(service, ["127.0.0.1:0"], network, service.log))
+            nodes.append(RunningNode(service.name, found.addresses[0], service, thread, found))
         yield nodes
 
 

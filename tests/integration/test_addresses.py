@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.processes import free_port
 from tests.integration.certificates import Certificates
 from tests.integration.conftest import NETWORK, Models, serving
 from tests.integration.many import Live, request, tokens_of, until
 from tests.integration.test_recovery import COMES_BACK, IS_GONE, Place, Rig, assert_equal, supervised, unfailed
 from tests.integration.upstream import attach_request
 from tools.proxy import Proxy
+from tools.worker_process import free_port
 from worker.config import MOST_ADDRESSES
 from worker.errors import FrameError, StageLost
 from worker.node.attachment import check_place

@@ -3,35 +3,50 @@
 import asyncio
 import threading
 import traceback
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from typing import Any
+import weakref
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import pytest
 
 from protos.brigade_pb2 import DTYPE_FLOAT32, Credit, Frame, Opening, Result, Timing
-from protos.brigade_pb2_grpc import NodeServicer
+from protos.brigade_pb2_grpc import HopServicer
 from tests.integration.conftest import NETWORK, Models, load, load_request, serving
 from tests.integration.upstream import feeding, frame, parts_of, tensor
+from tools.worker_process import address_with_hops
 from worker.compute.shard import Shard
-from worker.errors import CacheMismatch, FrameError, OutOfMemory
-from worker.node.hop import Link, add_node
-from worker.node.stage import Send, Stage
+from worker.errors import BrigadeError, CacheMismatch, FrameError, OutOfMemory, StageLost
+from worker.node.hop import Link, add_hops
+from worker.node.stage import Outlet, Stage
 from worker.platform.threads import MlxThread
 
 WAITING = 64  # frames that a stage takes beside the one that it is at
+
+T = TypeVar("T")
+
+
+class Begun:
+    """A step that has begun."""
+
+    def __init__(self, header: Frame) -> None:
+        self.frame = header
 
 
 class HeldEngine:
     """Notes what it begins, and finishes once it is let go: by results, or what `outputs` says, errors or shapes."""
 
-    num_slots = cache_bytes = weight_bytes = 0
-    runs_ahead = is_whole = False
+    cache_bytes = weight_bytes = 0
 
-    def __init__(self, **outputs: Any) -> None:
+    def __init__(self, *, runs_ahead: bool = False, **outputs: Any) -> None:
+        self.runs_ahead = runs_ahead
+        self.num_slots = 0
         self.begun: list[int] = []
         self.taken: list[bytes | None] = []
+        self.is_closed = False
+        self.steps = weakref.WeakSet[Begun]()  # that are still in memory
         self.began, self.release = threading.Event(), threading.Event()
         self._outputs = {int(step.removeprefix("step")): output for step, output in outputs.items()}
 
@@ -39,7 +54,7 @@ class HeldEngine:
         pass
 
     def close(self) -> None:
-        pass
+        self.is_closed = True
 
     def awaited(self, header: Frame) -> None:
         pass
@@ -47,17 +62,21 @@ class HeldEngine:
     def build_ahead(self) -> None:
         pass
 
-    def launch_ahead(self, step: Frame, *, is_finished: bool) -> None:
+    def launch_ahead(self, step: Begun, *, is_finished: bool) -> None:
         pass
 
-    def begin(self, header: Frame, x: mx.array | None, received: int, taken: int) -> Frame:
+    def begin(self, header: Frame, x: mx.array | None, received: int, taken: int) -> Begun:
         self.begun.append(header.step)
         self.taken.append(None if x is None else bytes(memoryview(x.view(mx.uint8))))  # type: ignore[arg-type]
         self.began.set()
-        return header
+        step = Begun(header)
+        self.steps.add(step)
+        return step
 
-    def finish(self, header: Frame) -> tuple[Any, mx.array | None]:
+    def finish(self, step: Begun) -> tuple[Any, mx.array | None]:
         assert self.release.wait(60)
+        header = step.frame
+        self.num_slots += len(header.opened) - len(header.closed)
         output = self._outputs.get(header.step)
         if isinstance(output, Exception):
             raise output
@@ -66,121 +85,210 @@ class HeldEngine:
         return Result(step=header.step, timings=[Timing()]), None
 
 
+class Running:
+    """A stage that runs on an MLX thread of its own."""
+
+    def __init__(self, stage: Stage, thread: MlxThread) -> None:
+        self.stage = stage
+        self.thread = thread
+
+    def submit(self, *frames: Frame) -> None:
+        """All at once, so that no step ends in between."""
+        self.thread.post(lambda: [self.stage.submit(each) for each in frames])
+
+    async def next_result(self) -> Result:
+        return await self.call(self.stage.next_result())
+
+    async def call(self, work: Coroutine[Any, Any, T]) -> T:
+        return await self.thread.call(work)
+
+    async def end_of_hop(self, parts: AsyncIterator[bytes]) -> None:
+        """Take a hop to its end."""
+
+        async def receive() -> None:
+            async for _ in self.stage.receive(parts):
+                pass
+
+        await self.call(receive())
+
+
 @asynccontextmanager
-async def started(engine: Any, send: Send | None = None) -> AsyncIterator[Stage]:
+async def started(engine: Any, outlet: Outlet | None = None) -> AsyncIterator[Running]:
     thread = MlxThread()
-    stage = Stage(engine, thread, epoch=1, send=send)
-    stage.start()
+    stage = Stage(engine, epoch=1)
+    await stage.start(thread, (lambda: outlet) if outlet else None)
     try:
-        yield stage
+        yield Running(stage, thread)
     finally:
-        await stage.stop()
+        stage.stop()
         engine.release.set()
         await thread.run(lambda: None)
         thread.close()
 
 
-async def test_what_waits_for_the_thread_runs_only_once_a_stopped_stage_has_left_it() -> None:
-    """A load, perhaps, for which the memory of that stage is needed."""
-    engine = HeldEngine()
-    async with started(engine) as stage, asyncio.timeout(60):
-        for step in range(2):
-            stage.submit(Frame(epoch=1, step=step))
+def numbered(*steps: int) -> list[Frame]:
+    return [Frame(epoch=1, step=step) for step in steps]
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+async def test_a_call_that_is_posted_after_a_stage_is_stopped_finds_its_memory_freed(runs_ahead: bool) -> None:
+    """A load, perhaps, for which that memory is needed. Whoever joins next does not wait behind its frames either."""
+    engine = HeldEngine(runs_ahead=runs_ahead)
+    async with started(engine) as running, asyncio.timeout(60):
+        running.submit(*numbered(*range(20)))
         await asyncio.to_thread(engine.began.wait, 60)
-        await stage.stop()
-        callers = stage._thread.submit(lambda: [frame.name for frame in traceback.extract_stack()])
+        running.stage.stop()
+        found = running.thread.submit(lambda: (engine.is_closed, len(engine.steps)))
         engine.release.set()
-        assert "_run_frames" not in await callers
+        assert await found == (True, 0)
+    assert engine.begun == ([0, 1] if runs_ahead else [0])
 
 
-async def test_a_stage_is_not_idle_while_a_frame_that_opens_a_slot_passes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though no slot was open when it was asked, right before the frame's step ended."""
+@pytest.mark.parametrize("runs_ahead", [False, True])
+async def test_a_stage_is_idle_only_once_no_frame_that_opens_a_slot_is_on_its_way_and_none_is_open(
+    runs_ahead: bool,
+) -> None:
+    """Though no slot was open when the step before ended."""
+    engine = HeldEngine(runs_ahead=runs_ahead)
+    async with started(engine) as running, asyncio.timeout(60):
+        stage, waiting = running.stage, list[asyncio.Task[None]]()
 
-    class OpeningEngine(HeldEngine):
-        num_open = 0
+        def begin() -> None:
+            stage.submit(Frame(epoch=1, step=0))
+            stage.submit(Frame(epoch=1, step=1, opened=[Opening(slot=0)]))
+            waiting.append(running.thread.loop.create_task(stage.wait_idle()))
 
-        @property
-        def num_slots(self) -> int:  # type: ignore[override]
-            found = self.num_open
-            self.release.set()
-            assert ended.wait(60)
-            return found
-
-        def finish(self, header: Frame) -> tuple[Any, mx.array | None]:
-            if header.opened:
-                assert self.release.wait(60)
-                self.num_open = 1
-            return Result(step=header.step, timings=[Timing()]), None
-
-    ended = threading.Event()
-    engine = OpeningEngine()
-    async with started(engine) as stage, asyncio.timeout(60):
-        monkeypatch.setattr(stage._thread, "give_way", lambda: ended.set() if engine.num_open else None)
-        stage.submit(Frame(epoch=1, step=0))
-        stage.submit(Frame(epoch=1, step=1, opened=[Opening(slot=0)]))
-        await stage.next_result()
+        await running.thread.run(begin)
         engine.release.set()
-        await stage.next_result()
-        assert not stage._idle.is_set()
+        for _ in range(2):
+            await running.next_result()
+        running.submit(*numbered(2))
+        await running.next_result()
+        assert not await running.thread.run(waiting[0].done)
+        running.submit(Frame(epoch=1, step=3, closed=[0]))
+        await running.call(stage.wait_idle())
+        await running.call(asyncio.wait_for(waiting[0], None))
 
 
-async def test_a_stopped_stage_leaves_the_frames_that_wait() -> None:
-    """Whoever joins the node next would wait behind them."""
+async def test_a_stopped_stage_tells_those_that_wait_for_it() -> None:
     engine = HeldEngine()
-    async with started(engine) as stage:
-        for step in range(20):
-            stage.submit(Frame(epoch=1, step=step))
-        await asyncio.to_thread(engine.began.wait, 60)
-    assert engine.begun == [0]
+    engine.release.set()
+    async with started(engine) as running, asyncio.timeout(60):
+        running.submit(Frame(epoch=1, opened=[Opening(slot=0)]))
+        await running.next_result()
+        idle = asyncio.ensure_future(running.call(running.stage.wait_idle()))
+        ended = asyncio.ensure_future(running.next_result())
+        await running.thread.run(lambda: None)
+        running.stage.stop()
+        await idle
+        with pytest.raises(StageLost, match="^left the chain$"):
+            await ended
+        with pytest.raises(StageLost, match="^left the chain$"):
+            await running.next_result()
 
 
 # --- failures -------------------------------------------------------------------------------------------------------
 
 
-async def test_a_stage_with_frames_without_end_lets_other_calls_run_on_its_thread() -> None:
+@pytest.mark.parametrize("runs_ahead", [False, True])
+async def test_a_stage_with_frames_without_end_lets_other_calls_run_between_two_of_them(runs_ahead: bool) -> None:
     """Such as a digest's: they wait for one step at most, not for the last frame."""
-    engine = HeldEngine()
-    async with started(engine) as stage, asyncio.timeout(60):
-        for step in range(20):
-            stage.submit(Frame(epoch=1, step=step))
+    engine = HeldEngine(runs_ahead=runs_ahead)
+    async with started(engine) as running, asyncio.timeout(60):
+        running.submit(*numbered(*range(20)))
         await asyncio.to_thread(engine.began.wait, 60)
-        begun = asyncio.create_task(stage._thread.run(lambda: list(engine.begun)))
+        begun = running.thread.submit(lambda: list(engine.begun))
+        posted = list[int]()
+        running.thread.post(lambda: posted.append(len(engine.begun)))
+        called = asyncio.ensure_future(running.call(begun_by(engine)))
         await asyncio.sleep(0)
         engine.release.set()
-        assert await begun == [0]
-        assert [(await stage.next_result()).step for _ in range(20)] == list(range(20))
+        assert await begun == ([0, 1] if runs_ahead else [0])
+        assert [(await running.next_result()).step for _ in range(20)] == list(range(20))
+        assert posted == [len(await begun)] and await called <= posted[0] + 1
+
+
+async def begun_by(engine: HeldEngine) -> int:
+    return len(engine.begun)
 
 
 async def test_a_failed_stage_fails_every_call_from_then_on() -> None:
     engine = HeldEngine(step1=FrameError("odd"))
     engine.release.set()
-    async with started(engine) as stage, asyncio.timeout(60):
-        for step in range(3):
-            stage.submit(Frame(epoch=1, step=step))
-        assert (await stage.next_result()).step == 0
+    async with started(engine) as running, asyncio.timeout(60):
+        running.submit(*numbered(0, 1, 2))
+        assert (await running.next_result()).step == 0
         depths = []
         for _ in range(4):
             with pytest.raises(FrameError, match=r"^odd$") as caught:
-                await stage.next_result()
-            stage.deliver(Result(step=7))  # of a worker that has not heard yet
+                await running.next_result()
+            running.thread.post(partial(running.stage.deliver, Result(step=7)))  # of a worker that has not heard yet
             depths.append(len(traceback.extract_tb(caught.value.__traceback__)))
         assert len(set(depths)) == 1, "one exception raised again and again must not keep every frame it passed"
+        running.submit(*numbered(3))
         with pytest.raises(FrameError, match=r"^odd$"):
-            stage.submit(Frame(epoch=1, step=3))
+            await running.next_result()
         with pytest.raises(FrameError, match=r"^odd$"):
-            await anext(stage.take_hop(endless()))
+            await running.end_of_hop(endless())
+        with pytest.raises(FrameError, match=r"^odd$"):
+            await running.stage.wait_ended()
     assert engine.begun == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (numbered(3, 3), r"^expected a step after 3, got step 3$"),
+        ([Frame(epoch=2)], r"^expected frames of epoch 1, got epoch 2 \(step 0\)$"),
+        (numbered(*range(1 + WAITING)), rf"^expected at most {WAITING} frames .*got one more \(step {WAITING}\)$"),
+    ],
+    ids=["again", "epoch", "too many"],
+)
+async def test_a_frame_of_this_process_that_is_refused_fails_the_stage(refused: list[Frame], message: str) -> None:
+    async with started(HeldEngine()) as running, asyncio.timeout(60):
+        running.submit(*refused)
+        with pytest.raises(FrameError, match=message):
+            await running.next_result()
 
 
 async def test_the_failure_of_a_stage_ends_its_hop_with_the_same_words() -> None:
     engine = HeldEngine(step0=CacheMismatch("odd"))
-    async with started(engine) as stage, asyncio.timeout(60):
-        credit = stage.take_hop(endless())
-        assert await anext(credit) == Credit(frames=WAITING)
-        stage.submit(Frame(epoch=1))
-        engine.release.set()
-        with pytest.raises(CacheMismatch, match=r"^odd$"):
-            await anext(credit)
+    async with started(engine) as running, asyncio.timeout(60):
+
+        async def receive() -> None:
+            credit = running.stage.receive(endless())
+            assert await anext(credit) == Credit(frames=WAITING)
+            running.stage.submit(Frame(epoch=1))
+            engine.release.set()
+            with pytest.raises(CacheMismatch, match=r"^odd$"):
+                await anext(credit)
+
+        await running.call(receive())
+
+
+@pytest.mark.parametrize("how", ["fails", "ends"])
+async def test_what_a_stage_watches_ends_it(how: str) -> None:
+    async def watched() -> None:
+        if how == "fails":
+            raise CacheMismatch("odd")
+
+    engine, thread = HeldEngine(), MlxThread()
+    stage = Stage(engine, epoch=1)  # type: ignore[arg-type]
+    async with asyncio.timeout(60):
+        await stage.start(thread, None, watched)
+        with pytest.raises(BrigadeError, match=r"^odd$" if how == "fails" else "ended unexpectedly$"):
+            await stage.wait_ended()
+        assert await thread.run(lambda: engine.is_closed)
+    thread.close()
+
+
+async def test_a_stage_whose_next_one_refuses_the_hop_does_not_start() -> None:
+    thread, outlet = MlxThread(), Refusing()
+    async with asyncio.timeout(60):
+        with pytest.raises(FrameError, match="^no hop$"):
+            await Stage(HeldEngine(), epoch=1).start(thread, lambda: outlet)  # type: ignore[arg-type]
+    assert outlet.is_closed
+    thread.close()
 
 
 async def test_a_stage_whose_memory_is_exhausted_names_its_node_and_the_size(
@@ -214,31 +322,63 @@ async def test_a_shard_that_does_not_fit_names_its_node_and_its_size(
 # --- hops -----------------------------------------------------------------------------------------------------------
 
 
-class Receiver(NodeServicer):
+class Outside:
+    """Takes what a stage sends on."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+        self.done = threading.Event()
+        self.is_closed = False
+
+    async def send(self, parts: Sequence[bytes]) -> None:
+        self.sent.extend(parts)
+        self.done.set()
+
+    async def wait_open(self) -> None:
+        pass
+
+    async def wait_lost(self) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+class Refusing(Outside):
+    async def wait_open(self) -> None:
+        raise FrameError("no hop")
+
+
+class Receiver(HopServicer):
     """A server that has nothing but a stage."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
 
     async def Relay(self, parts: AsyncIterator[bytes], context: Any) -> AsyncIterator[Credit]:
-        async for credit in self._stage.take_hop(parts):
+        async for credit in self._stage.receive(parts):
             yield credit
 
 
 @asynccontextmanager
-async def linked(stage: Stage) -> AsyncIterator[Link]:
-    """A hop into the stage, over a real connection."""
-    server = NETWORK.server()
-    add_node(Receiver(stage), server)
-    port = NETWORK.listen(server, "127.0.0.1:0")
-    await server.start()
-    link = Link(NETWORK, "next", f"127.0.0.1:{port}", 1, 0)
+async def linked(running: Running) -> AsyncIterator[Link]:
+    """A hop into the stage from this loop, over a real connection."""
+
+    async def serve() -> tuple[Any, int]:
+        server = NETWORK.server()
+        add_hops(Receiver(running.stage), server)
+        port = NETWORK.listen(server, "127.0.0.1:0")
+        await server.start()
+        return server, port
+
+    server, port = await running.call(serve())
+    link = Link(NETWORK, "next", address_with_hops(port), 1, 0)
     try:
         await link.wait_open()
         yield link
     finally:
         await link.close()
-        await server.stop(None)
+        await running.call(server.stop(None))
 
 
 async def endless() -> AsyncIterator[bytes]:
@@ -267,28 +407,30 @@ async def test_a_closed_hop_reads_nothing_more() -> None:
         finally:
             is_closed = True
 
-    async with started(HeldEngine()) as stage, asyncio.timeout(60):
-        hop = stage.take_hop(parts())
-        assert await anext(hop) == Credit(frames=WAITING)
-        await asyncio.sleep(0)  # the reading begins
-        await hop.aclose()
+    async def receive(stage: Stage) -> None:
+        async with aclosing(stage.receive(parts())) as hop:
+            assert await anext(hop) == Credit(frames=WAITING)
+            await asyncio.sleep(0)  # the reading begins
         assert is_closed
+
+    async with started(HeldEngine()) as running, asyncio.timeout(60):
+        await running.call(receive(running.stage))
 
 
 async def test_frames_of_any_size_arrive_whole_and_in_order() -> None:
     engine = HeldEngine()
     engine.release.set()
     sizes = [4, 1_000_000, 4, 3_000_000, 262_144]
-    async with started(engine) as stage, linked(stage) as link, asyncio.timeout(60):
+    async with started(engine) as running, linked(running) as link, asyncio.timeout(60):
         for step, size in enumerate(sizes, start=1):
             await link.send(large(step, size))
-        assert [(await stage.next_result()).step for _ in sizes] == [1, 2, 3, 4, 5]
+        assert [(await running.next_result()).step for _ in sizes] == [1, 2, 3, 4, 5]
     assert engine.taken == [bytes([step]) * size for step, size in enumerate(sizes, start=1)]
 
 
 async def test_a_sender_waits_once_as_many_frames_wait_as_the_receiver_takes() -> None:
     engine = HeldEngine()
-    async with started(engine) as stage, linked(stage) as link, asyncio.timeout(60):
+    async with started(engine) as running, linked(running) as link, asyncio.timeout(60):
         for step in range(WAITING):
             await link.send(parts_of(Frame(epoch=1, step=step), b""))
         one_more = asyncio.create_task(link.send(parts_of(Frame(epoch=1, step=WAITING), b"")))
@@ -296,40 +438,32 @@ async def test_a_sender_waits_once_as_many_frames_wait_as_the_receiver_takes() -
         assert waiting == {one_more}
         engine.release.set()
         await one_more
-        assert [(await stage.next_result()).step for _ in range(WAITING + 1)] == list(range(WAITING + 1))
+        assert [(await running.next_result()).step for _ in range(WAITING + 1)] == list(range(WAITING + 1))
 
 
 async def test_a_sender_that_does_not_wait_is_refused() -> None:
-    engine = HeldEngine()
-    async with started(engine) as stage, asyncio.timeout(60):
-        stage.submit(Frame(epoch=1))
-        await asyncio.to_thread(engine.began.wait, 60)
+    async with started(HeldEngine()) as running, asyncio.timeout(60):
         sent = [part for step in range(WAITING + 1) for part in parts_of(Frame(epoch=1, step=1 + step), b"")]
         expected = rf"expected at most {WAITING} frames .*got one more \(step {1 + WAITING}\)"
         with pytest.raises(FrameError, match=expected):
-            async for _ in stage.take_hop(of(sent)):
-                pass
+            await running.end_of_hop(of(sent))
 
 
 async def test_a_hop_that_ends_within_a_frame_is_refused() -> None:
-    async with started(HeldEngine()) as stage, asyncio.timeout(60):
+    async with started(HeldEngine()) as running, asyncio.timeout(60):
         with pytest.raises(FrameError, match=r"^expected part 1 \(step 1\), got the end of the hop$"):
-            async for _ in stage.take_hop(of(large(1)[:1])):
-                pass
+            await running.end_of_hop(of(large(1)[:1]))
 
 
 async def test_a_stage_counts_what_it_sends() -> None:
-    sent: list[bytes] = []
-    done = asyncio.Event()
-
-    async def send(parts: Sequence[bytes]) -> None:
-        sent.extend(parts)
-        done.set()
-
+    outlet = Outside()
     engine = HeldEngine(step0=(1, 100, 1000))
     engine.release.set()
-    async with started(engine, send) as stage, asyncio.timeout(60):
-        stage.submit(Frame(epoch=1))
-        await done.wait()
-        assert stage.status().sent_bytes == sum(map(len, sent)) > 400_000
-    assert Frame(hidden=tensor([1, 100, 1000], DTYPE_FLOAT32)).SerializeToString() in sent[0]
+    async with started(engine, outlet) as running, asyncio.timeout(60):
+        running.submit(Frame(epoch=1))
+        assert await asyncio.to_thread(outlet.done.wait, 60)
+        assert running.stage.status().sent_bytes == sum(map(len, outlet.sent)) > 400_000
+        running.stage.stop()
+        await running.thread.run(lambda: None)
+    assert Frame(hidden=tensor([1, 100, 1000], DTYPE_FLOAT32)).SerializeToString() in outlet.sent[0]
+    assert outlet.is_closed

@@ -7,9 +7,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from coordinator.cluster.peer import Peer
+import pytest
+
+from coordinator.cluster.peer import COORDINATOR_ID, Peer
 from protos.brigade_pb2 import DTYPE_FLOAT32, AttachRequest, Frame, Opening, Result, Tensor, Timing, Window
 from tests.integration.conftest import load, load_request, peer_of, serving
+from worker.errors import BrigadeError
 from worker.memory.history import History
 from worker.node.framing import checksum_seed, cut, write_part
 from worker.node.hop import Link
@@ -24,7 +27,9 @@ class Upstream:
     def __init__(self, peer: Peer, link: Link) -> None:
         self._peer = peer
         self._link = link
-        self._results = peer.results()
+        self._results: asyncio.Queue[Result] = asyncio.Queue()
+        self._has_reported = False
+        self._reporting = asyncio.create_task(peer.results(1, self._results.put_nowait))
 
     async def send(self, frame: Frame, num_bytes: int | None = None) -> None:
         """Send a header and zeros, as many as it announces or another number."""
@@ -38,8 +43,25 @@ class Upstream:
         return self._peer.link(1, 0)
 
     async def next_result(self) -> Result:
+        """Raises what the worker leaves the chain with. Its reports, if there were any, end with the same words."""
         async with asyncio.timeout(60):
-            return await anext(self._results)
+            getting = asyncio.create_task(self._results.get())
+            await asyncio.wait([getting, self._reporting], return_when=asyncio.FIRST_COMPLETED)
+            if getting.done():
+                self._has_reported = True
+                return getting.result()
+            getting.cancel()
+            with pytest.raises(BrigadeError) as left:
+                await self._peer.watch()
+            with pytest.raises(BrigadeError) as ended:
+                await self._reporting
+            if self._has_reported:  # else it may have left before it was asked for reports
+                assert (type(ended.value), str(ended.value)) == (type(left.value), str(left.value))
+            raise left.value
+
+    async def close(self) -> None:
+        self._reporting.cancel()
+        await asyncio.gather(self._reporting, return_exceptions=True)
 
     async def wait_refused(self) -> None:
         """Raises what the worker refuses the hop with."""
@@ -55,15 +77,19 @@ def attach_request(folder: Path) -> AttachRequest:
 @asynccontextmanager
 async def feeding(folder: Path, epoch: int = 1, stage: int = 0) -> AsyncIterator[Upstream]:
     """A worker that holds layers [2, 4) as stage 1 of epoch 1, and a hop into it that claims `epoch` and `stage`."""
+    request = attach_request(folder)
+    request.coordinator.id = COORDINATOR_ID
     async with serving(1) as [node]:
         await load(node, load_request(folder, 2, 4))
         async with AsyncExitStack() as stack:
             peer = await stack.enter_async_context(peer_of(node))
-            await peer.attach(attach_request(folder))
+            await peer.attach(request)
             link = peer.link(epoch, stage)
             stack.push_async_callback(link.close)
             await link.wait_open()
-            yield Upstream(peer, link)
+            upstream = Upstream(peer, link)
+            stack.push_async_callback(upstream.close)
+            yield upstream
 
 
 def frame(step: int, tokens: list[int], before: tuple[int, ...] = (), **changes: Any) -> Frame:
