@@ -6,6 +6,7 @@ the chain when one of them is lost, or an engine is at one step for too long.
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
@@ -174,6 +175,10 @@ class Chain:
         except StageLost as error:
             raise self._suspends.blame() or error from error.__cause__
 
+    def learn(self, arrival: ArrivedResult) -> None:
+        """Learn the costs of frames from this one. Call it for each result, once the next frame is on its way."""
+        self._flight.learn(arrival)
+
     # On the main loop
 
     @property
@@ -221,7 +226,7 @@ class Chain:
         if self._is_warm and (result.samples or result.guesses) and not self._has_made_token:
             self._has_made_token = True
             self._main.call_soon_threadsafe(self.has_token.set)
-        return self._flight.land(sent, result)
+        return ArrivedResult(result, time.monotonic_ns(), sent)
 
     async def _watch_frames(self) -> NoReturn:
         """Report that the oldest frame seems to compile. Raises the cause once it is overdue."""
@@ -288,7 +293,7 @@ class Chain:
             self._main.call_soon_threadsafe(progress, "", report)
             frame.epoch, frame.step = self.epoch, step
             self.send(frame)
-            await self.receive()
+            self.learn(await self.receive())
 
     async def _diagnose(self, waited_s: float, allowed_s: float) -> None:
         """Ask every node, since a stage that waits for a result cannot know the cause.

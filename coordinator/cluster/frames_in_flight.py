@@ -123,12 +123,21 @@ class Sent:
 
 @dataclass(frozen=True)
 class ArrivedResult:
-    """A result and its time of arrival, nanoseconds on the coordinator's monotonic clock."""
+    """A result, its time of arrival, nanoseconds on the coordinator's monotonic clock, and its frame."""
 
     result: Result
     at: int
-    num_rows: int  # of the frame
-    took_s: float  # since the frame was sent
+    sent: Sent
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the frame."""
+        return self.sent.num_rows
+
+    @property
+    def took_s(self) -> float:
+        """Seconds since the frame was sent."""
+        return self.at / 1e9 - self.sent.at
 
 
 @dataclass(frozen=True)
@@ -144,7 +153,7 @@ class Awaited:
 class Flight:
     """Frames in flight, oldest first. Only the oldest can be late: the others wait behind it.
 
-    `send`, `take` and `land` are for the loop of the chain's results; the rest only reads what they publish.
+    `send`, `take` and `learn` are for the loop of the chain's results; the rest only reads what they publish.
     """
 
     def __init__(self, costs: ChainCosts, suspends: SuspendWatch) -> None:
@@ -179,16 +188,15 @@ class Flight:
         """Remove and return the frame of this step."""
         return self._sent.pop(step)
 
-    def land(self, sent: Sent, result: Result) -> ArrivedResult:
-        """Note the checked result of a frame, and learn from its times."""
+    def learn(self, arrival: ArrivedResult) -> None:
+        """Learn from the times of a checked result. It can wait until the next frame is on its way."""
+        sent = arrival.sent
         self._timeouts.done(sent.kind)
-        self._last_result = time.monotonic()
-        arrival = ArrivedResult(result, time.monotonic_ns(), sent.num_rows, self._last_result - sent.at)
+        self._last_result = arrival.at / 1e9
         if sent.num_rows:
-            stages_s = [(timing.sampled - timing.started) / 1e9 for timing in result.timings]
+            stages_s = [(timing.sampled - timing.started) / 1e9 for timing in arrival.result.timings]
             self.costs.observe(sent.num_rows, stages_s, arrival.took_s, was_alone=sent.is_alone)
         self._publish()
-        return arrival
 
     def _publish(self) -> None:
         if not self._sent:

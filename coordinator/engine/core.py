@@ -55,9 +55,16 @@ class OutputQueue:
         self._items: asyncio.Queue[tuple[Session, Output | BaseException]] = asyncio.Queue()
 
     def put(self, session: Session, item: Output | BaseException) -> None:
-        """Add an item. Any thread may call it."""
-        with contextlib.suppress(RuntimeError):  # the reader's loop has ended
-            self._loop.call_soon_threadsafe(self._items.put_nowait, (session, item))
+        """Add an item. Any thread may call it.
+
+        On another loop than the reader's it goes out two iterations later, when the stage has begun the next frame: the
+        reader's thread would hold up what comes before that.
+        """
+        add = partial(self._loop.call_soon_threadsafe, self._items.put_nowait, (session, item))
+        if (loop := asyncio.get_running_loop()) is self._loop:
+            add()
+        else:
+            loop.call_soon(loop.call_soon, add)
 
     async def get(self) -> tuple[Session, Output | BaseException]:
         return await self._items.get()
@@ -256,6 +263,8 @@ class EngineCore:
                     passage = self._passage(arrival, commits)
                     self._put_outputs(arrival, commits)
                     self._send_all()
+                    await asyncio.sleep(0)  # stage 0 begins the next frame before anything else
+                    self.chain.learn(arrival)
                     if passage is not None and self._stats is not None:
                         self._stats.stages.take(self._route, passage)
         finally:

@@ -172,7 +172,7 @@ async def test_a_stage_is_idle_only_once_no_frame_that_opens_a_slot_is_on_its_wa
 
 async def test_a_stage_that_is_stopped_as_a_frame_comes_does_not_begin_it() -> None:
     engine = HeldEngine()
-    async with started(engine) as running, asyncio.timeout(60):
+    async with started(engine) as running:
         running.thread.post(partial(engine.release.wait, 60))
         running.submit(*numbered(0))
         running.stage.stop()

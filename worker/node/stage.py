@@ -250,11 +250,12 @@ class Stage:
         with memory_errors_named("at a step"):
             while True:
                 frame = None if self._begun else await self._frames.get()
-                if self._failure is not None:  # it ended meanwhile
-                    return
-                if frame:
+                if frame and self._failure is None:
                     self._begun = self._begin(*frame)
-                    del frame
+                del frame
+                await asyncio.sleep(0)  # what else has come is read
+                if self._failure is not None:
+                    return
                 is_ahead = self._run_step()
                 for _ in range(_TURNS):
                     await asyncio.sleep(0)

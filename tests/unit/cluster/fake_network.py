@@ -12,7 +12,7 @@ import pytest
 
 from coordinator.cluster import cluster, local, nodes
 from coordinator.cluster.deployment import Deployment, OwnCopy
-from coordinator.cluster.frames_in_flight import ArrivedResult
+from coordinator.cluster.frames_in_flight import ArrivedResult, Sent
 from coordinator.cluster.progress import NodeProgress
 from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import DTYPE_BFLOAT16, Frame, HelloReply, StatusReply
@@ -254,7 +254,7 @@ class WorldChain:
             if self._sent_at:
                 passed_s = time.monotonic() - self._sent_at[0]
                 if not stuck and passed_s >= STEP_S - 1e-6:
-                    return self._arrived(passed_s)
+                    return self._arrived()
                 left_s = (HUNG_S if stuck else STEP_S) - passed_s
                 if left_s <= 1e-6:
                     kind = EngineHung if stuck[0].place.is_hung else StageLost
@@ -270,14 +270,19 @@ class WorldChain:
         except TimeoutError:
             pass
 
-    def _arrived(self, took_s: float) -> ArrivedResult:
-        self._sent_at.popleft()
+    def _arrived(self) -> ArrivedResult:
+        sent_at = self._sent_at.popleft()
         self._idle_since = time.monotonic()
         frame, _ = self._stages.in_flight[0]
         result = self._stages.receive()
         if result.samples:
             self.has_token.set()
-        return ArrivedResult(result, time.monotonic_ns(), sum(map(num_rows, frame.windows)), took_s)
+        num_sent_rows = sum(map(num_rows, frame.windows))
+        sent = Sent(num_sent_rows, {}, frozenset(), sent_at, is_alone=True, alternatives={})
+        return ArrivedResult(result, time.monotonic_ns(), sent)
+
+    def learn(self, arrival: ArrivedResult) -> None:
+        pass
 
 
 class FakeLocal:

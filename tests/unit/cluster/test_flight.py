@@ -3,7 +3,7 @@
 import pytest
 
 from coordinator.cluster import frames_in_flight as flight
-from coordinator.cluster.frames_in_flight import Flight, SuspendWatch
+from coordinator.cluster.frames_in_flight import ArrivedResult, Flight, SuspendWatch
 from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import Frame, Result, Timing, Window
 
@@ -41,7 +41,7 @@ def pass_one(flying: Flight, clock: Clock, step: int, took_s: float) -> None:
     clock.now += took_s
     middle, end = began + int(took_s * 5e8), clock.monotonic_ns()
     timings = [Timing(stage=0, started=began, sampled=middle), Timing(stage=1, started=middle, sampled=end)]
-    flying.land(flying.take(step), Result(step=step, timings=timings))
+    flying.learn(ArrivedResult(Result(step=step, timings=timings), clock.monotonic_ns(), flying.take(step)))
 
 
 def test_the_second_chunk_of_a_slow_chain_has_the_time_of_the_first(clock: Clock) -> None:
