@@ -115,7 +115,7 @@ async def _serve(folder: Path) -> None:
         while True:
             x = Input([1, 1, half.hidden_size], half.dtype)
             token = half(x.array)
-            message = await context.read()
+            message: Any = await context.read()
             if message is grpc.aio.EOF:  # type: ignore[attr-defined]
                 return
             x.fill(message)
@@ -136,7 +136,7 @@ async def _ask(folder: Path, port: int, num_prompt: int, num_tokens: int) -> Non
     async with grpc.aio.insecure_channel(
         f"127.0.0.1:{port}", options=[("grpc.max_send_message_length", -1)]
     ) as channel:
-        call = channel.stream_stream("/" + "/".join(_METHOD))()
+        call: Any = channel.stream_stream("/" + "/".join(_METHOD), None, None)()  # type: ignore[call-arg]
         await call.write(num_prompt.to_bytes(4, "little"))
         await call.write(_bytes(half(mx.array([[1 + k % 7 for k in range(num_prompt)]]))))
         token, times = await call.read(), []

@@ -2,8 +2,8 @@
 
 python -m tools.bench_frames [--hidden-size 4096] [--rows 1,512,2048,4096] [--frames 40]
 
-Every frame goes the way of a chain's: an array is put into parts on the MLX thread, sent by a link, joined by a stage
-of the other process, taken on its MLX thread and answered. One frame is on its way at a time. On each event loop runs
+Every frame goes the way of a chain's: an array is put into parts and sent by a link on the MLX thread's loop, and
+joined, taken and answered by a stage on that of the other process. One frame is on its way at a time. On each loop runs
 a ticker that asks for it every half millisecond: the longest that it waits in one frame is a gap. On a busy machine a
 gap is mostly that of others; so the loop's own part is shown as well, the processor time of its thread in between.
 """
@@ -15,8 +15,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, closing
+from functools import partial
 from typing import Annotated, Any
 
 import mlx.core as mx
@@ -27,8 +28,9 @@ from rich.table import Table
 
 from coordinator.cli.flags import parse_counts
 from protos.brigade_pb2 import Credit, Frame, Result, Timing
-from protos.brigade_pb2_grpc import NodeServicer
-from worker.node.hop import Link, add_node, pack
+from protos.brigade_pb2_grpc import HopServicer
+from tools.worker_process import address_with_hops
+from worker.node.hop import Link, add_hops, pack
 from worker.node.network import Network
 from worker.node.stage import Stage
 from worker.platform.machine import machine_name
@@ -37,6 +39,8 @@ from worker.platform.threads import MlxThread
 
 _TICK_S = 0.0005
 _WARM_UP = 5  # frames
+
+NextLine = Callable[[], Coroutine[Any, Any, bytes]]
 
 
 def main(
@@ -84,32 +88,49 @@ class Answering:
     def check(self, frame: Frame) -> None:
         pass
 
-    def begin(self, frame: Frame, x: mx.array | None, received: int) -> Result:
+    def awaited(self, frame: Frame) -> None:
+        pass
+
+    def begin(self, frame: Frame, x: mx.array | None, received: int, taken: int) -> Result:
         mx.eval(x)
-        return Result(step=frame.step, timings=[Timing(received=received)])
+        return Result(step=frame.step, timings=[Timing(received=received, taken=taken)])
 
     def finish(self, result: Result) -> tuple[Result, None]:
         return result, None
 
+    def launch_ahead(self, result: Result, *, is_finished: bool) -> None:
+        pass
 
-class Receiver(NodeServicer):
+    def build_ahead(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Receiver(HopServicer):
     """The other process: one stage, whose results it writes to standard output."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
 
     async def Relay(self, parts: AsyncIterator[bytes], context: Any) -> AsyncIterator[Credit]:
-        async for credit in self._stage.take_hop(parts):
+        async for credit in self._stage.receive(parts):
             yield credit
 
 
 async def _serve() -> None:
     engine: Any = Answering()
-    stage = Stage(engine, MlxThread(), 1, None)
-    stage.start()
+    stage, thread = Stage(engine, 1), MlxThread()
+    await stage.start(thread)
+    await thread.call(_receive(stage))
+
+
+async def _receive(stage: Stage) -> None:
+    """Take frames for ever. Runs on the MLX thread's loop."""
     network = Network()
     server = network.server()
-    add_node(Receiver(stage), server)
+    add_hops(Receiver(stage), server)
     print(network.listen(server, "127.0.0.1:0"), flush=True)
     await server.start()
     ticker = Ticker()
@@ -119,34 +140,46 @@ async def _serve() -> None:
 
 
 async def _measure(hidden_size: int, rows: Sequence[int], count: int) -> None:
-    thread, ticker = MlxThread(), Ticker()
+    loop = asyncio.get_running_loop()
     table = Table(title=f"frames of {hidden_size} x bfloat16 on {machine_name()}, medians", title_justify="left")
     columns = ("rows", "MiB", "ms", "sender gap", "own", "receiver gap", "own", "idle gap", "own")
     for column in columns:
         table.add_column(column, justify="right")
-    async with _receiver() as (port, answers):
-        link = Link(Network(), "receiver", f"127.0.0.1:{port}", 1, 0)
-        await link.wait_open()
-        steps = itertools.count()
-
-        async def one(array: mx.array) -> tuple[float, ...]:
-            ticker.take()
-            before = time.perf_counter()
-            header = Frame(epoch=1, step=next(steps), timings=[Timing()])
-            await link.send(await thread.run(lambda: pack(header, array)))
-            theirs = json.loads(await answers.readline())
-            return 1e3 * (time.perf_counter() - before), *ticker.take(), *theirs
-
-        for num_rows in rows:
-            array = await thread.run(lambda n=num_rows: hidden(n, hidden_size))  # type: ignore[misc]
-            found = [await one(array) for _ in range(_WARM_UP + count)][_WARM_UP:]
-            idle = [await _idle(ticker) for _ in range(min(count, 40))]
-            medians = [statistics.median(values) for values in (*zip(*found, strict=True), *zip(*idle, strict=True))]
-            size = num_rows * hidden_size * 2 / 2**20
-            table.add_row(str(num_rows), f"{size:.2f}", *(f"{value:.2f}" for value in medians))
-        await link.close()
-    thread.close()
+    with closing(MlxThread()) as thread:
+        async with _receiver() as (port, answers):
+            for row in await thread.call(_send(port, partial(line_of, answers, loop), hidden_size, rows, count)):
+                table.add_row(*row)
     Console().print(table)
+
+
+async def _send(port: int, answer: NextLine, hidden_size: int, rows: Sequence[int], count: int) -> list[list[str]]:
+    """Send frames of all sizes; return the rows of the table. Runs on the MLX thread's loop."""
+    found, ticker, steps = [], Ticker(), itertools.count()
+    link = Link(Network(), "receiver", address_with_hops(port), 1, 0)
+    await link.wait_open()
+
+    async def one(array: mx.array) -> tuple[float, ...]:
+        ticker.take()
+        before = time.perf_counter()
+        header = Frame(epoch=1, step=next(steps), timings=[Timing()])
+        await link.send(pack(header, array))
+        theirs = json.loads(await answer())
+        return 1e3 * (time.perf_counter() - before), *ticker.take(), *theirs
+
+    for num_rows in rows:
+        array = hidden(num_rows, hidden_size)
+        times = [await one(array) for _ in range(_WARM_UP + count)][_WARM_UP:]
+        idle = [await _idle(ticker) for _ in range(min(count, 40))]
+        medians = [statistics.median(values) for values in (*zip(*times, strict=True), *zip(*idle, strict=True))]
+        size = num_rows * hidden_size * 2 / 2**20
+        found.append([str(num_rows), f"{size:.2f}", *(f"{value:.2f}" for value in medians)])
+    await link.close()
+    return found
+
+
+async def line_of(lines: asyncio.StreamReader, loop: asyncio.AbstractEventLoop) -> bytes:
+    """Read a line of a stream that belongs to another loop."""
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(lines.readline(), loop))
 
 
 async def _idle(ticker: Ticker) -> tuple[float, float]:

@@ -3,8 +3,9 @@
 python -m tools.bench_tls [--hidden-size 4096] [--steps 300] [--chunks 40] [--tokens 240]
 
 All ways take turns, one frame or a few tokens each, so that other work on the machine burdens them alike. A frame goes
-the way of a chain's (MLX thread, parts, gRPC, joined, MLX thread) and is answered by a small message, as the last stage
-answers with a token. A gap is the longest that an event loop kept a task waiting while a frame was on its way.
+the way of a chain's, from one MLX thread's loop to another's (parts, gRPC, joined), and is answered by a small message,
+as the last stage answers with a token. A gap is the longest that such a loop kept a task waiting while a frame was on
+its way.
 """
 
 import asyncio
@@ -17,8 +18,9 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,11 +36,11 @@ from coordinator.deploy.certificates import Authority
 from coordinator.engine.engine import generate_once
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Credit, Frame, Sampling, Timing
-from protos.brigade_pb2_grpc import NodeServicer
-from tools.bench_frames import Ticker, hidden
+from protos.brigade_pb2_grpc import HopServicer
+from tools.bench_frames import NextLine, Ticker, hidden, line_of
 from tools.worker_process import free_port
 from worker.node.framing import ENCRYPTED, FrameAssembler, Wire
-from worker.node.hop import add_node, open_relay, pack, unpack
+from worker.node.hop import add_hops, open_relay, pack, unpack
 from worker.node.identity import KeyFile, Role
 from worker.node.network import Network
 from worker.platform.machine import machine_name
@@ -72,12 +74,11 @@ class Still:
         return 0.0, 0.0
 
 
-class Receiver(NodeServicer):
+class Receiver(HopServicer):
     """The other process: takes frames in and says so, with the gaps of its loop."""
 
-    def __init__(self, wire: Wire, thread: MlxThread, ticker: Ticker | Still) -> None:
+    def __init__(self, wire: Wire, ticker: Ticker | Still) -> None:
         self._wire = wire
-        self._thread = thread
         self._ticker = ticker
 
     async def Relay(self, parts: AsyncIterator[bytes], context: Any) -> AsyncIterator[Credit]:
@@ -85,8 +86,7 @@ class Receiver(NodeServicer):
         self._ticker.take()
         async for part in parts:
             if arrival := joiner.add(part):
-                header, payload = arrival.header, arrival.payload
-                await self._thread.run(lambda: unpack(header, payload))  # noqa: B023 - awaited before they change
+                unpack(arrival.header, arrival.payload)
                 yield Credit(frames=1)
                 print(json.dumps(self._ticker.take()), flush=True)
 
@@ -125,11 +125,16 @@ def _ways(keys: Path, name: str, role: Role) -> list[Way]:
 
 
 async def _serve(keys: Path, *, is_ticking: bool) -> None:
+    await MlxThread().call(_receive(keys, is_ticking=is_ticking))
+
+
+async def _receive(keys: Path, *, is_ticking: bool) -> None:
+    """Take frames on the MLX thread's loop, as a worker does."""
     servers = []  # gRPC stops one that nobody holds
-    thread, ticker, ports = MlxThread(), _ticker(is_ticking=is_ticking), []
+    ticker, ports = _ticker(is_ticking=is_ticking), []
     for way in _ways(keys, "mini", Role.WORKER):
         server = way.network.server()
-        add_node(Receiver(way.wire, thread, ticker), server)
+        add_hops(Receiver(way.wire, ticker), server)
         ports.append(way.network.listen(server, "127.0.0.1:0"))
         await server.start()
         servers.append(server)
@@ -152,11 +157,24 @@ async def _measure(keys: Path, hidden_size: int, counts: dict[int, int], tokens:
 
 async def _send(ways: Sequence[Way], keys: Path, num_rows: int, hidden_size: int, count: int) -> None:
     is_ticking = num_rows > 1  # it takes time itself, which counts in a small frame
-    thread, ticker, steps = MlxThread(), _ticker(is_ticking=is_ticking), itertools.count()
-    array = await thread.run(lambda: hidden(num_rows, hidden_size))
+    with closing(MlxThread()) as thread:
+        async with _receiver(keys, is_ticking=is_ticking) as (ports, gaps):
+            gap = partial(line_of, gaps, asyncio.get_running_loop())
+            await thread.call(_send_from_loop(ways, ports, gap, num_rows, hidden_size, count))
+
+
+async def _send_from_loop(
+    ways: Sequence[Way],
+    ports: Sequence[int],
+    next_gap: NextLine,
+    num_rows: int,
+    hidden_size: int,
+    count: int,
+) -> None:
+    """Send the frames of all ways in turns. Runs on the MLX thread's loop."""
+    ticker, steps = _ticker(is_ticking=num_rows > 1), itertools.count()
+    array = hidden(num_rows, hidden_size)
     async with AsyncExitStack() as stack:
-        stack.callback(thread.close)
-        ports, gaps = await stack.enter_async_context(_receiver(keys, is_ticking=is_ticking))
         calls = []
         for way, port in zip(ways, ports, strict=True):
             channel = await stack.enter_async_context(way.network.channel("mini", f"127.0.0.1:{port}"))
@@ -165,12 +183,11 @@ async def _send(ways: Sequence[Way], keys: Path, num_rows: int, hidden_size: int
             for way, call in zip(ways, calls, strict=True):
                 ticker.take()
                 header, before = Frame(epoch=1, step=next(steps), timings=[Timing()]), time.perf_counter()
-                wire = way.wire
-                for part in await thread.run(lambda: pack(header, array, wire)):  # noqa: B023 - awaited
+                for part in pack(header, array, way.wire):
                     await call.write(part)
                 await call.read()
                 took_ms = 1e3 * (time.perf_counter() - before)
-                theirs = json.loads(await gaps.readline())
+                theirs = json.loads(await next_gap())
                 if turn >= _WARM_UP:
                     way.found.append((took_ms, *ticker.take(), *theirs))
         for call in calls:

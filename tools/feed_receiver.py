@@ -11,15 +11,16 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from protos.brigade_pb2 import Credit
-from protos.brigade_pb2_grpc import NodeServicer
+from protos.brigade_pb2_grpc import HopServicer
 from tools.bench_frames import Ticker
-from worker.node.hop import add_node
+from worker.node.hop import add_hops, add_node
 from worker.node.identity import KeyFile, Role
 from worker.node.model_sources import ModelSources
 from worker.node.network import Network
@@ -54,7 +55,7 @@ class Peak:
             self._most = max(self._most, self._process.memory_info().rss)
 
 
-class Sink(NodeServicer):
+class Sink(HopServicer):
     """Drops what it gets, and says at the end that it has."""
 
     async def Relay(self, parts: AsyncIterator[bytes], context: Any) -> AsyncIterator[Credit]:
@@ -69,9 +70,9 @@ async def serve(keys: Path, store: Path) -> None:
     ports = {"tcp": _drop_tcp()}
     for link, network in networks(keys, NAME, Role.WORKER).items():
         node = NodeService(NAME, thread, network, ModelSources(cache=WeightsCache(store)))
-        for what, servicer in (("feed", node), ("grpc", Sink())):
+        for what, add in (("feed", partial(add_node, node)), ("grpc", partial(add_hops, Sink()))):
             server = network.server()
-            add_node(servicer, server)
+            add(server)
             ports[f"{link} {what}"] = network.listen(server, "127.0.0.1:0")
             await server.start()
             servers.append(server)

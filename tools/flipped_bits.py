@@ -19,11 +19,12 @@ import typer
 
 from coordinator.deploy.certificates import Authority
 from protos.brigade_pb2 import DTYPE_FLOAT32, Credit, Frame, Tensor
-from protos.brigade_pb2_grpc import NodeServicer
+from protos.brigade_pb2_grpc import HopServicer
 from tools.proxy import Proxy
+from tools.worker_process import address_with_hops
 from worker.errors import BrigadeError, StageLost
 from worker.node.framing import Arrival, FrameAssembler, Wire, checksum_seed, cut, write_part
-from worker.node.hop import Link, add_node
+from worker.node.hop import Link, add_hops
 from worker.node.identity import KeyFile, Role
 from worker.node.network import Network
 from worker.node.rpc_errors import abort
@@ -34,7 +35,7 @@ _NOTICED_S = 10.0
 _TRIES = 5
 
 
-class Recorder(NodeServicer):
+class Recorder(HopServicer):
     """Takes every frame that its hops bring, as a stage does."""
 
     def __init__(self, wire: Wire) -> None:
@@ -57,11 +58,11 @@ class Recorder(NodeServicer):
 async def recording(network: Network) -> AsyncIterator[tuple[Recorder, str]]:
     """A node that takes frames, and its address."""
     recorder, server = Recorder(network.wire), network.server()
-    add_node(recorder, server)
+    add_hops(recorder, server)
     port = network.listen(server, "127.0.0.1:0")
     await server.start()
     try:
-        yield recorder, f"127.0.0.1:{port}"
+        yield recorder, address_with_hops(port)
     finally:
         await server.stop(None)
 

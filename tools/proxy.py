@@ -8,6 +8,9 @@ import struct
 import threading
 from collections.abc import AsyncIterator, Iterator
 
+from worker.config import join_address, split_address
+from worker.node.network import hop_address
+
 _PIECE_BYTES = 65536
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: what is closed so is reset
 
@@ -80,14 +83,13 @@ class Way:
 
 
 class Proxy:
-    """Passes bytes between its callers and `target`, each way in its order."""
+    """Passes bytes between its callers and the node at `target`, each way in its order; and so for the node's hops."""
 
     def __init__(self, target: str, *, latency_s: float = 0.0) -> None:
         """`target` is HOST:PORT."""
         self.there, self.back = self.ways = Way(latency_s), Way(latency_s)
         self.address = ""
-        self._host, _, port = target.rpartition(":")
-        self._port = int(port)
+        self._target = target
         self._loop: asyncio.AbstractEventLoop | None = None
         self._writers: set[asyncio.StreamWriter] = set()
 
@@ -108,29 +110,40 @@ class Proxy:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator["Proxy"]:
-        """Listen on a free loopback port for as long as the context is open; its end cuts every connection."""
+        """Listen on two loopback ports of a node for as long as the context is open; its end cuts every connection."""
         self._loop = asyncio.get_running_loop()
         for way in self.ways:
             way.begin()
         async with asyncio.TaskGroup() as group, contextlib.AsyncExitStack() as stack:
 
-            def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                connection = group.create_task(self._connect(reader, writer))
-                connections.add(connection)
-                connection.add_done_callback(connections.discard)
+            async def listen(address: str, target: str) -> asyncio.Server:
+                def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                    connection = group.create_task(self._connect(reader, writer, target))
+                    connections.add(connection)
+                    connection.add_done_callback(connections.discard)
+
+                return await asyncio.start_server(accept, *split_address(address))
 
             connections: set[asyncio.Task[None]] = set()
-            server = await asyncio.start_server(accept, "127.0.0.1", 0)
-            host, port = server.sockets[0].getsockname()
-            self.address = f"{host}:{port}"
             stack.callback(lambda: [task.cancel() for task in connections])
+            self.address = ""
+            while not self.address:
+                server = await listen("127.0.0.1:0", self._target)
+                address = join_address("127.0.0.1", server.sockets[0].getsockname()[1])
+                try:
+                    hops = await listen(hop_address(address), hop_address(self._target))
+                except OSError:
+                    server.close()
+                    continue
+                self.address = address
             stack.callback(server.close)
+            stack.callback(hops.close)
             yield self
 
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, target: str) -> None:
         """One connection, until either side ends it."""
         with contextlib.closing(writer), contextlib.suppress(OSError):
-            there, back = await asyncio.open_connection(self._host, self._port)
+            there, back = await asyncio.open_connection(*split_address(target))
             with contextlib.closing(back), self._noted(writer, back):
                 ways = [
                     asyncio.create_task(_carry(reader, back, self.there)),

@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from worker.compute.shard import Shard
 from worker.errors import BrigadeError, ModelError, NodeBusy, StageLost
 from worker.memory.layer_cache import LayerCache
 from worker.memory.slot_caches import Caches
-from worker.node.attachment import Attachment
+from worker.node.hop import Link
 from worker.node.lifecycle import WorkerState
 
 PROMPT = tuple((5 * i + 3) % VOCAB for i in range(3 * CHUNK + 2))
@@ -113,10 +115,15 @@ async def test_when_the_coordinator_is_gone_its_slots_are_too_and_another_can_at
         assert any(cache() for cache in worker_caches)
         for node in nodes:
             await wait_idle(node)
-        assert not [task for task in asyncio.all_tasks() if "Stage." in task.get_coro().__qualname__]
+        for loop in (asyncio.get_running_loop(), chain.thread.loop, *(node.thread.loop for node in nodes)):
+            await until(partial(has_no_stage, loop))
         await until(lambda: not any(cache() for cache in worker_caches))
         async with opened(whole.folder, (1, 1, 2), nodes) as chain:
             assert (await answer(chain, PROMPT, 4)).tokens == whole.tokens(PROMPT, 4)
+
+
+def has_no_stage(loop: asyncio.AbstractEventLoop) -> bool:
+    return not [task for task in asyncio.all_tasks(loop) if "Stage." in task.get_coro().__qualname__]  # type: ignore[union-attr]
 
 
 async def wait_idle(node: RunningNode) -> None:
@@ -240,27 +247,28 @@ async def test_a_coordinator_that_leaves_while_a_node_gives_back_what_it_held_do
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its link to the next node would stay open, and its caches where they are."""
-    closing, may_go, closed = asyncio.Event(), asyncio.Event(), list[Attachment]()
-    close = Attachment.close
+    closing, may_go, closed = threading.Event(), threading.Event(), list[Link]()
+    close = Link.close
 
-    async def close_slowly(attachment: Attachment) -> None:
-        closing.set()
-        await may_go.wait()
-        await close(attachment)
-        closed.append(attachment)
+    async def close_slowly(link: Link) -> None:
+        if link._node == "node-2":
+            closing.set()
+            while not may_go.is_set():  # noqa: ASYNC110 - set by another thread
+                await asyncio.sleep(0.01)
+        await close(link)
+        closed.append(link)
 
     async with serving(2) as nodes, opened(models("qwen3").folder, (1, 2, 1), nodes) as chain:
-        service = nodes[0].service
-        monkeypatch.setattr(Attachment, "close", close_slowly)
+        monkeypatch.setattr(Link, "close", close_slowly)
+        service, thread = nodes[0].service, nodes[0].thread
         attachment = service.worker.attachment
         assert attachment is not None and attachment.stage is not None
-        attachment.stage.fail(StageLost("for a reason of its own"))
+        stage = attachment.stage
+        thread.post(partial(stage.fail, StageLost("for a reason of its own")))
         async with asyncio.timeout(60):
-            await closing.wait()
-            server = attachment._server
-            assert server is not None
+            await asyncio.to_thread(closing.wait, 60)
             chain.peers[0].detach()
-            await until(server.cancelling)
-            may_go.set()
             await service.worker.wait_detached()
-        assert closed[:1] == [attachment]
+            assert await thread.run(lambda: stage.executor.num_slots) == 0
+            may_go.set()
+            await until(lambda: any(link._node == "node-2" for link in closed))

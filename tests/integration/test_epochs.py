@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,11 +17,11 @@ from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS
 from protos.brigade_pb2 import Frame, Opening, Result
-from tests.integration.conftest import Models, receive, running, send, serving
+from tests.integration.conftest import Models, RunningNode, receive, running, send, serving
 from tests.integration.many import Live, request, solo, tokens_of
 from tests.integration.upstream import window_of
 from worker.compute.shard import Shard
-from worker.errors import BrigadeError, FrameError, StageLost
+from worker.errors import BrigadeError, EngineHung, FrameError, StageLost
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
 
@@ -34,6 +35,7 @@ class Cluster:
     own: OwnNode
     deployment: Deployment
     stack: AsyncExitStack
+    nodes: list[RunningNode]
     epoch: int = 0
 
     async def open(self, error: BrigadeError | None = None) -> Chain:
@@ -68,7 +70,7 @@ async def loaded(folder: Path, layers: Sequence[int]) -> AsyncIterator[Cluster]:
         deployment = Deployment(checkpoint, spec, plan(spec, memory, NO_SPEEDS, Objective(128, layers=layers)), peers)
         await load_all(own, deployment)
         async with AsyncExitStack() as chains:
-            yield Cluster(own, deployment, chains)
+            yield Cluster(own, deployment, chains, nodes)
 
 
 async def test_a_chain_is_opened_again_without_reading_a_tensor(
@@ -109,20 +111,27 @@ async def test_requests_fail_if_no_chain_can_be_opened_again(models: Models) -> 
     ids=["epoch", "step", "a timing less", "a timing more"],
 )
 async def test_a_result_that_answers_nothing_that_was_asked_is_refused(
-    models: Models, spoil: Callable[[Result], object]
+    models: Models, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Result], object]
 ) -> None:
     async with running(models("qwen3").folder, (2, 2)) as chain:
+        stage = chain._stage
+        assert stage is not None
+        next_result = stage.next_result
+
+        async def spoiled() -> Result:
+            result = await next_result()
+            spoil(result)
+            return result
+
+        monkeypatch.setattr(stage, "next_result", spoiled)
         await send(chain, Frame(epoch=chain.epoch, step=50, closed=[3]))
-        assert chain._stage is not None
-        result = await chain._stage.next_result()
-        spoil(result)
         with pytest.raises(FrameError, match=r"^worker node-1: expected a result of a step in flight"):
-            chain._arrived(result)
+            await receive(chain)
 
 
 @asynccontextmanager
 async def hasty(models: Models, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> AsyncIterator[tuple[Chain, Held]]:
-    """A chain of two nodes that waits for tenths of seconds, with a slot open, and its MLX thread held by request."""
+    """A chain of two nodes that waits for tenths of seconds, with a slot open; its worker computes once let go."""
     monkeypatch.setattr("coordinator.cluster.frames_in_flight._SILENCE_S", 0.3)
     monkeypatch.setattr("coordinator.cluster.frames_in_flight._COMPILES_S", 0.1)
     release = threading.Event()
@@ -132,7 +141,7 @@ async def hasty(models: Models, monkeypatch: pytest.MonkeyPatch, said: list[str]
         await chain.open()
         await send(chain, Frame(epoch=1, step=50, opened=[Opening(slot=0)]))
         await receive(chain)
-        held = chain.thread.submit(lambda: release.wait(5))
+        held = cluster.nodes[0].thread.submit(lambda: release.wait(20))
         try:
             yield chain, release.set
         finally:
@@ -140,14 +149,60 @@ async def hasty(models: Models, monkeypatch: pytest.MonkeyPatch, said: list[str]
             await held
 
 
-async def test_a_hung_engine_is_found_by_what_such_a_step_took(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_step_that_takes_longer_than_such_a_step_took_is_lost_if_no_engine_is_at_it(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A row as the warm-up had some."""
     said: list[str] = []
     async with hasty(models, monkeypatch, said) as (chain, _):
         await send(chain, Frame(epoch=1, step=51, windows=[window_of(tokens_of(1), 0)]))
-        with pytest.raises(StageLost, match=r"no result for 0\.\d s though every worker answers \(coordinator busy"):
+        with pytest.raises(StageLost, match=r"no result for 0\.\d s though every worker answers \(last step 51\)"):
             await receive(chain)
     assert not said
+
+
+@asynccontextmanager
+async def busy_itself(models: Models, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Chain, threading.Event]]:
+    """Such a chain, whose own engine is at step 51 until the event is set."""
+    release = threading.Event()
+    async with hasty(models, monkeypatch, []) as (chain, let_go):
+        let_go()
+        stage = chain._stage
+        assert stage is not None
+        begin = stage.executor.begin
+
+        def held(*arguments: Any) -> Any:
+            assert release.wait(20)
+            return begin(*arguments)
+
+        monkeypatch.setattr(stage.executor, "begin", held)
+        await send(chain, Frame(epoch=1, step=51, windows=[window_of(tokens_of(1), 0)]))
+        try:
+            yield chain, release
+        finally:
+            release.set()
+
+
+async def test_a_long_step_of_this_process_is_waited_for(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else can go on before it ends."""
+    async with busy_itself(models, monkeypatch) as (chain, release):
+        waiting = asyncio.create_task(receive(chain))
+        assert not (await asyncio.wait([waiting], timeout=0.8))[0], "more than twice what a known step may take"
+        release.set()
+        assert (await waiting).result.step == 51
+
+
+async def test_an_engine_of_this_process_that_never_ends_its_step_is_given_up(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that waits for its thread ends with the reason; so does what is asked of it later."""
+    monkeypatch.setattr("coordinator.cluster.chain._OWN_STEP_S", 0.1)
+    async with busy_itself(models, monkeypatch) as (chain, release):
+        for _ in range(2):
+            with pytest.raises(EngineHung, match=r"^this process's engine has been at one step for \d+ s$"):
+                await receive(chain)
+        release.set()
+        chain.thread.loop.call_soon_threadsafe(chain.thread.loop.stop)
 
 
 async def test_the_first_step_of_a_kind_is_waited_for_and_said_to_compile(

@@ -3,8 +3,8 @@
 WHEN is the step at which it fails, a token that is fed (`token=17`, or `token=17:40` for position 40 only), or a
 number of seconds. A step or a token fails once in the life of a process, unless the process ends by it.
 
-    loop@40         the event loop never returns, so that nobody is answered; neither does the engine
-    engine@40       the engine never returns from its step; the event loop answers
+    loop@40         the main event loop never returns, so that nobody is answered; neither does the engine
+    engine@40       the engine never returns from its step, nor does the loop of its thread; the main event loop answers
     mute@40         frames are computed, and nothing is handed on
     crash@token=17  the process is killed
     nan@40          NaN is written over what the step makes
@@ -84,9 +84,9 @@ def block_loop(when: str) -> None:
     loops: list[asyncio.AbstractEventLoop] = []
     start = Stage.start
 
-    def noting(stage: Stage, *watched: Any) -> None:
+    async def noting(stage: Stage, *arguments: Any) -> None:
         loops.append(asyncio.get_running_loop())
-        start(stage, *watched)
+        await start(stage, *arguments)
 
     def block(engine: Executor, windows: list[int]) -> None:
         loops[-1].call_soon_threadsafe(time.sleep, _FOREVER_S)
@@ -102,13 +102,13 @@ def hold_engine(when: str) -> None:
 
 def never_reply(when: str) -> None:
     mute: set[Executor] = set()  # a stage with another engine, of the next chain, speaks
-    send_out = Stage._send_out
+    put_out = Stage._put_out
 
-    def send_unless_mute(stage: Stage, output: Any) -> None:
+    def put_unless_mute(stage: Stage, output: Any) -> None:
         if stage.executor not in mute:
-            send_out(stage, output)
+            put_out(stage, output)
 
-    patch(Stage, "_send_out", send_unless_mute)
+    patch(Stage, "_put_out", put_unless_mute)
     before_steps(when, lambda engine, windows: mute.add(engine))
 
 
