@@ -105,7 +105,7 @@ def _traits(session: Opening) -> StepKind:
     return frozenset([("cache", session.cache.kind), "sampler", *used])
 
 
-_ASK_AGAIN_S = 5.0
+_ASK_AGAIN_S = 1.0  # less than any of the limits
 _COMPILES_S = 2.0  # after which the first step of a kind is reported to compile
 
 

@@ -75,3 +75,7 @@ def test_what_began_before_a_frame_says_nothing_of_it(clock: Clock) -> None:
     assert flying.left_s == flight._COMPILES_S
     clock.now += FIRST_S
     assert flying.overdue() == (FIRST_S, FIRST_S)
+
+
+def test_a_chain_at_rest_is_looked_at_before_any_limit_of_a_frame_that_is_sent_meanwhile(clock: Clock) -> None:
+    assert Flight(ChainCosts(2), SuspendWatch()).left_s < flight._COMPILES_S < SILENCE_S
