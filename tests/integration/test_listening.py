@@ -3,8 +3,12 @@
 import asyncio
 import io
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,11 +17,14 @@ from tests.integration.certificates import Certificates
 from tests.integration.conftest import NETWORK, RunningNode
 from tests.integration.many import until
 from tests.integration.test_tls import shown_by
-from worker.errors import ConfigError
+from tools.worker_process import free_port
+from worker.config import split_address
+from worker.errors import ConfigError, FrameError
 from worker.node import serve as listening_module
+from worker.node.hop import Link
 from worker.node.identity import Role
 from worker.node.log import worker_log
-from worker.node.network import Network
+from worker.node.network import Network, hop_address
 from worker.node.serve import Listening, listening
 from worker.node.service import NodeService
 from worker.platform.threads import MlxThread
@@ -30,26 +37,85 @@ def thread() -> Iterator[MlxThread]:
     thread.close()
 
 
+@pytest.mark.parametrize("port_of", [str, hop_address], ids=["the port", "that of its hops"])
 async def test_a_worker_listens_on_all_its_addresses_and_on_one_that_it_lacks_as_soon_as_it_has_it(
-    monkeypatch: pytest.MonkeyPatch, thread: MlxThread
+    monkeypatch: pytest.MonkeyPatch, thread: MlxThread, port_of: Callable[[str], str]
 ) -> None:
     monkeypatch.setattr(listening_module, "_AGAIN_S", 0.02)
-    lacking, out = socket.create_server(("127.0.0.1", 0)), io.StringIO()
-    missing = f"127.0.0.1:{lacking.getsockname()[1]}"
+    missing, out = f"127.0.0.1:{free_port()}", io.StringIO()
+    in_use = port_of(missing)
+    lacking = socket.create_server(split_address(in_use))
     log = worker_log("mini", out)
     service = NodeService("mini", thread, NETWORK, log=log)
     async with listening(service, ["127.0.0.1:0", missing, "127.0.0.2:0"], NETWORK, log) as found:
         assert len(found.addresses) == 2
-        assert out.getvalue().startswith(f"worker mini: cannot listen on {missing}: in use or not an address of this")
+        assert out.getvalue().startswith(f"worker mini: cannot listen on {in_use}: in use or not an address of this")
         lacking.close()
         await until(lambda: f"worker mini listens on {missing}\n" in out.getvalue())
         for address in (*found.addresses[:2], missing):
             peer = Peer("mini", [address], NETWORK)
             assert (await peer.hello()).node == "mini"
             await peer.close()
+            await assert_takes_hops(address)
         with pytest.raises(ConfigError, match=f"^cannot listen on {missing}: in use"):
             async with listening(service, [missing], NETWORK, log):
                 pass
+
+
+async def assert_takes_hops(address: str) -> None:
+    """The node at this address refuses a hop, for it is part of no chain."""
+    link = Link(NETWORK, "mini", address, 1, 0)
+    with pytest.raises(FrameError, match=r"^worker mini: is not part of a chain"):
+        await link.wait_open()
+    await link.close()
+
+
+async def test_a_worker_whose_port_for_hops_is_in_use_says_so_and_leaves_the_other_one(thread: MlxThread) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    service = NodeService("mini", thread, NETWORK)
+    with socket.create_server(split_address(hop_address(address))):
+        port = split_address(address)[1] + 10_000
+        with pytest.raises(ConfigError, match=f"^cannot listen on 127.0.0.1:{port}: in use"):
+            async with listening(service, [address], NETWORK, service.log):
+                pass
+    async with listening(service, [address], NETWORK, service.log) as found:
+        assert found.addresses == [address]
+
+
+async def test_a_worker_that_may_take_any_port_takes_one_whose_port_for_hops_is_free(
+    monkeypatch: pytest.MonkeyPatch, thread: MlxThread
+) -> None:
+    network, tried = Network(), list[str]()
+    listen = network.listen
+
+    with ExitStack() as stack:
+
+        def spoil(server: Any, bind: str) -> int:
+            """Occupy the second port of the first choices."""
+            port = listen(server, bind)
+            if bind.endswith(":0"):
+                tried.append(f"127.0.0.1:{port}")
+                if len(tried) < 3:
+                    stack.enter_context(closing(socket.create_server(split_address(hop_address(tried[-1])))))
+            return port
+
+        monkeypatch.setattr(network, "listen", spoil)
+        service = NodeService("mini", thread, network)
+        async with listening(service, ["127.0.0.1:0"], network, service.log) as found:
+            assert found.addresses == tried[-1:] and len(tried) >= 3
+            await assert_takes_hops(found.addresses[0])
+
+
+async def test_a_worker_stops_though_its_mlx_thread_is_stuck(
+    monkeypatch: pytest.MonkeyPatch, thread: MlxThread
+) -> None:
+    monkeypatch.setattr(listening_module, "_STOP_HOPS_S", 0.05)
+    service, release = NodeService("mini", thread, NETWORK), threading.Event()
+    async with asyncio.timeout(30), listening(service, ["127.0.0.1:0"], NETWORK, service.log) as found:
+        stuck = thread.submit(partial(release.wait, 60))
+        await found.stop()
+        release.set()
+        await stuck
 
 
 async def test_an_address_that_is_not_allowed_is_said_once_and_not_tried_again(
@@ -75,29 +141,41 @@ async def test_an_unexpected_error_of_a_later_try_is_logged(monkeypatch: pytest.
             await until(lambda: "internal error: ZeroDivisionError" in out.getvalue())
 
 
-@pytest.mark.parametrize("how", ["refused", "cancelled"])
-async def test_a_server_that_does_not_serve_is_stopped(
-    monkeypatch: pytest.MonkeyPatch, thread: MlxThread, how: str
+@pytest.mark.parametrize(
+    ("how", "num_stopped"), [("refused", 1), ("hops refused", 2), ("hops cancelled", 2), ("cancelled", 2)]
+)
+async def test_servers_that_do_not_serve_are_stopped(
+    monkeypatch: pytest.MonkeyPatch, thread: MlxThread, how: str, num_stopped: int
 ) -> None:
-    network, stopped = Network(), []
-    server = network.server()
-    stop, start = server.stop, server.start
+    network, address, stopped = Network(), f"127.0.0.1:{free_port()}", list[float | None]()
+    make, made = network.server, list[Any]()
 
-    async def stopping(grace: float | None) -> None:
-        stopped.append(grace)
-        await stop(grace)
+    def making() -> Any:
+        server = make()
+        made.append(server)
+        stop, start = server.stop, server.start
 
-    async def starting() -> None:
-        await start()
-        raise asyncio.CancelledError
+        async def stopping(grace: float | None) -> None:
+            stopped.append(grace)
+            await stop(grace)
 
-    monkeypatch.setattr(server, "stop", stopping)
-    monkeypatch.setattr(server, "start", starting)
-    monkeypatch.setattr(network, "server", lambda: server)
+        async def starting() -> None:
+            await start()
+            if how == ("cancelled" if server is made[0] else "hops cancelled"):
+                raise asyncio.CancelledError
+
+        monkeypatch.setattr(server, "stop", stopping)
+        monkeypatch.setattr(server, "start", starting)
+        return server
+
+    monkeypatch.setattr(network, "server", making)
     found = Listening(NodeService("mini", thread, network), network)
-    with pytest.raises(ConfigError if how == "refused" else asyncio.CancelledError):
-        await found.add("0.0.0.0:0" if how == "refused" else "127.0.0.1:0")
-    assert stopped == [None] and not found.addresses
+    with socket.create_server(split_address(hop_address(address))) as taken:
+        if how != "hops refused":
+            taken.close()
+        with pytest.raises(ConfigError if "refused" in how else asyncio.CancelledError):
+            await found.add("0.0.0.0:0" if how == "refused" else address)
+    assert stopped == [None] * num_stopped and not found.addresses
 
 
 async def test_a_renewed_certificate_is_shown_at_every_address(tmp_path: Path, thread: MlxThread) -> None:
@@ -105,7 +183,8 @@ async def test_a_renewed_certificate_is_shown_at_every_address(tmp_path: Path, t
     network = certificates.network("mini")
     service = NodeService("mini", thread, network, log=worker_log("mini", None))
     async with listening(service, ["127.0.0.1:0", "127.0.0.1:0"], network, service.log) as found:
-        nodes = [RunningNode("mini", address, service, thread, network.server()) for address in found.addresses]
+        addresses = [*found.addresses, *map(hop_address, found.addresses)]
+        nodes = [RunningNode("mini", address, service, thread, found) for address in addresses]
         before = {await shown_by(node, certificates) for node in nodes}
         certificates.authority.issue("mini", Role.WORKER)
         after = {await shown_by(node, certificates) for node in nodes}

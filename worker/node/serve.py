@@ -165,6 +165,7 @@ class Listening:
                     if tries_left:
                         continue  # the port that belongs to the one that was free is not
                     raise
+                unless_it_serves.push_async_callback(lambda hops=hops: self._service.thread.call(_stop([hops])))
                 await server.start()
                 self._servers.append(server)
                 self._hops.append(hops)
@@ -176,12 +177,11 @@ class Listening:
         """Return the server of hops. Runs on the MLX thread's loop. Raises as `add`."""
         server = self._network.server()
         add_hops(HopService(self._service), server)
-        try:
+        async with contextlib.AsyncExitStack() as unless_it_serves:
+            unless_it_serves.push_async_callback(server.stop, grace=None)
             self._network.listen(server, address)
             await server.start()
-        except ConfigError:
-            await server.stop(grace=None)
-            raise
+            unless_it_serves.pop_all()
         return server
 
     async def add_later(self, bind: str, log: Logger) -> None:
