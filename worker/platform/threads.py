@@ -143,12 +143,14 @@ class MlxThread(CallThread):
         Raises:
             Exception: that of the coroutine, or that of `give_up`.
         """
-        running = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
         given_up = asyncio.get_running_loop().create_future()
+        with self._closing:
+            if self._is_closed:
+                work.close()
+                raise self._given_up or RuntimeError(f"the {self._thread.name} thread was closed before this call")
+            running = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
         self._waiting.add(given_up)
         try:
-            if self._is_closed and self._given_up is not None:
-                raise self._given_up
             await asyncio.wait([running, given_up], return_when=asyncio.FIRST_COMPLETED)
             if given_up.done():
                 raise given_up.result()

@@ -140,50 +140,131 @@ def test_an_exception_that_is_raised_again_and_again_does_not_gather_frames(thre
     assert depths[-1] == depths[-2]
 
 
-def test_a_long_call_lets_those_that_wait_run_where_it_gives_way(thread: MlxThread) -> None:
-    log: list[str] = []
+def test_a_coroutine_runs_on_the_thread_and_lets_calls_run_where_it_waits(thread: MlxThread) -> None:
+    log: list[tuple[str, int]] = []
     entered, go_on = threading.Event(), threading.Event()
 
-    def long() -> None:
+    def note(what: str) -> None:
+        log.append((what, threading.get_ident()))
+
+    async def long() -> str:
         entered.set()
         assert go_on.wait(5)
-        log.append("first half")
-        thread.give_way()
-        log.append("second half")
+        note("first half")
+        await asyncio.sleep(0)
+        note("second half")
+        return "done"
 
     async def work() -> None:
-        waits = asyncio.ensure_future(thread.run(long))
+        waits = asyncio.ensure_future(thread.call(long()))
         await asyncio.to_thread(entered.wait, 5)
-        others = [asyncio.ensure_future(thread.run(partial(log.append, name))) for name in ("a", "b")]
+        calls = [asyncio.ensure_future(thread.run(partial(note, "a")))]
+        await asyncio.sleep(0)
+        thread.post(partial(note, "b"))
+        calls.append(asyncio.ensure_future(thread.run(partial(note, "c"))))
         await asyncio.sleep(0)
         go_on.set()
-        await asyncio.gather(waits, *others)
+        assert await waits == "done"
+        await asyncio.gather(*calls)
 
     run(work())
-    assert log == ["first half", "a", "b", "second half"]
+    assert [what for what, _ in log] == ["first half", "a", "b", "c", "second half"]
+    assert len({ident for _, ident in log}) == 1 and log[0][1] != threading.get_ident()
 
 
-def test_a_thread_that_is_closed_while_a_call_gives_way_ends_after_that_call() -> None:
-    thread = MlxThread()
-    entered, go_on, done = threading.Event(), threading.Event(), threading.Event()
+def test_an_exception_of_a_coroutine_comes_back_and_the_thread_goes_on(thread: MlxThread) -> None:
+    error = ValueError("bad")
 
-    def long() -> None:
-        entered.set()
-        assert go_on.wait(5)
-        thread.give_way()
-        done.set()
+    async def fail() -> None:
+        raise error
+
+    async def give() -> int:
+        return 7
+
+    async def work() -> int:
+        with pytest.raises(ValueError, match=r"^bad$") as caught:
+            await thread.call(fail())
+        assert caught.value is error
+        return await thread.call(give())
+
+    assert run(work()) == 7
+
+
+def test_who_no_longer_waits_for_a_coroutine_cancels_it(thread: MlxThread) -> None:
+    begun, cancelled = threading.Event(), threading.Event()
+
+    async def long() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
 
     async def work() -> None:
-        waits = asyncio.ensure_future(thread.run(long))
-        await asyncio.to_thread(entered.wait, 5)
-        thread.close(timeout_s=0)
-        go_on.set()
-        await waits
-        thread.close()
+        waits = asyncio.ensure_future(thread.call(long()))
+        await asyncio.to_thread(begun.wait, 5)
+        waits.cancel()
+        await asyncio.wait([waits])
+        assert waits.cancelled()
+        assert await asyncio.to_thread(cancelled.wait, 5)
 
     run(work())
-    assert done.is_set()
+
+
+def test_a_closed_thread_ends_its_coroutines_takes_no_calls_and_nothing_that_is_posted() -> None:
+    thread = MlxThread()
+    begun, posted = threading.Event(), list[int]()
+    ended: list[str] = []
+
+    async def long() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append("long")
+
+    async def work() -> None:
+        waits = asyncio.ensure_future(thread.call(long()))
+        await asyncio.to_thread(begun.wait, 5)
+        thread.close()
+        assert ended == ["long"]
+        await asyncio.wait([waits])
+        thread.post(partial(posted.append, 1))
+        later = long()
+        with pytest.raises(RuntimeError, match="the mlx thread was closed before this call"):
+            await thread.call(later)
+        later.close()
+
+    run(work())
+    assert posted == [] and ended == ["long"]
     assert not calls_are_left()
+
+
+def test_whoever_waits_for_a_thread_that_is_given_up_hears_why_and_so_do_later_calls() -> None:
+    thread, error = MlxThread(), ValueError("stuck")
+    release = threading.Event()
+
+    async def never() -> None:
+        raise AssertionError
+
+    async def work() -> None:
+        async with blocked(thread) as leave:
+            waits = [asyncio.ensure_future(thread.call(never())) for _ in range(2)]
+            await asyncio.sleep(0)
+            thread.give_up(error)
+            for each in waits:
+                with pytest.raises(ValueError, match=r"^stuck$"):
+                    await each
+            with pytest.raises(ValueError, match=r"^stuck$"):
+                await thread.call(never())
+            thread.post(release.set)
+            leave.set()
+
+    run(work())
+    thread.loop.call_soon_threadsafe(thread.loop.stop)
+    thread.close()
+    assert not release.is_set() and not calls_are_left()
 
 
 def test_close_ends_the_thread_after_what_it_was_given_and_later_calls_are_refused_at_once() -> None:
