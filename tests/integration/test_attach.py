@@ -258,8 +258,8 @@ async def test_a_coordinator_that_leaves_while_a_node_gives_back_what_it_held_do
         await close(link)
         closed.append(link)
 
+    monkeypatch.setattr(Link, "close", close_slowly)
     async with serving(2) as nodes, opened(models("qwen3").folder, (1, 2, 1), nodes) as chain:
-        monkeypatch.setattr(Link, "close", close_slowly)
         service, thread = nodes[0].service, nodes[0].thread
         attachment = service.worker.attachment
         assert attachment is not None and attachment.stage is not None

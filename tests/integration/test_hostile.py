@@ -5,9 +5,11 @@ import contextlib
 import random
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import pytest
 
@@ -24,21 +26,23 @@ from protos.brigade_pb2 import (
     LoadRequest,
     Report,
     Result,
+    ResultsRequest,
     Sample,
     StatusReply,
     StatusRequest,
     Timing,
 )  # fmt: skip
-from protos.brigade_pb2_grpc import NodeServicer
+from protos.brigade_pb2_grpc import HopServicer, NodeServicer
 from tests.integration.certificates import Certificates
 from tests.integration.conftest import NETWORK, Models, RunningNode, opened, serving
 from tests.integration.many import Live, request, tokens_of, until
-from worker.config import ClusterConfig
+from tools.worker_process import free_port
+from worker.config import ClusterConfig, split_address
 from worker.errors import BrigadeError, FrameError
 from worker.node import network as network_module
 from worker.node.framing import FrameAssembler, seal
-from worker.node.hop import add_node
-from worker.node.network import ACCEPTED, PROTOCOL_VERSION, Network
+from worker.node.hop import add_hops, add_node
+from worker.node.network import ACCEPTED, PROTOCOL_VERSION, Network, hop_address
 
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = bytes(3) + b"\x04" + bytes(5)
@@ -47,19 +51,22 @@ GREETINGS = [b"", HTTP2[:7], HTTP2 + SETTINGS, b"GET / HTTP/1.1\r\n\r\n", b"\x16
 
 
 @contextlib.contextmanager
-def intruding(node: RunningNode, greetings: list[bytes]) -> Iterator[None]:
+def intruding(address: str, greetings: list[bytes]) -> Iterator[None]:
     """Connections that say this, and nothing more."""
     with contextlib.ExitStack() as stack:
         for greeting in greetings:
-            host, _, port = node.address.rpartition(":")
-            intruder = stack.enter_context(socket.create_connection((host, int(port)), timeout=5))
+            intruder = stack.enter_context(socket.create_connection(split_address(address), timeout=5))
             intruder.send(greeting)
         yield
 
 
-@pytest.mark.parametrize("is_encrypted", [False, True], ids=["plaintext", "tls"])
+@pytest.mark.parametrize(
+    ("is_encrypted", "port_of"),
+    [(False, str), (True, str), (False, hop_address), (True, hop_address)],
+    ids=["plaintext", "tls", "plaintext hops", "tls hops"],
+)
 async def test_a_stream_goes_on_while_hundreds_connect_and_say_nothing_or_nonsense(
-    models: Models, tmp_path: Path, is_encrypted: bool
+    models: Models, tmp_path: Path, is_encrypted: bool, port_of: Callable[[str], str]
 ) -> None:
     whole, numbers, process = models("qwen3"), random.Random(3), psutil.Process()
     network_of: Callable[[str], Network] = lambda name: NETWORK  # noqa: E731
@@ -76,7 +83,7 @@ async def test_a_stream_goes_on_while_hundreds_connect_and_say_nothing_or_nonsen
         await live.wait_pieces(1)
         files, memory = process.num_fds(), process.memory_info().rss
         greetings = [numbers.choice([*GREETINGS, numbers.randbytes(200)]) for _ in range(CONNECTIONS)]
-        with intruding(node, greetings):
+        with intruding(port_of(node.address), greetings):
             assert process.num_fds() - files <= 2 * CONNECTIONS + 16  # both ends are here
             assert (await live.answer()).tokens == whole.tokens(tokens_of(9), 80)
         assert process.memory_info().rss - memory < 64 << 20
@@ -88,9 +95,9 @@ async def test_a_stream_goes_on_while_hundreds_connect_and_say_nothing_or_nonsen
 TRICKLED = {"plaintext": HTTP2 + SETTINGS, "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(22)}
 
 
-async def num_trickled(node: RunningNode, greeting: bytes) -> int:
+async def num_trickled(address: str, greeting: bytes) -> int:
     """How many bytes of a greeting get through, one each tenth of a second, before the connection is closed."""
-    reader, writer = await asyncio.open_connection(*node.address.split(":"))
+    reader, writer = await asyncio.open_connection(*split_address(address))
     closed = asyncio.create_task(wait_closed(reader))
     with contextlib.closing(writer):
         for number, byte in enumerate(greeting):
@@ -121,7 +128,8 @@ async def test_a_greeting_that_trickles_in_holds_up_no_stream_and_is_not_waited_
         opened(whole.folder, (2, 2), [node], network_of("coordinator")) as chain,
         Engine(chain) as engine,
     ):
-        trickling = [asyncio.create_task(num_trickled(node, greeting)) for _ in range(20)]
+        ports = node.address, hop_address(node.address)
+        trickling = [asyncio.create_task(num_trickled(ports[number % 2], greeting)) for number in range(20)]
         while not all(each.done() for each in trickling):
             answer = await Live(engine, request(tokens_of(9), 20)).answer()
             assert answer.tokens == whole.tokens(tokens_of(9), 20)
@@ -130,10 +138,19 @@ async def test_a_greeting_that_trickles_in_holds_up_no_stream_and_is_not_waited_
 
 # A worker that answers nonsense
 
-Wrong = Callable[[Result], list[Report | bytes]]
+
+@dataclass
+class Said:
+    """What the last stage says: in the stream of its results, and in that of its attachment."""
+
+    results: list[Report | bytes] = field(default_factory=list)
+    attached: list[Report | bytes] = field(default_factory=list)
 
 
-class Liar(NodeServicer):
+Wrong = Callable[[Result], Said]
+
+
+class Liar(NodeServicer, HopServicer):
     """The last stage: each row is answered by token 5, or as `wrong` has it once it is set."""
 
     def __init__(self) -> None:
@@ -142,7 +159,8 @@ class Liar(NodeServicer):
         self.greeting = HelloReply(
             protocol_version=PROTOCOL_VERSION, node="liar", memory_bytes=1 << 40, incarnation="x"
         )
-        self.reports: asyncio.Queue[Report | bytes] = asyncio.Queue()
+        self.results: asyncio.Queue[Report | bytes] = asyncio.Queue()
+        self.attached: asyncio.Queue[Report | bytes] = asyncio.Queue()
 
     async def Hello(self, request: HelloRequest, context: Any) -> HelloReply:
         return self.greeting
@@ -155,8 +173,15 @@ class Liar(NodeServicer):
 
     async def Attach(self, request: AttachRequest, context: Any) -> None:
         await context.send_initial_metadata(ACCEPTED)
+        await self._say(self.attached, context)
+
+    async def Results(self, request: ResultsRequest, context: Any) -> None:
+        await self._say(self.results, context)
+
+    async def _say(self, said: "asyncio.Queue[Report | bytes]", context: Any) -> None:
         while True:
-            await context.write(await self.reports.get())
+            report = await said.get()
+            await context.write(seal(report).SerializeToString() if isinstance(report, Report) else report)
 
     async def Relay(self, parts: AsyncIterator[bytes], context: Any) -> AsyncIterator[Credit]:
         yield Credit(frames=self.credit)
@@ -164,8 +189,11 @@ class Liar(NodeServicer):
         async for part in parts:
             if arrival := joiner.add(part):
                 result = sound_result(arrival.header)
-                for report in self.wrong(result) if self.wrong else [Report(result=result)]:
-                    self.reports.put_nowait(seal(report) if isinstance(report, Report) else report)
+                said = self.wrong(result) if self.wrong else Said([Report(result=result)])
+                for report in said.attached:
+                    self.attached.put_nowait(report)
+                for report in said.results:
+                    self.results.put_nowait(report)
                 yield Credit(frames=1)
 
 
@@ -176,39 +204,51 @@ def sound_result(frame: Frame) -> Result:
 
 @contextlib.asynccontextmanager
 async def lying(models: Models) -> AsyncIterator[tuple[Liar, Chain]]:
-    liar, server = Liar(), NETWORK.server()
-    add_node(liar, server)
-    port = NETWORK.listen(server, "127.0.0.1:0")
-    await server.start()
+    liar, servers = Liar(), [NETWORK.server() for _ in range(2)]
+    add_node(liar, servers[0])
+    add_hops(liar, servers[1])
+    for service, method, kind in (("Node", "Attach", AttachRequest), ("Hop", "Results", ResultsRequest)):
+        raw = grpc.unary_stream_rpc_method_handler(getattr(liar, method), request_deserializer=kind.FromString)
+        servers[service == "Hop"].add_registered_method_handlers(f"brigade.v1.{service}", {method: raw})
+    address = f"127.0.0.1:{free_port()}"
+    for server, bind in zip(servers, (address, hop_address(address)), strict=True):
+        NETWORK.listen(server, bind)
+        await server.start()
     none: Any = None
-    node = RunningNode("liar", f"127.0.0.1:{port}", none, none, server)
     try:
-        async with opened(models("qwen3").folder, (2, 2), [node]) as chain:
+        async with opened(models("qwen3").folder, (2, 2), [RunningNode("liar", address, none, none, none)]) as chain:
             yield liar, chain
     finally:
-        await server.stop(None)
+        for server in servers:
+            await server.stop(None)
 
 
 def changed(**fields: Any) -> Wrong:
-    def wrong(result: Result) -> list[Report | bytes]:
+    def wrong(result: Result) -> Said:
         for name, value in fields.items():
             result.ClearField(name)  # type: ignore[arg-type]
             result.MergeFrom(Result(**{name: value}))
-        return [Report(result=result)]
+        return Said([Report(result=result)])
 
     return wrong
 
 
 MANY = 100_000
+GOODBYE = Report(draining=Draining())
 NONSENSE: dict[str, Wrong] = {
     "another slot": changed(samples=[Sample(slot=7, token=5)]),
     "a step never asked": changed(step=2**63),
     "a flood of samples": changed(samples=[Sample(token=5)] * MANY),
-    "a flood of results": lambda result: [Report(result=result)] * 3000,
-    "a flood of goodbyes": lambda result: [*[Report(draining=Draining())] * 3000, Report(result=Result(step=2**63))],
-    "nothing at all": lambda result: [Report()],
-    "no message": lambda result: [b"\xff" * 99],
-    "a message that is too long": lambda result: [b"\x0a" + b"\xff" * (17 << 20)],
+    "a flood of results": lambda result: Said([Report(result=result)] * 3000),
+    "a flood of goodbyes": lambda result: Said(
+        [Report(result=Result(step=2**63))], [Report(draining=Draining())] * 3000
+    ),
+    "goodbyes as results": lambda result: Said([GOODBYE] * 3000),
+    "nothing at all": lambda result: Said([Report()]),
+    "no message": lambda result: Said([b"\xff" * 99]),
+    "no message where it is attached": lambda result: Said([], [b"\xff" * 99]),
+    "a message that is too long": lambda result: Said([b"\x0a" + b"\xff" * (17 << 20)]),
+    "a message that is too long where it is attached": lambda result: Said([], [b"\x0a" + b"\xff" * (17 << 20)]),
 }
 
 
@@ -233,11 +273,12 @@ async def test_a_worker_that_grants_credit_without_end_is_refused(models: Models
         await link.close()
 
 
-async def test_unread_results_do_not_pile_up(models: Models) -> None:
+@pytest.mark.parametrize("report", [Report(result=Result(step=2**63)), GOODBYE], ids=str)
+async def test_unread_results_do_not_pile_up(models: Models, report: Report) -> None:
     """Between two requests, when nothing was asked."""
     async with lying(models) as (liar, chain), asyncio.timeout(60):
         for _ in range(5000):
-            liar.reports.put_nowait(seal(Report(result=Result(step=2**63))))
+            liar.results.put_nowait(report)
         stage = chain._stage
         assert stage is not None
         await until(lambda: stage._failure is not None)

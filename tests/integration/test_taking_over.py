@@ -29,6 +29,7 @@ from tests.integration.many import until
 from tests.integration.upstream import attach_request
 from tests.tiny import VOCAB
 from worker.errors import BrigadeError, FrameError, NodeBusy, StageLost
+from worker.node.hop import results
 from worker.node.network import hop_address
 
 PROMPT = tuple((5 * i + 3) % VOCAB for i in range(20))
@@ -194,3 +195,28 @@ async def test_a_node_that_was_left_alone_is_free_for_any_coordinator(models: Mo
             request.loaded.start = 1
             await attach(node, request)
         await attach(node, attaching(folder, 1, Coordinator(id="another")))
+
+
+async def test_results_are_reported_only_to_the_coordinator_that_has_attached_the_node_and_of_its_epoch(
+    models: Models,
+) -> None:
+    async def refused(epoch: int = 5, coordinator_id: str = COORDINATOR_ID) -> str:
+        found: list[Result] = []
+        with pytest.raises(FrameError) as caught:
+            await results(NETWORK, node.name, node.address, epoch, coordinator_id, found.append)
+        assert not found
+        return str(caught.value)
+
+    async with serving(1) as [node], asyncio.timeout(60):
+        assert (await refused()).startswith("worker node-1: is not part of a chain")
+        async with attached(node, models("qwen3").folder, epoch=5):
+            expected = "worker node-1: expected its coordinator to ask for the results of epoch 5"
+            assert await refused(epoch=4) == await refused(epoch=6) == expected
+            assert await refused(coordinator_id="another") == await refused(coordinator_id="") == expected
+            reporting = asyncio.create_task(
+                results(NETWORK, node.name, node.address, 5, COORDINATOR_ID, lambda result: None)
+            )
+            _, waiting = await asyncio.wait([reporting], timeout=0.05)
+            assert waiting == {reporting}
+        with pytest.raises(StageLost, match=r"^worker node-1: left the chain$"):
+            await reporting

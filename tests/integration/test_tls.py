@@ -127,6 +127,7 @@ async def test_only_a_coordinator_may_ask_load_and_attach(models: Models, certif
             peer.status(1.0),
             peer.digests(),
             peer.unload(Coordinator()),
+            peer.results(1, lambda result: None),
         )
         for call in calls:
             with pytest.raises(

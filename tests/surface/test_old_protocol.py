@@ -13,7 +13,7 @@ from protos.brigade_pb2_grpc import NodeServicer, NodeStub, add_NodeServicer_to_
 from tests.cluster.commands import run_here
 from tests.cluster.processes import START_S, starting, write_cluster
 
-OLD = 4
+OLD = 5
 WAY_OUT = "brigade launch --update"
 
 

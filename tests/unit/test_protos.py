@@ -11,11 +11,16 @@ from grpc_tools import protoc
 
 from protos import brigade_pb2, brigade_pb2_grpc
 from worker.node.network import PROTOCOL_VERSION
-from worker.node.service import NodeService
+from worker.node.service import HopService, NodeService
 
 ROOT = Path(__file__).resolve().parents[2]
 PROTO = "protos/brigade.proto"
-SERVICE = brigade_pb2.DESCRIPTOR.services_by_name["Node"]
+SERVICES = {"Node": NodeService, "Hop": HopService}
+METHODS = [
+    (servicer, method)
+    for name, servicer in SERVICES.items()
+    for method in brigade_pb2.DESCRIPTOR.services_by_name[name].methods
+]
 
 
 def compiled(source: str, folder: Path) -> FileDescriptorProto:
@@ -79,10 +84,10 @@ def test_the_stubs_for_the_type_checker_have_the_same_messages_and_fields() -> N
         assert {field for field in stubs[name] if field.islower()} == fields, name
 
 
-@pytest.mark.parametrize("method", list(SERVICE.methods), ids=lambda method: method.name)
-def test_the_servicer_implements_the_method(method) -> None:  # noqa: ANN001 - protobuf's descriptors are untyped
-    ours = getattr(NodeService, method.name)
-    assert ours is not getattr(brigade_pb2_grpc.NodeServicer, method.name), "only the generated refusal is there"
+@pytest.mark.parametrize(("servicer", "method"), METHODS, ids=[method.name for _, method in METHODS])
+def test_the_servicer_implements_the_method(servicer, method) -> None:  # noqa: ANN001 - protobuf's are untyped
+    ours = getattr(servicer, method.name)
+    assert ours is not getattr(servicer.__base__, method.name), "only the generated refusal is there"
     # what streams may also write to its context: then it ends where it is cancelled, even in the middle of a write
     assert inspect.iscoroutinefunction(ours) or (method.server_streaming and inspect.isasyncgenfunction(ours))
     received = list(inspect.signature(ours).parameters.values())[1].annotation
@@ -90,9 +95,14 @@ def test_the_servicer_implements_the_method(method) -> None:  # noqa: ANN001 - p
     assert getattr(received, "__name__", "") == ("AsyncIterator" if method.client_streaming else expected)
 
 
-def test_the_generated_servicer_and_stub_have_the_methods_of_the_service() -> None:
-    names = {method.name for method in SERVICE.methods}
-    public = {name for name in vars(brigade_pb2_grpc.NodeServicer) if not name.startswith("_")}
-    calls = ast.parse(inspect.getsource(brigade_pb2_grpc.NodeStub))
+@pytest.mark.parametrize("name", SERVICES)
+def test_the_generated_servicer_and_stub_have_the_methods_of_the_service(name: str) -> None:
+    names = {method.name for _, method in METHODS if method.containing_service.name == name}
+    public = {each for each in vars(getattr(brigade_pb2_grpc, f"{name}Servicer")) if not each.startswith("_")}
+    calls = ast.parse(inspect.getsource(getattr(brigade_pb2_grpc, f"{name}Stub")))
     stub = {node.attr for node in ast.walk(calls) if isinstance(node, ast.Attribute) and node.attr in names}
     assert public == stub == names
+
+
+def test_every_service_is_served() -> None:
+    assert SERVICES.keys() == brigade_pb2.DESCRIPTOR.services_by_name.keys()
