@@ -6,7 +6,6 @@ from typing import Any
 
 from tests.cluster.commands import run_here
 from tests.cluster.conftest import RECITED
-from tests.cluster.processes import run
 
 Json = dict[str, Any]
 NUM_BYTES = len(RECITED.encode())
@@ -37,7 +36,7 @@ def test_a_batch_goes_on_where_it_stopped(reciter: Path, tmp_path: Path) -> None
     known = '{"custom_id": "r3", "from": "an earlier run"}\n{"custom_id": "r5", "response": {"status_code": 503}}\n'
     target = tmp_path / "out.jsonl"
     target.write_text(known + '{"custom_id": "r4", "resp')  # killed in the middle of a line
-    outcome = run("batch", source, "-o", target, "--model", reciter, "--local", "0")
+    outcome = run_here("batch", source, "-o", target, "--model", reciter, "--local", "0")
     assert outcome.code == 3 and outcome.out == "", outcome.err
     assert "2 of 20 requests, 1 of them with an error" in outcome.err and "18 requests answered" in outcome.err
     assert target.read_text().startswith(known)
