@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from coordinator.api.errors import HttpError
 from coordinator.decoding.decode import Decode, make_cache_choice, make_decode
-from coordinator.sessions.request import Prompt, RequestSpec, SamplingParams
+from coordinator.sessions.request import Prompt, RequestSpec, SamplingParams, sampling_field
 from worker.errors import InputError
 from worker.platform.threads import run_in_thread
 
@@ -67,16 +67,21 @@ class Section(BaseModel):
         return {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else value
 
 
+def described(name: str, **default: Any) -> Any:
+    """Return the field of a sampling parameter, by default null; `make_sampling` checks its range."""
+    return Field(**(default or {"default": None}), description=sampling_field(name).description)
+
+
 class Sampled(Section):
     """The parameters that all APIs share, by the names that most servers use, and our own."""
 
     unsupported: ClassVar[Unsupported] = UNSUPPORTED
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
+    temperature: float | None = described("temperature")
+    top_p: float | None = described("top_p")
+    top_k: int | None = described("top_k")
+    min_p: float | None = described("min_p")
+    repetition_penalty: float | None = described("repetition_penalty")
+    seed: int | None = described("seed")
     repeat_guard: int = Field(0, ge=0)
     ignore_eos: bool = False
     decode: str = "auto"
@@ -109,9 +114,9 @@ class OpenAISampled(Sampled):
     """The further parameters of OpenAI's chats and completions, which `brigade bridge` takes too."""
 
     stop: Texts | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[TokenKey, float] = Field(default_factory=dict)
+    presence_penalty: float = described("presence_penalty", default=0.0)
+    frequency_penalty: float = described("frequency_penalty", default=0.0)
+    logit_bias: dict[TokenKey, float] = described("logit_bias", default_factory=dict)
 
     def make_spec(self, prompt: Prompt, *, logprobs: int = 0, **more: Any) -> RequestSpec:
         return super().make_spec(prompt, logprobs=logprobs, stops=tuple(self.stop or ()), **more)

@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NotRequired
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, get_args, get_origin
 
 from pydantic import BeforeValidator, Discriminator, Field, RootModel, Tag
 from typing_extensions import TypedDict
@@ -21,7 +21,7 @@ from coordinator.api.answers import (
     parse_arguments,
     usage_of,
 )
-from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, Sampled, Section, Unsupported
+from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, Sampled, Section, Unsupported, described
 from coordinator.api.errors import ErrorBody, HttpError
 from coordinator.api.server import Server
 from coordinator.api.sse import DONE, Event, renaming
@@ -156,8 +156,8 @@ class ResponsesBody(Sampled):
     text: TextConfig = TextConfig()
     reasoning: Effort | None = None
     stream: bool = False
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    presence_penalty: float | None = described("presence_penalty")
+    frequency_penalty: float | None = described("frequency_penalty")
     metadata: dict[str, str] | None = None
     chat_template_kwargs: Json = Field(default_factory=dict)
     previous_response_id: str | None = None
@@ -190,8 +190,8 @@ class ResponsesBody(Sampled):
         """Return a ResponseObject in progress, with the settings that are used. `created` is seconds since 1970."""
         choice = self.tool_choice
         return {
+            **_FIXED,
             "id": id,
-            "object": "response",
             "created_at": created,
             "completed_at": None,
             "status": "in_progress",
@@ -212,15 +212,7 @@ class ResponsesBody(Sampled):
             "presence_penalty": sampling.presence_penalty,
             "frequency_penalty": sampling.frequency_penalty,
             "metadata": self.metadata or {},
-            "previous_response_id": None,
-            "truncation": "disabled",
             "top_logprobs": 0,
-            "max_tool_calls": None,
-            "store": False,
-            "background": False,
-            "service_tier": "default",
-            "safety_identifier": None,
-            "prompt_cache_key": None,
         }
 
     def _conversation(self) -> Conversation:
@@ -349,6 +341,11 @@ class ResponseObject(TypedDict):
     brigade: NotRequired[AnswerStats]
 
 
+_FIXED = {  # the fields of a response that have one value: nothing is stored, and some settings are not supported
+    name: next(iter(get_args(kind)), None)
+    for name, kind in ResponseObject.__annotations__.items()
+    if kind is type(None) or (get_origin(kind) is Literal and len(get_args(kind)) == 1)
+}
 _RESPONSE = {"response": ResponseObject}
 _ITEM = {"output_index": int, "item": Annotated[Json, _ITEMS]}
 _IN_ITEM = {"output_index": int, "item_id": str}

@@ -13,7 +13,7 @@ from coordinator.cluster.progress import say
 from coordinator.decoding.decode import Decode, make_decode
 from coordinator.planning.plan import USUAL_REQUESTS, Goal
 from coordinator.planning.recovery import USUAL, Limits
-from coordinator.sessions.request import make_sampling
+from coordinator.sessions.request import make_sampling, sampling_field
 from worker.errors import InputError
 from worker.platform.run import field_of
 
@@ -25,7 +25,6 @@ CLUSTER, LOAD = "Cluster", "Load"
 
 _cluster = partial(typer.Option, rich_help_panel=CLUSTER)
 _recovery = partial(typer.Option, rich_help_panel="Recovery")
-_sampling = partial(typer.Option, rich_help_panel="Sampling")
 _windows = partial(typer.Option, rich_help_panel="Windows")
 _output = partial(typer.Option, rich_help_panel="Output")
 _server = partial(typer.Option, rich_help_panel="Server")
@@ -171,37 +170,28 @@ _NOT_WITH_SERVER = {
     ("logprobs",): "which sends no token ids; its /v1 routes return logprobs by the tokens' text",
 }
 
-_OWN = "(default: the model's, else {})"  # from a generation_config.json that asks for sampling
+MODELS_OWN = ("temp", "top_p", "top_k", "min_p", "repetition_penalty")  # fields of SamplingFlags
+
+
+def _sampling(name: str, default: str = "", **settings: Any) -> Any:
+    """Return the option of a sampling parameter, as `SamplingParams` describes it."""
+    help = f"{sampling_field(name).description} {default and f'(default: {default})'}".rstrip()
+    return typer.Option(help=help, rich_help_panel="Sampling", **settings)
 
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """How tokens are drawn; `SamplingParams` says which values each parameter may have."""
+    """How tokens are drawn. The model's generation_config.json has the defaults, if it asks for sampling."""
 
-    temp: Annotated[float | None, _sampling(help=f"Temperature; 0 takes the likeliest token. {_OWN.format(0)}")] = None
-    top_p: Annotated[
-        float | None,
-        _sampling(help=f"Sample from the likeliest tokens of this total; 0 or 1: off. {_OWN.format('off')}"),
-    ] = None
-    top_k: Annotated[
-        int | None, _sampling(help=f"Sample from the k likeliest tokens; 0: off. {_OWN.format('off')}")
-    ] = None
-    min_p: Annotated[
-        float | None,
-        _sampling(help=f"Sample from tokens at least this times as likely as the best; 0: off. {_OWN.format('off')}"),
-    ] = None
-    repetition_penalty: Annotated[
-        float | None, _sampling(help=f"Divide the logits of the last 20 tokens; 0 or 1: off. {_OWN.format('off')}")
-    ] = None
-    presence_penalty: Annotated[float, _sampling(help="Subtract from the logits of the last 20 tokens.")] = 0.0
-    frequency_penalty: Annotated[float, _sampling(help="Subtract per use among the last 20 tokens.")] = 0.0
-    logit_bias: Annotated[str | None, _sampling(metavar="ID:BIAS,...", help="Add to the logits of these tokens.")] = (
-        None
-    )
-    seed: Annotated[
-        int | None,
-        _sampling(min=0, max=2**64 - 1, help="The same seed gives the same tokens, on any split. (default: random)"),
-    ] = None
+    temp: Annotated[float | None, _sampling("temperature", "the model's, else 0")] = None
+    top_p: Annotated[float | None, _sampling("top_p", "the model's, else off")] = None
+    top_k: Annotated[int | None, _sampling("top_k", "the model's, else off")] = None
+    min_p: Annotated[float | None, _sampling("min_p", "the model's, else off")] = None
+    repetition_penalty: Annotated[float | None, _sampling("repetition_penalty", "the model's, else off")] = None
+    presence_penalty: Annotated[float, _sampling("presence_penalty")] = 0.0
+    frequency_penalty: Annotated[float, _sampling("frequency_penalty")] = 0.0
+    logit_bias: Annotated[str | None, _sampling("logit_bias", metavar="ID:BIAS,...")] = None
+    seed: Annotated[int | None, _sampling("seed", "random", min=0, max=2**64 - 1)] = None
 
     def chosen(self) -> dict[str, Any]:
         """Return the parameters that differ from their defaults, by their names in a request.
@@ -216,9 +206,6 @@ class SamplingFlags:
             found["logit_bias"] = parse_bias(self.logit_bias)
         make_sampling(**found)
         return found
-
-
-MODELS_OWN = ("temp", "top_p", "top_k", "min_p", "repetition_penalty")  # fields of SamplingFlags
 
 
 @dataclass(frozen=True)

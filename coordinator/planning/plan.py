@@ -4,7 +4,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -158,24 +158,9 @@ def require_fit(plan: Plan, spec: ModelSpec) -> None:
     )
 
 
-def some_split_fits(
-    spec: ModelSpec, nodes: Sequence[Node], context: int, num_sessions: int, shard_bytes: Callable[[int, int], int]
-) -> bool:
-    """Whether any split over all these nodes, in this order, fits, by dynamic programming over the ends of stages.
-
-    Args:
-        shard_bytes: the spec's method, cached by callers that try several contexts.
-    """
-    up_to = _cache_sums(spec, context, num_sessions)
-    ends = {0}
-    for num_after, node in zip(reversed(range(len(nodes))), nodes, strict=True):
-        ends = {
-            end
-            for start in ends
-            for end in range(start + 1, spec.num_layers - num_after + 1)
-            if shard_bytes(start, end) + up_to[end] - up_to[start] <= node.memory_bytes
-        }
-    return spec.num_layers in ends
+def some_split_fits(spec: ModelSpec, nodes: Sequence[Node], context: int, num_sessions: int) -> bool:
+    """Whether any split over all these nodes, in this order, fits."""
+    return _sweep(len(nodes), spec.num_layers, excess_cost(spec, nodes, context, num_sessions), max)[0] == 0
 
 
 def split_by_bytes(spec: ModelSpec, nodes: Sequence[Node], context: int, num_sessions: int) -> list[int]:
@@ -186,17 +171,10 @@ def split_by_bytes(spec: ModelSpec, nodes: Sequence[Node], context: int, num_ses
     If no split fits, the best one minimises the excess over the budget, relative to it, of the worst node, then of
     all nodes together.
     """
-    shard_bytes = cache(spec.shard_bytes)
-    up_to = _cache_sums(spec, context, num_sessions)
-    sweep = partial(_sweep, len(nodes), spec.num_layers)
-
-    def excess(i: int, start: int, end: int) -> float:
-        """Return the missing bytes as a fraction of the budget; exactly 0 if the stage fits."""
-        needed, budget = shard_bytes(start, end) + up_to[end] - up_to[start], nodes[i].memory_bytes
-        return max(0, needed - budget) / max(1, budget)
+    sweep, excess = partial(_sweep, len(nodes), spec.num_layers), excess_cost(spec, nodes, context, num_sessions)
 
     def weight(i: int, start: int, end: int) -> float:
-        read = shard_bytes(start, end) - (spec.embed_bytes if start == 0 else 0)
+        read = spec.shard_bytes(start, end) - (spec.embed_bytes if start == 0 else 0)
         return read if excess(i, start, end) == 0 else math.inf
 
     worst, ends = sweep(excess, max)
@@ -208,13 +186,19 @@ def split_by_bytes(spec: ModelSpec, nodes: Sequence[Node], context: int, num_ses
     return [end - start for start, end in zip((0, *ends), ends, strict=False)]
 
 
-def _cache_sums(spec: ModelSpec, context: int, num_sessions: int) -> list[int]:
-    """Return for each layer the bytes of all sessions' caches of the layers before it."""
-    caches = (num_sessions * spec.reserved_bytes(layer, layer + 1, context) for layer in range(spec.num_layers))
-    return list(accumulate(caches, initial=0))
-
-
 _Cost = Callable[[int, int, int], float]  # of node i holding layers [start, end)
+
+
+def excess_cost(spec: ModelSpec, nodes: Sequence[Node], context: int, num_sessions: int) -> _Cost:
+    """Return the cost of the missing bytes as a fraction of the budget; exactly 0 if the stage fits."""
+    caches = (num_sessions * spec.reserved_bytes(layer, layer + 1, context) for layer in range(spec.num_layers))
+    up_to = list(accumulate(caches, initial=0))
+
+    def excess(i: int, start: int, end: int) -> float:
+        needed, budget = spec.shard_bytes(start, end) + up_to[end] - up_to[start], nodes[i].memory_bytes
+        return max(0, needed - budget) / max(1, budget)
+
+    return excess
 
 
 def _where(cost: _Cost, bounded: _Cost, limit: float) -> _Cost:

@@ -4,13 +4,21 @@ import math
 from bisect import bisect, bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import combinations, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.planning.plan import Node, Objective, Plan, assign, check_split, some_split_fits, split_by_bytes
+from coordinator.planning.plan import (
+    Node,
+    Objective,
+    Plan,
+    assign,
+    check_split,
+    excess_cost,
+    some_split_fits,
+    split_by_bytes,
+)
 from coordinator.planning.speeds import NO_SPEEDS, Survey
 from worker.errors import ConfigError
 from worker.model.model_spec import ModelSpec
@@ -54,11 +62,9 @@ def plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Obje
                 break
     check_split(spec, len(nodes), layers)
 
-    shard_bytes = cache(spec.shard_bytes)
-
     def fits(context: int) -> bool:
         if layers is None:
-            return some_split_fits(spec, nodes, context, num_sessions, shard_bytes)
+            return some_split_fits(spec, nodes, context, num_sessions)
         return assign(spec, nodes, layers, context, num_sessions).fits
 
     context = _largest_context(objective, fits)
@@ -187,8 +193,10 @@ class _Search:
         self._back = np.array([row[0].ms() for row in self._links])  # from each last node to the first
         self._back[0] = 0.0 if objective.may_be_alone or len(nodes) == 1 else np.inf
         self._in_order = objective.is_order_fixed or len(nodes) > _MOST_IN_ANY_ORDER
-        needed = _needed_bytes(spec, objective.context, num_sessions)
-        self._forbidden = [needed > node.memory_bytes for node in nodes]
+        excess = excess_cost(spec, nodes, objective.context, num_sessions)
+        self._forbidden = np.ones((len(nodes), spec.num_layers + 1, spec.num_layers + 1), bool)
+        for start, end in combinations(range(spec.num_layers + 1), 2):
+            self._forbidden[:, start, end] = [excess(i, start, end) > 0 for i in range(len(nodes))]
 
     def best(self) -> _Chain:
         """Return the best chain for the objective, or one without members if none fits."""
@@ -258,16 +266,12 @@ class _Search:
         return all(speed.knows(num_rows) for speed in self._speeds)
 
     def _frame(self, num_rows: int, num_sampled: int) -> _Frame:
-        """Return the times of a frame of so many rows; sampled ones also read a session's caches and pass the head."""
+        """Return the times of a frame of so many rows, some of them sampled."""
         num_bytes = num_rows * self._spec.row_bytes
         stages = []
         for speed, forbidden in zip(self._speeds, self._forbidden, strict=True):
-            layers_ms = np.array(speed.layers_ms(self._spec, num_rows))
-            layers_ms += num_sampled * np.array(speed.caches_ms(self._spec, self._objective.context))
-            up_to = np.concatenate([[0.0], np.cumsum(layers_ms)])
+            up_to = np.array(speed.ms_up_to(self._spec, num_rows, num_sampled, self._objective.context))
             ms = up_to[None, :] - up_to[:, None]
-            if num_sampled:
-                ms[:, -1] += speed.head_ms(num_sampled)
             ms[forbidden] = np.inf
             stages.append(ms)
         hops = np.array([[link.ms(num_bytes) for link in row] for row in self._links])
@@ -325,14 +329,3 @@ def _least(chains: Sequence[_Chain]) -> _Chain:
 def _first(count: int, holds: Callable[[int], bool]) -> int:
     """Return the first number below `count` that `holds`; all after it hold too."""
     return bisect_left(range(count), True, key=holds)
-
-
-def _needed_bytes(spec: ModelSpec, context: int, num_sessions: int) -> Floats:
-    """Return the bytes that every stage [start, end) needs; infinity for a stage without layers."""
-    num_ends = spec.num_layers + 1
-    caches = [num_sessions * spec.reserved_bytes(layer, layer + 1, context) for layer in range(spec.num_layers)]
-    up_to = np.concatenate([[0], np.cumsum(caches)])
-    needed = np.full((num_ends, num_ends), np.inf)
-    for start, end in combinations(range(num_ends), 2):
-        needed[start, end] = spec.shard_bytes(start, end) + up_to[end] - up_to[start]
-    return needed

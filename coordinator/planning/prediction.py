@@ -21,18 +21,18 @@ class Prediction:
 
     def __init__(self, spec: ModelSpec, plan: Plan, speeds: Survey) -> None:
         names = plan.names
+        self.links: list[LinkSpeed] = []  # behind each stage, the last one back to the first; none with a single stage
+        if len(names) > 1:
+            self.links = [speeds.link(*pair) for pair in zip(names, [*names[1:], names[0]], strict=True)]
         self._spec = spec
-        self._assignments = plan.assignments
-        self._context = plan.context
+        self._plan = plan
         self._speeds = [speeds.speeds.get(name) for name in names]
-        self._links = [speeds.link(*pair) for pair in zip(names, [*names[1:], names[0]], strict=True)]
-        if len(names) == 1:
-            self._links = []
 
     @property
     def stage_ms(self) -> list[float | None]:
         """Milliseconds that each stage computes for one token."""
-        return [self._stage_ms(stage, 1, 1) for stage in range(len(self._speeds))]
+        stages = zip(self._speeds, self._stages_ms(1, 1), strict=True)
+        return [None if speed is None else ms for speed, ms in stages]
 
     @property
     def hop_ms(self) -> list[float | None]:
@@ -42,11 +42,6 @@ class Prediction:
     def stages_ms(self, num_rows: int) -> list[float]:
         """Return the milliseconds of each stage for a frame of so many rows, if known; long frames are prompts."""
         return self._stages_ms(num_rows, num_rows if num_rows <= _MOST_SAMPLED else 1)
-
-    @property
-    def links(self) -> list[LinkSpeed]:
-        """The link behind each stage, the last one back to the first; none with a single stage."""
-        return self._links
 
     @property
     def ms_per_token(self) -> float | None:
@@ -64,48 +59,36 @@ class Prediction:
         if not self._know(num_prompt):
             return None
         chunk = min(num_prompt, chunk_size(num_prompt, lambda rows: [ms / 1e3 for ms in self._stages_ms(rows, 0)]))
-        stages, hops = self._stages_ms(chunk, 0), self._hops_ms(chunk)
-        num_before, last_ms = -(-num_prompt // chunk) - 1, sum(self._stages_ms(chunk, 1)) + sum(hops)
-        return (num_before * self._slowest_ms(stages, chunk) + last_ms) / 1e3
+        num_before, last_ms = -(-num_prompt // chunk) - 1, sum(self._stages_ms(chunk, 1)) + sum(self._hops_ms(chunk))
+        return (num_before * self.slowest_ms(chunk) + last_ms) / 1e3
 
-    def slowest_ms(self, num_rows: int, num_sampled: int = 0) -> float | None:
-        """Return the milliseconds of the slowest stage or link for a frame of which so many rows are sampled."""
-        return self._slowest_ms(self._stages_ms(num_rows, num_sampled), num_rows) if self._know(num_rows) else None
+    def slowest_ms(self, num_rows: int, num_sampled: int = 0) -> float:
+        """Return the longest time of a stage or link, each of which does one frame at a time, if they are known."""
+        occupied_ms = (way.occupied_ms(num_rows * self._spec.row_bytes) for way in self.links[:-1])
+        return max(*self._stages_ms(num_rows, num_sampled), *occupied_ms, 0.0)
 
     def _round_ms(self, num_requests: int, lanes: int) -> float | None:
         """Return the time of a round: one frame's way, or a frame of every lane on the slowest stage."""
         rows = -(-num_requests // lanes)
         if not self._know(rows):
             return None
-        stages = self._stages_ms(rows, rows)
-        return max(sum(stages) + sum(self._hops_ms(rows)), lanes * self._slowest_ms(stages, rows))
+        return max(sum(self._stages_ms(rows, rows)) + sum(self._hops_ms(rows)), lanes * self.slowest_ms(rows, rows))
 
     def _know(self, num_rows: int) -> bool:
         return all(speed is not None and speed.knows(num_rows) for speed in self._speeds)
 
     def _stages_ms(self, num_rows: int, num_sampled: int) -> list[float]:
-        return [self._stage_ms(stage, num_rows, num_sampled) or 0.0 for stage in range(len(self._speeds))]
-
-    def _stage_ms(self, stage: int, num_rows: int, num_sampled: int) -> float | None:
-        speed, held = self._speeds[stage], self._assignments[stage]
-        if speed is None:
-            return None
-        layers_ms = sum(speed.layers_ms(self._spec, num_rows)[held.start : held.end])
-        caches_ms = sum(speed.caches_ms(self._spec, self._context)[held.start : held.end])
-        samples = num_sampled and held.end == self._spec.num_layers
-        return layers_ms + num_sampled * caches_ms + (speed.head_ms(num_sampled) if samples else 0.0)
+        """Return the milliseconds of each stage; 0 for a stage of unknown speed."""
+        found = []
+        for speed, held in zip(self._speeds, self._plan.assignments, strict=True):
+            up_to = speed.ms_up_to(self._spec, num_rows, num_sampled, self._plan.context) if speed else None
+            found.append(up_to[held.end] - up_to[held.start] if up_to else 0.0)
+        return found
 
     def _hops_ms(self, num_rows: int) -> list[float]:
         """Return the times of all hops. The hop back carries token ids, whose bytes do not count."""
-        if not self._links:
-            return []
-        *ways, back = self._links
-        return [*(way.ms(num_rows * self._spec.row_bytes) for way in ways), back.ms()]
-
-    def _slowest_ms(self, stages_ms: Sequence[float], num_rows: int) -> float:
-        """Return the longest time of a stage or link, each of which does one frame at a time."""
-        occupied_ms = (way.occupied_ms(num_rows * self._spec.row_bytes) for way in self._links[:-1])
-        return max(*stages_ms, *occupied_ms, 0.0)
+        num_bytes = num_rows * self._spec.row_bytes
+        return [way.ms(num_bytes) for way in self.links[:-1]] + [back.ms() for back in self.links[-1:]]
 
 
 @dataclass(frozen=True)
@@ -157,7 +140,7 @@ def _alternatives(
             several = plan(spec, nodes, speeds, replace(free, may_be_alone=False))
             if several.fits:
                 yield " + ".join(several.names), several
-        slowest = max(nodes, key=lambda node: sum(speeds.speeds[node.name].layers_ms(spec, 1)))
+        slowest = max(nodes, key=lambda node: speeds.speeds[node.name].ms_up_to(spec, 1)[-1])
         if len(nodes) > 2:
             with suppress(ConfigError):
                 yield f"without {slowest.name}", plan(spec, [n for n in nodes if n is not slowest], speeds, free)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from coordinator.planning.costs import on_lines
 from worker.model.model_spec import ModelSpec
@@ -31,18 +32,18 @@ class NodeSpeed:
         """Whether the times of frames of so many rows are known or can be extrapolated."""
         return all(times[0][0] <= num_rows <= times[-1][0] or len(times) > 1 for times in (*self.kinds, self.head))
 
-    def layers_ms(self, spec: ModelSpec, num_rows: int) -> list[float]:
-        """Return the milliseconds of each layer of the model."""
-        by_kind = {kind: on_lines(times, num_rows) for kind, times in zip(spec.kinds, self.kinds, strict=True)}
-        return [by_kind[layer] for layer in spec.layers]
+    def ms_up_to(self, spec: ModelSpec, num_rows: int, num_sampled: int = 0, context: int = 0) -> list[float]:
+        """Return the milliseconds of a frame in the layers before each layer of the model, and in all of them.
 
-    def caches_ms(self, spec: ModelSpec, context: int) -> list[float]:
-        """Return the milliseconds that one session's caches of so many tokens add to a step, by layer of the model."""
-        by_kind = {kind: spec.remembered_bytes(kind, context) / self.gbps / 1e6 for kind in spec.kinds}
-        return [by_kind[layer] for layer in spec.layers]
-
-    def head_ms(self, num_rows: int) -> float:
-        return on_lines(self.head, num_rows)
+        The frame takes the difference of two of these times on a stage that holds the layers between them. Sampled rows
+        also read a session's caches of `context` tokens, and pass the head behind the last layer.
+        """
+        row_ms = {kind: on_lines(times, num_rows) for kind, times in zip(spec.kinds, self.kinds, strict=True)}
+        cache_ms = {kind: spec.remembered_bytes(kind, context) / self.gbps / 1e6 for kind in spec.kinds}
+        found = list(accumulate((row_ms[kind] + num_sampled * cache_ms[kind] for kind in spec.layers), initial=0.0))
+        if num_sampled:
+            found[-1] += on_lines(self.head, num_sampled)
+        return found
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic.fields import FieldInfo
 from typing_extensions import TypedDict  # pydantic needs this one up to Python 3.11
 
 from coordinator.decoding.decode import Decode
@@ -18,25 +19,35 @@ from worker.model.model_spec import ModelSpec
 _MIN_TEMPERATURE = 1e-6  # dividing by less overflows float32
 _OFF_AT_ONE = ("top_p", "repetition_penalty")
 
-Share = Annotated[float, Field(ge=0, le=1)]
-Penalty = Annotated[float, Field(ge=-100, le=100)]
 UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
+
+
+def _number(low: float, high: float, description: str) -> Any:
+    return Field(ge=low, le=high, description=description)
 
 
 @with_config(ConfigDict(extra="forbid"))
 class SamplingParams(TypedDict, total=False):
-    """How tokens are drawn, named as in the proto message. This is the only definition of the ranges."""
+    """How tokens are drawn, named as in the proto message: the only definition of the ranges and descriptions."""
 
-    seed: Annotated[int, Field(ge=0, le=2**64 - 1)]
-    temperature: Annotated[float, Field(ge=0, le=100)]  # 0: the likeliest token
-    top_p: Share  # 0 disables it, as for the next two
-    top_k: UInt32
-    min_p: Share
-    repetition_penalty: Annotated[float, Field(ge=0, le=100)]
-    presence_penalty: Penalty
-    frequency_penalty: Penalty
-    logit_bias: dict[UInt32, Annotated[float, Field(ge=-1e9, le=1e9)]]  # by token id
+    seed: Annotated[int, _number(0, 2**64 - 1, "The same seed gives the same tokens, on any split.")]
+    temperature: Annotated[float, _number(0, 100, "Temperature; 0 takes the likeliest token.")]
+    top_p: Annotated[float, _number(0, 1, "Sample from the likeliest tokens of this total; 0 or 1: off.")]
+    top_k: Annotated[int, _number(0, 2**32 - 1, "Sample from the k likeliest tokens; 0: off.")]
+    min_p: Annotated[float, _number(0, 1, "Sample from tokens at least this times as likely as the best; 0: off.")]
+    repetition_penalty: Annotated[float, _number(0, 100, "Divide the logits of the last 20 tokens; 0 or 1: off.")]
+    presence_penalty: Annotated[float, _number(-100, 100, "Subtract from the logits of the last 20 tokens.")]
+    frequency_penalty: Annotated[float, _number(-100, 100, "Subtract per use among the last 20 tokens.")]
+    logit_bias: Annotated[
+        dict[UInt32, Annotated[float, Field(ge=-1e9, le=1e9)]],
+        Field(description="Add to the logits of these tokens."),
+    ]
     logprobs: UInt32  # 1 + the number of alternatives to each drawn token; 0: no logprobs
+
+
+def sampling_field(name: str) -> FieldInfo:
+    """Return the description and the bounds of a sampling parameter."""
+    return FieldInfo.from_annotation(SamplingParams.__annotations__[name])
 
 
 _PARAMS: TypeAdapter[SamplingParams] = TypeAdapter(SamplingParams)
@@ -154,7 +165,7 @@ def _range_error(error: ValidationError) -> InputError:
     if annotation is None or not isinstance(value, int | float):
         return InputError(name, first["msg"])
     if name == "logit_bias":
-        key, bias = get_args(annotation)
+        key, bias = get_args(get_args(annotation)[0])
         annotation = key if first["loc"][-1] == "[key]" else bias
     number, limits = get_args(annotation)
     low, high = (limit.ge if hasattr(limit, "ge") else limit.le for limit in limits.metadata)

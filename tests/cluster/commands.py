@@ -7,6 +7,7 @@ of processes that `tests.cluster.processes` starts.
 import io
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,9 +24,26 @@ _WORKER.command()(worker)
 PROGRAMS = {"coordinator": app, "worker": _WORKER}
 
 
-def run_here(*arguments: str | Path, stdin: str = "", program: str = "coordinator") -> Outcome:
-    """How `python -m program ...` ends, what it writes to its streams included."""
-    out, err = io.StringIO(), io.StringIO()
+class _Heard(io.StringIO):
+    """Standard output that says what comes."""
+
+    def __init__(self, hear: Callable[[str], object]) -> None:
+        super().__init__()
+        self._hear = hear
+
+    def write(self, text: str) -> int:
+        self._hear(text)
+        return super().write(text)
+
+
+def run_here(
+    *arguments: str | Path,
+    stdin: str = "",
+    program: str = "coordinator",
+    hear: Callable[[str], object] = lambda text: None,
+) -> Outcome:
+    """How `python -m program ...` ends, what it writes to its streams included; `hear` gets its output as it comes."""
+    out, err = _Heard(hear), io.StringIO()
     typed = io.TextIOWrapper(io.BytesIO(stdin.encode(errors="surrogateescape")))
     with (
         mock.patch.object(sys, "argv", [program, *map(str, arguments)]),

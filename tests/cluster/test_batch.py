@@ -6,7 +6,6 @@ from typing import Any
 
 from tests.cluster.commands import run_here
 from tests.cluster.conftest import RECITED
-from tests.cluster.processes import run
 
 Json = dict[str, Any]
 NUM_BYTES = len(RECITED.encode())
@@ -34,15 +33,16 @@ def answers_of(path: Path) -> dict[str, Json]:
 
 def test_a_batch_goes_on_where_it_stopped(reciter: Path, tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", *(request(f"r{n}") for n in range(20)))
-    known = '{"custom_id": "r3", "from": "an earlier run"}\n'
+    known = '{"custom_id": "r3", "from": "an earlier run"}\n{"custom_id": "r5", "response": {"status_code": 503}}\n'
     target = tmp_path / "out.jsonl"
     target.write_text(known + '{"custom_id": "r4", "resp')  # killed in the middle of a line
-    outcome = run("batch", source, "-o", target, "--model", reciter, "--local", "0")
-    assert outcome.code == 0 and outcome.out == "", outcome.err
-    assert "1 of 20 requests" in outcome.err and "19 requests answered" in outcome.err
+    outcome = run_here("batch", source, "-o", target, "--model", reciter, "--local", "0")
+    assert outcome.code == 3 and outcome.out == "", outcome.err
+    assert "2 of 20 requests, 1 of them with an error" in outcome.err and "18 requests answered" in outcome.err
     assert target.read_text().startswith(known)
     answers = answers_of(target)
-    assert answers.pop("r3")["from"] == "an earlier run" and len(answers) == 19
+    assert answers.pop("r3")["from"] == "an earlier run"
+    assert answers.pop("r5")["response"] == {"status_code": 503} and len(answers) == 18
     for line in answers.values():
         [choice] = line["response"]["body"]["choices"]
         assert choice["message"]["content"] == RECITED and line["response"]["status_code"] == 200
@@ -77,7 +77,8 @@ def test_a_wrong_request_is_an_error_line_and_a_wrong_line_is_named(reciter: Pat
     assert answers_of(target) == answers, "nothing new"
     assert again.code == 2 and "has the answers to 8 of 8 requests, 6 of them with an error\n" in again.err
     write(source, *wrong, request("a"))
-    assert run_here(*command).code == 2, "without a wrong line too: as the first run of these requests"
+    target.unlink()
+    assert [run_here(*command).code for _ in range(2)] == [2, 2], "without a wrong line too, and again"
 
 
 def test_files_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def kill_own_in_the_middle() -> psutil.Process:
                 child.kill()
                 return child
         assert time.monotonic() < deadline, "no step within its time"
-        time.sleep(0.01)
+        time.sleep(0.05)  # to look at processes takes more than ten milliseconds
 
 
 def step_of(process: psutil.Process) -> int:

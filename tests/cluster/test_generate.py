@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tests.cluster.commands import answer_here, parse, run_here
 from tests.cluster.conftest import RECITED
 from tests.cluster.models import END, EOS, reconfigured_copy
-from tests.cluster.processes import FINISH_S, Starter, run
+from tests.cluster.processes import FINISH_S, Starter
 from tests.unit.cli.test_trace import assert_no_two_cross, slices
 
 PROMPT = "The quick brown fox, Zürich and 日本語: what comes next?"
@@ -26,15 +26,12 @@ REQUEST = (
 
 @pytest.fixture(scope="module")
 def answers(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One sampled request on both splits, its prompt in several chunks, and the trace of the chain.
-
-    The chain's coordinator is a process too.
-    """
+    """One sampled request on both splits, its prompt in several chunks, and the trace of the chain."""
     trace = tmp_path_factory.mktemp("traces") / "three"
     command = ("generate", "--model", talker, "--prompt", PROMPT, *REQUEST, "--logprobs", "3", "--json")
     found = {
         "one process": parse(run_here(*command, *SPLITS["one process"])),
-        "three": parse(run(*command, *SPLITS["three"], "--trace", trace)),
+        "three": parse(run_here(*command, *SPLITS["three"], "--trace", trace)),
     }
     return found | {"trace": json.loads(trace.read_text())}
 

@@ -17,10 +17,10 @@ GREEDY, SAMPLED = ("--temp", "0"), ("--temp", "0.9", "--seed", "11")
 PENALTIES = ("--top-p", "0.95", "--repetition-penalty", "1.2", "--presence-penalty", "0.3", "--logit-bias", "70:1.5")
 REQUESTS = {
     "sampled": ("--decode", "ar", *SAMPLED, *PENALTIES),
-    "diffusion-fast": ("--decode", "diffusion-fast", *SAMPLED),
+    "diffusion-fast": ("--decode", "diffusion-fast", "--window", "4", *SAMPLED),
     "ar": ("--decode", "ar", *GREEDY),
     "ngram": ("--decode", "ngram", *GREEDY),
-    "diffusion": ("--decode", "diffusion", *SAMPLED),
+    "diffusion": ("--decode", "diffusion", "--window", "4", *SAMPLED),
 }
 USUAL = ("sampled", "diffusion-fast")
 

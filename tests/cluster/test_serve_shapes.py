@@ -20,7 +20,7 @@ SYSTEM = "Be brief."
 TURNS = [("user", "Hello"), ("assistant", "Hello!"), ("user", "Tell me a story about a fox.")]
 MESSAGES: Any = [{"role": who, "content": text} for who, text in TURNS]
 TOO_LONG: list[MessageParam] = [{"role": "user", "content": "fox " * 9_000}]
-ASKED: Any = {"model": "demo", "max_tokens": 40, "messages": MESSAGES, "extra_body": {"temperature": 0.0}}
+ASKED: Any = {"model": "demo", "max_tokens": 20, "messages": MESSAGES, "extra_body": {"temperature": 0.0}}
 OWN = {"x-api-key": KEY}
 
 
@@ -48,7 +48,7 @@ def openai(url: str) -> Iterator[OpenAI]:
 def text(openai: OpenAI) -> str:
     """What chat completions answer to the conversation."""
     messages: Any = [{"role": "system", "content": SYSTEM}, *MESSAGES]
-    answer = openai.chat.completions.create(model="demo", messages=messages, max_tokens=40, temperature=0.0)
+    answer = openai.chat.completions.create(model="demo", messages=messages, max_tokens=20, temperature=0.0)
     return str(answer.choices[0].message.content)
 
 
@@ -113,7 +113,7 @@ def test_claude_codes_requests_are_answered(anthropic: Anthropic) -> None:
 
 def test_a_response_is_that_of_chat_completions_streamed_or_not(openai: OpenAI, text: str) -> None:
     asked: Any = {
-        "model": "demo", "instructions": SYSTEM, "input": MESSAGES, "temperature": 0, "max_output_tokens": 40,
+        "model": "demo", "instructions": SYSTEM, "input": MESSAGES, "temperature": 0, "max_output_tokens": 20,
     }  # fmt: skip
     response = openai.responses.create(store=True, **asked)
     assert response.output_text == text and response.to_dict()["store"] is False

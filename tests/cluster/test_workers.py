@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -50,11 +50,24 @@ class Pair:
         for name in NAMES:
             assert self._workers[name].address == self.address(name)
 
-    def generate_long(self, start: Starter, config: Path | None = None) -> Running:
+    def generate_long(self, start: Starter) -> Running:
         """A request that goes on and on; returns when its first text is out."""
-        running = start.brigade("generate", "--config", config or self.config, *LONG, *AT_ONCE)
+        running = start.brigade("generate", "--config", self.config, *LONG, *AT_ONCE)
         running.out.wait_match(r".", FINISH_S)
         return running
+
+    def generate_until_lost(self, config: Path, lose: Callable[[], object] = lambda: None) -> Outcome:
+        """A request that goes on and on, in this process, with a loss at its first text or later; how it ends."""
+        heard: list[float] = []
+
+        def hear(text: str) -> None:
+            if not heard:
+                lose()
+            heard.append(time.monotonic())
+
+        outcome = run_here("generate", "--config", config, *LONG, *AT_ONCE, hear=hear)
+        assert heard and time.monotonic() - heard[-1] < FAILURE_S
+        return outcome
 
     def generate_some(self) -> list[int]:
         """A short request; its tokens."""
@@ -103,17 +116,19 @@ def test_the_same_workers_serve_one_request_after_another_and_a_slow_link_change
     ids=["killed", "stopped", "lost by the network"],
 )
 def test_a_lost_worker_ends_the_request_with_its_name_and_is_free_again_once_it_continues(
-    pair: Pair, start: Starter, tmp_path: Path, name: str, number: signal.Signals | None
+    pair: Pair, tmp_path: Path, name: str, number: signal.Signals | None
 ) -> None:
     with proxy_to(pair.address(name)) as proxy:
         addresses = {each: pair.address(each) for each in NAMES} | ({} if number else {name: proxy.address})
         config = write_cluster(tmp_path / "cluster.yaml", *addresses.items(), model=str(pair.model))
-        running = pair.generate_long(start, config)
-        if number:
-            pair[name].send_signal(number)
-        else:
-            proxy.is_blackhole = True
-        _assert_names(running.wait(FAILURE_S), name)
+
+        def lose() -> None:
+            if number:
+                pair[name].send_signal(number)
+            else:
+                proxy.is_blackhole = True
+
+        _assert_names(pair.generate_until_lost(config, lose), name)
     if number == signal.SIGSTOP:
         pair[name].send_signal(signal.SIGCONT)
         for each in NAMES:
@@ -125,8 +140,8 @@ def test_a_worker_with_a_blocked_event_loop_ends_the_request_with_its_name(
 ) -> None:
     blocked = start.worker("first", "--model", pair.model, program=("-m", "tools.faults.worker", "loop@40"))
     nodes = ("first", blocked.address), ("last", pair.address("last"))
-    running = pair.generate_long(start, write_cluster(tmp_path / "cluster.yaml", *nodes, model=str(pair.model)))
-    _assert_names(running.wait(FAILURE_S), "first")
+    config = write_cluster(tmp_path / "cluster.yaml", *nodes, model=str(pair.model))
+    _assert_names(pair.generate_until_lost(config), "first")
 
 
 @pytest.mark.parametrize(("number", "is_streaming"), [(signal.SIGINT, True), (signal.SIGTERM, False)])

@@ -25,10 +25,10 @@ from worker.model.describe import DTYPES, describe
 
 FAMILIES = ("qwen3", "gemma3_text", "qwen3_5", "qwen3_moe")
 REQUESTS = [
-    request(tokens_of(9, 1), 12),
-    request(tokens_of(5, 2), 14, seed=3, temperature=1.0, top_p=0.9),
-    request(tokens_of(7, 3), 10, seed=5, temperature=1.2, repetition_penalty=1.4),
-    request(tokens_of(4, 4), 12, logprobs=3),
+    request(tokens_of(9, 1), 8),
+    request(tokens_of(5, 2), 9, seed=3, temperature=1.0, top_p=0.9),
+    request(tokens_of(7, 3), 7, seed=5, temperature=1.2, repetition_penalty=1.4),
+    request(tokens_of(4, 4), 8, logprobs=3),
 ]
 FED = [tuple(tokens_of(6 + 3 * slot, slot)) for slot in range(2)]
 NEXT = [(*tokens, 7 + slot) for slot, tokens in enumerate(FED)]
@@ -105,8 +105,7 @@ async def test_every_kind_of_cache_is_gone_on_with_over_the_ends_of_its_buffers(
     asked = [
         request(tokens_of(length, length), 6 + 2 * number, cache=cache, **sampling)
         for number, cache in enumerate(CACHES)
-        for length in (11, 251)
-        for sampling in ({}, {"repetition_penalty": 1.3})
+        for length, sampling in zip((11, 251), ({}, {"repetition_penalty": 1.3})[:: (-1) ** number], strict=True)
     ]
     found = []
     for is_ahead in (True, False):
@@ -114,7 +113,7 @@ async def test_every_kind_of_cache_is_gone_on_with_over_the_ends_of_its_buffers(
             monkeypatch.setattr(StepsAhead, "build", lambda ahead, slots: None)
             monkeypatch.setattr(StepsAhead, "launch", lambda ahead, slots, tokens, most: None)
         async with running(models("qwen3", **GROUPS_OF_32).folder, layers) as chain:
-            alone = [await generate_once(chain, each, chunk=64) for each in asked[::3]]
+            alone = [await generate_once(chain, each, chunk=64) for each in asked[::2]]
             found.append([each.samples for each in [*alone, *await together(chain, asked, chunk=64)]])
         assert any(taken) == is_ahead
         taken.clear()

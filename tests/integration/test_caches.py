@@ -25,7 +25,11 @@ WIDE: dict[str, Any] = {"config": {"mask_token_id": 90, "head_dim": 32}, "sharpe
 
 VERIFIED = [("ar", None), ("ngram", None), ("diffusion", 4), ("diffusion", 8), ("diffusion", None)]
 
-splits = pytest.mark.parametrize("layers", SPLITS, ids=lambda layers: "+".join(map(str, layers)))
+splits = pytest.mark.parametrize(
+    "layers",
+    [pytest.param(each, marks=pytest.mark.matrix if each == (1, 3) else ()) for each in SPLITS],
+    ids=lambda layers: "+".join(map(str, layers)),
+)
 
 
 @lru_cache
@@ -75,7 +79,7 @@ async def test_verified_drafts_that_hold_and_that_fail_leave_every_cache_as_one_
 ) -> None:
     """Long enough for the rotating buffers, which end at 256 rows, to slide under rejected drafts."""
     cache = make_cache_choice(kind, 40 if kind == "rotating" else None)
-    prompt, num_tokens = tuple((5 * i + i * i) % 89 for i in range(230 if kind == "rotating" else 45)), 60
+    prompt, num_tokens = tuple((5 * i + i * i) % 89 for i in range(230 if kind == "rotating" else 45)), 40
     sampling = Sampling(seed=1, temperature=1.5, logit_bias=dict(BIASED.logit_bias))
     async with running(models("qwen3", **WIDE).folder, (1, 2, 1)) as chain:
         more: dict[str, Any] = {
@@ -190,7 +194,7 @@ async def test_every_stage_holds_the_bytes_that_its_layers_need(models: Models, 
     for dtype, head_dim, cache, value in cases:
         whole = models("qwen3", dtype=dtype, config={"mask_token_id": 90, "head_dim": head_dim})
         async with running(whole.folder, layers) as chain:
-            for num_prompt, num_rows in ((20, 256), (250, 512)):
+            for num_prompt, num_rows in ((20, 256), (250, 512))[kind != "ar" or value != 4.0 :]:
                 prompt = [i % 89 for i in range(num_prompt)]
                 found = await answer(chain, kind, window, prompt=prompt, num_tokens=8, cache=cache, chunk=64)
                 held = [status.cache_bytes for status in found.statuses]
@@ -208,7 +212,7 @@ async def test_a_rotating_cache_stays_as_small_as_it_is(models: Models) -> None:
     cache = make_cache_choice("rotating", 32)
     most = tuple(expected_bytes(n, 512, 16, 4.0) for n in (1, 3))
     async with running(whole.folder, (1, 3)) as chain:
-        for kind, num_prompt in product(("ar", "ngram", "diffusion", "diffusion-fast"), (20, 600)):
+        for kind, num_prompt in [("ar", 20), *product(("ar", "ngram", "diffusion", "diffusion-fast"), (600,))]:
             window, prompt = 8 if kind.startswith("diffusion") else None, [i * i % 89 for i in range(num_prompt)]
             found = await answer(chain, kind, window, prompt=prompt, num_tokens=6, cache=cache, chunk=64)
             held = [status.cache_bytes for status in found.statuses]

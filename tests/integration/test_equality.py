@@ -92,9 +92,7 @@ def families_and_splits() -> list[Any]:
             family,
             layers,
             id=f"{family}-{split_name(layers)}",
-            marks=()
-            if family == "qwen3" or layers == FULL or (number - EVERY_SPLIT.index(layers)) % 4 == 0
-            else pytest.mark.matrix,
+            marks=() if family == "qwen3" or layers in (FULL, EVERY_SPLIT[number % 5]) else pytest.mark.matrix,
         )
         for number, family in enumerate(FAMILIES)
         for layers in EVERY_SPLIT
@@ -113,8 +111,8 @@ async def test_any_split_gives_the_tokens_and_logits_of_the_whole_model_and_the_
         tokens = (await answer(chain, LONG, NUM_TOKENS)).tokens
         found = np.concatenate(recorded)
         assert tokens == whole.tokens(LONG, NUM_TOKENS)
-        more = SAMPLINGS if layers == FULL else {"penalties": SAMPLINGS["penalties"]}
-        await assert_equal(chain, whole, {name: more[name] for name in more if name != "greedy"})
+        more = [name for name in SAMPLINGS if name != "greedy"] if layers == FULL else ["penalties"]
+        await assert_equal(chain, whole, {name: SAMPLINGS[name] for name in more})
     assert bits.setdefault(family, found.tobytes()) == found.tobytes()
     expected = np.array(whole.logits(LONG, tokens))
     assert found.dtype == expected.dtype == np.float32
@@ -159,7 +157,7 @@ async def test_reported_logprobs_are_the_log_softmax_of_the_whole_models_logits(
         assert list(found.values()) == sorted(found.values(), reverse=True)
 
 
-@pytest.mark.parametrize("layers", [(1, 3), (1, 1, 1, 1)], ids=split_name)
+@one_split
 async def test_a_sliding_window_is_the_whole_models_long_after_it_has_slid(
     models: Models, layers: tuple[int, ...]
 ) -> None:
@@ -284,7 +282,7 @@ async def test_a_wedlm_checkpoint_runs_as_the_model_it_was_made_from(
         await assert_equal(chain, whole, GREEDY)
 
 
-@pytest.mark.parametrize("layers", [(1, 3), FULL, (1, 1, 1, 1)], ids=split_name)
+@one_split
 async def test_a_llama_with_some_sliding_layers_gives_the_tokens_of_the_whole_model(
     models: Models, layers: tuple[int, ...]
 ) -> None:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -141,12 +142,12 @@ async def test_frames_come_from_the_predecessor_of_the_plan_only(models: Models,
     folder = models("qwen3").folder
     async with serving(1, network_of=certificates.network) as [node], peer_of(node, certificates.coordinator()) as peer:
         request = attach_request(folder)
-        request.predecessor_name = "studio"
+        request.predecessor_name = "Studio"
         await peer.load(request.loaded, lambda report: None)
         await peer.attach(request)
-        with pytest.raises(FrameError, match=r"^worker node-1: expected a hop from studio, got one with .* of mini "):
+        with pytest.raises(FrameError, match=r"^worker node-1: expected a hop from Studio, got one with .* of mini "):
             await hop(certificates.network("mini"), node, sender="studio")
-        with pytest.raises(FrameError, match=r"expected a hop from studio, got one with .* of coordinator "):
+        with pytest.raises(FrameError, match=r"expected a hop from Studio, got one with .* of coordinator "):
             await hop(certificates.coordinator(), node, sender="studio")
         await hop(certificates.network("Studio"), node, sender="studio")
 
@@ -185,6 +186,14 @@ async def test_an_older_version_of_tls_is_refused(certificates: Certificates) ->
     ):
         with pytest.raises(ConfigError, match=r"^worker node-1: expected .* TLSv1\.3, got one by TLSv1\.2"):
             await peer.hello()
+    own = certificates.network("node-1").tls_context(server=True)
+    async with await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0, ssl=own) as server:
+        connect = partial(asyncio.open_connection, *server.sockets[0].getsockname(), server_hostname="node-1")
+        with pytest.raises(OSError):
+            await connect(ssl=context)
+        context.maximum_version = ssl.TLSVersion.TLSv1_3
+        _, writer = await connect(ssl=context)
+        writer.close()
 
 
 def tls_context(path: Path) -> ssl.SSLContext:

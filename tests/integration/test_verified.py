@@ -52,7 +52,7 @@ async def test_drafts_from_the_text_and_diffusion_work_with_sliding_windows(
 ) -> None:
     """Long beyond the window of 8, and longer than it in one step."""
     whole = models("gemma3_text", **MASKED)
-    prompt, num_tokens = PROMPT * 3, 24
+    prompt, num_tokens = PROMPT * 3, 16
     async with running(whole.folder, layers) as chain:
         for sampling in (Sampling(), BIASED, SAMPLINGS["penalties"]):
             more: dict[str, Any] = {"prompt": prompt, "num_tokens": num_tokens, "sampling": sampling}

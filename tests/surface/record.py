@@ -1,4 +1,4 @@
-"""Prints the surface of the product, a fact per line: `python tests/surface/record.py SECTION` for one of SECTIONS.
+"""Writes the surface of the product, a fact per line: `python tests/surface/record.py FOLDER SECTION...` of SECTIONS.
 
 It asks whichever checkout Python finds (PYTHONPATH, a virtual environment) and relies on no module of the product but
 the two that start a command, so that the same file reads a version before a change and one after it.
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from tests.cluster.commands import run_here
+from tests.cluster.models import make_talker
 from tests.cluster.processes import starting
 
 Json = dict[str, Any]
@@ -178,7 +179,7 @@ def classes(package: str) -> set[Any]:
 
 # Commands that are run
 
-_HERE = "--model demo --local 0"
+_HERE = "--model tiny --local 0"
 _FILES = {
     "text.txt": "Tom has 4 apples. He eats one.",
     "wrong.yaml": "workres: []\nlayers: none\n",
@@ -199,23 +200,24 @@ def exits() -> Iterator[str]:
 def write_files() -> None:
     for name, text in _FILES.items():
         Path(name).write_text(text)
+    make_talker(Path("tiny"), mask_token_id=0, head_dim=32)  # answers several times as fast as the bundled model
 
 
 PRINTED = {
     "generate": f"generate {_HERE} -m 4 --json --logprobs 2 Hi",
-    "generate, two nodes": "generate --model demo --local 1 -m 4 --json Hi",
+    "generate, two nodes": "generate --model tiny --local 1 -m 4 --json Hi",
     "generate, windows": f"generate {_HERE} -m 8 --json --decode diffusion Hi",
     "generate, journal": f"generate {_HERE} -m 4 --json --journal journal Hi",
     "plan": "plan --model demo --local 1 --json",
     "plan, Macs that are not there": "plan --nodes macs.yaml --model demo --json",
     "plan, does not fit": "plan --nodes small.yaml --model demo --json",
     "plan, simulated": "plan --simulate --stage-ms 26.5,6.5 --concurrency 1,2 -g 4 --json",
-    "verify": "verify --model demo --local 1 --max-tokens 2 --decode ar --json",
-    "bench": "bench --model demo --local 1 --concurrency 1 -p 4 -g 4 --decode ar --json",
+    "verify": "verify --model tiny --local 1 --max-tokens 2 --decode ar --json",
+    "bench": "bench --model tiny --local 1 --concurrency 1 -p 4 -g 4 --decode ar --json",
     "score": f"score {_HERE} --json text.txt",
     "doctor": "doctor --config there.yaml --json",
     "status of workers": "status --config there.yaml --json",
-    "smoke": "smoke --model demo --local 1 --json",
+    "smoke": "smoke --model tiny --local 1 --json",
     "smoke, fails": "smoke --config absent.yaml --json",
     "demo": "demo --local 1 -m 8 --json",
     "nodes": "nodes --timeout 0.1 --config absent.yaml --json",
@@ -252,9 +254,10 @@ def printed() -> Iterator[str]:
 
 def lines() -> Iterator[str]:
     """Yield the shapes of the lines of bridge and batch."""
+    write_files()
     asked = [
         {"id": "a", "op": "generate", "prompt": "Hi", "max_tokens": 4, "temperature": 0},
-        {"id": "b", "op": "generate", "prompt_tokens": [5, 6], "max_tokens": 2},
+        {"id": "b", "op": "generate", "prompt_tokens": [5, 6], "max_tokens": 1},
         {"id": 3, "op": "chat", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4},
         {"id": "i", "op": "info"},
         {"id": "wrong", "op": "generate", "prompt": "Hi", "max_tokens": 0},
@@ -633,21 +636,24 @@ SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
 
 
 def main() -> None:
-    """Print one section, in a folder of its own and with empty caches."""
+    """Write SECTION.txt of each section, which runs in a folder of its own and with empty caches."""
     import mlx.core as mx
 
     import coordinator
 
-    begun, clear, main_thread = time.monotonic(), mx.clear_streams, threading.main_thread()
+    target, *sections = sys.argv[1:]
+    target, begun = os.path.abspath(target), time.monotonic()
+    clear, main_thread = mx.clear_streams, threading.main_thread()
     # commands that run here must leave the main thread's streams to the next ones
     mx.clear_streams = lambda: None if threading.current_thread() is main_thread else clear()
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {"XDG_CACHE_HOME": f"{folder}/cache", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
-        os.chdir(folder)
-        for line in SECTIONS[sys.argv[1]]():
-            print(line, flush=True)
-        os.chdir("/")
-    print(f"{sys.argv[1]} of {Path(coordinator.__path__[0]).parent}: {time.monotonic() - begun:.0f} s", file=sys.stderr)
+    for section in sections:
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ |= {"XDG_CACHE_HOME": f"{folder}/cache", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
+            os.chdir(folder)
+            Path(target, f"{section}.txt").write_text("".join(f"{line}\n" for line in SECTIONS[section]()))
+            os.chdir("/")
+    seconds = time.monotonic() - begun
+    print(f"{' '.join(sections)} of {Path(coordinator.__path__[0]).parent}: {seconds:.0f} s", file=sys.stderr)
     sys.stderr.flush()
     os._exit(0)
 

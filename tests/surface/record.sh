@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Records the surface of a checkout: tests/surface/record.sh CHECKOUT [SECTION...]; as many at once as JOBS says.
+# Records the surface of a checkout: tests/surface/record.sh CHECKOUT [SECTION...]
 # PYTHON has the packages; the checkout's own code comes before what is installed.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -7,5 +7,5 @@ checkout=$(cd "$1" && pwd)
 shift
 python=${PYTHON:-$here/../../.venv/bin/python}
 mkdir -p "$here/recorded"
-[ $# -gt 0 ] || set -- exits printed served lines kinds flags
-printf '%s\n' "$@" | PYTHONPATH=$checkout xargs -P "${JOBS:-2}" -I{} sh -c "'$python' '$here/record.py' {} > '$here/recorded/{}.txt'"
+[ $# -gt 0 ] || set -- flags exits printed lines kinds served
+PYTHONPATH=$checkout "$python" "$here/record.py" "$here/recorded" "$@"

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,27 +12,35 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RECORDED = HERE / "recorded"
-SECTIONS = ("exits", "printed", "served", "lines", "kinds", "flags")  # the slowest first
+Recorded = dict[str, Future[Path]]  # by section, the folder it is in
+GROUPS = (("served",), ("flags", "exits", "printed", "lines", "kinds"))  # a process each
+SECTIONS = [section for group in GROUPS for section in group]
 LIMIT_S = 900.0
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[set[str]]]]:
-    """The present surface by section, of the selected tests; two are recorded at a time."""
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
+    """The present surface by section, of the selected tests; two processes record it at a time."""
     names = {item.name for item in request.session.items}
-    pool = ThreadPoolExecutor(2)
+    folder = tmp_path_factory.mktemp("surface")
+    pool = ThreadPoolExecutor(len(GROUPS))
     try:
-        yield {each: pool.submit(record, each) for each in SECTIONS if any(f"[{each}]" in name for name in names)}
+        found: Recorded = {}
+        for group in GROUPS:
+            if sections := [each for each in group if any(f"[{each}]" in name for name in names)]:
+                found |= dict.fromkeys(sections, pool.submit(record, folder, sections))
+        yield found
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def record(section: str) -> set[str]:
+def record(folder: Path, sections: Sequence[str]) -> Path:
+    """Record sections of this checkout in a folder; return it."""
     python_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
-        [sys.executable, HERE / "record.py", section],
+        [sys.executable, HERE / "record.py", folder, *sections],
         env=os.environ | {"PYTHONPATH": python_path},
         capture_output=True,
         text=True,
@@ -40,8 +48,12 @@ def record(section: str) -> set[str]:
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    assert f"{section} of {ROOT}:" in done.stderr, done.stderr
-    return set(done.stdout.splitlines())
+    assert f"{' '.join(sections)} of {ROOT}:" in done.stderr, done.stderr
+    return folder
+
+
+def lines_of(section: str, folder: Path) -> set[str]:
+    return set((folder / f"{section}.txt").read_text(encoding="utf-8").splitlines())
 
 
 def intended(section: str) -> tuple[set[str], set[str]]:
@@ -63,9 +75,8 @@ def differences(found: set[str], recorded: set[str], gone: set[str], come: set[s
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_the_surface_is_as_it_was_recorded(section: str, found: dict[str, Future[set[str]]]) -> None:
-    recorded = set((RECORDED / f"{section}.txt").read_text(encoding="utf-8").splitlines())
-    told = differences(found[section].result(), recorded, *intended(section))
+def test_the_surface_is_as_it_was_recorded(section: str, found: Recorded) -> None:
+    told = differences(lines_of(section, found[section].result()), lines_of(section, RECORDED), *intended(section))
     assert not told, "\n".join(["the surface has changed (tests/surface/intended.txt lists intended changes):", *told])
 
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, Cache, DType
 from worker.model.cache_spec import CacheSpec, Memory, cache_spec
@@ -59,9 +61,13 @@ class ModelSpec:
     def shard_bytes(self, start: int, end: int) -> int:
         """Return the bytes of layers [start, end), with the embedding and the head where they belong."""
         is_last = end == self.num_layers
-        total = sum(layer.weight_bytes for layer in self.layers[start:end])
+        total = self._weight_bytes_up_to[end] - self._weight_bytes_up_to[start]
         total += self.embed_bytes if start == 0 or (is_last and self.tied) else 0
         return total + (self.head_bytes if is_last else 0)
+
+    @cached_property
+    def _weight_bytes_up_to(self) -> list[int]:
+        return list(accumulate((layer.weight_bytes for layer in self.layers), initial=0))
 
     def reserved_bytes(self, start: int, end: int, num_rows: int) -> int:
         """Return the most bytes that one session's cache of `num_rows` takes in layers [start, end)."""

@@ -216,6 +216,10 @@ def test_what_changes_nothing_is_let_pass(field: str, value: Any) -> None:
     assert read(ChatBody, HELLO | {field: value}).to_spec() == read(ChatBody, HELLO).to_spec()
 
 
+def test_max_completion_tokens_takes_precedence() -> None:
+    assert read(ChatBody, HELLO | {"max_tokens": 5, "max_completion_tokens": 7}).to_spec().max_tokens == 7
+
+
 @pytest.mark.parametrize("shape", WHOLE)
 def test_a_null_is_as_good_as_nothing(shape: type[Any]) -> None:
     whole = WHOLE[shape]

@@ -37,7 +37,7 @@ def opened(brigade: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
     ):
         monkeypatch.setattr(module, name, note)
     monkeypatch.setattr(chat, "run_chat", lambda *more: None)
-    monkeypatch.setattr(run_module, "run_async", lambda work: work)
+    monkeypatch.setattr(run_module, "run_async", lambda work, **more: work)
 
     def opened(arguments: str, *more: str) -> tuple[ClusterOptions, Any]:
         brigade(*arguments.split(), *more)
@@ -204,7 +204,7 @@ def test_commands_that_open_no_cluster_take_it_too(
 
     monkeypatch.setattr(status, "ask_server", absent)
     if command == "nodes":
-        monkeypatch.setattr(run_module, "run_async", lambda work: work.close())
+        monkeypatch.setattr(run_module, "run_async", lambda work, **more: work.close())
         brigade(command)
     else:
         with pytest.raises((ConfigError, StageLost), match=r"mini|cluster\.yaml"):

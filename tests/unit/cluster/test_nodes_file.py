@@ -37,7 +37,7 @@ def test_memory_speed_and_link_are_read(tmp_path: Path) -> None:
     survey = found.survey(SEED_MODEL)
     assert found.nodes == [Node("max", 64 * 2**30), Node("mini", 24 * 2**30)] and not found.is_order_fixed
     assert survey.link("max", "mini") == survey.link("mini", "max") == THUNDERBOLT
-    assert survey.speeds["mini"].layers_ms(SEED_MODEL, 1)[0] == pytest.approx(215 / 120)
+    assert survey.speeds["mini"].ms_up_to(SEED_MODEL, 1)[1] == pytest.approx(215 / 120)
     assert not survey.speeds["mini"].is_measured
     more = "  - {name: old, memory: 8GB, gbps: 60, link: {rtt_ms: 0.2, gbit: 1}}\norder: fixed\n"
     found = read_nodes(written(tmp_path, TWO + more))

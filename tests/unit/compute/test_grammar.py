@@ -40,6 +40,15 @@ def test_a_grammar_is_kept_for_every_session_that_may_wait_within_so_much_text(
     assert len(compiled) == num_sessions + num_sessions - num_kept
 
 
+def test_an_answer_that_does_not_match_its_grammar_is_an_error_and_a_draft_that_does_not_is_none() -> None:
+    guide = Grammars(DEMO, VOCAB).guide(Grammar(text=DIGITS, eos=[2]))
+    [allowed] = guide.allowed([], [0], 1).tolist()
+    wrong = allowed.index(False)
+    assert guide.allowed([wrong], [0, 1], 2).tolist() == [allowed, [True] * VOCAB]
+    with pytest.raises(SamplingError, match="does not match its grammar from its token 0 on"):
+        guide.allowed([wrong], [1], 1)
+
+
 def test_an_end_that_is_no_token_is_refused() -> None:
     with pytest.raises(SamplingError, match=f"below {VOCAB}, got {VOCAB}"):
         Grammars(DEMO, VOCAB).guide(Grammar(text=DIGITS, eos=[1, VOCAB]))

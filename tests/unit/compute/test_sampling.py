@@ -9,9 +9,12 @@ import pytest
 from mlx_lm import sample_utils
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from protos.brigade_pb2 import Sampling
+from protos.brigade_pb2 import Sampling, Window
 from tests.unit.compute.rows import VOCAB, logits_of, numpy_gumbel
 from worker.compute.sampling import Draws, Sampler
+from worker.compute.slot import Slot
+from worker.errors import FrameError
+from worker.memory.history import History
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
 
@@ -199,3 +202,17 @@ def test_two_sessions_share_nothing_and_penalties_leave_the_logits_of_the_caller
     all_of_them = Sampling(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=1.0, logit_bias=BIAS)
     after(Sampler(all_of_them), logits, HISTORY).to_samples(0)
     np.testing.assert_array_equal(np.array(logits), before)
+
+
+def test_a_guess_is_drawn_with_the_noise_of_the_token_at_its_position() -> None:
+    nothing: Any = None  # a draw uses no caches
+    slot = Slot(nothing, History(), Sampling(temperature=1.0, seed=3))
+    window = Window(tokens=[5], masks=2, wanted=1, guessed=2)  # rows for positions 1, 1 and 2
+    token, guess, later = slot.draw(window, mx.zeros((3, 1000))).tokens.tolist()
+    assert token == guess != later
+
+
+def test_a_target_that_is_no_token_is_refused() -> None:
+    for target in (VOCAB, VOCAB + 1):
+        with pytest.raises(FrameError, match=f"below {VOCAB}, got {target}"):
+            Sampler(Sampling()).score(logits_of(0), [target])

@@ -6,9 +6,9 @@ import random
 import mlx.core as mx
 import pytest
 
-from coordinator.decoding.decoders import Fill, choose_fills
+from coordinator.decoding.decoders import Fill, Proposal, choose_fills
 from coordinator.decoding.window import LENGTHS
-from protos.brigade_pb2 import Sampling
+from protos.brigade_pb2 import Sample, Sampling
 from tests.unit.decoding.fake_stage import FakeStage, Guess, opened, positions, run, steps
 from tests.unit.fake_chain import VOCAB, prompt_of
 from worker.compute.header import num_rows
@@ -161,3 +161,10 @@ def test_a_filled_end_of_sequence_ends_the_window_there_and_one_further_left_win
         now = next(entropies)
         session.commit(*stage.answer(session.next_window()))
     assert session.generated == [20, eos]
+
+
+def test_fills_after_the_first_filled_end_of_sequence_are_dropped() -> None:
+    decoder, eos = Fill(8, 0.1, 0.0, frozenset({7})), 7
+    guesses = [Sample(token=token, entropy=0.0 if at > 1 else 0.9) for at, token in enumerate([5, 5, 5, eos, 5, eos])]
+    decoder.accept(Proposal(masks=tuple(range(1, 7))), [], guesses)
+    assert [(at, sample.token) for at, sample in decoder.fills] == [(3, 5), (4, eos)]

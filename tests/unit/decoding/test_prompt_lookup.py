@@ -47,6 +47,11 @@ def test_prompt_lookup_is_fast_on_any_loop(period: int) -> None:
     assert lengths[:3] == [3, 7, 15]
 
 
+def test_prompt_lookup_leaves_room_for_the_token_after_its_drafts() -> None:
+    found = [len(PromptLookup().propose([1, 2, 3] * 3, 1, room).drafts) for room in (1, 3, 4)]
+    assert found == [0, 0, 3]
+
+
 def test_prompt_lookup_drafts_less_while_drafts_hold_less() -> None:
     """Two thirds of a text that repeats, with one token in five changed: drafts stay short."""
     numbers = random.Random(5)

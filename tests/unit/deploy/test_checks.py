@@ -87,6 +87,7 @@ def test_every_kind_of_finding_is_on_the_page_about_doctor() -> None:
         ({"unread": ["pmset"]}, NOTE, Kind.UNREAD, "pmset"),
         ({"versions": VERSIONS | {"brigade": "0.2.0"}}, PROBLEM, Kind.BRIGADE, "0.2.0, the coordinator 0.1.0"),
         ({"code": "old", "is_outdated": True}, PROBLEM, Kind.BRIGADE, "replaced on disk after it was started"),
+        ({"is_outdated": True}, PROBLEM, Kind.BRIGADE, "replaced on disk after it was started"),
         ({"code": "other"}, NOTE, Kind.BRIGADE, "other files of it"),
         ({"versions": VERSIONS | {"mlx": "0.31.0"}}, NOTE, Kind.MLX, "has mlx 0.31.0, the coordinator 0.32.4"),
         ({"versions": VERSIONS | {"mlx-lm": "0.31.0"}}, NOTE, Kind.MLX, "has mlx-lm 0.31.0"),

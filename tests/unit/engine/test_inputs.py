@@ -1,7 +1,11 @@
 """Prompts and grammars that are refused before a node is asked, and what a request gets that does not say."""
 
 import asyncio
+import json
+import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -10,8 +14,10 @@ import pytest
 from coordinator.engine import inputs
 from coordinator.engine.bounded import Bounds, GrammarTrials, LongTexts
 from coordinator.engine.grammars import json_grammar, lark_grammar, regex_grammar
+from coordinator.engine.tokenizer import Tokenizer
 from coordinator.sessions.request import Conversation, RequestSpec
 from worker.errors import ContextExceeded, InputError, SamplingError
+from worker.model.checkpoint import Checkpoint
 
 LONG = "the long text " * 40_000
 LONG_ENOUGH = "the quick brown fox, naïvely " * 10_000
@@ -152,3 +158,22 @@ def test_an_answer_of_no_given_length_may_be_as_long_as_the_context_and_no_longe
     for usual in (None, 10**9):
         front = run(inputs.InputProcessor.read("demo", max_tokens=usual))
         assert run(front.make_request(RequestSpec((1,)))).max_tokens == front.spec.context
+
+
+def test_a_constrained_answer_does_not_think_first_unless_it_is_asked_to(
+    front: inputs.InputProcessor, run: Run, tmp_path: Path
+) -> None:
+    shutil.copy(front.checkpoint.folder / "tokenizer.json", tmp_path)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "additional_special_tokens": ["<think>", "</think>"],  # for mlx-lm this is a model that thinks by default
+        "chat_template": "{{ enable_thinking }}",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = Tokenizer(Checkpoint("", tmp_path, {}, {}))
+    told = inputs.InputProcessor(front.checkpoint, front.spec, tokenizer)
+    number = replace(CHAT, grammar=regex_grammar("[0-9]"))
+    thought = replace(number, prompt=Conversation(({"role": "user"},), template_arguments={"enable_thinking": True}))
+    texts = [tokenizer.decode(run(told.make_request(asked)).prompt) for asked in (CHAT, number, thought)]
+    assert texts == ["True", "False", "True"]

@@ -1,16 +1,20 @@
 """Statistics of requests and frames, without any chain."""
 
 import asyncio
+import json
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
+from coordinator.cluster.log import log_as_json
 from coordinator.engine.stats import StageTimes, Stats, TokenRates
-from coordinator.engine.status import ClusterStatus, StatusLog
+from coordinator.engine.status import ClusterStatus, StatusLog, log_request
 from coordinator.planning.plan import Assignment
 from coordinator.sessions.output import Output, Token, Usage
 from coordinator.sessions.waterfall import Moments, Passage, Route
+from protos.brigade_pb2 import StatusReply
 from worker.errors import QueueFull, StageLost
 
 TASK: Any = SimpleNamespace(prompt=(1, 2, 3), decode=SimpleNamespace(kind="ngram"))
@@ -93,6 +97,10 @@ def test_every_moment_of_a_flow_is_in_one_part() -> None:
     here, there = times.totals
     assert (here.compute, here.busy, here.bubble) == (20, 20, 60)
     assert (there.compute, there.wire, there.bubble) == (40, 10, 40)
+    assert times.utilisation(200) == {"here": 10 / 60, "there": 20 / 60}, "since the first frame came back"
+    assert times.utilisation(11 * SECOND) == {"here": 0, "there": 0}
+    times.take(chain, frame(150))  # computed from 150 to 160 and from 165 to 185: half of the first beside the last one
+    assert [(stage.compute, stage.busy) for stage in times.totals] == [(30, 25), (60, 45)]
 
 
 def test_what_passes_between_two_chains_is_recovery() -> None:
@@ -114,3 +122,46 @@ def test_a_busy_server_says_so_and_an_idle_one_nothing(capsys: pytest.CaptureFix
     assert "answers 2.0 tok/s, running 0, waiting 0" in capsys.readouterr().err
     asyncio.run(line.log(5.0))
     assert capsys.readouterr().err == ""
+
+
+def test_nodes_beside_the_chain_are_idle_or_lost_and_requests_without_a_slot_wait() -> None:
+    def peer(reply: Any) -> Any:
+        return SimpleNamespace(address="a:1", peer=SimpleNamespace(status=AsyncMock(side_effect=[reply])))
+
+    stats, running, waiting = Stats(), *(SimpleNamespace(**vars(TASK)) for _ in range(2))
+    for request in (running, waiting):
+        stats.begin(request)
+    here, *others = (Assignment(name, 0, 1, 0, 0, 0) for name in ("here", "idle", "silent", "gone"))
+    plan = SimpleNamespace(assignments=[here])
+    workers = {"idle": peer(StatusReply()), "silent": peer(StageLost("silent"))}
+    workers["gone"] = SimpleNamespace(address="", peer=None)
+    engine: Any = SimpleNamespace(
+        cluster=SimpleNamespace(
+            chain=SimpleNamespace(plan=plan, own_status=StatusReply(), epoch=3),
+            nodes=SimpleNamespace(workers=workers),
+            outside=others,
+            trouble="",
+        ),
+        scheduler=SimpleNamespace(slots=SimpleNamespace(promised=[0])),
+        sessions=[SimpleNamespace(request=running, slot=0), SimpleNamespace(request=waiting, slot=None)],
+    )
+    found = asyncio.run(ClusterStatus(stats).look(engine))
+    assert {node.name: node.state for node in found.nodes} == {
+        "here": "active", "idle": "idle", "silent": "lost", "gone": "lost"
+    }  # fmt: skip
+    assert [request.state for request in found.requests] == ["running", "waiting"]
+
+
+@pytest.mark.parametrize(
+    ("error", "level"),
+    [(None, "info"), (GeneratorExit(), "info"), (StageLost("gone"), "warning"), (QueueFull("too many"), "warning")],
+)
+def test_a_failed_or_refused_request_is_logged_as_a_warning(
+    error: BaseException | None, level: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = Stats(log_request).begin(TASK)
+    if error is None:
+        request.take(piece(1, SECOND, "stop"))
+    with log_as_json(True):
+        request.end(error)
+    assert json.loads(capsys.readouterr().err)["level"] == level

@@ -119,6 +119,19 @@ def test_a_sliding_cache_can_always_take_back_the_last_step() -> None:
         assert seen_by_each(cache, [token]) == plain.step([token])
 
 
+@pytest.mark.parametrize("keep", [0, 4])
+def test_a_sliding_cache_can_be_cut_to_its_kept_tokens(keep: int) -> None:
+    cache, plain = KVCache(8, keep), Plain(8, keep)
+    cache.step = 8  # type: ignore[misc]
+    for token in range(40):
+        assert seen_by_each(cache, [token]) == plain.step([token])
+    assert cache.dropped
+    cache.cut(keep)
+    plain.tokens = plain.tokens[:keep]
+    for token in range(100, 120):
+        assert seen_by_each(cache, [token]) == plain.step([token])
+
+
 @pytest.mark.parametrize("window", [2, 3, 8, 30])
 def test_a_cut_below_what_a_sliding_cache_still_shows_whole_is_refused(window: int) -> None:
     """Rows slide out for good. A query that would miss one of them must not be answered without it."""

@@ -239,9 +239,9 @@ def check_best(seed: int) -> int:
     assert ms(chosen.ms_per_token) <= slack_ms * (1 + 1e-9), seed
     good = [each for each in times if ms(each.ms_per_token) <= slack_ms]
     for rows, sampled in ((PROMPT_ROWS, 0), (1, 1)):
-        least = min(ms(each.slowest_ms(rows, sampled)) for each in good)
+        least = min(each.slowest_ms(rows, sampled) for each in good)
         assert chosen.slowest_ms(rows, sampled) == pytest.approx(least), seed
-        good = [each for each in good if ms(each.slowest_ms(rows, sampled)) <= least * (1 + 1e-9)]
+        good = [each for each in good if each.slowest_ms(rows, sampled) <= least * (1 + 1e-9)]
     assert chosen.ms_per_token == pytest.approx(min(ms(each.ms_per_token) for each in good)), seed
     return len(found.assignments)
 

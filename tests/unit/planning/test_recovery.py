@@ -248,3 +248,13 @@ def test_whatever_a_node_was_at_it_may_be_lost_replaced_stall_or_drain(state: No
         air = record("air", state, WHOLE)
         air.meet(event, 101)
         assert air.state is following and (air.shard is None or following is DR)
+    air = record("air", state, WHOLE)
+    air.answer("another", 101)
+    assert air.state is P and air.shard is None, "a process that was started anew holds no layers"
+
+
+def test_the_lost_chain_s_plan_is_kept_for_the_same_nodes_and_a_shard_of_another_budget_is_loaded_again() -> None:
+    there = nodes(LD, LD, LD, plan=WHOLE)
+    assert decide(there, lost(), LIMITS, Splits(always=grown(ALL))) == Open(WHOLE)
+    there[2].shard = replace(WHOLE.assignments[2], memory_bytes=9)
+    assert decide(there, lost(), LIMITS, Splits()) == Load(WHOLE, ("air",))

@@ -202,6 +202,23 @@ def test_any_detokenizer_of_mlx_lm_will_do(folder: Path) -> None:
         assert "".join(pieces) == text
 
 
+class Late:
+    """A detokenizer that holds all text back until the end, as mlx-lm's do with an incomplete character."""
+
+    last_segment = ""
+
+    def add_token(self, token: int) -> None:
+        pass
+
+    def finalize(self) -> None:
+        self.last_segment = "some END and more"
+
+
+def test_text_that_the_detokenizer_held_back_may_hold_a_stop_string() -> None:
+    stream = TextParser(Late(), ("END",))
+    assert (stream.push(1), stream.finish(), stream.stopped_by) == ("", "some ", "END")
+
+
 def test_a_conversation_ends_where_the_answer_begins_and_without_a_template_must_be_raw(
     tokenizer: Tokenizer, folder: Path, tmp_path: Path
 ) -> None:
