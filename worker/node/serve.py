@@ -165,7 +165,7 @@ class Listening:
                     if tries_left:
                         continue  # the port that belongs to the one that was free is not
                     raise
-                unless_it_serves.push_async_callback(lambda hops=hops: self._service.thread.call(_stop([hops])))
+                unless_it_serves.push_async_callback(self._stop_hops, [hops])
                 await server.start()
                 self._servers.append(server)
                 self._hops.append(hops)
@@ -201,11 +201,13 @@ class Listening:
         await asyncio.gather(*(server.stop(grace=None) for server in self._servers))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_HOPS_S):
-                await self._service.thread.call(_stop(self._hops))
+                await self._stop_hops(self._hops)
 
+    async def _stop_hops(self, servers: Sequence[grpc.aio.Server]) -> None:
+        async def stop() -> None:
+            await asyncio.gather(*(server.stop(grace=None) for server in servers))
 
-async def _stop(servers: Sequence[grpc.aio.Server]) -> None:
-    await asyncio.gather(*(server.stop(grace=None) for server in servers))
+        await self._service.thread.call(stop())
 
 
 async def wait_last_calls() -> None:
