@@ -181,7 +181,11 @@ class Liar(NodeServicer, HopServicer):
     async def _say(self, said: "asyncio.Queue[Report | bytes]", context: Any) -> None:
         while True:
             report = await said.get()
-            await context.write(seal(report).SerializeToString() if isinstance(report, Report) else report)
+            if isinstance(report, Report):
+                sealed = Report()
+                sealed.CopyFrom(report)
+                report = seal(sealed).SerializeToString()
+            await context.write(report)
 
     async def Relay(self, parts: AsyncIterator[bytes], context: Any) -> AsyncIterator[Credit]:
         yield Credit(frames=self.credit)

@@ -142,7 +142,7 @@ async def test_an_unexpected_error_of_a_later_try_is_logged(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("how", "num_stopped"), [("refused", 1), ("hops refused", 2), ("hops cancelled", 2), ("cancelled", 2)]
+    ("how", "num_stopped"), [("refused", 1), ("hops refused", 2), ("hops cancelled", 2), ("cancelled", 1)]
 )
 async def test_servers_that_do_not_serve_are_stopped(
     monkeypatch: pytest.MonkeyPatch, thread: MlxThread, how: str, num_stopped: int

@@ -28,6 +28,7 @@ from tests.integration.conftest import (
 from tests.integration.many import until
 from tests.integration.upstream import attach_request
 from tests.tiny import VOCAB
+from tools.worker_process import address_with_hops
 from worker.errors import BrigadeError, FrameError, NodeBusy, StageLost
 from worker.node.hop import results
 from worker.node.network import hop_address
@@ -109,7 +110,7 @@ async def test_it_may_do_so_while_the_node_still_tries_to_reach_the_next_stage(m
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         request.loaded.CopyFrom(load_request(whole.folder, 1, 3))
-        request.successor, request.successor_name = f"127.0.0.1:{silent.getsockname()[1]}", "air"
+        request.successor, request.successor_name = address_with_hops(silent.getsockname()[1]), "air"
         request.num_stages = 3
         async with serving(1) as [node]:
             await load(node, request.loaded)

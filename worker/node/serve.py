@@ -159,14 +159,13 @@ class Listening:
                 add_node(self._service, server)
                 health_pb2_grpc.add_HealthServicer_to_server(self._checks, server)
                 address = f"{bind.rpartition(':')[0]}:{self._network.listen(server, bind)}"
+                await server.start()  # gRPC frees the port only of a server that was started
                 try:
                     hops = await self._service.thread.call(self._serve_hops(hop_address(address)))
                 except AddressMissing:
                     if tries_left:
                         continue  # the port that belongs to the one that was free is not
                     raise
-                unless_it_serves.push_async_callback(self._stop_hops, [hops])
-                await server.start()
                 self._servers.append(server)
                 self._hops.append(hops)
                 unless_it_serves.pop_all()
@@ -201,13 +200,11 @@ class Listening:
         await asyncio.gather(*(server.stop(grace=None) for server in self._servers))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_HOPS_S):
-                await self._stop_hops(self._hops)
+                await self._service.thread.call(_stop(self._hops))
 
-    async def _stop_hops(self, servers: Sequence[grpc.aio.Server]) -> None:
-        async def stop() -> None:
-            await asyncio.gather(*(server.stop(grace=None) for server in servers))
 
-        await self._service.thread.call(stop())
+async def _stop(servers: Sequence[grpc.aio.Server]) -> None:
+    await asyncio.gather(*(server.stop(grace=None) for server in servers))
 
 
 async def wait_last_calls() -> None:
