@@ -202,3 +202,12 @@ def write_cluster(path: Path, *nodes: tuple[str, str] | tuple[str, str, str], **
         lines.append(f"  - {{name: {name}, address: '{address}'" + (f", memory: {memory[0]}" if memory else "") + "}")
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+def status_of(worker: psutil.Process) -> StatusReply | None:
+    """What a worker says of itself, at whichever of its ports is not that of its hops; None if it does not listen."""
+    for each in worker.net_connections("tcp"):
+        if each.status == psutil.CONN_LISTEN:
+            with grpc.insecure_channel(f"127.0.0.1:{each.laddr.port}") as channel, contextlib.suppress(grpc.RpcError):
+                return NodeStub(channel).Status(StatusRequest(), timeout=30.0, wait_for_ready=True)
+    return None

@@ -4,14 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx2
 import psutil
 from openai import OpenAI
 
-from protos.brigade_pb2 import StatusReply, StatusRequest
-from protos.brigade_pb2_grpc import NodeStub
-from tests.cluster.processes import START_S, Running, Starter
+from protos.brigade_pb2 import StatusReply
+from tests.cluster.processes import START_S, Running, Starter, status_of
 
 
 @dataclass(frozen=True)
@@ -33,9 +31,9 @@ class Server:
 
     def status(self, worker: psutil.Process) -> StatusReply:
         """What a local worker says of itself."""
-        [listener] = [each for each in worker.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
-        with grpc.insecure_channel(f"127.0.0.1:{listener.laddr.port}") as channel:
-            return NodeStub(channel).Status(StatusRequest(), timeout=30.0, wait_for_ready=True)
+        found = status_of(worker)
+        assert found is not None
+        return found
 
 
 def start_server(start: Starter, model: Path, *flags: str | Path) -> Server:

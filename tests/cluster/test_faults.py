@@ -12,14 +12,11 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 
-import grpc
 import psutil
 import pytest
 
-from protos.brigade_pb2 import StatusRequest
-from protos.brigade_pb2_grpc import NodeStub
 from tests.cluster.commands import answer_here, parse, run_here
-from tests.cluster.processes import Starter, write_cluster
+from tests.cluster.processes import Starter, status_of, write_cluster
 from tools.faults import inside, kills, losses, pauses
 from tools.faults.__main__ import all_groups
 from tools.faults.asked import DECODES, four
@@ -124,11 +121,8 @@ def kill_own_in_the_middle() -> psutil.Process:
 
 def step_of(process: psutil.Process) -> int:
     """What step a worker is at; 0 if it does not listen yet."""
-    ports = [each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
-    if not ports:
-        return 0
-    with grpc.insecure_channel(f"127.0.0.1:{ports[0]}") as channel:
-        return NodeStub(channel).Status(StatusRequest(), timeout=30.0, wait_for_ready=True).step
+    status = status_of(process)
+    return status.step if status else 0
 
 
 def test_an_answer_that_breaks_off_is_printed_as_far_as_it_came(start: Starter, talker: Path, tmp_path: Path) -> None:
