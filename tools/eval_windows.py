@@ -199,7 +199,10 @@ def _threshold(decode: Decode) -> float | None:
 
 
 async def step_costs(chain: Chain, rounds: int) -> dict[str, float]:
-    """Median milliseconds of a step by its rows: half of them tokens to verify, half MASK rows; all sizes in turn."""
+    """Median milliseconds of a step by its rows: half of them tokens to verify, half MASK rows; all sizes in turn.
+
+    Run it on the loop of the chain's thread.
+    """
     history = History(5 + at % 64 for at in range(_PREFIX))
     opening = Window(slot=0, prefix_hash=history.prefix_hash(0), tokens=history.tokens)
     await _step(chain, Frame(opened=[Opening(slot=0)], windows=[opening]))
@@ -220,7 +223,9 @@ async def _step(chain: Chain, frame: Frame) -> float:
     """Seconds of one frame, alone in the chain."""
     frame.epoch, frame.step = chain.epoch, chain.last_step + 1
     chain.send(frame)
-    return (await chain.receive()).took_s
+    arrival = await chain.receive()
+    chain.learn(arrival)
+    return arrival.took_s
 
 
 @asynccontextmanager
@@ -248,7 +253,7 @@ async def measure(measured: Measured, parts: Sequence[str], sizes: Sizes, save: 
     """Fill in these parts, and save after each kind. The counts do not depend on the machine, the times do."""
     async with open_bench(cluster_options(None, measured.model, 0, None, None)) as bench:
         if "steps" in parts:
-            measured.step_ms = await step_costs(bench.chain, rounds=30)
+            measured.step_ms = await bench.chain.thread.call(step_costs(bench.chain, rounds=30))
         if "speeds" in parts:
             measured.speeds = []
             for delay_s in (0.0, NUM_HOPS * HOP_S):

@@ -173,7 +173,12 @@ async def send(chain: Chain, frame: Frame) -> None:
 
 
 async def receive(chain: Chain) -> ArrivedResult:
-    return await chain.thread.call(chain.receive())
+    async def receive_one() -> ArrivedResult:
+        arrival = await chain.receive()
+        chain.learn(arrival)
+        return arrival
+
+    return await chain.thread.call(receive_one())
 
 
 async def answer(chain: Chain, prompt: Sequence[int], num_tokens: int, sampling: Sampling | None = None) -> Answer:
