@@ -112,7 +112,7 @@ async def test_when_the_coordinator_is_gone_its_slots_are_too_and_another_can_at
             for peer in chain.peers:
                 status = await peer.status(5)
                 assert (status.slots, status.step) == (1, 51) and status.cache_bytes > 0
-        assert any(cache() for cache in worker_caches)
+            assert any(cache() for cache in worker_caches)
         for node in nodes:
             await wait_idle(node)
         for loop in (asyncio.get_running_loop(), chain.thread.loop, *(node.thread.loop for node in nodes)):

@@ -19,6 +19,7 @@ from worker.errors import BrigadeError, FrameError, StageLost, without_trace
 from worker.node.framing import PLAIN, Arrival, FrameAssembler, Wire
 from worker.node.hop import pack, unpack
 from worker.platform.mlx_memory import forget_peak, memory_errors_named, memory_held
+from worker.platform.tasks import shielded
 from worker.platform.threads import MlxThread
 
 _DEPTH = 64  # frames that may wait here: more than a scheduler ever has in flight, so one more is a peer's error
@@ -51,6 +52,11 @@ class Outgoing:
 
     step: int
     parts: Sequence[bytes]
+
+
+async def _close(link: Outlet) -> None:
+    """Close the hop, even if the stage is stopped meanwhile."""
+    await shielded(link.close())
 
 
 class Stage:
@@ -152,7 +158,7 @@ class Stage:
             works = [self._run_frames, *watched]
             if connect:
                 link = connect()
-                stack.push_async_callback(link.close)
+                stack.push_async_callback(_close, link)
                 await link.wait_open()
                 works += [partial(self._send_outputs, link), link.wait_lost]
             note_open()
