@@ -124,7 +124,7 @@ class Slots:
     @property
     def active(self) -> list[SessionSlot]:
         """The slots of sessions that have memory and have not ended, in the order of arrival."""
-        return [slot for slot in self._slots.values() if slot.state in ACTIVE]
+        return [slot for slot in list(self._slots.values()) if slot.state in ACTIVE]
 
     @property
     def num_waiting(self) -> int:
@@ -138,7 +138,7 @@ class Slots:
     def promised(self) -> Bytes:
         """Reserved bytes by stage, with those of kept slots."""
         total: Bytes = (0,) * len(self._costs.budgets)
-        for slot in self._slots.values():
+        for slot in list(self._slots.values()):
             total = tuple(map(add, total, slot.promised))
         return total
 
@@ -191,7 +191,7 @@ class Slots:
             self._free(slot)
 
     def _in(self, state: SlotState) -> list[SessionSlot]:
-        return [slot for slot in self._slots.values() if slot.state is state]
+        return [slot for slot in list(self._slots.values()) if slot.state is state]
 
     def _admit(self) -> None:
         """Reserve memory for waiting sessions in the order of arrival; a large one is never overtaken."""
