@@ -61,7 +61,7 @@ async def test_a_coordinator_without_a_right_certificate_is_refused(
             with pytest.raises(StageLost, match=f"^worker node-1: {reason}$"):
                 await peer.hello()
         async with peer_of(node, certificates.coordinator()) as peer:
-            assert (await peer.hello()).node == "node-1"
+            assert (await peer.hello(60)).node == "node-1"
 
 
 async def test_a_worker_that_trusts_another_authority_refuses_this_node_with_its_reason_at_once(
