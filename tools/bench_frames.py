@@ -79,12 +79,18 @@ class Answering:
     """An engine that only looks at what it is given."""
 
     num_slots = cache_bytes = weight_bytes = 0
-    runs_ahead = False
+    runs_ahead = is_whole = False
 
     def check(self, frame: Frame) -> None:
         pass
 
-    def begin(self, frame: Frame, x: mx.array | None, received: int) -> Result:
+    def awaited(self, frame: Frame) -> None:
+        pass
+
+    def launch_ahead(self, result: Result, *, is_finished: bool) -> None:
+        pass
+
+    def begin(self, frame: Frame, x: mx.array | None, received: int, taken: int) -> Result:
         mx.eval(x)
         return Result(step=frame.step, timings=[Timing(received=received)])
 
