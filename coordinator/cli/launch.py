@@ -59,7 +59,7 @@ def launch(
     """
     if stop + restart + update > 1:
         raise InputError("", "expected one of --stop, --restart and --update")
-    cluster = load_cluster(_found(ctx, config))
+    cluster = _load(ctx, config)
     workers = workers_of(cluster, names or ())
     if stop:
         return run_stop(workers)
@@ -94,11 +94,6 @@ def workers_of(cluster: ClusterConfig, names: list[str] | tuple[()]) -> list[Wor
             f"{cluster.file} does not say how to reach {names_of}: expected `ssh: user@host` in its entry"
         )
     return reached
-
-
-def _found(ctx: typer.Context, config: Path) -> Path:
-    """Return the configuration's file; loading it fails if it does not exist."""
-    return config if "config" in given_flags(ctx) else find_config(None) or config
 
 
 async def run_launch(config: Path, cluster: ClusterConfig, workers: Sequence[WorkerConfig], action: LaunchMode) -> int:
@@ -180,16 +175,15 @@ def logs(
 
     brigade logs mini -f
     """
-    [worker] = workers_of(load_cluster(_found(ctx, config)), [name])
-    return _print_log(worker, lines, is_followed=follow)
+    [worker] = workers_of(_load(ctx, config), [name])
 
-
-async def _print_log(worker: WorkerConfig, lines: int, *, is_followed: bool) -> None:
     from coordinator.deploy.ssh import Remote
 
     assert worker.ssh is not None
-    await Remote(worker.name, worker.ssh).log(lines, _print_line, follows=is_followed)
+    remote = Remote(worker.name, worker.ssh)
+    return remote.log(lines, lambda line: print(printable_lines(line), flush=True), follows=follow)
 
 
-def _print_line(line: str) -> None:
-    print(printable_lines(line), flush=True)
+def _load(ctx: typer.Context, config: Path) -> ClusterConfig:
+    """Load the configuration; say so if it is that of this folder. Raises ConfigError if it does not exist."""
+    return load_cluster(config if "config" in given_flags(ctx) else find_config(None) or config)

@@ -31,6 +31,7 @@ _EVERY_S = 1.0
 _SERVER_WITHIN_S = 5.0
 _WORKER_WITHIN_S = 1.0
 _MOST_REQUESTS = 8  # shown in the table
+_OF_STATUS = ("weight_bytes", "peak_memory_bytes", "active_memory_bytes", "cached_memory_bytes", "slots")
 _STYLES = {"ready": "green", "active": "green", "lost": "bold red", "recovering": "bold red", "failed": "bold red"}
 
 
@@ -148,12 +149,8 @@ async def _ask_worker(peer: Peer) -> dict[str, Any]:
     return place | {
         "state": "active" if status.slots else "idle",
         "memory_bytes": hello.memory_bytes,
-        "weight_bytes": status.weight_bytes,
         "cache_held_bytes": status.cache_bytes,
-        "peak_memory_bytes": status.peak_memory_bytes,
-        "active_memory_bytes": status.active_memory_bytes,
-        "cached_memory_bytes": status.cached_memory_bytes,
-        "slots": status.slots,
+        **{name: getattr(status, name) for name in _OF_STATUS},
         "versions": {"mlx": hello.mlx_version, "mlx-lm": hello.mlx_lm_version},
     }
 
