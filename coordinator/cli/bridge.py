@@ -39,9 +39,7 @@ _MOST_BYTES = 64 << 20  # of a line
 _CHAT_TOKENS = 4096  # of an answer whose line names no number
 
 
-def bridge(
-    cluster: Annotated[flags.ClusterFlags, TakeFlags(*flags.SERVING)],
-) -> Coroutine[Any, Any, None]:
+def bridge(cluster: Annotated[flags.ClusterFlags, TakeFlags(*flags.SERVING)]) -> Coroutine[Any, Any, None]:
     """Answer requests that come as JSON lines on standard input, many at once, as JSON lines on standard output.
 
     {"id": "a", "op": "generate", "prompt": "Hi", "max_tokens": 8} gives a line {"id": "a", "text": ..., "tokens": ...}
