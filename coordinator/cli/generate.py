@@ -178,8 +178,7 @@ class GenerateOptions:
             if self.system:
                 raise InputError("system_prompt", "this model has no chat template that would use it")
             return self.prompt
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        return Conversation((*system, {"role": "user", "content": self.prompt}))
+        return Conversation.of(self.prompt, self.system)
 
 
 class Prepared(NamedTuple):

@@ -162,8 +162,11 @@ def logs(
     from coordinator.deploy.ssh import Remote
 
     assert worker.ssh is not None
-    remote = Remote(worker.name, worker.ssh)
-    return remote.log(lines, lambda line: print(printable_lines(line), flush=True), follows=follow)
+    return Remote(worker.name, worker.ssh).log(lines, _print_line, follows=follow)
+
+
+def _print_line(line: str) -> None:
+    print(printable_lines(line), flush=True)
 
 
 def _load(ctx: typer.Context, config: Path) -> ClusterConfig:
