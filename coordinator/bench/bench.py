@@ -72,12 +72,12 @@ class Workload:
 
     @property
     def context(self) -> int:
-        """Return the tokens of one request."""
+        """The tokens of one request."""
         return self.num_prompt + self.num_tokens
 
     @property
     def cases(self) -> list[tuple[Decode, int]]:
-        """Return the decoders and numbers of requests, in the order in which they are measured."""
+        """The decoders and numbers of requests, in the order in which they are measured."""
         return [(decode, count) for decode in self.decodes for count in self.concurrency]
 
     def requests(self, count: int, decode: Decode, spec: ModelSpec, seed: int) -> list[Request]:

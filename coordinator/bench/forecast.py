@@ -81,7 +81,7 @@ class ForecastTimes:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Return the fewest and the most rows of a frame for which the time of every stage is known."""
+        """The fewest and the most rows of a frame for which the time of every stage is known."""
         stages = [stage.by_rows for stage in self.usual.stages]
         return max(stage[0][0] for stage in stages), min(stage[-1][0] for stage in stages)
 

@@ -158,7 +158,7 @@ class Typed:
 
     @property
     def is_open(self) -> bool:
-        """Return whether the message continues with the next line."""
+        """Whether the message continues with the next line."""
         return bool(self._lines) or self._is_quoted
 
     def push(self, line: str) -> str | None:

@@ -312,7 +312,7 @@ def how_drawn(sampling: Sampling, own: Mapping[str, float]) -> str:
 def _failures_as_json(
     asked: GenerateOptions, request: Request, answer: Answer, text: Callable[[], str]
 ) -> Iterator[None]:
-    """With `--json`, print the part of an answer that came before an error, and the error."""
+    """Print, with `--json`, the part of an answer that came before an error, and the error."""
     try:
         yield
     except BrigadeError as error:

@@ -239,7 +239,7 @@ def _check_sleep(name: str, facts: Facts, *, is_coordinator: bool) -> Iterator[F
 
 
 def _check_rdma(node: ExaminedNode, facts: Facts) -> Finding:
-    """For information only: enabling it takes a visit to Recovery, and Brigade does not use it."""
+    """Return whether RDMA is enabled. It is never a problem: Brigade does not use it."""
     version = tuple(int(each) for each in facts.system_version.split(".")[:2] if each.isdecimal() and len(each) < 6)
     if facts.rdma == "enabled":
         state = f"RDMA over Thunderbolt is enabled ({', '.join(facts.rdma_devices[:8])})"
