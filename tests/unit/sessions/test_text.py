@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from coordinator.engine.tokenizer import Tokenizer
+from coordinator.sessions.output import Output, Token
 from coordinator.sessions.text import StopText, TextParser
 from worker.errors import InputError, ModelError
 from worker.model.checkpoint import Checkpoint
@@ -174,6 +175,15 @@ def test_a_stop_string_is_found_across_tokens(tokenizer: Tokenizer, text: str) -
     stream = tokenizer.stream(("END",))
     assert "".join(map(stream.push, tokenizer.encode("text EN"))) == "text "
     assert stream.finish() == "EN" and stream.text == "text EN" and stream.stopped_by is None
+
+
+def test_tokens_after_a_stop_string_are_dropped(tokenizer: Tokenizer) -> None:
+    tokens = [*tokenizer.encode("some text END"), *tokenizer.encode(" and more")]
+    output = Output("", [Token(token, 0.0) for token in tokens], 0)
+    tokenizer.stream(["END"]).read(output)
+    found = [each.token for each in output.tokens]
+    assert found == tokens[: len(found)] and len(found) == len(tokenizer.encode("some text END"))
+    assert (output.text, output.finish_reason, output.stop) == ("some text ", "stop", "END")
 
 
 def test_two_streams_share_nothing(tokenizer: Tokenizer) -> None:
