@@ -88,6 +88,11 @@ class ModelInUse:
         """Bytes of hidden state per token; 0 if the model is unknown."""
         return self.spec.row_bytes if self.spec else 0
 
+    def plan_by_memory(self, nodes: Sequence[Node]) -> Plan:
+        """Return the plan over these nodes, as if they were equally fast. Raises ConfigError as `plan` does."""
+        assert self.spec is not None
+        return plan(self.spec, nodes, NO_SPEEDS, Objective(self.context, layers=self.layers))
+
 
 def check_cluster(cluster: ExaminedCluster, model: ModelInUse, now: datetime) -> Iterator[Finding]:
     """Yield the findings of each node, of each hop, and of all nodes together."""
@@ -448,9 +453,8 @@ def offers_of(nodes: Sequence[ExaminedNode]) -> list[Node]:
 def _check_plan(spec: ModelSpec, nodes: Sequence[ExaminedNode], model: ModelInUse) -> Iterator[Finding]:
     """Yield whether the model fits, by memory alone: such a plan fits if any does."""
     offers = offers_of(nodes)
-    objective = Objective(model.context, layers=model.layers)
     try:
-        found = plan(spec, offers, NO_SPEEDS, objective)
+        found = model.plan_by_memory(offers)
     except ConfigError as error:
         fix = "correct `layers:` or the number of workers in cluster.yaml"
         yield problem(Kind.PLAN, "all nodes", error.message, fix)
@@ -463,7 +467,7 @@ def _check_plan(spec: ModelSpec, nodes: Sequence[ExaminedNode], model: ModelInUs
         now if is_shared else Node(now.name, max(now.memory_bytes, _raised_budget(node)))
         for node, now, is_shared in zip(nodes, offers, shares_machine, strict=True)
     ]
-    wider = plan(spec, raised, NO_SPEEDS, objective)
+    wider = model.plan_by_memory(raised)
     if wider.fits:
         yield from _raised_limits(wider, offers, nodes)
         return
