@@ -10,8 +10,9 @@ demo: .venv/.ready
 	@$(BIN)/brigade demo
 
 # Tests of processes wait more than they compute, so three at once fill two cores. They come first, the quickest last.
+# The many processes that they start compile this project once.
 test: .venv/.ready-dev
-	$(BIN)/python -m pytest -m "$(MARKS)" --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 10
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "$(MARKS)" --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 10
 
 # The same three times, beside a program that keeps one core busy: no test may depend on how fast the machine is.
 test-busy: .venv/.ready-dev

@@ -83,12 +83,15 @@ class Answering:
     """An engine that only looks at what it is given."""
 
     num_slots = cache_bytes = weight_bytes = 0
-    runs_ahead = False
+    runs_ahead = is_whole = False
 
     def check(self, frame: Frame) -> None:
         pass
 
     def awaited(self, frame: Frame) -> None:
+        pass
+
+    def launch_ahead(self, result: Result, *, is_finished: bool) -> None:
         pass
 
     def begin(self, frame: Frame, x: mx.array | None, received: int, taken: int) -> Result:

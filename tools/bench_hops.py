@@ -13,7 +13,7 @@ calls overlap with it or come after the last token.
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import typer
@@ -122,7 +122,7 @@ async def open_slow_chain(
             proxy = stack.enter_context(proxy_to(peer.address, latency_s=delay_s))
             peers.append(Peer(peer.name, [proxy.address], Network()))
             stack.push_async_callback(peers[-1].close)
-        plan, _, _ = await choose_plan(options, checkpoint, spec, peers, spec.context, by_speed=False)
+        plan, _, _ = await choose_plan(replace(options, by_speed=False), checkpoint, spec, peers, spec.context)
         require_fit(plan, spec)
         yield await stack.enter_async_context(joined(Deployment(checkpoint, spec, plan, peers)))
 

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -241,7 +241,7 @@ async def open_bench(options: ClusterOptions) -> AsyncIterator[Bench]:
         return request
 
     async with open_peers(options, spec) as peers:
-        plan, _, _ = await choose_plan(options, checkpoint, spec, peers, spec.context, by_speed=False)
+        plan, _, _ = await choose_plan(replace(options, by_speed=False), checkpoint, spec, peers, spec.context)
         deployment = Deployment(checkpoint, spec, plan, peers)
         async with OwnNode() as own, PricedChain(own, deployment) as chain:
             await own.load(deployment)

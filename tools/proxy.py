@@ -22,14 +22,14 @@ class Way:
     keeps every connection open and delivers nothing, an end neither, as a pulled cable does: what was sent comes when
     it is plugged in again, to whoever still waits. `slice_bytes` cuts what is sent into pieces of so many bytes.
     `flips` and `duplicates` are how many of the next pieces have a bit flipped (`num_flipped` had), and how many come
-    twice.
+    twice; `hop_flips` counts pieces of frames and results only.
     """
 
     def __init__(self, latency_s: float = 0.0) -> None:
         self.latency_s = latency_s
         self.bytes_per_s: float | None = None
         self.slice_bytes: int | None = None
-        self.flips = 0
+        self.flips = self.hop_flips = 0
         self.duplicates = 0
         self.num_flipped = 0
         self._is_blackhole = False
@@ -57,17 +57,20 @@ class Way:
         while self._is_blackhole:
             await self._healed.wait()
 
-    async def deliver(self, piece: bytes, writer: asyncio.StreamWriter) -> None:
-        """What becomes of a piece that has come through."""
-        for part in self._sliced(self._altered(piece)):
+    async def deliver(self, piece: bytes, writer: asyncio.StreamWriter, *, is_hop: bool) -> None:
+        """What becomes of a piece that has come through, on a connection of hops or of anything else."""
+        for part in self._sliced(self._altered(piece, is_hop=is_hop)):
             await self.wait_healed()
             writer.write(part)
             await writer.drain()
             await asyncio.sleep(len(part) / self.bytes_per_s if self.bytes_per_s else 0)  # 0: a piece of its own
 
-    def _altered(self, piece: bytes) -> bytes:
-        if self.flips:
-            self.flips -= 1
+    def _altered(self, piece: bytes, *, is_hop: bool) -> bytes:
+        if self.flips or (is_hop and self.hop_flips):
+            if self.flips:
+                self.flips -= 1
+            else:
+                self.hop_flips -= 1
             self.num_flipped += 1
             flipped = bytearray(piece)
             flipped[self._numbers.randrange(len(piece))] ^= 1 << self._numbers.randrange(8)
@@ -145,9 +148,10 @@ class Proxy:
         with contextlib.closing(writer), contextlib.suppress(OSError):
             there, back = await asyncio.open_connection(*split_address(target))
             with contextlib.closing(back), self._noted(writer, back):
+                is_hop = target == hop_address(self._target)
                 ways = [
-                    asyncio.create_task(_carry(reader, back, self.there)),
-                    asyncio.create_task(_carry(there, writer, self.back)),
+                    asyncio.create_task(_carry(reader, back, self.there, is_hop=is_hop)),
+                    asyncio.create_task(_carry(there, writer, self.back, is_hop=is_hop)),
                 ]
                 try:
                     await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
@@ -170,7 +174,9 @@ class Proxy:
             writer.transport.abort()
 
 
-async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: Way) -> None:
+async def _carry(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: Way, *, is_hop: bool
+) -> None:
     """One way of one connection, until its sender ends it."""
     loop = asyncio.get_running_loop()
     due: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
@@ -179,7 +185,7 @@ async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way
         while True:
             at, piece = await due.get()
             await asyncio.sleep(at - loop.time())
-            await way.deliver(piece, writer)
+            await way.deliver(piece, writer, is_hop=is_hop)
             due.task_done()
 
     async def read() -> None:

@@ -5,8 +5,8 @@ python -m tools.seeded_faults [--only AREA_OR_NAME ...] [--jobs N] [--json FILE]
 The faults are in tools/seeded_faults/, a file per area. Tests run in three stages, each to its first failure and by the
 number of imports between a test file and the changed module: unit test files that import it (directly or through
 helpers), integration tests, other unit tests. With --first, the test that caught a fault in an earlier run is tried
-before them. A run of tests that ends with neither success nor a failed test proves nothing: the fault is an ERROR.
-In the end the catching tests run without a fault: what fails is UNSURE.
+before them, or its file if it is gone. A run of tests that ends with neither success nor a failed test proves nothing:
+the fault is an ERROR. In the end the catching tests run without a fault: what fails is UNSURE.
 """
 
 import ast
@@ -150,7 +150,7 @@ def measure(
     """Run every fault until a test catches it; keep its row in `rows` by name, and yield a line after each run.
 
     Args:
-        first: by the name of a fault, the test that is tried first. It proves nothing if it does not exist any more.
+        first: by the name of a fault, the test that is tried first; its file if there is no such test any more.
     """
     new = {"result": "MISSED", "stage": "", "test": "", "seconds": 0.0, "too_slow": ""}  # too_slow: a stage cut short
     rows.update({fault.name: asdict(fault) | new for fault in faults})
@@ -165,6 +165,8 @@ def measure(
                 path.write_text(fault.seeded(copy))
                 chosen = [first[fault.name]] if stage == "first" else choose_tests(copy, fault.file)[stage]
                 verdict, tests = run_tests(copy, chosen, STAGES[stage]) if chosen else ("passed", [])
+                if stage == "first" and verdict == "error":  # the test has another name now
+                    verdict, tests = run_tests(copy, [chosen[0].partition("::")[0]], STAGES[stage])
             finally:
                 path.write_text(source)
                 copies.append(copy)

@@ -229,12 +229,7 @@ class Stop(TypedDict):
 
 
 _DELTAS = OneOf(
-    "",
-    {
-        "text_delta": {"text": str},
-        "thinking_delta": {"thinking": str},
-        "input_json_delta": {"partial_json": str},
-    },
+    "", {"text_delta": {"text": str}, "thinking_delta": {"thinking": str}, "input_json_delta": {"partial_json": str}}
 )
 _EVENTS = OneOf(
     "Event",

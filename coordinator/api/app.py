@@ -22,11 +22,10 @@ from coordinator.api.metrics import metrics
 from coordinator.api.openai import ChatCompletion, ChatCompletionChunk, chat_completions
 from coordinator.api.openapi import Operation, describe
 from coordinator.api.responses import ResponseEvent, ResponseObject, responses
-from coordinator.api.scoring import classify, score
 from coordinator.api.server import Server
 from coordinator.api.sse import ApiAnswer, ClientLeft, respond, unless_left
 from coordinator.api.status import Health, cluster, health, live, models, one_model, page, versions
-from coordinator.api.tokenizing import detokenize, tokenize
+from coordinator.api.texts import classify, detokenize, score, tokenize
 from worker.errors import BrigadeError
 
 

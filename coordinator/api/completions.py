@@ -9,14 +9,7 @@ from typing_extensions import TypedDict
 
 from coordinator.api.answers import AnswerStats
 from coordinator.api.body import UNSUPPORTED, Unsupported
-from coordinator.api.openai import (
-    MAX_CHOICES,
-    CompletionUsage,
-    Finish,
-    OpenAIAnswer,
-    OpenAIBody,
-    OpenAIObject,
-)
+from coordinator.api.openai import MAX_CHOICES, CompletionUsage, Finish, OpenAIAnswer, OpenAIBody, OpenAIObject
 from coordinator.api.server import Server
 from coordinator.decoding.decode import Decode
 from coordinator.engine.engine import Engine, prepare_choices

@@ -251,10 +251,7 @@ def _parts_of(item: MessageItem | CallItem | CallOutputItem | ReasoningItem) -> 
 
 _PARTS = OneOf(
     "Part",
-    {
-        "output_text": {"text": str, "annotations": list[Json], "logprobs": list[Json]},
-        "reasoning_text": {"text": str},
-    },
+    {"output_text": {"text": str, "annotations": list[Json], "logprobs": list[Json]}, "reasoning_text": {"text": str}},
 )
 _ITEMS = OneOf(
     "Output",

@@ -79,7 +79,7 @@ class FailoverRow:
 
     @property
     def wanted_gap_s(self) -> float | None:
-        """Return the sum of detection, start of a process if there was one, load, and 1.2 times the prefill."""
+        """The sum of detection, start of a process if there was one, load, and 1.2 times the prefill."""
         times = self.times
         if times.detect_s is None or times.load_s is None or times.prefill_s is None:
             return None

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Annotated, Literal
@@ -11,12 +11,11 @@ from pydantic import BaseModel, BeforeValidator, Field, PositiveInt, ValidationE
 
 from coordinator.bench.results import CLUSTER, FrameCosts, HopMs, StageMsByRows, measured_pipeline
 from coordinator.bench.simulate import Hop, Pipeline, SimulatedLoad, SimulatedStage, simulate
-from coordinator.cluster.open import ask_nodes, open_peers, read_model
+from coordinator.cluster.open import choose_plan, open_peers, read_model
 from coordinator.cluster.options import ClusterOptions
-from coordinator.cluster.survey import is_worth_measuring, known_speeds
+from coordinator.cluster.survey import is_worth_measuring
 from coordinator.planning.costs import chunk_size
-from coordinator.planning.plan import Objective, Plan
-from coordinator.planning.planner import plan
+from coordinator.planning.plan import Plan
 from coordinator.planning.prediction import Prediction
 from coordinator.planning.speeds import Survey
 from worker.errors import InputError
@@ -82,7 +81,7 @@ class ForecastTimes:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Return the fewest and the most rows of a frame for which the time of every stage is known."""
+        """The fewest and the most rows of a frame for which the time of every stage is known."""
         stages = [stage.by_rows for stage in self.usual.stages]
         return max(stage[0][0] for stage in stages), min(stage[-1][0] for stage in stages)
 
@@ -271,15 +270,8 @@ async def _ask_pipeline(options: ClusterOptions) -> Pipeline:
                 "expected --stage-ms 26.5,6.5 or --measured FILE, or workers on other machines, which are measured"
             )
             raise InputError("simulate", expected)
-        nodes = await ask_nodes(options.cluster, peers)
-        known = await known_speeds(options, checkpoint, peers)
-    objective = Objective(
-        min(options.context, spec.context),
-        layers=options.cluster.layers,
-        is_order_fixed=options.cluster.order == "fixed",
-        may_be_alone=False,
-    )
-    found = plan(spec, nodes, known, objective)
+        several = replace(options, may_be_alone=False)
+        found, known, _ = await choose_plan(several, checkpoint, spec, peers, options.context)
     if lacking := [name for name in found.names if name not in known.speeds]:
         raise InputError("simulate", f"expected nodes that have measured themselves, found {', '.join(lacking)}")
     return profiled_pipeline(spec, found, known)

@@ -2,7 +2,7 @@
 
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -15,14 +15,6 @@ from worker.errors import InputError
 
 _IMAGES = (".png", ".svg", ".pdf")
 _COLUMNS = 100
-_NARROW = (
-    "system", "decode", "at once", "prompt tok/s", "tok/s each", "tok/s all", "first token s", "next token ms", "busy",
-    "extra ms",
-)  # fmt: skip
-_WIDE = (
-    "system", "decode", "requests", "prompt tok/s", "tok/s each", "tok/s all", "first token p50/p95",
-    "next token p50/p95", "busy", "bubble", "overhead", "bytes/token", "predicted", "planned",
-)  # fmt: skip
 _FAILOVER_COLUMNS = 110
 _FAILOVER = (
     "tokens", "worker", "detect ms", "wanted", "start s", "load s", "reopen s", "replay s", "prompt s", "gap s",
@@ -61,12 +53,50 @@ _ROWS_ARE = {
 }
 
 
+def _system(row: BenchRow) -> str:
+    return system_name(row.system, row.layers)
+
+
+def _optional(value: float | None, form: str, unit: str = "") -> str:
+    return "" if value is None else f"{value:{form}}{unit}"
+
+
+_Column = tuple[str, Callable[[BenchRow], str]]  # its head, and its cell of a row
+_NAMES: tuple[_Column, ...] = (("system", _system), ("decode", lambda row: row.decode))
+_SPEEDS: tuple[_Column, ...] = (
+    ("prompt tok/s", lambda row: f"{row.prompt_tokens_per_s:.0f}"),
+    ("tok/s each", lambda row: _optional(row.tokens_per_s_per_request, ".1f")),
+    ("tok/s all", lambda row: f"{row.tokens_per_s:.1f}"),
+)
+_NARROW: tuple[_Column, ...] = (
+    *_NAMES,
+    ("at once", lambda row: str(row.concurrency)),
+    *_SPEEDS,
+    ("first token s", lambda row: f"{row.ttft_p50_s:.3f}"),
+    ("next token ms", lambda row: _optional(row.gap_p50_ms, ".1f")),
+    ("busy", lambda row: "" if row.bubble is None else f"{1 - row.bubble:.0%}"),
+    ("extra ms", lambda row: _optional(row.overhead_ms_per_token, "+.2f")),
+)
+_WIDE: tuple[_Column, ...] = (
+    *_NAMES,
+    ("requests", lambda row: str(row.concurrency)),
+    *_SPEEDS,
+    ("first token p50/p95", lambda row: f"{row.ttft_p50_s:.3f} / {row.ttft_p95_s:.3f} s"),
+    ("next token p50/p95", lambda row: _optional(row.gap_p50_ms, ".1f", f" / {row.gap_p95_ms or 0.0:.1f} ms")),
+    ("busy", lambda row: " · ".join(f"{part:.0%}" for part in row.utilisation or [])),
+    ("bubble", lambda row: _optional(row.bubble, ".0%")),
+    ("overhead", lambda row: _optional(row.overhead_ms_per_token, "+.2f", " ms")),
+    ("bytes/token", lambda row: " · ".join(_optional(count, ".0f") or "?" for count in row.bytes_per_token or [])),
+    ("predicted", lambda row: _optional(row.predicted_tokens_per_s, ".1f")),
+    ("planned", lambda row: _optional(row.planned_tokens_per_s, ".1f")),
+)
+
+
 def print_bench(bench: Bench) -> None:
     """Print the rows, ratios and winner, in 100 columns or as many as the terminal has."""
     has_decodes = len({row.decode for row in bench.rows}) > 1
-    heads, *rows = (
-        cells if has_decodes else [cells[0], *cells[2:]] for cells in (list(_NARROW), *map(_narrow_cells, bench.rows))
-    )
+    columns = [column for column in _NARROW if has_decodes or column[0] != "decode"]
+    heads, rows = [head for head, _ in columns], [[cell(row) for _, cell in columns] for row in bench.rows]
     _print_table(_title(bench), heads, rows, _remarks(bench), _LEGEND, _COLUMNS, 2 + has_decodes, 1 + has_decodes)
 
 
@@ -122,7 +152,7 @@ def print_forecasts(forecasts: Sequence[Forecast], times: ForecastTimes) -> None
 
 def to_markdown(bench: Bench) -> str:
     """Return every figure of every row as Markdown, with the ratios and the winner under them."""
-    cells = [list(_WIDE), *map(_wide_cells, bench.rows)]
+    cells = [[head for head, _ in _WIDE], *([cell(row) for _, cell in _WIDE] for row in bench.rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     table = [[text.ljust(width) for text, width in zip(row, widths, strict=True)] for row in cells]
     table.insert(1, ["-" * width for width in widths])
@@ -170,49 +200,6 @@ def write_plot(bench: Bench, path: Path) -> None:
         figure.savefig(path, dpi=120)
     except OSError as error:
         raise InputError("plot", f"cannot write {path}: {error.strerror}") from error
-
-
-def _system(row: BenchRow) -> str:
-    return system_name(row.system, row.layers)
-
-
-def _optional(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)
-
-
-def _speeds(row: BenchRow) -> list[str]:
-    return [
-        _system(row),
-        row.decode,
-        str(row.concurrency),
-        f"{row.prompt_tokens_per_s:.0f}",
-        _optional(row.tokens_per_s_per_request, "{:.1f}"),
-        f"{row.tokens_per_s:.1f}",
-    ]
-
-
-def _narrow_cells(row: BenchRow) -> list[str]:
-    return [
-        *_speeds(row),
-        f"{row.ttft_p50_s:.3f}",
-        _optional(row.gap_p50_ms, "{:.1f}"),
-        "" if row.bubble is None else f"{1 - row.bubble:.0%}",
-        _optional(row.overhead_ms_per_token, "{:+.2f}"),
-    ]
-
-
-def _wide_cells(row: BenchRow) -> list[str]:
-    return [
-        *_speeds(row),
-        f"{row.ttft_p50_s:.3f} / {row.ttft_p95_s:.3f} s",
-        "" if row.gap_p50_ms is None else f"{row.gap_p50_ms:.1f} / {row.gap_p95_ms:.1f} ms",
-        " · ".join(f"{part:.0%}" for part in row.utilisation or []),
-        _optional(row.bubble, "{:.0%}"),
-        _optional(row.overhead_ms_per_token, "{:+.2f} ms"),
-        " · ".join("?" if count is None else f"{count:.0f}" for count in row.bytes_per_token or []),
-        _optional(row.predicted_tokens_per_s, "{:.1f}"),
-        _optional(row.planned_tokens_per_s, "{:.1f}"),
-    ]
 
 
 def _failover_cells(row: FailoverRow) -> list[str]:

@@ -50,7 +50,7 @@ class BenchTrial:
 
     @property
     def prefill_s(self) -> float:
-        """Return the time until every request has its first token."""
+        """The time until every request has its first token."""
         return max(times[0] for times in self.token_times) - self.started
 
     def utilisation(self) -> list[float]:

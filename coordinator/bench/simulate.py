@@ -76,12 +76,12 @@ class Simulated:
 
     @property
     def span(self) -> tuple[float, float]:
-        """Return the span over which speeds are taken."""
+        """The span over which speeds are taken."""
         return self.together or steady_span(self.token_times)
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the speed of all requests together."""
+        """The speed of all requests together."""
         begin, end = self.span
         return _num_within(self.token_times, begin, end) / (end - begin) if begin < end else 0.0
 
@@ -91,12 +91,12 @@ class Simulated:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Return all pauses between one token of a request and the next."""
+        """All pauses between one token of a request and the next."""
         return [after - before for times in self.token_times for before, after in itertools.pairwise(times)]
 
     @property
     def utilisation(self) -> list[float]:
-        """Return the busy share of each stage over the span."""
+        """The busy share of each stage over the span."""
         return [busy_share(intervals, *self.span) for intervals in self.busy]
 
 

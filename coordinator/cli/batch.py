@@ -192,31 +192,25 @@ class BatchRun:
         return f"{self.num_answered} requests answered{failed} in {target}: {speed}"
 
 
-async def _chat(engine: Engine, given: Json) -> Json:
-    from coordinator.api.body import read
-    from coordinator.api.openai import ChatAnswer, ChatBody
-
-    return await _answered(engine, ChatAnswer(read(ChatBody, given), engine.name))
-
-
-async def _completions(engine: Engine, given: Json) -> Json:
+async def _answered(engine: Engine, given: Json, *, is_chat: bool) -> Json:
+    """Return a whole answer without the `brigade` object, which batch files do not have."""
     from coordinator.api.body import read
     from coordinator.api.completions import CompletionAnswer, CompletionBody
-
-    return await _answered(engine, CompletionAnswer(read(CompletionBody, given), engine.name))
-
-
-async def _answered(engine: Engine, answer: Any) -> Json:
-    """Return a whole answer without the `brigade` object, which batch files do not have."""
+    from coordinator.api.openai import ChatAnswer, ChatBody, OpenAIAnswer
     from coordinator.engine.engine import collect
 
+    answer: OpenAIAnswer
+    if is_chat:
+        answer = ChatAnswer(read(ChatBody, given), engine.name)
+    else:
+        answer = CompletionAnswer(read(CompletionBody, given), engine.name)
     whole = answer.whole(await collect(engine, await answer.prepare(engine)))
     return {name: value for name, value in whole.items() if name != "brigade"}
 
 
 ROUTES: dict[str, Callable[[Engine, Json], Awaitable[Json]]] = {
-    "/v1/chat/completions": _chat,
-    "/v1/completions": _completions,
+    "/v1/chat/completions": partial(_answered, is_chat=True),
+    "/v1/completions": partial(_answered, is_chat=False),
 }
 
 

@@ -39,9 +39,7 @@ _MOST_BYTES = 64 << 20  # of a line
 _CHAT_TOKENS = 4096  # of an answer whose line names no number
 
 
-def bridge(
-    cluster: Annotated[flags.ClusterFlags, TakeFlags(*flags.SERVING)],
-) -> Coroutine[Any, Any, None]:
+def bridge(cluster: Annotated[flags.ClusterFlags, TakeFlags(*flags.SERVING)]) -> Coroutine[Any, Any, None]:
     """Answer requests that come as JSON lines on standard input, many at once, as JSON lines on standard output.
 
     {"id": "a", "op": "generate", "prompt": "Hi", "max_tokens": 8} gives a line {"id": "a", "text": ..., "tokens": ...}
@@ -200,16 +198,11 @@ class GenerateBody(OpenAISampled):
 
     def to_spec(self, *, has_template: bool) -> RequestSpec:
         """Return the request: a conversation if the model has a chat template."""
-        return self.make_spec(self._prompt(has_template), max_tokens=self.max_tokens)
-
-    def _prompt(self, has_template: bool) -> Conversation | str | tuple[int, ...]:
-        if self.prompt_tokens is not None:
-            return self.prompt_tokens
-        assert self.prompt is not None
-        if self.raw or not has_template:
-            return self.prompt
-        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        return Conversation((*system, {"role": "user", "content": self.prompt}))
+        prompt = self.prompt if self.prompt_tokens is None else self.prompt_tokens
+        assert prompt is not None
+        if isinstance(prompt, str) and has_template and not self.raw:
+            return self.make_spec(Conversation.of(prompt, self.system_prompt), max_tokens=self.max_tokens)
+        return self.make_spec(prompt, max_tokens=self.max_tokens)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -36,7 +35,7 @@ def ls(as_json: flags.JsonFlag = False) -> None:
     weights = WeightsCache()
     kept = weights.kept()
     if as_json:
-        print(json.dumps(listing(weights.folder, kept)))
+        print(json.dumps({"folder": str(weights.folder), "models": [_as_json(each) for each in kept]}))
         return
     console = Console(highlight=False)
     console.print(_table(kept) if kept else "nothing is kept")
@@ -68,7 +67,7 @@ def rm(
     removed = [each for each in chosen if weights.remove(each.key)]
     in_use = [each.name for each in chosen if each not in removed]
     if as_json:
-        print(json.dumps(removal(removed, in_use)))
+        print(json.dumps({"removed": [_as_json(each) for each in removed], "in_use": in_use}))
     else:
         for each in removed:
             print(f"removed {_layers(each.places)} of {each.name}, {format_bytes(each.nbytes)}")
@@ -78,16 +77,6 @@ def rm(
             f"{names}: in use by a worker of this machine, so it stays. End that worker (Ctrl-C, or `brigade launch "
             "--stop NAME` from where it was launched), then remove it again"
         )
-
-
-def listing(folder: Path, kept: Sequence[Kept]) -> dict[str, Any]:
-    """Return what `cache ls --json` prints."""
-    return {"folder": str(folder), "models": [_as_json(each) for each in kept]}
-
-
-def removal(removed: Sequence[Kept], in_use: Sequence[str]) -> dict[str, Any]:
-    """Return what `cache rm --json` prints."""
-    return {"removed": [_as_json(each) for each in removed], "in_use": list(in_use)}
 
 
 def _as_json(kept: Kept) -> dict[str, Any]:

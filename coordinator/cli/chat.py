@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 import sys
 import termios
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -19,7 +20,6 @@ import typer
 from rich.console import Console
 
 from coordinator.cli import flags
-from coordinator.cli.dialogue import Dialogue, Typed
 from coordinator.cli.run import TakeFlags
 from coordinator.cli.show import showing
 from coordinator.cluster.options import ClusterOptions
@@ -29,10 +29,13 @@ from coordinator.sessions.output import Output, Usage
 from coordinator.sessions.request import Conversation, RequestSpec, require_utf8
 from worker.errors import BrigadeError, InputError
 from worker.platform.interrupts import INTERRUPTED
+from worker.platform.text import to_json
 from worker.platform.threads import CallThread
 
 _PROMPT, _MORE = ">>> ", "... "
+_QUOTES = '"""'
 
+ConversationTurn = dict[str, str]
 Messages = Sequence[Mapping[str, Any]]
 Stream = Callable[[Messages], AsyncGenerator[Output, None]]
 
@@ -103,6 +106,90 @@ async def run_chat(model_at: contextlib.AbstractAsyncContextManager[tuple[str, S
     with Keyboard() as keyboard:
         async with model_at as (name, stream):
             return await Chat(name, stream, keyboard, Dialogue(system)).run()
+
+
+@dataclass
+class Dialogue:
+    """The messages of a conversation, with its system prompt."""
+
+    system: str | None = None
+    turns: list[ConversationTurn] = field(default_factory=list)
+
+    def messages(self) -> list[ConversationTurn]:
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
+
+    def ask(self, text: str) -> None:
+        self.turns.append({"role": "user", "content": text})
+
+    def answer(self, text: str) -> None:
+        """Add the answer to the last question; if it is empty, remove the question."""
+        if text:
+            self.turns.append({"role": "assistant", "content": text})
+        else:
+            self.turns.pop()
+
+    def to_json(self) -> str:
+        return to_json({"messages": self.messages()}, indent=1) + "\n"
+
+    @classmethod
+    def of(cls, text: str) -> Dialogue:
+        """Read what `to_json` wrote. Raises InputError for anything else."""
+        try:
+            messages = [_message(each) for each in json.loads(text)["messages"]]
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise InputError("", 'expected {"messages": [{"role": ..., "content": ...}, ...]}') from error
+        is_system = bool(messages) and messages[0]["role"] == "system"
+        return cls(messages[0]["content"] if is_system else None, messages[is_system:])
+
+
+def _message(found: Mapping[str, Any]) -> ConversationTurn:
+    role, content = found["role"], found["content"]
+    if role not in ("system", "user", "assistant") or not isinstance(content, str):
+        raise ValueError
+    return {"role": role, "content": content}
+
+
+class Typed:
+    """The lines of a message that is being typed: several after a backslash or between quotes."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._is_quoted = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the message continues with the next line."""
+        return bool(self._lines) or self._is_quoted
+
+    def push(self, line: str) -> str | None:
+        """Take the next line. Return the message if it is complete."""
+        if not self.is_open and line.startswith(_QUOTES):
+            self._is_quoted, line = True, line.removeprefix(_QUOTES)
+            if line.endswith(_QUOTES):
+                return self._end(line.removesuffix(_QUOTES))
+            self._lines = [line] if line else []
+            return None
+        if self._is_quoted:
+            is_last, line = line.rstrip().endswith(_QUOTES), line.rstrip().removesuffix(_QUOTES)
+        else:
+            is_last, line = not line.endswith("\\"), line.removesuffix("\\")
+        if is_last:
+            return self._end(line)
+        self._lines.append(line)
+        return None
+
+    def flush(self) -> str | None:
+        """Return an incomplete message, if there is one."""
+        return self._end("") if self.is_open else None
+
+    def drop(self) -> None:
+        """Discard the lines so far."""
+        self._lines, self._is_quoted = [], False
+
+    def _end(self, line: str) -> str:
+        text = "\n".join([*self._lines, line]).strip("\n")
+        self.drop()
+        return text
 
 
 class Chat:

@@ -29,9 +29,7 @@ _PAGE = "Brigade's documentation has a page on doctor, with a section for each o
 
 
 def doctor(
-    *,
-    cluster: Annotated[flags.ClusterFlags, TakeFlags(*flags.MODEL)],
-    as_json: flags.JsonFlag = False,
+    *, cluster: Annotated[flags.ClusterFlags, TakeFlags(*flags.MODEL)], as_json: flags.JsonFlag = False
 ) -> Coroutine[Any, Any, int]:
     """Find problems of nodes and links and say how to fix them; exit code 1 if there are any.
 
@@ -88,9 +86,7 @@ def _rows(findings: Sequence[Finding], *, is_filled: bool) -> Iterator[Renderabl
 
 
 def smoke(
-    *,
-    cluster: Annotated[flags.ClusterFlags, TakeFlags(*flags.MODEL, "local")],
-    as_json: flags.JsonFlag = False,
+    *, cluster: Annotated[flags.ClusterFlags, TakeFlags(*flags.MODEL, "local")], as_json: flags.JsonFlag = False
 ) -> Coroutine[Any, Any, int]:
     """Load the model on every node and generate eight tokens twice; exit code 3 if the cluster fails.
 

@@ -40,11 +40,9 @@ from worker.errors import BrigadeError, InputError, ModelError
 from worker.platform.threads import run_in_thread
 
 if TYPE_CHECKING:
-    from coordinator.cluster.chain import Chain
     from coordinator.engine.inputs import InputProcessor
     from worker.model.checkpoint import Checkpoint
 
-_NO_FIGURES: dict[str, Any] = {"stages": [], "waterfall": None}
 _PROMPTS = {"text": "the argument", "prompt": "--prompt", "prompt_tokens": "--prompt-tokens"}
 _SERVER_FIELDS = (
     "max_tokens", "stop", "ignore_eos", "decode", "window", "entropy_threshold", "position_penalty", "repeat_guard",
@@ -180,8 +178,7 @@ class GenerateOptions:
             if self.system:
                 raise InputError("system_prompt", "this model has no chat template that would use it")
             return self.prompt
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        return Conversation((*system, {"role": "user", "content": self.prompt}))
+        return Conversation.of(self.prompt, self.system)
 
 
 class Prepared(NamedTuple):
@@ -260,7 +257,13 @@ async def _answer(
         if output.trace is not None:
             output.trace.write_text(json.dumps(trace_events(answer.usage.legs, answer.token_times)), encoding="utf-8")
         if output.as_json:
-            print(json.dumps(_as_json(request, chain, answer, parser.text)), flush=True)
+            known, waterfall = request.known.tokens, answer.waterfall()
+            _print_json(
+                *(request, [*known, *answer.samples], answer.finish_reason, parser.text),
+                stats=stats_of(answer) | ({"tokens_from_journal": len(known)} if known else {}),
+                stages=stages_of(answer, chain.plan, waterfall),
+                waterfall={"wall_ms": waterfall.wall_ms, **waterfall.parts},
+            )
             return
         drawn = how_drawn(request.sampling, own_sampling)
         print_summary(answer, how_it_ended(request, answer, inputs.spec.context), drawn)
@@ -309,13 +312,13 @@ def how_drawn(sampling: Sampling, own: Mapping[str, float]) -> str:
 def _failures_as_json(
     asked: GenerateOptions, request: Request, answer: Answer, text: Callable[[], str]
 ) -> Iterator[None]:
-    """With `--json`, print the part of an answer that came before an error, and the error."""
+    """Print, with `--json`, the part of an answer that came before an error, and the error."""
     try:
         yield
     except BrigadeError as error:
         if asked.output.as_json:
-            known = _answer_as_json(request, [*request.known.tokens, *answer.samples], None, text())
-            print(json.dumps({**known, "stats": None, **_NO_FIGURES, "error": {"message": str(error)}}), flush=True)
+            tokens = [*request.known.tokens, *answer.samples]
+            _print_json(request, tokens, None, text(), error={"message": str(error)})
         raise
 
 
@@ -324,26 +327,16 @@ def _print_finished(asked: GenerateOptions, request: Request, text: str) -> None
     known = request.known
     if asked.output.as_json:
         stats = {"tokens_from_journal": len(known.tokens), "recoveries": 0}
-        found = _answer_as_json(request, known.tokens, known.finish_reason, text)
-        print(json.dumps({**found, "stats": stats, **_NO_FIGURES}), flush=True)
+        _print_json(request, known.tokens, known.finish_reason, text, stats=stats)
     else:
         say(f"{asked.output.journal} holds the whole answer already: {len(known.tokens)} tokens; --json prints it")
 
 
-def _as_json(request: Request, chain: Chain, answer: Answer, text: str) -> dict[str, Any]:
-    """Return the object of `--json`."""
-    waterfall, known = answer.waterfall(), request.known.tokens
-    return {
-        **_answer_as_json(request, [*known, *answer.samples], answer.finish_reason, text),
-        "stats": stats_of(answer) | ({"tokens_from_journal": len(known)} if known else {}),
-        "stages": stages_of(answer, chain.plan, waterfall),
-        "waterfall": {"wall_ms": waterfall.wall_ms, **waterfall.parts},
-    }
-
-
-def _answer_as_json(request: Request, tokens: Sequence[Token], finish_reason: str | None, text: str) -> dict[str, Any]:
-    """Return the part of that object without statistics."""
-    return {
+def _print_json(
+    request: Request, tokens: Sequence[Token], finish_reason: str | None, text: str, **figures: Any
+) -> None:
+    """Print the object of `--json`; without `figures` it has no statistics."""
+    found = {
         "text": text,
         "tokens": [token.token for token in tokens],
         "prompt_tokens": len(request.prompt),
@@ -351,6 +344,7 @@ def _answer_as_json(request: Request, tokens: Sequence[Token], finish_reason: st
         "logprobs": report_logprobs(tokens) if request.sampling.logprobs else None,
         "seed": request.sampling.seed,
     }
+    print(json.dumps({**found, "stats": None, "stages": [], "waterfall": None, **figures}), flush=True)
 
 
 async def _header_of(prepared: Prepared) -> Header:

@@ -23,7 +23,6 @@ from worker.platform.text import printable_lines
 from worker.platform.threads import run_in_thread
 
 if TYPE_CHECKING:
-    from coordinator.deploy.install import LaunchMode
     from coordinator.deploy.launch import Outcome, SayOf
 
 
@@ -32,7 +31,7 @@ RequiredConfig = Annotated[
 ]
 
 
-def launch(
+async def launch(
     ctx: typer.Context,
     names: Annotated[
         list[str] | None, typer.Argument(metavar="NAME", help="Only these workers.", show_default=False)
@@ -44,7 +43,7 @@ def launch(
     update: Annotated[
         bool, typer.Option("--update", help="Reinstall and restart even where this version is installed.")
     ] = False,
-) -> Coroutine[Any, Any, int]:
+) -> int:
     """Install and start the workers of cluster.yaml on their Macs, over ssh; exit code 3 if one failed.
 
     On the Mac of every worker with `ssh: user@host` this version is installed, the worker's configuration and
@@ -59,15 +58,33 @@ def launch(
     """
     if stop + restart + update > 1:
         raise InputError("", "expected one of --stop, --restart and --update")
-    cluster = load_cluster(_found(ctx, config))
+    cluster = _load(ctx, config)
     workers = workers_of(cluster, names or ())
-    if stop:
-        return run_stop(workers)
 
+    from coordinator.deploy import launch as deploy
+    from coordinator.deploy.certificates import certificates
     from coordinator.deploy.install import LaunchMode
+    from coordinator.deploy.package import installed
+    from coordinator.deploy.ssh import require_ssh
+    from worker.node.identity import Role
+    from worker.node.network import Network
 
+    require_ssh()
+    if stop:
+        with _shown() as report:
+            return _tell(await deploy.stop(workers, report))
     action = LaunchMode.UPDATE if update else LaunchMode.RESTART if restart else LaunchMode.START
-    return run_launch(config, cluster, workers, action)
+    raw, _ = read_yaml(config)
+    keys = certificates(cluster, [worker.name for worker in workers], say)
+    network = Network.of(cluster, cluster.coordinator.name, Role.COORDINATOR)
+    own = network.own  # an error in it is raised before anything is sent
+    if warning := own.warning() if own else "":
+        say(f"warning: {warning}")
+    package = await run_in_thread(installed)
+    if others := [worker.name for worker in cluster.workers if not worker.ssh]:
+        say(f"not launched, since their entries have no `ssh:`: {', '.join(others)}")
+    with _shown() as report:
+        return _tell(await deploy.Launch(raw, package, keys, network, action).run(workers, report))
 
 
 def workers_of(cluster: ClusterConfig, names: list[str] | tuple[()]) -> list[WorkerConfig]:
@@ -94,46 +111,6 @@ def workers_of(cluster: ClusterConfig, names: list[str] | tuple[()]) -> list[Wor
             f"{cluster.file} does not say how to reach {names_of}: expected `ssh: user@host` in its entry"
         )
     return reached
-
-
-def _found(ctx: typer.Context, config: Path) -> Path:
-    """Return the configuration's file; loading it fails if it does not exist."""
-    return config if "config" in given_flags(ctx) else find_config(None) or config
-
-
-async def run_launch(config: Path, cluster: ClusterConfig, workers: Sequence[WorkerConfig], action: LaunchMode) -> int:
-    """Launch the workers and print the outcomes. Return the exit code: 3 if one failed."""
-    from coordinator.deploy.certificates import certificates
-    from coordinator.deploy.launch import Launch
-    from coordinator.deploy.package import installed
-    from coordinator.deploy.ssh import require_ssh
-    from worker.node.identity import Role
-    from worker.node.network import Network
-
-    require_ssh()
-    raw, _ = read_yaml(config)
-    keys = certificates(cluster, [worker.name for worker in workers], say)
-    network = Network.of(cluster, cluster.coordinator.name, Role.COORDINATOR)
-    own = network.own  # an error in it is raised before anything is sent
-    if warning := own.warning() if own else "":
-        say(f"warning: {warning}")
-    package = await run_in_thread(installed)
-    if others := [worker.name for worker in cluster.workers if not worker.ssh]:
-        say(f"not launched, since their entries have no `ssh:`: {', '.join(others)}")
-    with _shown() as report:
-        outcomes = await Launch(raw, package, keys, network, action).run(workers, report)
-    return _tell(outcomes)
-
-
-async def run_stop(workers: Sequence[WorkerConfig]) -> int:
-    """Stop the workers and print the outcomes. Return the exit code."""
-    from coordinator.deploy.launch import stop
-    from coordinator.deploy.ssh import require_ssh
-
-    require_ssh()
-    with _shown() as report:
-        outcomes = await stop(workers, report)
-    return _tell(outcomes)
 
 
 @contextlib.contextmanager
@@ -180,16 +157,18 @@ def logs(
 
     brigade logs mini -f
     """
-    [worker] = workers_of(load_cluster(_found(ctx, config)), [name])
-    return _print_log(worker, lines, is_followed=follow)
+    [worker] = workers_of(_load(ctx, config), [name])
 
-
-async def _print_log(worker: WorkerConfig, lines: int, *, is_followed: bool) -> None:
     from coordinator.deploy.ssh import Remote
 
     assert worker.ssh is not None
-    await Remote(worker.name, worker.ssh).log(lines, _print_line, follows=is_followed)
+    return Remote(worker.name, worker.ssh).log(lines, _print_line, follows=follow)
 
 
 def _print_line(line: str) -> None:
     print(printable_lines(line), flush=True)
+
+
+def _load(ctx: typer.Context, config: Path) -> ClusterConfig:
+    """Load the configuration; say so if it is that of this folder. Raises ConfigError if it does not exist."""
+    return load_cluster(config if "config" in given_flags(ctx) else find_config(None) or config)

@@ -2,9 +2,9 @@
 
 import json
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console, Group
@@ -14,7 +14,7 @@ from coordinator.cli.flags import CONFIG, find_config
 from coordinator.cli.run import run_async
 from coordinator.cluster.progress import say
 from coordinator.cluster.tables import fitting
-from worker.config import ClusterConfig, CoordinatorConfig, load_cluster
+from worker.config import CoordinatorConfig, load_cluster
 from worker.errors import InputError, StageLost
 from worker.model.repository import require_model
 
@@ -30,9 +30,11 @@ Timeout = Annotated[
 ]
 
 
-def nodes(
-    config: flags.Config = None, timeout: Timeout = LISTENS_S, as_json: flags.JsonFlag = False
-) -> Coroutine[Any, Any, None]:
+async def nodes(
+    config: flags.Config = None,
+    timeout: Timeout = LISTENS_S,  # noqa: ASYNC109 - a flag
+    as_json: flags.JsonFlag = False,
+) -> None:
     """List the workers that announce themselves, and their addresses.
 
     With --config, also whether the configuration has them, and which of its workers were not heard.
@@ -40,21 +42,17 @@ def nodes(
     An announcement is a hint. A worker is used only if cluster.yaml names it, and over an encrypted link only if its
     certificate comes from the cluster's own authority.
     """
-    config = find_config(config)
-    return _show(load_cluster(config) if config else None, config, timeout, as_json=as_json)
-
-
-async def _show(cluster: ClusterConfig | None, config: Path | None, timeout_s: float, *, as_json: bool) -> None:
     from coordinator.deploy.discovery import look_around
 
-    found = await look_around(timeout_s, cluster)
+    config = find_config(config)
+    found = await look_around(timeout, load_cluster(config) if config else None)
     if as_json:
         print(json.dumps(found.to_json()))
         return
     if found.nodes:
         console = Console(highlight=False)
         console.print(node_table(found.nodes, config.name if config else "", console.width))
-    for line in remarks(found.nodes, found.num_ignored, timeout_s):
+    for line in remarks(found.nodes, found.num_ignored, timeout):
         say(line)
 
 

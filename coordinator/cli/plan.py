@@ -70,8 +70,7 @@ class SimulationFlags:
         None
     )
     measured: Annotated[
-        Path | None,
-        _simulation(metavar="FILE", help="Take times and load from the output of `brigade bench --json`."),
+        Path | None, _simulation(metavar="FILE", help="Take times and load from the output of `brigade bench --json`.")
     ] = None
     concurrency: Annotated[
         str | None,

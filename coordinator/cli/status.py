@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,10 +31,11 @@ _EVERY_S = 1.0
 _SERVER_WITHIN_S = 5.0
 _WORKER_WITHIN_S = 1.0
 _MOST_REQUESTS = 8  # shown in the table
+_OF_STATUS = ("weight_bytes", "peak_memory_bytes", "active_memory_bytes", "cached_memory_bytes", "slots")
 _STYLES = {"ready": "green", "active": "green", "lost": "bold red", "recovering": "bold red", "failed": "bold red"}
 
 
-def status(
+async def status(
     ctx: typer.Context,
     server: Annotated[
         str, typer.Option(metavar="URL", help="Where `brigade serve` listens.")
@@ -43,7 +44,7 @@ def status(
     api_key_file: flags.ApiKeyFile = None,
     config: flags.Config = None,
     as_json: flags.JsonFlag = False,
-) -> Coroutine[Any, Any, None]:
+) -> None:
     """Show the running cluster: nodes with their layers and memory, hops, requests, recoveries.
 
     Of a server on this machine: brigade status --watch
@@ -51,43 +52,28 @@ def status(
     Of workers without a server: brigade status --config cluster.yaml
     """
     from coordinator.api.auth import first_key
+    from coordinator.cli.remote import NothingAnswers
 
     if watch and as_json:
         raise InputError("watch", "not expected with --json, which prints one object")
     key = first_key(api_key_file) if api_key_file else None
-    may_find = "server" not in given_flags(ctx)  # a server that is named does not stand for this folder's workers
-    return _show(server.rstrip("/"), key, config, may_find=may_find, is_watching=watch, as_json=as_json)
-
-
-async def _show(
-    server: str, key: str | None, config: Path | None, *, may_find: bool, is_watching: bool, as_json: bool
-) -> None:
-    """Print the state of the server, or of the workers of a configuration, once or every second.
-
-    Args:
-        may_find: use ./cluster.yaml if no server answers and `config` is None.
-    Raises:
-        NothingAnswers: no server answers, and there is no configuration.
-        StageLost: none of the workers answers.
-    """
-    from coordinator.cli.remote import NothingAnswers
-
+    is_named = "server" in given_flags(ctx)  # such a server does not stand for this folder's workers
     console = Console(highlight=False)
     while True:
         try:
-            found = await run_in_thread(partial(ask_server, server, key))
+            found = await run_in_thread(partial(ask_server, server.rstrip("/"), key))
         except NothingAnswers:
-            config = config or (find_config(None) if may_find else None)
+            config = config or (None if is_named else find_config(None))
             if config is None:
                 raise
             found = await _ask_workers(config)
-        if is_watching and console.is_terminal:
+        if watch and console.is_terminal:
             console.clear()
         if as_json:
             print(json.dumps(found), flush=True)
         else:
             console.print(tables(found))
-        if not is_watching:
+        if not watch:
             break
         await asyncio.sleep(_EVERY_S)
     nodes = found.get("nodes")  # a server's include itself, which answers
@@ -148,12 +134,8 @@ async def _ask_worker(peer: Peer) -> dict[str, Any]:
     return place | {
         "state": "active" if status.slots else "idle",
         "memory_bytes": hello.memory_bytes,
-        "weight_bytes": status.weight_bytes,
         "cache_held_bytes": status.cache_bytes,
-        "peak_memory_bytes": status.peak_memory_bytes,
-        "active_memory_bytes": status.active_memory_bytes,
-        "cached_memory_bytes": status.cached_memory_bytes,
-        "slots": status.slots,
+        **{name: getattr(status, name) for name in _OF_STATUS},
         "versions": {"mlx": hello.mlx_version, "mlx-lm": hello.mlx_lm_version},
     }
 

@@ -392,7 +392,7 @@ class Cluster:
         return [self.nodes.workers[name] for name in plan.names[1:]]
 
     def _can_spare(self, name: str = "") -> bool:
-        """Whether requests can go on over the nodes that answer, also without this one."""
+        """Return whether requests can go on over the nodes that answer, also without this one."""
         nodes = [each.node for each in self.nodes.records if each.is_usable and each.name != name]
         return bool(self._limits.recovery_s) and self._planner.best(nodes) is not None
 
@@ -545,7 +545,7 @@ class Cluster:
         recovery.error = error
 
     async def _is_lasting(self, error: BrigadeError) -> bool:
-        """Whether the error would occur again.
+        """Return whether the error would occur again.
 
         Before the first chain a worker's refusal is for the user to fix; later chains are opened without that worker.
         A worker that was started anew meanwhile only lacks what the process before it had loaded.

@@ -107,13 +107,8 @@ async def choose_plan(
     peers: Sequence[Peer],
     context: int,
     max_context: int = 0,
-    *,
-    by_speed: bool = True,
-    may_be_alone: bool = True,
 ) -> tuple[Plan, Survey, Objective]:
-    """Ask every node what it offers and plan, `by_speed` if the nodes are different machines.
-
-    Workers that make nothing faster are left out, all of them if the coordinator `may_be_alone`.
+    """Ask every node what it offers and plan. Workers that make nothing faster are left out.
 
     Args:
         context: tokens of a session that the plan keeps memory for, or more of them up to `max_context`.
@@ -123,7 +118,7 @@ async def choose_plan(
         ConfigError: `layers` does not suit the model and the nodes. StageLost: a node is missing.
     """
     nodes = await ask_nodes(options.cluster, peers)
-    speeds = await known_speeds(options, checkpoint, peers) if by_speed else NO_SPEEDS
+    speeds = await known_speeds(options, checkpoint, peers) if options.by_speed else NO_SPEEDS
     objective = Objective(
         min(context, spec.context),
         max_context,
@@ -131,7 +126,7 @@ async def choose_plan(
         num_requests=options.num_requests,
         layers=options.cluster.layers,
         is_order_fixed=options.cluster.order == "fixed",
-        may_be_alone=may_be_alone,
+        may_be_alone=options.may_be_alone,
     )
     plan = planner.plan(spec, nodes, speeds, objective)
     if left_out := [node.name for node in nodes if node.name not in plan.names]:
@@ -157,10 +152,9 @@ async def open_chain(
     Raises:
         BrigadeError: what the first node that cannot take part says.
     """
-    options = replace(options, limits=NO_RECOVERY)
     by_speed = not every_node and options.cluster.layers is None
-    opening = open_cluster(options, checkpoint, spec, context, by_speed=by_speed, may_be_alone=False, thread=thread)
-    async with opening as cluster:
+    options = replace(options, limits=NO_RECOVERY, by_speed=by_speed, may_be_alone=False)
+    async with open_cluster(options, checkpoint, spec, context, thread=thread) as cluster:
         yield cluster.chain
 
 
@@ -172,8 +166,6 @@ async def open_cluster(
     context: int,
     max_context: int = 0,
     *,
-    by_speed: bool = True,
-    may_be_alone: bool = True,
     thread: MlxThread | None = None,
     on_recovered: Callable[[Recovered], None] = lambda recovered: None,
 ) -> AsyncIterator[Cluster]:
@@ -183,8 +175,6 @@ async def open_cluster(
 
     Args:
         context: tokens of a session that the plan keeps memory for, or more of them up to `max_context`.
-        by_speed: plan by the measured speeds of nodes, if they are different machines.
-        may_be_alone: whether the plan may leave all workers out.
         thread: this process's MLX thread, needed if it has several chains.
         on_recovered: takes a report when a recovery has ended.
     Raises:
@@ -207,8 +197,6 @@ async def open_cluster(
                 *(nodes, peers, options, checkpoint, spec, context, max_context, progress),
                 missing=missing,
                 thread=thread,
-                by_speed=by_speed,
-                may_be_alone=may_be_alone,
                 on_recovered=on_recovered,
             )
             cluster = await stack.enter_async_context(opening)
@@ -251,8 +239,6 @@ async def cluster_over(
     missing: Sequence[str] = (),
     say: Callable[[str], None] = say,
     thread: MlxThread | None = None,
-    by_speed: bool = True,
-    may_be_alone: bool = True,
     on_recovered: Callable[[Recovered], None] = lambda recovered: None,
 ) -> AsyncIterator[Cluster]:
     """Open the first chain over these peers; other workers are spare, except those that are `missing` for now.
@@ -262,9 +248,7 @@ async def cluster_over(
     layers = options.cluster.layers
     given = options.with_layers(None) if missing else options
     try:
-        plan, speeds, objective = await choose_plan(
-            *(given, checkpoint, spec, peers, context, max_context), by_speed=by_speed, may_be_alone=may_be_alone
-        )
+        plan, speeds, objective = await choose_plan(given, checkpoint, spec, peers, context, max_context)
         require_fit(plan, spec)
     except ConfigError:
         raise_worst([nodes.workers[name].trouble for name in missing])
@@ -285,7 +269,7 @@ async def cluster_over(
             say=say,
             on_recovered=on_recovered,
             speeds=speeds,
-            measure=partial(known_speeds, options, checkpoint) if by_speed else None,
+            measure=partial(known_speeds, options, checkpoint) if options.by_speed else None,
             objective=objective,
             layers=layers,
             missing=missing,

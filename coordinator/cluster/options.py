@@ -29,6 +29,8 @@ class ClusterOptions:
     limits: Limits = USUAL  # of a recovery
     objective: Goal = "latency"  # of a plan by speed
     num_requests: int = USUAL_REQUESTS  # at once, if the objective is throughput
+    by_speed: bool = True  # plan by the measured speeds of nodes, if they are different machines
+    may_be_alone: bool = True  # the plan may leave all workers out
     given_context: int | None = None  # by a flag or the file; None: by neither
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def is_worth_measuring(peers: Sequence[Peer]) -> bool:
-    """Whether the nodes are different machines: those of one are equally fast, or slow each other down."""
+    """Return whether the nodes are different machines: those of one are equally fast, or slow each other down."""
     return any(not is_loopback(split_address(peer.address)[0]) for peer in peers)
 
 

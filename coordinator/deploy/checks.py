@@ -5,7 +5,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from coordinator.deploy.findings import ExaminedCluster, ExaminedHop, ExaminedNode, Finding, Kind, note, ok, problem
+from coordinator.deploy.findings import (
+    ExaminedCluster,
+    ExaminedHop,
+    ExaminedNode,
+    Finding,
+    Kind,
+    graded,
+    note,
+    ok,
+    problem,
+)
 from coordinator.planning.plan import MemoryOffer, Node, Objective, Plan, budgets
 from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS, LinkSpeed, format_ms
@@ -14,6 +24,7 @@ from protos.brigade_pb2 import (
     MEDIUM_LOOPBACK,
     MEDIUM_THUNDERBOLT,
     MEDIUM_TUNNEL,
+    MEDIUM_UNSPECIFIED,
     MEDIUM_WIFI,
     TRANSPORT_GRPC,
     TRANSPORT_TCP,
@@ -76,6 +87,11 @@ class ModelInUse:
     def row_bytes(self) -> int:
         """Bytes of hidden state per token; 0 if the model is unknown."""
         return self.spec.row_bytes if self.spec else 0
+
+    def plan_by_memory(self, nodes: Sequence[Node]) -> Plan:
+        """Return the plan over these nodes, as if they were equally fast. Raises ConfigError as `plan` does."""
+        assert self.spec is not None
+        return plan(self.spec, nodes, NO_SPEEDS, Objective(self.context, layers=self.layers))
 
 
 def check_cluster(cluster: ExaminedCluster, model: ModelInUse, now: datetime) -> Iterator[Finding]:
@@ -187,18 +203,15 @@ def _check_machine(name: str, facts: Facts) -> Finding:
 def _check_disk(name: str, facts: Facts) -> Finding:
     text = f"{format_bytes(facts.free_disk_bytes)} free for {facts.cache_folder}"
     fix = "free some space there, or move the folder with XDG_CACHE_HOME (and models with HF_HOME)"
-    if facts.free_disk_bytes < _DISK_FULL:
-        return problem(Kind.DISK, name, text, fix)
-    return note(Kind.DISK, name, text, fix) if facts.free_disk_bytes < _DISK_NOTED else ok(Kind.DISK, name, text)
+    free = facts.free_disk_bytes
+    return graded(Kind.DISK, name, text, fix, is_problem=free < _DISK_FULL, is_note=free < _DISK_NOTED)
 
 
 def _check_certificate(name: str, until: datetime, now: datetime, role: Role) -> Finding:
     left = until - now
     text = f"its certificate expires on {until:%Y-%m-%d}, in {left.days} days"
     fix = f"{role.issue_hint(name)}, and copy the file to it"
-    if left < _EXPIRES_SOON:
-        return problem(Kind.CERTIFICATE, name, text, fix)
-    return note(Kind.CERTIFICATE, name, text, fix) if left < WARN_AHEAD else ok(Kind.CERTIFICATE, name, text)
+    return graded(Kind.CERTIFICATE, name, text, fix, is_problem=left < _EXPIRES_SOON, is_note=left < WARN_AHEAD)
 
 
 def _check_clock(name: str, offset_s: float) -> Finding:
@@ -231,7 +244,7 @@ def _check_sleep(name: str, facts: Facts, *, is_coordinator: bool) -> Iterator[F
 
 
 def _check_rdma(node: ExaminedNode, facts: Facts) -> Finding:
-    """For information only: enabling it takes a visit to Recovery, and Brigade does not use it."""
+    """Return whether RDMA is enabled. It is never a problem: Brigade does not use it."""
     version = tuple(int(each) for each in facts.system_version.split(".")[:2] if each.isdecimal() and len(each) < 6)
     if facts.rdma == "enabled":
         state = f"RDMA over Thunderbolt is enabled ({', '.join(facts.rdma_devices[:8])})"
@@ -346,15 +359,12 @@ def _check_interface(
     elif worst == MEDIUM_WIFI and _share_ethernet(sender, receiver):
         better = _use(receiver, MEDIUM_ETHERNET)
         text += " though both are on one Ethernet"
-    if worst == MEDIUM_WIFI:
-        if better:
-            return problem(Kind.WIFI, hop.about, text, better)
-        return note(Kind.WIFI, hop.about, text, "connect them by a Thunderbolt cable, or by Ethernet")
-    if worst == MEDIUM_TUNNEL:
-        if better:
-            return problem(Kind.INTERFACE, hop.about, text, better)
-        return note(Kind.INTERFACE, hop.about, text, "use an address that the VPN does not take, or end it")
-    return note(Kind.INTERFACE, hop.about, text, better) if better else ok(Kind.INTERFACE, hop.about, text)
+    advice = {
+        MEDIUM_WIFI: "connect them by a Thunderbolt cable, or by Ethernet",
+        MEDIUM_TUNNEL: "use an address that the VPN does not take, or end it",
+    }.get(worst or MEDIUM_UNSPECIFIED, "")
+    kind, fix = Kind.WIFI if worst == MEDIUM_WIFI else Kind.INTERFACE, better or advice
+    return graded(kind, hop.about, text, fix, is_problem=bool(better and advice), is_note=bool(fix))
 
 
 def _interface_text(end: Interface | None) -> str:
@@ -397,10 +407,8 @@ def _check_speed(hop: ExaminedHop, row_bytes: int) -> Finding:
     if row_bytes and not hop.is_back:
         text += f"; {_PROMPT:,} tokens of a prompt {format_ms(_link(hop).ms(_PROMPT * row_bytes))}"
     fix = "use a cable instead of Wi-Fi, no VPN and no busy switch; end other programs that load these Macs"
-    if hop.rtt_ms > _VERY_SLOW_MS:
-        return problem(Kind.SPEED, hop.about, text, fix)
     is_slow = hop.rtt_ms > _SLOW_MS or hop.bytes_per_s < _SLOW_BYTES_PER_S
-    return note(Kind.SPEED, hop.about, text, fix) if is_slow else ok(Kind.SPEED, hop.about, text)
+    return graded(Kind.SPEED, hop.about, text, fix, is_problem=hop.rtt_ms > _VERY_SLOW_MS, is_note=is_slow)
 
 
 def _check_transports(hop: ExaminedHop) -> Iterator[Finding]:
@@ -445,9 +453,8 @@ def offers_of(nodes: Sequence[ExaminedNode]) -> list[Node]:
 def _check_plan(spec: ModelSpec, nodes: Sequence[ExaminedNode], model: ModelInUse) -> Iterator[Finding]:
     """Yield whether the model fits, by memory alone: such a plan fits if any does."""
     offers = offers_of(nodes)
-    objective = Objective(model.context, layers=model.layers)
     try:
-        found = plan(spec, offers, NO_SPEEDS, objective)
+        found = model.plan_by_memory(offers)
     except ConfigError as error:
         fix = "correct `layers:` or the number of workers in cluster.yaml"
         yield problem(Kind.PLAN, "all nodes", error.message, fix)
@@ -460,7 +467,7 @@ def _check_plan(spec: ModelSpec, nodes: Sequence[ExaminedNode], model: ModelInUs
         now if is_shared else Node(now.name, max(now.memory_bytes, _raised_budget(node)))
         for node, now, is_shared in zip(nodes, offers, shares_machine, strict=True)
     ]
-    wider = plan(spec, raised, NO_SPEEDS, objective)
+    wider = model.plan_by_memory(raised)
     if wider.fits:
         yield from _raised_limits(wider, offers, nodes)
         return

@@ -29,9 +29,6 @@ from coordinator.deploy.findings import (
     problem,
 )
 from coordinator.deploy.trial import ChainTrial, advice, try_cluster
-from coordinator.planning.plan import Objective
-from coordinator.planning.planner import plan
-from coordinator.planning.speeds import NO_SPEEDS
 from protos.brigade_pb2 import TRANSPORT_GRPC, TRANSPORT_TCP, TRANSPORT_TLS, Transport
 from worker.config import ClusterConfig, WorkerConfig, is_loopback, split_address
 from worker.errors import BrigadeError, ConfigError, NodeBusy, StageLost
@@ -124,11 +121,9 @@ async def try_answer(options: ClusterOptions, found: Examination) -> Examination
 
 def _own_share(found: Examination) -> int:
     """Return the bytes that the coordinator has to hold in a plan by memory; 0 if no model is known."""
-    spec = found.model.spec
-    if spec is None:
+    if found.model.spec is None:
         return 0
-    objective = Objective(found.model.context, layers=found.model.layers)
-    return plan(spec, offers_of(found.cluster.nodes), NO_SPEEDS, objective).assignments[0].needed_bytes
+    return found.model.plan_by_memory(offers_of(found.cluster.nodes)).assignments[0].needed_bytes
 
 
 def num_steps(cluster: ClusterConfig) -> int:

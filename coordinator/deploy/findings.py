@@ -82,6 +82,13 @@ def problem(kind: Kind, about: str, text: str, fix: str) -> Finding:
     return Finding(Level.PROBLEM, kind, about, text, fix)
 
 
+def graded(kind: Kind, about: str, text: str, fix: str, *, is_problem: bool = False, is_note: bool = False) -> Finding:
+    """Return a problem or a note, or else that all is well, without the fix."""
+    if is_problem:
+        return problem(kind, about, text, fix)
+    return note(kind, about, text, fix) if is_note else ok(kind, about, text)
+
+
 def measured(value: float) -> float | None:
     """Return another node's measurement; None if it is no positive number."""
     return value if math.isfinite(value) and value > 0 else None

@@ -118,9 +118,7 @@ async def stop(workers: Iterable[WorkerConfig], report: SayOf) -> list[Outcome]:
 
 
 async def _on_each(
-    workers: Iterable[WorkerConfig],
-    report: SayOf,
-    act: Callable[[WorkerConfig, Remote, Outcome], Awaitable[Outcome]],
+    workers: Iterable[WorkerConfig], report: SayOf, act: Callable[[WorkerConfig, Remote, Outcome], Awaitable[Outcome]]
 ) -> list[Outcome]:
     async def act_on(worker: WorkerConfig) -> Outcome:
         assert worker.ssh is not None

@@ -159,7 +159,7 @@ def require_fit(plan: Plan, spec: ModelSpec) -> None:
 
 
 def some_split_fits(spec: ModelSpec, nodes: Sequence[Node], context: int, num_sessions: int) -> bool:
-    """Whether any split over all these nodes, in this order, fits."""
+    """Return whether any split over all these nodes, in this order, fits."""
     return _sweep(len(nodes), spec.num_layers, excess_cost(spec, nodes, context, num_sessions), max)[0] == 0
 
 

@@ -138,7 +138,7 @@ class NodeRecord:
         return Node(self.name, self.memory_bytes)
 
     def holds(self, wanted: Assignment) -> bool:
-        """Whether it has loaded these layers, within the same budget."""
+        """Return whether it has loaded these layers, within the same budget."""
         held = self.shard
         return (
             held is not None
@@ -295,7 +295,7 @@ def decide(nodes: Sequence[NodeRecord], situation: Situation, limits: Limits, sp
 
 
 def _reopen(nodes: Sequence[NodeRecord], now: Situation, limits: Limits, splits: Splits) -> Action:
-    """Without a chain: find out which nodes are there, wait for lost ones, load, open."""
+    """Return the next action without a chain: ask which nodes are there, wait for lost ones, load, open."""
     left_s = limits.recovery_s - now.spent_s
     is_loading = any(each.state is NodeState.LOADING for each in nodes)
     if left_s <= 0 and not is_loading:
@@ -320,7 +320,7 @@ def _reopen(nodes: Sequence[NodeRecord], now: Situation, limits: Limits, splits:
 
 
 def _is_to_be_asked(each: NodeRecord, now: float, *, has_plan: bool) -> bool:
-    """Whether to ask a node while there is no chain. With a plan, missing nodes hold nothing up."""
+    """Return whether to ask a node while there is no chain. With a plan, missing nodes hold nothing up."""
     if each.is_own or each.state is NodeState.LOADING:
         return False
     if each.is_usable:
@@ -329,7 +329,7 @@ def _is_to_be_asked(each: NodeRecord, now: float, *, has_plan: bool) -> bool:
 
 
 def _is_pause_over(each: NodeRecord, now: float) -> bool:
-    """Whether a node may be asked again: a stalled one only after its pause."""
+    """Return whether a node may be asked again: a stalled one only after its pause."""
     return each.state is not NodeState.STALLED or now >= each.retry_at
 
 
@@ -338,7 +338,7 @@ def _plan_for_next(nodes: Sequence[NodeRecord], now: Situation, limits: Limits, 
     expected = now.plan.names
 
     def is_hopeless(each: NodeRecord) -> bool:
-        """Whether it answers but has failed for too long; a new node is hopeless after one failure."""
+        """Return whether it answers but has failed for too long; a new node is hopeless after one failure."""
         if each.failing_since is None or each.is_own or each.state is not NodeState.PRESENT:
             return False
         if each.name in expected:
@@ -370,7 +370,7 @@ def _load_for(plan: Plan, nodes: Sequence[NodeRecord], now: Situation) -> Load |
 
 
 def _improve(nodes: Sequence[NodeRecord], now: Situation, splits: Splits) -> Action:
-    """With an open chain: look for the nodes that it lacks, have them load, and take over once they have."""
+    """Return the next action with an open chain: ask the nodes that it lacks, load, and take over."""
     members = now.plan.names
     outside = [each for each in nodes if each.name not in members]
     if any(each.state is not NodeState.ATTACHED for each in nodes if each.name in members):
@@ -405,14 +405,14 @@ def _improve(nodes: Sequence[NodeRecord], now: Situation, splits: Splits) -> Act
 
 
 def _is_looked_for(each: NodeRecord, now: float) -> bool:
-    """Whether to ask a node that the open chain lacks."""
+    """Return whether to ask a node that the open chain lacks."""
     if each.is_own or each.is_spare or each.state in (NodeState.LOADING, NodeState.ATTACHED):
         return False
     return now - each.asked_at >= _LOOK_S and _is_pause_over(each, now)
 
 
 def _grows(present: Plan, best: Plan) -> bool:
-    """Whether a node of the present plan would have to read layers that it does not hold."""
+    """Return whether a node of the present plan would have to read layers that it does not hold."""
     held = {each.name: each for each in present.assignments}
     return any(
         each.name in held and not held[each.name].start <= each.start < each.end <= held[each.name].end

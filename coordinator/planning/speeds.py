@@ -29,7 +29,7 @@ class NodeSpeed:
         return cls(tuple(kinds), head, gbps, is_measured=False)
 
     def knows(self, num_rows: int) -> bool:
-        """Whether the times of frames of so many rows are known or can be extrapolated."""
+        """Return whether the times of frames of so many rows are known or can be extrapolated."""
         return all(times[0][0] <= num_rows <= times[-1][0] or len(times) > 1 for times in (*self.kinds, self.head))
 
     def ms_up_to(self, spec: ModelSpec, num_rows: int, num_sampled: int = 0, context: int = 0) -> list[float]:
@@ -75,7 +75,7 @@ class Survey:
     links: Mapping[tuple[str, str], LinkSpeed] = field(default_factory=dict)
 
     def covers(self, names: Iterable[str]) -> bool:
-        """Whether the speeds of all these nodes are known."""
+        """Return whether the speeds of all these nodes are known."""
         return all(name in self.speeds for name in names)
 
     def link(self, sender: str, receiver: str) -> LinkSpeed:

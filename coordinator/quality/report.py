@@ -20,7 +20,7 @@ class Rounding:
 
     @property
     def explains(self) -> bool:
-        """Return whether rounding explains the difference; False if no difference, or an infinite one, was measured."""
+        """Whether rounding explains the difference; False if no difference, or an infinite one, was measured."""
         return 0 < self.measured < math.inf and self.margin <= self.measured
 
 
@@ -36,23 +36,23 @@ class ComparedAnswer:
 
     @property
     def differences(self) -> list[int]:
-        """Return the positions where the tokens differ."""
+        """The positions where the tokens differ."""
         pairs = enumerate(zip_longest(self.expected, self.found))
         return [at for at, (expected, found) in pairs if expected != found]
 
     @property
     def first_difference(self) -> int | None:
-        """Return the first difference that rounding does not explain, else the first one; None if all are equal."""
+        """The first difference that rounding does not explain, else the first one; None if all are equal."""
         return next(iter([*self._unexplained, *self.differences]), None)
 
     @property
     def rounding(self) -> Rounding | None:
-        """Return the measurement at the first difference, if there is one."""
+        """The measurement at the first difference, if there is one."""
         return None if self.first_difference is None else self.roundings.get(self.first_difference)
 
     @property
     def verdict(self) -> str:
-        """Return `equal`, `rounding` if that explains every difference, or `DIFFERS`."""
+        """`equal`, `rounding` if that explains every difference, or `DIFFERS`."""
         if not self.differences:
             return "equal"
         return "DIFFERS" if self._unexplained else "rounding"
@@ -96,12 +96,12 @@ class VerifyReport:
 
     @property
     def holds(self) -> bool:
-        """Return whether the cluster is the model, up to rounding."""
+        """Whether the cluster is the model, up to rounding."""
         return not self.differing and all(case.verdict != "DIFFERS" for case in self.cases)
 
     @property
     def margin(self) -> float | None:
-        """Return the smallest margin of all cases."""
+        """The smallest margin of all cases."""
         return min((case.margin for case in self.cases if case.margin is not None), default=None)
 
     def to_json(self) -> str:

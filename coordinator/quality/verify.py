@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -165,9 +165,8 @@ def _make_requests(
         for length in sorted({1, min(7, longest), min(CHUNK, longest), longest})
     }
     if tokenizer is not None:
-        chats = {text: Conversation(({"role": "user", "content": text},)) for text in _TEXTS}
-        asked = chats if tokenizer.has_chat_template else {text: text for text in _TEXTS}
-        texts = {text: tuple(tokenizer.encode_prompt(prompt)) for text, prompt in asked.items()}
+        asked: Iterable[Conversation | str] = map(Conversation.of, _TEXTS) if tokenizer.has_chat_template else _TEXTS
+        texts = {text: tuple(tokenizer.encode_prompt(prompt)) for text, prompt in zip(_TEXTS, asked, strict=True)}
         prompts |= {text: prompt for text, prompt in texts.items() if 0 < len(prompt) <= spec.context - max_tokens}
     samplings = {
         "greedy": Sampling(),

@@ -89,6 +89,12 @@ class Conversation:
     tools: tuple[Mapping[str, Any], ...] = ()
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, text: str, system: str | None = None) -> "Conversation":
+        """Return the conversation that begins with this message of the user, after a system prompt if there is one."""
+        first = ({"role": "system", "content": system},) if system else ()
+        return cls((*first, {"role": "user", "content": text}))
+
 
 Prompt = Conversation | str | tuple[int, ...]  # messages, raw text, or token ids
 

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from coordinator.bench import bench as module
-from coordinator.bench.bench import Workload
+from coordinator.bench.bench import MlxLmModel, OnChain, Workload
 from coordinator.bench.results import ONE_PROCESS, Bench, BenchRow, BenchTrial
-from coordinator.bench.systems import MlxLmModel, OnChain
 from coordinator.cli.bench import run_bench
 from coordinator.cluster.options import cluster_options
 from coordinator.decoding.decode import Decode

@@ -150,7 +150,9 @@ def test_responses_refuse_what_they_cannot_do_by_its_field(openai: OpenAI) -> No
 )
 def test_real_answers_are_as_the_openapi_document_says(url: str, path: str, whole: str, event: str, error: str) -> None:
     turns = [{"role": "user", "content": "Hello"}]
-    body = {"input": turns} if path == "/v1/responses" else {"messages": turns, "max_tokens": 4}
+    body: dict[str, Any] = {"messages": turns, "max_tokens": 4}
+    if path == "/v1/responses":
+        body = {"input": turns, "max_output_tokens": 4}
     with httpx2.Client(base_url=url, headers=OWN, timeout=60.0) as client:
         document = client.get("/openapi.json").json()
         told = client.post(path, json=body).json()

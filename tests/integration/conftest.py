@@ -1,7 +1,6 @@
 """Real nodes inside this process: gRPC servers on port 0, each with its own MLX thread. Async tests share one loop."""
 
 import asyncio
-import gc
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -241,15 +240,6 @@ class Pass:
 
     start: int
     rows: tuple[int, ...]
-
-
-@pytest.fixture(scope="module")
-def quick_collector() -> Iterator[None]:
-    """For tests that collect often, to count bytes: what was there before them is passed over."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

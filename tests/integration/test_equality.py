@@ -24,7 +24,7 @@ EVERY_SPLIT = [(4,), (1, 3), (2, 2), (3, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1
 
 LONG = tuple((7 * i + i * i) % VOCAB for i in range(3 * CHUNK + 1))  # four windows, the last of one row
 SHORT = (42,)
-NUM_TOKENS = 8
+NUM_TOKENS = 6
 
 PENALTIES = {
     "repetition_penalty": 1.4,

@@ -209,7 +209,7 @@ def start(script: str, argument: str, endpoint: str, home: Path, **settings: str
     environment = inherited | {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, **settings}
     command = [sys.executable, "-W", "error", "-c", script, argument]
     root = Path(__file__).parents[2]
-    return subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=20, check=False)
+    return subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=100, check=False)
 
 
 def report(model: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def experts_in_any_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_module, "multiplies_experts", lambda dtype: True)
 
 
-@pytest.mark.usefixtures("experts_in_any_dtype", "quick_collector")
+@pytest.mark.usefixtures("experts_in_any_dtype")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_one_layer_shards_of_a_published_layout_give_mlx_lms_logits(name: str, tmp_path: Path) -> None:
     layout = PUBLISHED[name]

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -321,8 +322,8 @@ async def test_a_long_check_of_contents_is_reported_while_it_gets_on(
     async with worker() as node, peer_of(node) as peer:
         monkeypatch.setattr(contents, "_read_marks", slow)
         await peer.load(request, note)
-    assert phases[0] == "check" and set(phases) <= {"check", "load"}
-    assert phases == sorted(phases), "the check comes first, and a load so short may have nothing to report"
+    in_turn = [phase for phase, _ in groupby(phases)]  # a load so short, and the check after it, may have no report
+    assert in_turn in (["check"], ["check", "load"], ["check", "load", "check"])
 
 
 @pytest.mark.usefixtures("quiet")

@@ -47,7 +47,6 @@ async def test_a_checkpoint_of_another_mode_gives_the_tokens_of_the_whole_model(
         await assert_equal(chain, whole, GREEDY)
 
 
-@pytest.mark.usefixtures("quick_collector")
 @pytest.mark.parametrize(
     ("family", "quantize"),
     [

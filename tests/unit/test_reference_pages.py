@@ -14,8 +14,7 @@ from coordinator.api.body import UNSUPPORTED, Sampled
 from coordinator.api.completions import CompletionBody
 from coordinator.api.openai import ChatBody
 from coordinator.api.responses import _REFUSED, ResponsesBody
-from coordinator.api.scoring import ClassifyBody, ScoreBody
-from coordinator.api.tokenizing import DetokenizeBody, TokenizeBody
+from coordinator.api.texts import ClassifyBody, DetokenizeBody, ScoreBody, TokenizeBody
 from worker.config import ClusterConfig, load_cluster
 from worker.errors import ConfigError
 

@@ -153,11 +153,11 @@ async def bear(rig: Rig, change: Callable[[Way], None]) -> Seen:
 
 
 def flip_there(proxy: Proxy) -> None:
-    proxy.there.flips = 1
+    proxy.there.hop_flips = 1
 
 
 def flip_back(proxy: Proxy) -> None:
-    proxy.back.flips = 1
+    proxy.back.hop_flips = 1
 
 
 def double(proxy: Proxy) -> None:

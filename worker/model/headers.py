@@ -15,7 +15,7 @@ _MAX_HEADER_BYTES = 100_000_000
 _MOST_SIZES = 32  # of a tensor: the product of a million sizes takes for ever
 _MOST_BYTES = 2**63  # of a tensor
 _LONGEST_NAME = 255  # of a file, on usual file systems
-_ITEM_BITS = {
+ITEM_BITS = {
     "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16, "I8": 8,
     "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E8M0": 8,
 }  # fmt: skip
@@ -33,12 +33,7 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * _ITEM_BITS[self.dtype] // 8
-
-
-def item_bits(dtype: str) -> int:
-    """Return the bits of one number of a known dtype."""
-    return _ITEM_BITS[dtype]
+        return math.prod(self.shape) * ITEM_BITS[self.dtype] // 8
 
 
 def read_tensors(folder: Path, file: str) -> dict[str, TensorInfo]:
@@ -79,7 +74,7 @@ def tensors_of(file: str, header: Mapping[str, Any]) -> dict[str, TensorInfo]:
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             problem = f"tensor {name:.200} has a malformed header entry ({error!r:.400})"
             raise ModelError(f"{file}: {problem}; download it again") from error
-        if info.dtype not in _ITEM_BITS:
+        if info.dtype not in ITEM_BITS:
             problem = f"tensor {name:.200} has dtype {info.dtype:.40}, which is not supported"
             raise ModelError(f"{file}: {problem}; choose another conversion of the model")
         if info.nbytes != span:
@@ -150,7 +145,7 @@ def require_file(path: Path, most_bytes: int | None = None) -> None:
 
 
 def _known(dtype: str) -> str:
-    if dtype not in _ITEM_BITS:
+    if dtype not in ITEM_BITS:
         raise ValueError(f"dtype {dtype!r:.40}")
     return dtype
 

@@ -65,10 +65,7 @@ def open_cached(model: str, known: Mapping[str, TensorInfo]) -> Checkpoint:
         try:
             folder = Path(
                 snapshot_download(
-                    repository,
-                    revision=revision or None,
-                    allow_patterns=list(SMALL_FILES),
-                    local_files_only=True,
+                    repository, revision=revision or None, allow_patterns=list(SMALL_FILES), local_files_only=True
                 )
             )
         except LocalEntryNotFoundError as error:

@@ -52,10 +52,7 @@ _SERVER_OPTIONS = [
 _CHANNEL_OPTIONS = [
     *_BOTH_ENDS,
     ("grpc.initial_reconnect_backoff_ms", 200),
-    (
-        "grpc.min_reconnect_backoff_ms",
-        1000,
-    ),  # also the limit of one attempt to a stopped process
+    ("grpc.min_reconnect_backoff_ms", 1000),  # also the limit of one attempt to a stopped process
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.enable_retries", 0),
 ]

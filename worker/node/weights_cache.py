@@ -28,7 +28,7 @@ from protos.brigade_pb2 import Fingerprint
 from worker.errors import ModelError
 from worker.model.checkpoint import MOST_CONFIG_BYTES, MOST_TOKENIZER_BYTES, Checkpoint, is_tokenizer_file, read_config
 from worker.model.describe import BACK, FRONT, layout_of, shard_tensors
-from worker.model.headers import TensorInfo, item_bits, read_tensors
+from worker.model.headers import ITEM_BITS, TensorInfo, read_tensors
 from worker.platform.installation import cache_folder
 from worker.platform.text import format_bytes, printable
 
@@ -66,7 +66,7 @@ class Piece:
     @cached_property
     def order(self) -> list[str]:
         """The tensors' names in file order: the widest numbers first, which aligns each tensor to its own width."""
-        return sorted(self.tensors, key=lambda name: (-item_bits(self.tensors[name].dtype), name))
+        return sorted(self.tensors, key=lambda name: (-ITEM_BITS[self.tensors[name].dtype], name))
 
     @property
     def nbytes(self) -> int:

@@ -10,8 +10,7 @@ from coordinator.api.body import read
 from coordinator.api.completions import CompletionBody
 from coordinator.api.openai import ChatBody
 from coordinator.api.responses import ResponsesBody
-from coordinator.api.scoring import ClassifyBody, ScoreBody, classification
-from coordinator.api.tokenizing import DetokenizeBody, TokenizeBody
+from coordinator.api.texts import ClassifyBody, DetokenizeBody, ScoreBody, TokenizeBody, classification
 from coordinator.cli.bridge import GenerateBody
 from coordinator.sessions.output import Scored, Token
 from coordinator.sessions.request import make_sampling

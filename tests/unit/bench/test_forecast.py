@@ -22,6 +22,7 @@ from coordinator.bench.forecast import (
 )
 from coordinator.cli.app import app
 from coordinator.cli.plan import run_forecast
+from coordinator.cluster import open as open_module
 from coordinator.cluster.options import cluster_options
 from coordinator.cluster.peer import Peer
 from coordinator.planning.plan import Node, Objective
@@ -313,8 +314,8 @@ def test_the_plan_of_a_cluster_is_simulated(
     async def known_speeds(*given: object) -> Survey:
         return Survey({name: each for name, each in KNOWN.speeds.items() if name != unknown}, KNOWN.ports)
 
-    for fake in (open_peers, ask_nodes, known_speeds):
-        monkeypatch.setattr(forecast_module, fake.__name__, fake)
+    for module, fake in ((forecast_module, open_peers), (open_module, ask_nodes), (open_module, known_speeds)):
+        monkeypatch.setattr(module, fake.__name__, fake)
     arguments = ["plan", "--simulate", "--config", str(config), "--model", "demo", "--concurrency", "1", "--json"]
     with pytest.raises(InputError, match="or workers on other machines, which are measured"):
         app(arguments, standalone_mode=False)

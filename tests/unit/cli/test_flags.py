@@ -15,7 +15,9 @@ from coordinator.cli import batch, bench, bridge, chat, demo, doctor, generate, 
 from coordinator.cli import run as run_module
 from coordinator.cli.app import app
 from coordinator.cluster.options import ClusterOptions
+from coordinator.deploy import discovery
 from tests.unit.cli.conftest import Command
+from worker.config import ClusterConfig
 from worker.errors import ConfigError, InputError, StageLost
 
 COMMANDS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
@@ -203,8 +205,13 @@ def test_commands_that_open_no_cluster_take_it_too(
         raise remote.NothingAnswers("nothing answers")
 
     monkeypatch.setattr(status, "ask_server", absent)
+
+    async def look_around(for_s: float, cluster: ClusterConfig | None) -> discovery.Discovered:
+        assert cluster and [worker.name for worker in cluster.workers] == ["mini"]
+        return discovery.Discovered([], 0)
+
+    monkeypatch.setattr(discovery, "look_around", look_around)
     if command == "nodes":
-        monkeypatch.setattr(run_module, "run_async", lambda work, **more: work.close())
         brigade(command)
     else:
         with pytest.raises((ConfigError, StageLost), match=r"mini|cluster\.yaml"):

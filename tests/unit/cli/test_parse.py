@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.cli.dialogue import Dialogue, Typed
+from coordinator.cli.chat import Dialogue, Typed
 from coordinator.cli.flags import parse_bias, parse_counts, parse_layers, parse_times, parse_tokens
 from worker.errors import InputError
 

@@ -74,7 +74,7 @@ def test_only_a_failed_test_catches_and_the_test_of_an_earlier_run_is_tried_firs
         Fault("sums", "import", "the module can be imported", source, "def half", "import missing\n\n\ndef half"),
         Fault("sums", "minus", "a total adds", source, "a + b", "a - b"),
     ]
-    first = {"import": "tests/unit/test_seven.py::test_gone", "minus": SEVEN}
+    first = {"import": "tests/unit/test_gone.py::test_it", "minus": "tests/unit/test_seven.py::test_its_old_name"}
     rows: dict[str, dict[str, Any]] = {}
     assert len([*measure(project, faults, 1, rows, first)]) == 2 + 3  # both first, then the three stages for one
     found = {name: (row["result"], row["stage"], row["test"][:20]) for name, row in rows.items()}

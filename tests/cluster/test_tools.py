@@ -1,0 +1,93 @@
+"""Every program of tools/, run with its smallest arguments: it ends well and makes what it promises."""
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.processes import ROOT, starting
+from tools import random_model
+
+FINISH_S = 550.0
+LONG, MATRIX = pytest.mark.long, pytest.mark.matrix  # from 3 and from 15 seconds of CPU
+
+
+def program(name: str, arguments: str, *printed: str, codes: tuple[int, ...] = (0,), mark: Any = ()) -> Any:
+    """A program with its arguments, in which `@` stands for a folder, and patterns in what it prints."""
+    return pytest.param(name, arguments, printed, codes, marks=mark, id=name)
+
+
+PROGRAMS = [
+    program("bench_feed", "--layers 1 --rounds 1", r"feeding", mark=MATRIX),
+    program("bench_frames", "--hidden-size 8 --rows 1 --frames 1", r"1 \S 0\.00 ", mark=LONG),
+    program("bench_hops", "--delay-ms 0 --workers 1 --max-tokens 1", r"ar .* 4 of 4", mark=LONG),
+    program("bench_overhead", "--tokens 2 --prompt 1 --rounds 1", r"overhead per token .* ms", mark=LONG),
+    program("bench_ring", "@model --tokens 8 --prompt 1", r'"tokens_per_s": \d', mark=LONG),
+    program("bench_serve", "--tokens 2 --streams 1 --rounds 1 --words 1", r"one stream, per token: \d", mark=MATRIX),
+    program("bench_steps", "--tokens 16 --rounds 1", r"a token +\| 161 +\| +\d", mark=LONG),
+    program("bench_tls", "--hidden-size 8 --steps 1 --chunks 1 --tokens 24", r"TLS adds .* ms", mark=MATRIX),
+    # 1: llm and litellm are no dependencies, so they may be missing
+    program("check_clients", "--local 0", r"skipped: litellm calls", codes=(0, 1), mark=LONG),
+    program("compare_checkouts", ". . --rounds 1 -- -c print('{\"tokens_per_s\":1}')", r"tokens_per_s .* 1\.000"),
+    program("eval_demo", "--limit 1 --probes 1 --json @demo.json", r"\| arithmetic +\| 1 ", mark=MATRIX),
+    program("eval_kv", "--conversations 1 --questions 1 --json @kv.json", r"\| story \| int8 \| \d", mark=MATRIX),
+    program("eval_windows", "--from docs/windows.json --json @windows.json --markdown @windows.md"),
+    program("faults", "--picture @kill.svg", mark=LONG),
+    program("flipped_bits", "--frames 1", r"plaintext: 1 frames .* 0 accepted", r"tls: 1 frames .* 0 accepted"),
+    program("generate_protos", "@"),
+    # 1: on a busy machine refusals may come late
+    program(
+        "load_serve", "--seconds 1 --streams 1 --kills 0 --local 1 --max-tokens 2", r"3 x capacity \(\d",
+        codes=(0, 1), mark=MATRIX,
+    ),
+    program("models_table", "llama --json @types.json", mark=LONG),
+    program("pages", "", r"page .* committed"),
+    program("plan_table", "Llama-3.3-70B", r"\| Llama-3\.3-70B \| 40 \| 80 \|"),
+    program("plot_latency", "--rounds 0 --from docs/latency.json --json @latency.json --plot @latency.png", mark=LONG),
+    program("random_model", "@new --hidden 64 --layers 1 --vocab 64"),
+    program("seeded_faults", "--list", r"\d+ faults: \{'fit': \d+\}"),
+    program("soak", "--minutes 0.1", r"\n0 violation", mark=MATRIX),
+    program("sparse_model", "@sparse --config tools/published/Llama-3.3-70B.json", r"39\.7 GB apparent"),
+    program("train_demo", "--out @trained --steps 1 --batch 1 --pool 0.01", r"parameters", mark=MATRIX),
+    program("verify_gpus", "--json @gpus.json --quick", r"random bf16 .* one process", mark=MATRIX),
+]  # fmt: skip
+ELSEWHERE = {
+    "bench_auto": "tests/cluster/test_bench.py",
+    "faults/worker": "tests/cluster/test_workers.py",
+    "litellm_requests": "tools/check_clients.py",
+    "load_sparse": "tests/integration/test_sparse_loading.py",
+}
+
+
+def test_every_program_is_run() -> None:
+    def is_program(path: Path) -> bool:
+        return any(
+            isinstance(node, ast.If) and "__main__" in ast.unparse(node) for node in ast.parse(path.read_text()).body
+        )
+
+    found = {path.relative_to(ROOT / "tools") for path in (ROOT / "tools").rglob("*.py") if is_program(path)}
+    names = {str(path.parent if path.stem == "__main__" else path.with_suffix("")) for path in found}
+    assert names == {each.values[0] for each in PROGRAMS} | ELSEWHERE.keys()
+    assert all(name.replace("/", ".") in (ROOT / where).read_text() for name, where in ELSEWHERE.items())
+
+
+@pytest.mark.timeout(FINISH_S + 10)
+@pytest.mark.parametrize(("name", "arguments", "printed", "codes"), PROGRAMS)
+def test_it_ends_well_and_makes_what_it_promises(
+    name: str, arguments: str, printed: tuple[str, ...], codes: tuple[int, ...], tmp_path: Path
+) -> None:
+    if "@model" in arguments:
+        random_model.main(tmp_path / "model", hidden=64, layers=2, vocab=64, context=256)
+    given = [word.replace("@", f"{tmp_path}/") for word in arguments.split()]
+    with starting() as start:
+        outcome = start.python("-m", f"tools.{name}", *given).wait(FINISH_S)
+    assert outcome.code in codes, outcome.err
+    for pattern in printed:
+        assert re.search(pattern, outcome.out), outcome.out
+    for path in (Path(word) for word in given if word.startswith(str(tmp_path))):
+        assert any(path.iterdir()) if path.is_dir() else path.stat().st_size
+        if path.suffix == ".json":
+            json.loads(path.read_text())
