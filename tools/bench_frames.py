@@ -101,9 +101,6 @@ class Answering:
     def finish(self, result: Result) -> tuple[Result, None]:
         return result, None
 
-    def launch_ahead(self, result: Result, *, is_finished: bool) -> None:
-        pass
-
     def build_ahead(self) -> None:
         pass
 

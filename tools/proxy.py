@@ -174,9 +174,7 @@ class Proxy:
             writer.transport.abort()
 
 
-async def _carry(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: Way, *, is_hop: bool
-) -> None:
+async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: Way, *, is_hop: bool) -> None:
     """One way of one connection, until its sender ends it."""
     loop = asyncio.get_running_loop()
     due: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
