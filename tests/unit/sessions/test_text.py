@@ -177,15 +177,6 @@ def test_a_stop_string_is_found_across_tokens(tokenizer: Tokenizer, text: str) -
     assert stream.finish() == "EN" and stream.text == "text EN" and stream.stopped_by is None
 
 
-def test_tokens_after_a_stop_string_are_dropped(tokenizer: Tokenizer) -> None:
-    tokens = [*tokenizer.encode("some text END"), *tokenizer.encode(" and more")]
-    output = Output("", [Token(token, 0.0) for token in tokens], 0)
-    tokenizer.stream(["END"]).read(output)
-    found = [each.token for each in output.tokens]
-    assert found == tokens[: len(found)] and len(found) == len(tokenizer.encode("some text END"))
-    assert (output.text, output.finish_reason, output.stop) == ("some text ", "stop", "END")
-
-
 def test_two_streams_share_nothing(tokenizer: Tokenizer) -> None:
     texts = ["日本語 🙂", "🚀 naïve 漢"]
     streams = [tokenizer.stream(()) for _ in texts]
