@@ -8,7 +8,7 @@ import pytest
 from protos.brigade_pb2 import CACHE_INT8, Cache
 from worker.errors import CacheMismatch
 from worker.memory.layer_cache import Int8Cache, KVCache, RecurrentState
-from worker.memory.slot_caches import Caches, members
+from worker.memory.slot_caches import Caches, Snapshot, members
 from worker.model.cache_spec import Memory
 from worker.model.probe_pass import Entry
 
@@ -161,3 +161,12 @@ def test_after_a_pass_or_a_cut_that_ended_in_its_middle_all_are_cut_again() -> N
         with_state.cut(2)
     with pytest.raises(CacheMismatch, match="cannot cut the cache to 4 tokens: it holds 2"):
         with_state.cut(4)
+
+
+def test_a_snapshot_has_the_arrays_that_a_recurrent_layer_replaced_since() -> None:
+    state, before, after = RecurrentState(1), mx.zeros(2), mx.ones(2)
+    state[0] = before
+    snapshot = Snapshot([state])
+    state[0] = after
+    snapshot.restore()
+    assert state[0] is before

@@ -177,15 +177,6 @@ def test_a_stop_string_is_found_across_tokens(tokenizer: Tokenizer, text: str) -
     assert stream.finish() == "EN" and stream.text == "text EN" and stream.stopped_by is None
 
 
-def test_tokens_after_a_stop_string_are_dropped(tokenizer: Tokenizer) -> None:
-    tokens = [*tokenizer.encode("some text END"), *tokenizer.encode(" and more")]
-    output = Output("", [Token(token, 0.0) for token in tokens], 0)
-    tokenizer.stream(["END"]).read(output)
-    found = [each.token for each in output.tokens]
-    assert found == tokens[: len(found)] and len(found) == len(tokenizer.encode("some text END"))
-    assert (output.text, output.finish_reason, output.stop) == ("some text ", "stop", "END")
-
-
 def test_two_streams_share_nothing(tokenizer: Tokenizer) -> None:
     texts = ["日本語 🙂", "🚀 naïve 漢"]
     streams = [tokenizer.stream(()) for _ in texts]
@@ -212,17 +203,11 @@ def test_any_detokenizer_of_mlx_lm_will_do(folder: Path) -> None:
         assert "".join(pieces) == text
 
 
-def test_an_output_ends_with_the_token_that_completes_a_stop_string_and_its_last_token_may_have_no_text(
-    tokenizer: Tokenizer,
-) -> None:
-    output = Output("", [Token(token) for token in tokenizer.encode("some END and more")], 0)
-    tokenizer.stream(("END",)).read(output)
-    assert [each.token for each in output.tokens] == tokenizer.encode("some END")
-    assert (output.text, output.finish_reason, output.stop) == ("some ", "stop", "END")
-    ended = [Token(token) for token in (*tokenizer.encode("some"), *tokenizer.eos)]
-    output = Output("", ended, 0, "stop")
+def test_an_end_of_sequence_token_has_no_text(tokenizer: Tokenizer) -> None:
+    tokens = [Token(token) for token in (*tokenizer.encode("some"), *tokenizer.eos)]
+    output = Output("", tokens, 0, "stop")
     tokenizer.stream(()).read(output, tokenizer.eos)
-    assert (output.text, output.tokens) == ("some", ended)
+    assert (output.text, output.tokens) == ("some", tokens)
 
 
 class Late:
