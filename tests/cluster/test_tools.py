@@ -22,6 +22,7 @@ def program(name: str, arguments: str, *printed: str, codes: tuple[int, ...] = (
 
 PROGRAMS = [
     program("bench_feed", "--layers 1 --rounds 1", r"feeding", mark=MATRIX),
+    program("bench_floor", "@model --turns 1 --tokens 16 --prompt 1", r"floor / brigade: \d", mark=LONG),
     program("bench_frames", "--hidden-size 8 --rows 1 --frames 1", r"1 \S 0\.00 ", mark=LONG),
     program("bench_hops", "--delay-ms 0 --workers 1 --max-tokens 1", r"ar .* 4 of 4", mark=LONG),
     program("bench_overhead", "--tokens 2 --prompt 1 --rounds 1", r"overhead per token .* ms", mark=LONG),
@@ -32,6 +33,7 @@ PROGRAMS = [
     # 1: llm and litellm are no dependencies, so they may be missing
     program("check_clients", "--local 0", r"skipped: litellm calls", codes=(0, 1), mark=LONG),
     program("compare_checkouts", ". . --rounds 1 -- -c print('{\"tokens_per_s\":1}')", r"tokens_per_s .* 1\.000"),
+    program("count_objects", "", r"from POST to first token: \d", mark=MATRIX),
     program("eval_demo", "--limit 1 --probes 1 --json @demo.json", r"\| arithmetic +\| 1 ", mark=MATRIX),
     program("eval_kv", "--conversations 1 --questions 1 --json @kv.json", r"\| story \| int8 \| \d", mark=MATRIX),
     program("eval_windows", "--from docs/windows.json --json @windows.json --markdown @windows.md"),
