@@ -78,7 +78,7 @@ async def test_hundreds_of_requests_leave_nothing_behind(models: Models, count: 
             assert len(answer.tokens) == each.max_tokens
             served += 1
             most_tasks = max(most_tasks, len(asyncio.all_tasks()))
-            most_kept = max(most_kept, engine.scheduler.slots.num_kept)
+            most_kept = max(most_kept, await chain.thread.run(lambda: engine.scheduler.slots.num_kept))
 
     async with running(models("qwen3", config={"num_hidden_layers": 2}).folder, (1, 1)) as chain:
         await solo(chain, [request([88, 88, 88], 3, temperature=1.0)])

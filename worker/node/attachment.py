@@ -69,6 +69,7 @@ class Attachment:
         """Leave the chain: the MLX thread releases everything after the step in progress, before any later call."""
         if self._opening is not None:
             self._opening.stop()
+        self.stage = self._opening = None  # the error that ends the stream may be kept, and with it this
 
     async def _report_draining(self) -> None:
         await self._draining.wait()

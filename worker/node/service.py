@@ -227,9 +227,10 @@ class HopService(HopServicer):
     async def Results(self, request: ResultsRequest, context: Context) -> None:
         async with reporting(context, self._node.name, self._node.log):
             with refusals_logged(self._node.log, "to report results"):
-                stage = self._stage_of(request, context)
-            while True:
-                await context.write(seal(Report(result=await stage.next_result())))
+                results = self._stage_of(request, context).results()
+            async with contextlib.aclosing(results):
+                async for result in results:
+                    await context.write(seal(Report(result=result)))
 
     def _stage_after(self, context: Context) -> Stage:
         """Return the stage that this hop leads to. Raises FrameError unless it comes from the stage before."""

@@ -145,6 +145,7 @@ class Stage:
         if self._running is not None and self._thread is not None:
             self._thread.post(self.end)
             self._running.cancel()
+            self._running = None  # its error refers back to this stage
 
     # From here on the MLX thread's loop
 
@@ -321,6 +322,11 @@ class Stage:
             self._raise_failure()
         assert outcome is not None
         return outcome
+
+    async def results(self) -> AsyncGenerator[Result, None]:
+        """Yield the results as they come. Raises the reason of the stage's end."""
+        while True:
+            yield await self.next_result()
 
     def deliver(self, result: Result) -> None:
         """Add a result, made here or received from the last worker, which may send too many."""
