@@ -42,7 +42,7 @@ from coordinator.cluster.deployment import Deployment
 from coordinator.cluster.open import joined
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.weights import push_weights
-from coordinator.deploy.certificates import Authority
+from coordinator.deploy.authority import Authority
 from coordinator.engine.engine import Engine
 from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan
@@ -57,9 +57,9 @@ from tools.sparse_model import write_sparse
 from worker.model.checkpoint import DEMO, Checkpoint, open_folder
 from worker.model.describe import describe
 from worker.model.headers import pack_headers
+from worker.node.certificates import Role
 from worker.node.framing import CHUNK_BYTES
 from worker.node.hop import open_relay
-from worker.node.identity import Role
 from worker.node.network import Network
 from worker.node.weights_cache import pieces_of
 from worker.platform.machine import machine_name

@@ -32,16 +32,16 @@ from rich.table import Table
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.open import open_chain, read_model
 from coordinator.cluster.options import cluster_options
-from coordinator.deploy.certificates import Authority
+from coordinator.deploy.authority import Authority
 from coordinator.engine.engine import generate_once
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Credit, Frame, Sampling, Timing
 from protos.brigade_pb2_grpc import HopServicer
 from tools.bench_frames import NextLine, Ticker, hidden, line_of
 from tools.worker_process import free_port
+from worker.node.certificates import KeyFile, Role
 from worker.node.framing import ENCRYPTED, FrameAssembler, Wire
 from worker.node.hop import add_hops, open_relay, pack, unpack
-from worker.node.identity import KeyFile, Role
 from worker.node.network import Network
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command

@@ -24,9 +24,9 @@ import uvloop
 
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.deployment import Deployment, OwnNode
-from coordinator.cluster.frames_in_flight import ArrivedResult
 from coordinator.cluster.open import choose_plan, open_peers, read_model
 from coordinator.cluster.options import ClusterOptions, cluster_options
+from coordinator.cluster.step_timeouts import ArrivedResult
 from coordinator.decoding.decode import Decode, suit
 from coordinator.engine.engine import generate_once
 from coordinator.engine.tokenizer import Tokenizer

@@ -20,8 +20,8 @@ import psutil
 from protos.brigade_pb2 import Credit
 from protos.brigade_pb2_grpc import HopServicer
 from tools.bench_frames import Ticker
+from worker.node.certificates import KeyFile, Role
 from worker.node.hop import add_hops, add_node
-from worker.node.identity import KeyFile, Role
 from worker.node.model_sources import ModelSources
 from worker.node.network import Network
 from worker.node.service import NodeService

@@ -17,15 +17,15 @@ from typing import Annotated, Any
 
 import typer
 
-from coordinator.deploy.certificates import Authority
+from coordinator.deploy.authority import Authority
 from protos.brigade_pb2 import DTYPE_FLOAT32, Credit, Frame, Tensor
 from protos.brigade_pb2_grpc import HopServicer
 from tools.proxy import Proxy
 from tools.worker_process import address_with_hops
 from worker.errors import BrigadeError, StageLost
+from worker.node.certificates import KeyFile, Role
 from worker.node.framing import Arrival, FrameAssembler, Wire, checksum_seed, cut, write_part
 from worker.node.hop import Link, add_hops
-from worker.node.identity import KeyFile, Role
 from worker.node.network import Network
 from worker.node.rpc_errors import abort
 from worker.platform.run import run_command

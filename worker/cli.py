@@ -75,7 +75,7 @@ def worker(
     _, port = split_address(binds[0])
 
     skip_init("mlx_lm")
-    from worker.node.identity import Role
+    from worker.node.certificates import Role
     from worker.node.model_sources import ModelSources
     from worker.node.network import Network
     from worker.node.serve import serve

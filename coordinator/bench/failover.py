@@ -17,7 +17,7 @@ from coordinator.cluster.open import cluster_over, read_model, start_local
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.progress import say, show_steps
-from coordinator.cluster.recovery import Recovery
+from coordinator.cluster.recovery_record import Recovery
 from coordinator.engine.engine import Engine
 from coordinator.planning.plan import check_split
 from coordinator.planning.recovery import USUAL, Limits

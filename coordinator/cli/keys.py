@@ -33,8 +33,8 @@ def init(
     config = find_config(config)
     cluster = load_cluster(config) if config else ClusterConfig()
 
-    from coordinator.deploy.certificates import Authority
-    from worker.node.identity import Role
+    from coordinator.deploy.authority import Authority
+    from worker.node.certificates import Role
 
     authority = Authority.make(_folder(cluster, config), replace=replace)
     name = cluster.coordinator.name
@@ -61,8 +61,8 @@ def issue(
     config = find_config(config)
     cluster = load_cluster(config) if config else ClusterConfig()
 
-    from coordinator.deploy.certificates import NODE_VALID, Authority
-    from worker.node.identity import Role
+    from coordinator.deploy.authority import NODE_VALID, Authority
+    from worker.node.certificates import Role
 
     known = [cluster.coordinator.name, *(worker.name for worker in cluster.workers)] if config else []
     if name not in known and (spelled := [each for each in known if each.lower() == name.lower()]):

@@ -62,11 +62,11 @@ async def launch(
     workers = workers_of(cluster, names or ())
 
     from coordinator.deploy import launch as deploy
-    from coordinator.deploy.certificates import certificates
+    from coordinator.deploy.authority import certificates
     from coordinator.deploy.install import LaunchMode
     from coordinator.deploy.package import installed
     from coordinator.deploy.ssh import require_ssh
-    from worker.node.identity import Role
+    from worker.node.certificates import Role
     from worker.node.network import Network
 
     require_ssh()

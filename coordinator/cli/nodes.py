@@ -114,7 +114,7 @@ def init(
 
     Here: brigade init --yes, or only two of them: brigade init mini air
     """
-    from coordinator.deploy.certificates import KEYS_FOLDER
+    from coordinator.deploy.authority import KEYS_FOLDER
     from coordinator.deploy.cluster_file import (
         check_target,
         cluster_text,
@@ -168,7 +168,7 @@ def _encrypted_or_trusted(whole: "Draft", *, yes: bool, insecure: bool) -> "Draf
 
 def _network(whole: "Draft", keys: Path, owner: str | None) -> "Network | None":
     """Return the network on which workers are asked for their names; None without a certificate of this coordinator."""
-    from worker.node.identity import KeyFile, Role
+    from worker.node.certificates import KeyFile, Role
     from worker.node.network import Network
 
     if not whole.is_encrypted:

@@ -115,7 +115,7 @@ def ask_server(server: str, key: str | None) -> Json:
 async def _ask_workers(config: Path) -> Json:
     """Return the state of each worker with the keys of `/cluster`, or the reason why it does not answer."""
     from coordinator.cluster.peer import peers_of
-    from worker.node.identity import Role
+    from worker.node.certificates import Role
     from worker.node.network import Network
 
     cluster = cluster_options(config, None, None, None, None).cluster

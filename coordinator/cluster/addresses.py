@@ -11,7 +11,7 @@ from protos.brigade_pb2 import HelloReply, HelloRequest
 from protos.brigade_pb2_grpc import NodeStub
 from worker.config import split_address
 from worker.errors import CallerRefused, ConfigError, StageLost, Unanswered
-from worker.node.identity import Role
+from worker.node.certificates import Role
 from worker.node.network import PROTOCOL_VERSION, Network, give_up, has_succeeded, wait_head_start
 from worker.node.rpc_errors import closed_before_reply, error_of, is_unconnected, unresolved_name
 

@@ -13,9 +13,9 @@ from functools import partial
 from typing import NoReturn, Self
 
 from coordinator.cluster.deployment import Deployment, OwnNode
-from coordinator.cluster.frames_in_flight import ArrivedResult, Flight, SuspendWatch
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.progress import NodeProgress
+from coordinator.cluster.step_timeouts import ArrivedResult, Flight, SuspendWatch
 from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import AttachRequest, Frame, Grammar, LoadProgress, Opening, Result, StatusReply, Window
 from worker.compute.executor import Executor

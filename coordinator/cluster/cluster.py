@@ -13,7 +13,7 @@ from coordinator.cluster.deployment import Deployment, OwnCopy, OwnNode, load_wo
 from coordinator.cluster.nodes import ClusterNode, Nodes
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.progress import NodeProgress
-from coordinator.cluster.recovery import Recovered, Recovery
+from coordinator.cluster.recovery_record import Recovered, Recovery
 from coordinator.planning.costs import ChainCosts
 from coordinator.planning.plan import Assignment, Objective, Plan
 from coordinator.planning.planner import Planner

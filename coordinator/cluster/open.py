@@ -15,7 +15,7 @@ from coordinator.cluster.nodes import Nodes
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import COORDINATOR_ID, Peer, differences, greet, peers_of, raise_worst
 from coordinator.cluster.progress import ASKING, STARTING, NodeProgress, say, show_progress
-from coordinator.cluster.recovery import Recovered
+from coordinator.cluster.recovery_record import Recovered
 from coordinator.cluster.survey import known_speeds
 from coordinator.planning import planner
 from coordinator.planning.plan import MemoryOffer, Node, Objective, Plan, budgets, check_split, require_fit
@@ -28,7 +28,7 @@ from worker.model.checkpoint import Checkpoint
 from worker.model.describe import describe
 from worker.model.families import is_tested
 from worker.model.model_spec import ModelSpec
-from worker.node.identity import Role
+from worker.node.certificates import Role
 from worker.node.loading import open_checkpoint
 from worker.node.network import Network
 from worker.platform.machine import kept_awake, memory_budget

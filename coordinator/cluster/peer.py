@@ -37,10 +37,10 @@ from protos.brigade_pb2 import (
 from protos.brigade_pb2_grpc import NodeStub
 from worker.config import ClusterConfig
 from worker.errors import BrigadeError, ModelError, NodeSilent, StageLost
+from worker.node.certificates import Role, expiry_warning, reported_expiry
 from worker.node.configuration import configuration_of, differing
 from worker.node.framing import Wire, check_seal
 from worker.node.hop import Link, open_push, results
-from worker.node.identity import Role, expiry_warning, reported_expiry
 from worker.node.links import measure_link
 from worker.node.network import PROTOCOL_VERSION, UPDATE_BOTH, Network
 from worker.node.rpc_errors import error_of

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from coordinator.decoding.decoders import Autoregressive, Decoder, Fill, LosslessDiffusion, PromptLookup
-from coordinator.decoding.window import LENGTHS, WindowChooser
+from coordinator.decoding.window_lengths import LENGTHS, WindowChooser
 from coordinator.planning.costs import StepCosts
 from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, CACHE_ROTATING, Cache
 from worker.errors import InputError

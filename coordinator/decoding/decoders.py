@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from coordinator.decoding.window import SMALLEST, WindowChooser, mask_count, most_masks, most_padding
+from coordinator.decoding.window_lengths import SMALLEST, WindowChooser, mask_count, most_masks, most_padding
 from protos.brigade_pb2 import Sample
 
 Fills = Sequence[tuple[int, Sample]]  # positions and their tokens

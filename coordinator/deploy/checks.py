@@ -37,8 +37,8 @@ from protos.brigade_pb2 import (
 )
 from worker.errors import CLOSED_AT_ONCE, CallerRefused, ConfigError, ModelError, Unanswered
 from worker.model.model_spec import ModelSpec
+from worker.node.certificates import WARN_AHEAD, Role, reported_expiry
 from worker.node.configuration import differing
-from worker.node.identity import WARN_AHEAD, Role, reported_expiry
 from worker.platform.text import format_bytes
 
 MAX_VERSIONS = 8  # shown of one node: it has four

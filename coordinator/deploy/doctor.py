@@ -32,9 +32,9 @@ from coordinator.deploy.trial import ChainTrial, advice, try_cluster
 from protos.brigade_pb2 import TRANSPORT_GRPC, TRANSPORT_TCP, TRANSPORT_TLS, Transport
 from worker.config import ClusterConfig, WorkerConfig, is_loopback, split_address
 from worker.errors import BrigadeError, ConfigError, NodeBusy, StageLost
+from worker.node.certificates import Role
 from worker.node.configuration import configuration_of
 from worker.node.facts import read_facts
-from worker.node.identity import Role
 from worker.node.links import connect
 from worker.node.network import Network
 from worker.platform.tasks import together

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from coordinator.deploy.install import worker_folder
 from worker.errors import BrigadeError, ConfigError
-from worker.node.identity import file_name
+from worker.node.certificates import file_name
 from worker.platform.text import printable
 
 ANSWER_MARK = "@brigade "  # begins the lines that scripts address to us; greetings and other programs print lines, too

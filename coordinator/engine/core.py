@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from coordinator.cluster.chain import Chain
-from coordinator.cluster.frames_in_flight import ArrivedResult
+from coordinator.cluster.step_timeouts import ArrivedResult
 from coordinator.engine.quarantine import MOST_LOSSES, Quarantine
 from coordinator.engine.stats import Stats
 from coordinator.planning.costs import LaneChooser, chunk_size

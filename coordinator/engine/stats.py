@@ -17,7 +17,7 @@ from coordinator.sessions.waterfall import PARTS, Moments, Passage, Route
 from worker.errors import BrigadeError, ContextExceeded, InputError, NodeBusy, QueueFull, WaitedTooLong
 
 if TYPE_CHECKING:  # it imports mlx, for which --help should not wait
-    from coordinator.cluster.recovery import Recovered
+    from coordinator.cluster.recovery_record import Recovered
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")  # of the request that the present task answers
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.decoding.decode import Decode
-from coordinator.decoding.window import LENGTHS
+from coordinator.decoding.window_lengths import LENGTHS
 from coordinator.sessions.output import KnownTokens, Output, Token
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Cache, Contents, Fingerprint, Sampling

@@ -5,7 +5,7 @@ from dataclasses import replace
 from enum import Enum
 
 from coordinator.decoding.decoders import Autoregressive, Decoder, Proposal
-from coordinator.decoding.window import padded
+from coordinator.decoding.window_lengths import padded
 from coordinator.sessions.output import Output, Scored, Token, Usage
 from coordinator.sessions.request import Request
 from coordinator.sessions.text import TextParser

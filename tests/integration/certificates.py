@@ -5,8 +5,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from coordinator.deploy.certificates import Authority
-from worker.node.identity import Identity, KeyFile, Role, split_pem
+from coordinator.deploy.authority import Authority
+from worker.node.certificates import Identity, KeyFile, Role, split_pem
 from worker.node.network import Network
 
 NO_CERTIFICATE: Any = {"key": None, "certificate": None}

@@ -15,9 +15,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.deployment import Deployment
-from coordinator.cluster.frames_in_flight import ArrivedResult
 from coordinator.cluster.open import joined
 from coordinator.cluster.peer import Peer
+from coordinator.cluster.step_timeouts import ArrivedResult
 from coordinator.engine.engine import generate_once
 from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan

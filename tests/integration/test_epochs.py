@@ -132,9 +132,9 @@ async def test_a_result_that_answers_nothing_that_was_asked_is_refused(
 @asynccontextmanager
 async def hasty(models: Models, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> AsyncIterator[tuple[Chain, Held]]:
     """A chain of two nodes that waits for tenths of seconds, with a slot open; its worker computes once let go."""
-    monkeypatch.setattr("coordinator.cluster.frames_in_flight._ASK_AGAIN_S", 0.05)
-    monkeypatch.setattr("coordinator.cluster.frames_in_flight._SILENCE_S", 0.3)
-    monkeypatch.setattr("coordinator.cluster.frames_in_flight._COMPILES_S", 0.1)
+    monkeypatch.setattr("coordinator.cluster.step_timeouts._ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr("coordinator.cluster.step_timeouts._SILENCE_S", 0.3)
+    monkeypatch.setattr("coordinator.cluster.step_timeouts._COMPILES_S", 0.1)
     release = threading.Event()
     async with loaded(models("qwen3").folder, (2, 2)) as cluster:
         chain = Chain(cluster.own, cluster.deployment, say=said.append)

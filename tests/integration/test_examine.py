@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 
 from coordinator.deploy import checks
-from coordinator.deploy.certificates import Authority
+from coordinator.deploy.authority import Authority
 from coordinator.deploy.checks import ModelInUse, check_cluster
 from coordinator.deploy.doctor import collect_facts, num_steps
 from coordinator.deploy.findings import ExaminedCluster, Finding, Kind, Level

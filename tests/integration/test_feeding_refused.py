@@ -24,9 +24,9 @@ from worker.errors import BrigadeError, ConfigError, FrameError, ModelError
 from worker.model.checkpoint import open_folder
 from worker.model.headers import pack_headers, unpack_headers
 from worker.node import weights_receive as feeding_module
+from worker.node.certificates import Role
 from worker.node.framing import checksum_of, write_chunk
 from worker.node.hop import add_node
-from worker.node.identity import Role
 from worker.node.log import worker_log
 from worker.node.model_sources import ModelSources
 from worker.node.rpc_errors import error_of

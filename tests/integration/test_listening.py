@@ -21,8 +21,8 @@ from tools.worker_process import free_port
 from worker.config import split_address
 from worker.errors import ConfigError, FrameError
 from worker.node import serve as listening_module
+from worker.node.certificates import Role
 from worker.node.hop import Link
-from worker.node.identity import Role
 from worker.node.log import worker_log
 from worker.node.network import Network, hop_address
 from worker.node.serve import Listening, listening

@@ -17,7 +17,7 @@ from tests.integration.conftest import NETWORK, RunningNode, serving
 from worker.config import load_cluster
 from worker.errors import ConfigError, StageLost
 from worker.node import network as network_module
-from worker.node.identity import Role
+from worker.node.certificates import Role
 from worker.node.network import Network
 
 CLOSED_S = 10.0  # the longest that a connection which says nothing stays open

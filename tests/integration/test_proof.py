@@ -11,7 +11,7 @@ from coordinator.deploy.discovery import Endpoint, FoundNode
 from protos.brigade_pb2 import MEDIUM_LOOPBACK
 from tests.integration.certificates import Certificates
 from tests.integration.conftest import serving
-from worker.node.identity import Role
+from worker.node.certificates import Role
 from worker.node.network import Network
 
 

@@ -12,9 +12,9 @@ import pytest
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.deployment import Deployment, OwnNode
-from coordinator.cluster.frames_in_flight import ArrivedResult
 from coordinator.cluster.nodes import Nodes
 from coordinator.cluster.peer import Peer
+from coordinator.cluster.step_timeouts import ArrivedResult
 from coordinator.decoding.decode import Decode
 from coordinator.engine.engine import Engine
 from coordinator.planning.plan import Node, Objective
@@ -395,7 +395,7 @@ async def test_no_time_for_a_recovery_means_none(folder: Path) -> None:
 async def test_a_node_whose_engine_hangs_is_done_without_though_it_answers(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.cluster.frames_in_flight._SILENCE_S", 0.3)
+    monkeypatch.setattr("coordinator.cluster.step_timeouts._SILENCE_S", 0.3)
     expected = await unfailed(folder, ASKED[:2])
     release = threading.Event()
     async with supervised(folder, COMES_BACK) as rig, rig.engine() as engine:

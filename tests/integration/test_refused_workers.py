@@ -14,7 +14,7 @@ from worker.config import ClusterConfig, TlsConfig, WorkerConfig
 from worker.errors import BrigadeError, CallerRefused, ConfigError
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
-from worker.node.identity import Role
+from worker.node.certificates import Role
 
 FOREVER = Limits(arrival_s=3600)
 NOBODY = WorkerConfig(name="ghost", address=("127.0.0.1:1",))

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.deploy.certificates import Authority
+from coordinator.deploy.authority import Authority
 from coordinator.planning.recovery import Limits
 from tests.integration.certificates import Certificates
 from tests.integration.conftest import Models
 from tests.integration.many import Live, request, tokens_of
 from tests.integration.test_recovery import COMES_BACK, LAYERS, assert_equal, supervised, tight, unfailed
 from worker.errors import StageLost
-from worker.node.identity import Role
+from worker.node.certificates import Role
 
 ASKED = request(tokens_of(5), 40)
 

@@ -16,7 +16,7 @@ from worker.compute.shard import Shard
 from worker.errors import EngineHung
 from worker.memory.lane import LaneWindow
 
-SILENCE_S = "coordinator.cluster.frames_in_flight._SILENCE_S"
+SILENCE_S = "coordinator.cluster.step_timeouts._SILENCE_S"
 ROW = Frame(epoch=1, step=51, windows=[window_of(tokens_of(1), 0)])
 
 

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from coordinator.cluster.peer import Peer
-from coordinator.deploy.certificates import Authority
+from coordinator.deploy.authority import Authority
 from protos.brigade_pb2 import Coordinator
 from tests.integration.certificates import Certificates, Shown
 from tests.integration.conftest import Models, RunningNode, answer, load_request, opened, peer_of, serving
 from tests.integration.upstream import attach_request
 from tests.tiny import VOCAB
 from worker.errors import CallerRefused, ConfigError, FrameError, StageLost
+from worker.node.certificates import Identity, KeyFile, Role, split_pem
 from worker.node.hop import Link
-from worker.node.identity import Identity, KeyFile, Role, split_pem
 from worker.node.network import Network
 
 PROMPT = tuple((5 * i + 3) % VOCAB for i in range(20))

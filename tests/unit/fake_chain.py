@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from coordinator.decoding.decoders import Autoregressive, Decoder, Fill, LosslessDiffusion, PromptLookup
-from coordinator.decoding.window import WindowChooser
+from coordinator.decoding.window_lengths import WindowChooser
 from coordinator.planning.costs import StepCosts
 from coordinator.sessions.output import NO_TOKENS, KnownTokens
 from coordinator.sessions.request import Request

@@ -17,8 +17,8 @@ import grpc.aio
 
 from worker.config import ClusterConfig, join_address, may_be_plaintext, split_address
 from worker.errors import ConfigError, FrameError, StageLost
+from worker.node.certificates import Identity, KeyFile, Role
 from worker.node.framing import ENCRYPTED, PLAIN, Wire
-from worker.node.identity import Identity, KeyFile, Role
 
 PROTOCOL_VERSION = 6  # raised with each field that an older node would wrongly ignore
 UPDATE_BOTH = "install the same version of brigade on both, from the coordinator by: brigade launch --update"

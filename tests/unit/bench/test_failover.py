@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.bench.failover import CASES, FailoverReport, FailoverRow, LossTimes, _strike, middle, times_of
 from coordinator.bench.report import print_failover
-from coordinator.cluster.recovery import Recovery
+from coordinator.cluster.recovery_record import Recovery
 from coordinator.planning.plan import Plan
 from coordinator.sessions.request import Request
 from worker.errors import BrigadeError

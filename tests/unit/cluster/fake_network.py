@@ -12,8 +12,8 @@ import pytest
 
 from coordinator.cluster import cluster, local, nodes
 from coordinator.cluster.deployment import Deployment, OwnCopy
-from coordinator.cluster.frames_in_flight import ArrivedResult, Sent
 from coordinator.cluster.progress import NodeProgress
+from coordinator.cluster.step_timeouts import ArrivedResult, Sent
 from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import DTYPE_BFLOAT16, Frame, HelloReply, StatusReply
 from tests.unit.fake_chain import FakeChain

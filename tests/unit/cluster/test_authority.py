@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from coordinator.deploy.certificates import AUTHORITY_FILE, Authority
+from coordinator.deploy.authority import AUTHORITY_FILE, Authority
 from worker.errors import ConfigError
-from worker.node.identity import KeyFile, Role, split_pem
+from worker.node.certificates import KeyFile, Role, split_pem
 
 
 @pytest.fixture

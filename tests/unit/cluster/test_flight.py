@@ -2,8 +2,8 @@
 
 import pytest
 
-from coordinator.cluster import frames_in_flight as flight
-from coordinator.cluster.frames_in_flight import ArrivedResult, Flight, SuspendWatch
+from coordinator.cluster import step_timeouts as flight
+from coordinator.cluster.step_timeouts import ArrivedResult, Flight, SuspendWatch
 from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import Frame, Result, Timing, Window
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.cluster.frames_in_flight import StepTimeouts
+from coordinator.cluster.step_timeouts import StepTimeouts
 from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import CACHE_INT8, Cache, Frame, Opening, Sampling, Window
 

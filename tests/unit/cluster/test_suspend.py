@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from coordinator.cluster import frames_in_flight as flight
-from coordinator.cluster.frames_in_flight import SuspendWatch
+from coordinator.cluster import step_timeouts as flight
+from coordinator.cluster.step_timeouts import SuspendWatch
 from worker.errors import StageLost
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from coordinator.decoding.decoders import Autoregressive, Decoder, Fill, LosslessDiffusion, PromptLookup
-from coordinator.decoding.window import WindowChooser
+from coordinator.decoding.window_lengths import WindowChooser
 from coordinator.planning.costs import StepCosts
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import Sample, Window

@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 from coordinator.decoding.decoders import Fill, Proposal, choose_fills
-from coordinator.decoding.window import LENGTHS
+from coordinator.decoding.window_lengths import LENGTHS
 from protos.brigade_pb2 import Sample, Sampling
 from tests.unit.decoding.fake_stage import FakeStage, Guess, opened, positions, run, steps
 from tests.unit.fake_chain import VOCAB, prompt_of

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from coordinator.decoding.decoders import Decoder, Fill, LosslessDiffusion
-from coordinator.decoding.window import LENGTHS, largest_within, mask_count, padded
+from coordinator.decoding.window_lengths import LENGTHS, largest_within, mask_count, padded
 from tests.unit.decoding.fake_stage import FakeStage, decoders, fixed, opened, oracle, positions, run
 from tests.unit.fake_chain import VOCAB, plain_answer, prompt_of
 from worker.compute.header import num_rows

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from coordinator.decoding.decode import Decode
 from coordinator.decoding.decoders import Decoder, Fill, LosslessDiffusion, PromptLookup
-from coordinator.decoding.window import WindowChooser
+from coordinator.decoding.window_lengths import WindowChooser
 from coordinator.planning.costs import StepCosts
 from coordinator.sessions.scheduler import Scheduler
 from tests.unit.fake_chain import FakeChain, Rig, costs_per_row, make_session, prompt_of

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from coordinator.decoding.decoders import Fill, LosslessDiffusion, PromptLookup, verify_drafts
-from coordinator.decoding.window import LENGTHS, WindowChooser, padded
+from coordinator.decoding.window_lengths import LENGTHS, WindowChooser, padded
 from coordinator.planning.costs import StepCosts
 from protos.brigade_pb2 import Sample
 from tests.unit.decoding.fake_stage import FakeStage, fixed, opened, oracle, positions, run

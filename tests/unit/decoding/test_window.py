@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from coordinator.decoding.window import WindowChooser
+from coordinator.decoding.window_lengths import WindowChooser
 from coordinator.planning.costs import StepCosts
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.deploy.certificates import Authority, certificates
+from coordinator.deploy.authority import Authority, certificates
 from coordinator.deploy.install import RemoteState, define_service
 from tests.unit.deploy.machine import PROC, FakeMachine, identity
 from worker.config import ClusterConfig, TlsConfig
-from worker.node.identity import Role
+from worker.node.certificates import Role
 
 VERSION = "0123456789abcdef"
 needs_proc = pytest.mark.skipif(not PROC.exists(), reason="no /proc here: no Linux can be played")

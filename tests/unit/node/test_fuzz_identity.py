@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.deploy.certificates import AUTHORITY_FILE, Authority
+from coordinator.deploy.authority import AUTHORITY_FILE, Authority
 from tests.unit.fuzz import fuzzed, nearly, within
 from worker.errors import ConfigError
-from worker.node.identity import KeyFile, Role, split_pem
+from worker.node.certificates import KeyFile, Role, split_pem
 
 
 @pytest.fixture(scope="module")

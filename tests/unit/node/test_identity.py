@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.deploy.certificates import Authority
+from coordinator.deploy.authority import Authority
 from worker.errors import ConfigError
-from worker.node.identity import KeyFile, Role, split_pem
+from worker.node.certificates import KeyFile, Role, split_pem
 from worker.node.network import Network
 
 NOW = datetime.now(UTC)
@@ -119,7 +119,7 @@ def test_a_certificate_that_was_valid_when_it_was_read_is_refused_once_it_has_ex
         def now(cls, tz: object = None) -> datetime:
             return NOW + 366 * DAY
 
-    monkeypatch.setattr("worker.node.identity.datetime", Later)
+    monkeypatch.setattr("worker.node.certificates.datetime", Later)
     with pytest.raises(ConfigError, match="the certificate expired on"):
         keys.read()
 

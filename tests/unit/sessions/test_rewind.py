@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coordinator.decoding.decoders import LosslessDiffusion
-from coordinator.decoding.window import WindowChooser
+from coordinator.decoding.window_lengths import WindowChooser
 from coordinator.planning.costs import StepCosts
 from coordinator.sessions.output import NO_TOKENS, KnownTokens
 from coordinator.sessions.session import Session

@@ -3,7 +3,7 @@
 import pytest
 
 from coordinator.decoding.decoders import Fill, LosslessDiffusion, PromptLookup
-from coordinator.decoding.window import WindowChooser
+from coordinator.decoding.window_lengths import WindowChooser
 from coordinator.planning.costs import StepCosts
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, Cache
