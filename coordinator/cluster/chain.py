@@ -38,6 +38,7 @@ from worker.platform.threads import MlxThread, run_in_thread
 
 _PROBE_S = 1.5  # for a status
 _WARM_UP_ROWS = 64
+_STOP_S = 2.0  # for the step in progress of a stage that is stopped
 _OWN_STEP_S = 120.0  # beyond the time of a step, until this process is given up
 _CLOCKS_S = 60.0  # between two measurements of the clock offsets
 
@@ -243,7 +244,7 @@ class Chain:
         assert own.shard is not None
         engine = Executor(own.shard, 0, self.spec.dtype, checks_finite=self.deployment.check_finite)
         stage = Stage(engine, self.epoch, self.peers[0].wire if self.peers else PLAIN)
-        self._stack.callback(stage.stop)
+        self._stack.push_async_callback(_stop, stage)
         link = None
         watched: list[Work] = []
         if self.peers:
@@ -353,3 +354,11 @@ class Chain:
             request.successor, *others = successor.addresses
             request.successor_fallbacks.extend(others)
         return request
+
+
+async def _stop(stage: Stage) -> None:
+    """Stop a stage, and wait until its memory is free, unless it is at a long step."""
+    stage.stop()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_STOP_S):
+            await stage.wait_over()

@@ -8,7 +8,7 @@ It lives on the MLX thread's event loop, with the streams that bring its frames 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -70,6 +70,7 @@ class Stage:
         self._wire = wire
         self._thread: MlxThread | None = None  # and what it does for this stage, once started
         self._running: asyncio.Future[None] | None = None
+        self._is_over = asyncio.Event()  # of the main loop
         self._failure: BrigadeError | None = None  # the reason of its end
         self._has_ended = asyncio.Event()
         # receiving
@@ -124,10 +125,9 @@ class Stage:
             BrigadeError: the refusal of the next stage.
         """
         is_open, loop = asyncio.Event(), asyncio.get_running_loop()
-        self._thread = thread
-        self._running = asyncio.ensure_future(
-            thread.call(self._run(connect, watched, lambda: loop.call_soon_threadsafe(is_open.set)))
-        )
+        self._thread, self._is_over = thread, asyncio.Event()
+        note_open, note_over = (partial(loop.call_soon_threadsafe, event.set) for event in (is_open, self._is_over))
+        self._running = asyncio.ensure_future(thread.call(self._run(connect, watched, note_open, note_over)))
         opening = asyncio.create_task(is_open.wait())
         await asyncio.wait([opening, self._running], return_when=asyncio.FIRST_COMPLETED)
         opening.cancel()
@@ -147,6 +147,10 @@ class Stage:
             self._running.cancel()
             self._running = None  # its error refers back to this stage
 
+    async def wait_over(self) -> None:
+        """Wait until the thread holds nothing of this stage, which was started and then stopped or has failed."""
+        await self._is_over.wait()
+
     # From here on the MLX thread's loop
 
     async def _run(
@@ -154,8 +158,10 @@ class Stage:
         connect: Callable[[], Outlet] | None,
         watched: Sequence[Work],
         note_open: Callable[[], object],
+        note_over: Callable[[], object],
     ) -> None:
         async with AsyncExitStack() as stack:
+            stack.callback(_unless_closed, note_over)
             works = [self._run_frames, *watched]
             if connect:
                 link = connect()
@@ -364,3 +370,9 @@ class Stage:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure.again()
+
+
+def _unless_closed(note: Callable[[], object]) -> None:
+    """Post a note to a loop, unless it has been closed."""
+    with suppress(RuntimeError):
+        note()
