@@ -38,6 +38,7 @@ from worker.platform.threads import MlxThread, run_in_thread
 
 _PROBE_S = 1.5  # for a status
 _WARM_UP_ROWS = 64
+_TURNS = 8  # of the MLX thread's loop, from a result's arrival until the chain has learned from it
 _STOP_S = 2.0  # for the step in progress of a stage that is stopped
 _OWN_STEP_S = 120.0  # beyond the time of a step, until this process is given up
 _CLOCKS_S = 60.0  # between two measurements of the clock offsets
@@ -320,9 +321,11 @@ class Chain:
             self._flight.began(busy_s)
         elif node:
             raise EngineHung(f"its engine has been at one step for {busy_s:.1f} s", node=node)
-        elif busy_s:
-            await self._wait_own_engine()
         else:
+            for _ in range(_TURNS if not busy_s else 1):  # a result may be on its way through the loop of this engine
+                await self._wait_own_engine()
+            if busy_s or self._flight.awaited != oldest:
+                return
             raise StageLost(
                 f"no result for {waited_s:.1f} s though every worker answers (last step {self._stage.last_step})"
             )

@@ -59,5 +59,9 @@ class SameThread:
         await asyncio.sleep(0)  # it is another thread, after all
         return await work
 
+    async def run(self, call: Callable[[], T]) -> T:
+        await asyncio.sleep(0)
+        return call()
+
     def post(self, call: Callable[[], object]) -> None:
         asyncio.get_running_loop().call_soon(call)

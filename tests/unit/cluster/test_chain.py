@@ -52,6 +52,9 @@ class FakeStage:
         for task in self._tasks:
             task.cancel()
 
+    async def wait_over(self) -> None:
+        pass
+
 
 class DriftingPeer:
     """A worker whose clock gains or loses."""
