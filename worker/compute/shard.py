@@ -11,7 +11,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
 from itertools import accumulate
-from threading import Lock
 from typing import Any
 
 import mlx.core as mx
@@ -36,9 +35,6 @@ from worker.platform.machine import multiplies_experts
 from worker.platform.mlx_memory import out_of_memory
 
 _DIGEST_BYTES = 4 * 2**20  # of a tensor that are hashed at once
-
-
-_READING = Lock()  # reads of several threads at once sometimes never end in MLX 0.32
 
 
 class Shard:
@@ -143,8 +139,7 @@ class Shard:
         layers = f"layers [{self.start}, {self.end})"
         for _, array in self._cut.tensors:
             try:
-                with _READING:
-                    mx.eval(array)
+                mx.eval(array)
             except RuntimeError as error:
                 named = out_of_memory(str(error), f"with {layers}, {self.nbytes / 2**30:.2f} GiB")
                 raise named or ModelError(f"cannot read the tensors of {layers}: {error}") from error
