@@ -132,7 +132,7 @@ def numbered(*steps: int) -> list[Frame]:
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
 async def test_a_call_that_is_posted_after_a_stage_is_stopped_finds_its_memory_freed(runs_ahead: bool) -> None:
-    """A load, perhaps, for which that memory is needed. Whoever joins next does not wait behind its frames either."""
+    """The next load may need that memory, and the next chain must not wait behind these frames."""
     engine = HeldEngine(runs_ahead=runs_ahead)
     async with started(engine) as running, asyncio.timeout(60):
         running.submit(*numbered(*range(20)))

@@ -3,7 +3,7 @@
 WHEN is the step at which it fails, a token that is fed (`token=17`, or `token=17:40` for position 40 only), or a
 number of seconds. A step or a token fails once in the life of a process, unless the process ends by it.
 
-    loop@40         the main event loop never returns, so that nobody is answered; neither does the engine
+    loop@40         the main event loop never returns, so no call is answered; the engine stops too
     engine@40       the engine never returns from its step, nor does the loop of its thread; the main event loop answers
     mute@40         frames are computed, and nothing is handed on
     crash@token=17  the process is killed

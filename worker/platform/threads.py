@@ -182,5 +182,5 @@ class MlxThread(CallThread):
         for task in (tasks := asyncio.all_tasks(self.loop)):
             task.cancel()
         self.loop.run_until_complete(asyncio.wait(tasks) if tasks else asyncio.sleep(0))
-        mx.synchronize()  # a step that nobody waits for may still be computed
+        mx.synchronize()  # a step built ahead may still be computing
         mx.clear_streams()  # MLX requires this at the end of a thread
