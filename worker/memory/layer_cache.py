@@ -81,7 +81,7 @@ class KVCache:
         """Whether one more row fits into the present buffers without dropping any."""
         if self.pack:
             return self.length < self.pack.capacity
-        return self.length - self.dropped < self._keys.capacity
+        return self.length - self.dropped < self._room(1)
 
     def held_rows(self) -> tuple[mx.array, mx.array] | None:
         """Return keys and values [1, H, length, K] from the pack or the own buffers; None before the first row."""
@@ -127,7 +127,7 @@ class KVCache:
             self.pack.dissolve()
         self._positions = positions
         held = self.length - self.dropped
-        if held + num_rows <= self._keys.capacity:
+        if held + num_rows <= self._room(num_rows):
             return
         out_of_sight = max(0, self._first_seen(self.length) - self.keep - self.dropped)
         self.dropped += out_of_sight
@@ -208,6 +208,13 @@ class KVCache:
         self._values.write(values, here, end)
         self.length += keys.shape[2]
         return self._keys.read(end), self._values.read(end)
+
+    def _room(self, num_rows: int) -> int:
+        """Return the rows that may be held with a window of so many; those of a longer chunk before it are dropped."""
+        if self.window is None:
+            return self._keys.capacity
+        needed = whole_blocks(self.keep + self.window - 1 + max(num_rows, self.step), self.step)
+        return min(self._keys.capacity, needed)
 
     def _first_seen(self, position: int) -> int:
         """Return the first position after the kept ones that the query at `position` sees."""

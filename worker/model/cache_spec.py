@@ -10,6 +10,7 @@ from enum import Enum
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
 
 ROW_BLOCK = 256  # rows by which a cache grows; a decoder's window is not longer
+WINDOW_CHUNK = 1024  # most rows of a prompt chunk beyond a window: 32 per expert where 4 of 128 are taken
 LARGEST_PACK = 4096  # rows: a longer cache fills the device by itself, and its padding would be expensive
 
 
@@ -67,8 +68,8 @@ class CacheSpec:
 
     @property
     def longest_chunk(self) -> int | None:
-        """The most rows of a prompt chunk, None for any; a sliding cache has room for one block beyond its window."""
-        return None if self.window is None else ROW_BLOCK
+        """The most rows of a prompt chunk, None for any: a sliding cache holds its window and a whole chunk."""
+        return None if self.window is None else WINDOW_CHUNK
 
     @property
     def rows_that_can_be_cut(self) -> int | None:
@@ -85,7 +86,7 @@ class CacheSpec:
             return pack_capacity(num_rows) or whole_blocks(num_rows)
         if self.window is None:
             return whole_blocks(num_rows)
-        return min(whole_blocks(num_rows), whole_blocks(self.keep + self.window - 1 + ROW_BLOCK))
+        return min(whole_blocks(num_rows), whole_blocks(self.keep + self.window - 1 + WINDOW_CHUNK))
 
     def row_bytes(self, memory: Memory) -> int:
         """Return the bytes of one token; 8-bit groups have a scale and a bias in the model's dtype."""

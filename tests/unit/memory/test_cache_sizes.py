@@ -12,7 +12,7 @@ from worker.compute.shard import Shard
 from worker.errors import CacheMismatch
 from worker.memory.lane import LaneWindow
 from worker.memory.layer_cache import KVCache, LayerCache, make_cache, packed
-from worker.model.cache_spec import Memory, cache_spec, pack_capacity
+from worker.model.cache_spec import ROW_BLOCK, Memory, cache_spec, pack_capacity
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
 
@@ -54,7 +54,8 @@ def most_held(cache: LayerCache, num_rows: int, chunk: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "chunk"), [(1, 1), (255, 1), (256, 1), (257, 256), (700, 64), (2100, 256), (4096, 256), (4097, 64)]
+    ("num_rows", "chunk"),
+    [(1, 1), (255, 1), (256, 1), (257, 256), (700, 64), (2100, 256), (4096, 256), (4097, 64), (5000, 1024)],
 )
 @pytest.mark.parametrize(
     ("kept", "choice"),
@@ -72,10 +73,26 @@ def most_held(cache: LayerCache, num_rows: int, chunk: int) -> int:
     ],
 )
 def test_a_cache_that_is_never_packed_comes_to_hold_just_what_is_reserved(
-    kept: Memory, choice: Cache, chunk: int, num_rows: int
+    kept: Memory, choice: Cache, chunk: int, num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert chunk <= (cache_spec(kept, choice).longest_chunk or chunk)
+    monkeypatch.setattr("worker.model.cache_spec.WINDOW_CHUNK", max(chunk, ROW_BLOCK))  # the longest of this session
     reserved = cache_spec(kept, choice).nbytes(memory(), num_rows)
     assert most_held(make_cache(kept, choice), num_rows, chunk) == reserved
+
+
+@pytest.mark.parametrize(("kept", "choice"), [(memory(window=128), FULL), (memory(window=128), INT8)])
+def test_a_window_takes_long_chunks_within_what_is_reserved_and_is_small_again_after_them(
+    kept: Memory, choice: Cache
+) -> None:
+    spec, cache = cache_spec(kept, choice), make_cache(kept, choice)
+    assert isinstance(cache, KVCache) and spec.longest_chunk == 1024, "32 rows for each of 128 experts, of which 4 run"
+    sizes = []
+    for count in (1024, 1024, 1024, 300, 1):
+        feed(cache, count)
+        sizes.append(cache.nbytes)
+    assert max(sizes) == spec.nbytes(kept, 9000) > sizes[-1]
+    assert sizes[-1] == 512 * spec.row_bytes(kept), "a step does not read what only the chunk before it needed"
 
 
 @pytest.mark.parametrize("num_rows", [1, 256, 257, 700, 2100, 4096, 4097, 5000])

@@ -109,18 +109,20 @@ def test_assignments_are_contiguous_and_account_for_every_byte() -> None:
 
 
 @pytest.mark.parametrize(
-    ("context", "window", "layers"),
+    ("context", "window", "budget", "layers"),
     [
-        (1, None, [2, 2]),
-        (256, None, [2, 2]),
-        (257, None, [1, 3]),
-        (512, None, [1, 3]),
-        (1000, 1, [2, 2]),  # the rows of a sliding window, and a block to slide in
-        (1000, 2, [1, 3]),
+        (1, None, 520, [2, 2]),
+        (256, None, 520, [2, 2]),
+        (257, None, 520, [1, 3]),
+        (512, None, 520, [1, 3]),
+        (5000, 1, 2056, [2, 2]),  # the rows of a sliding window, and those of a chunk to slide in
+        (5000, 2, 2056, [1, 3]),
     ],
 )
-def test_the_cache_at_the_whole_context_takes_memory(context: int, window: int | None, layers: list[int]) -> None:
-    assert by_bytes(model([2, 2, 2, 2], per_token=1, window=window), nodes(520, ROOMY), context).layers == layers
+def test_the_cache_at_the_whole_context_takes_memory(
+    context: int, window: int | None, budget: int, layers: list[int]
+) -> None:
+    assert by_bytes(model([2, 2, 2, 2], per_token=1, window=window), nodes(budget, ROOMY), context).layers == layers
 
 
 @pytest.mark.parametrize(
@@ -201,12 +203,12 @@ def test_a_smaller_cache_makes_a_plan_fit() -> None:
     )
     int8 = replace(full, cache=Cache(kind=CACHE_INT8))
     rotating = replace(full, cache=Cache(kind=CACHE_ROTATING, size=100, keep=4))
-    assert full.reserved_bytes(0, 2, 1000) == 2 * 256 * 1024
-    assert int8.reserved_bytes(0, 2, 1000) == 2 * 256 * 1024 * (1 + 4 / 64) / 2
-    assert rotating.reserved_bytes(0, 2, 1000) == 2 * 256 * 512
-    budget = [Node("n0", 300_000)]
-    assert not by_bytes(full, budget, 1000).fits
-    assert by_bytes(int8, budget, 1000).fits and by_bytes(rotating, budget, 1000).fits
+    assert full.reserved_bytes(0, 2, 4000) == 2 * 256 * 4096
+    assert int8.reserved_bytes(0, 2, 4000) == 2 * 256 * 4096 * (1 + 4 / 64) / 2
+    assert rotating.reserved_bytes(0, 2, 4000) == 2 * 256 * 1280
+    budget = [Node("n0", 1_200_000)]
+    assert not by_bytes(full, budget, 4000).fits
+    assert by_bytes(int8, budget, 4000).fits and by_bytes(rotating, budget, 4000).fits
 
 
 def test_nodes_of_one_machine_share_what_it_offers_and_the_configuration_counts() -> None:
