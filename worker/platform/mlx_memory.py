@@ -12,6 +12,7 @@ import psutil
 from worker.errors import OutOfMemory
 
 _LEAST_CACHE = 64 << 20  # buffers that a step frees and the next one takes again
+_MOST_CACHE = 2 << 30  # as many as the chunks of a long prompt need; Metal keeps all of them wired
 # MLX has no exception type for a lack of memory: its texts tell
 _SIZE = re.compile(r"(?:Unable|Attempting) to allocate (\d+) bytes")
 _LIMIT = re.compile(r"maximum allowed buffer size of (\d+) bytes")
@@ -52,14 +53,14 @@ def give_back() -> None:
 
 
 def keep_within(memory_bytes: int, weight_bytes: int) -> None:
-    """Hold `weight_bytes` of weights and the caches in `memory_bytes`; 0 sets no limit.
+    """Hold `weight_bytes` of weights and the caches in `memory_bytes`; 0 limits only the buffers that MLX keeps.
 
     Beyond the limit MLX frees cached buffers and waits for running computations before it allocates; it refuses
     nothing. On Apple silicon Metal may wire all of it: a shard paged out between steps would stall the chain.
     """
     device, usual = mx.device_info(), _usual_limits()
     if not memory_bytes:
-        _set(usual._replace(wired=_most_wired(device)))
+        _set(usual._replace(cache=min(_MOST_CACHE, usual.cache), wired=_most_wired(device)))
         return
     most = int(device.get("memory_size", 0)) or max(psutil.virtual_memory().total, usual.memory)  # a card's, or a CPU's
     limits = limits_of(memory_bytes, weight_bytes, device, most)
@@ -72,7 +73,8 @@ def limits_of(memory_bytes: int, weight_bytes: int, device: dict[str, str | int]
     The plan comes from another machine, so the memory counts as at least the weights and at most `most`.
     """
     memory = max(weight_bytes, min(memory_bytes, most))
-    return MemoryLimits(memory, max(_LEAST_CACHE, memory - weight_bytes), min(memory, _most_wired(device)))
+    cache = min(_MOST_CACHE, max(_LEAST_CACHE, memory - weight_bytes))
+    return MemoryLimits(memory, cache, min(memory, _most_wired(device)))
 
 
 def _most_wired(device: dict[str, str | int]) -> int:

@@ -16,14 +16,15 @@ METAL = 11453251584  # what Metal recommends on that Mac
 @pytest.mark.parametrize(
     ("memory", "weights", "device", "expected"),
     [
-        (8 << 30, 5 << 30, MAC_MINI_16, MemoryLimits(8 << 30, 3 << 30, 8 << 30)),
-        (12 << 30, 5 << 30, MAC_MINI_16, MemoryLimits(12 << 30, 7 << 30, METAL)),  # Metal would refuse to wire more
+        (8 << 30, 5 << 30, MAC_MINI_16, MemoryLimits(8 << 30, 2 << 30, 8 << 30)),
+        (12 << 30, 5 << 30, MAC_MINI_16, MemoryLimits(12 << 30, 2 << 30, METAL)),  # Metal would refuse to wire more
+        (6 << 30, 5 << 30, MAC_MINI_16, MemoryLimits(6 << 30, 1 << 30, 6 << 30)),
         (5 << 30, 5 << 30, MAC_MINI_16, MemoryLimits(5 << 30, 64 * MIB, 5 << 30)),
-        (8 << 30, 5 << 30, CPU, MemoryLimits(8 << 30, 3 << 30, 0)),
-        (8 << 30, 5 << 30, NVIDIA, MemoryLimits(8 << 30, 3 << 30, 0)),
+        (8 << 30, 5 << 30, CPU, MemoryLimits(8 << 30, 2 << 30, 0)),
+        (8 << 30, 5 << 30, NVIDIA, MemoryLimits(8 << 30, 2 << 30, 0)),
         (1, 5 << 30, MAC_MINI_16, MemoryLimits(5 << 30, 64 * MIB, 5 << 30)),  # less than the weights alone
-        (2**64 - 1, 5 << 30, MAC_MINI_16, MemoryLimits(16 << 30, 11 << 30, METAL)),  # more than there is
-        (2**64 - 1, 5 << 30, CPU, MemoryLimits(16 << 30, 11 << 30, 0)),
+        (2**64 - 1, 5 << 30, MAC_MINI_16, MemoryLimits(16 << 30, 2 << 30, METAL)),  # more than there is
+        (2**64 - 1, 5 << 30, CPU, MemoryLimits(16 << 30, 2 << 30, 0)),
     ],
 )
 def test_limits_are_the_plans_and_wired_only_what_metal_wires(
@@ -47,13 +48,18 @@ def test_mlx_is_told_until_what_is_held_is_given_back_or_no_plan_says_how_much()
         give_back()
 
 
-def test_what_is_kept_for_arrays_to_come_is_what_weights_leave_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_for_arrays_to_come_is_what_weights_leave_of_the_memory_but_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = cache_limit()
     usual = MemoryLimits(mx.get_memory_limit(), 1 << 40, 0)  # as on a Mac; on a CPU next to nothing is kept anyway
     monkeypatch.setattr(mlx_memory, "_usual_limits", lambda: usual)
     try:
         keep_within(300 * MIB, 100 * MIB)
         assert cache_limit() == 200 * MIB
+        for memory in (100 << 30, 0):  # 0: no plan says how much
+            keep_within(memory, 100 * MIB)
+            assert 0 < cache_limit() <= 2 << 30
     finally:
         give_back()
         mx.set_cache_limit(before)
