@@ -42,7 +42,6 @@ from worker.platform.tasks import background
 MAX_WAIT_S = 600.0  # default limit of the wait for memory
 _LEAVE_S = 2.0  # for frames in flight when a core is left by an exception
 _UNREAD_S = 30.0  # how long a session stays paused for a reader that does not read
-_MOST_SCORED_ROWS = 64  # of a chunk: each of its rows has logits for the whole vocabulary
 
 NextChain = Callable[[BrigadeError], Coroutine[Any, Any, Chain]]
 
@@ -189,8 +188,6 @@ class EngineCore:
         """Return the rows per chunk for this many tokens to feed."""
         spec = self.chain.spec
         most = [most_chunk_rows(spec.row_bytes), replace(spec, cache=request.cache).longest_chunk]
-        if request.score_from is not None:
-            most.append(_MOST_SCORED_ROWS)
         return min(asked or chunk_size(num_tokens, self.chain.costs.stages_s), *filter(None, most))
 
     def _enter(self, session: Session) -> None:

@@ -196,6 +196,49 @@ def test_a_chunk_is_waited_for_by_itself_though_the_next_has_begun(models: Model
         engine.finish(step)
 
 
+def test_the_targets_of_a_long_chunk_are_scored_in_blocks_of_128(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row has logits for the whole vocabulary: all rows of a chunk at once would take gigabytes."""
+    whole, prompt, sizes = models("qwen3"), tokens_of(301), []
+    logits = Shard.logits
+
+    def note(shard: Shard, h: mx.array) -> mx.array:
+        sizes.append(h.shape[1])
+        return logits(shard, h)
+
+    monkeypatch.setattr(Shard, "logits", note)
+    row = Row(whole, (1, 3))
+    window = window_of(tuple(prompt[:-1]), 0, 0)
+    window.targets.extend(prompt[1:])
+    window.wanted = 0
+    result = row.run([window], opened=[Opening(slot=0)])
+    assert sizes == [128, 128, 44] and not result.failures
+    rows = whole.reference.model(mx.array([prompt[:-1]]))[0].astype(mx.float32)
+    logprobs = rows - mx.logsumexp(rows, axis=-1, keepdims=True)
+    assert [score.token for score in result.scores] == list(prompt[1:])
+    expected = [logprobs[at, token].item() for at, token in enumerate(prompt[1:])]
+    assert [score.logprob for score in result.scores] == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_end_of_a_long_prompt_frees_the_buffers_that_its_chunks_used(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bases: list[int] = []  # of all frames so far
+    cleared: list[int] = []
+    monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(len(bases)))
+    row = Row(models("qwen3"), (4,))
+    for length in (40, 2100, 2100):
+        prompt = tuple(at % 89 for at in range(length))
+        for base in (*range(0, length - 1, 1024), length - 1, length):  # the last two: a prompt's end, and a step
+            bases.append(base)
+            end = min(base + 1024, length - 1) if base < length - 1 else base + 1
+            window = window_of((*prompt, 7)[:end], base, 0)
+            window.wanted = int(base >= length - 1)
+            row.run([window], opened=[Opening(slot=0)] if not base else [])
+    assert cleared == [7, 12], "with the prompt's last row, not with a chunk, a step or a short prompt"
+
+
 def _chunk(prompt: Sequence[int], base: int) -> Window:
     prefix_hash = History(prompt).prefix_hash(base)
     return Window(slot=0, base=base, prefix_hash=prefix_hash, tokens=prompt[base : base + CHUNK])

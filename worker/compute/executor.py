@@ -26,6 +26,8 @@ from worker.model.describe import DTYPES
 
 _SHORT_BEGIN = 0.5  # the share of a step's time below which `begin` counts as short
 _SHORT_STEP_NS = 20_000_000
+_LONG_PROMPT = 2048  # rows: the buffers that shorter ones leave to the next frames are few
+_SCORED_ROWS = 128  # whose logits exist at the same time
 _WEIGHT = 0.2  # of a new observation in the running mean
 
 
@@ -157,11 +159,12 @@ class Executor:
             h = self._shard(ids if x is None else rows_of(step.windows, step.frame.windows, x), places, ids)
             if self._checks_finite:
                 step.checks = [(w.slot, mx.isfinite(rows_of([w], step.windows, h)).all()) for w in step.windows]
+            states = [array for w in step.windows for array in self._slots[w.slot].caches.state_arrays()]
             if self._shard.is_last:
-                self._begin_sampling(step, h)
+                self._begin_sampling(step, h, states)
             else:
-                step.pending = [h]
-                mx.async_eval(h)
+                step.pending = [h, *states]
+                mx.async_eval(step.pending)
         if step.windows and not ready:
             step.begun = time.monotonic_ns()
         return step
@@ -191,6 +194,8 @@ class Executor:
         output.failures.extend([*step.frame.failures, *step.failures])
         failed = {failure.slot for failure in step.failures}
         self._last = [window for window in step.windows if window.slot not in failed]
+        if step.ends_long_prompt:
+            mx.clear_cache()  # decoding would never use these buffers
         return output, step.pending[0] if step.windows and not self._shard.is_last else None
 
     def _open_and_close(self, step: Step) -> None:
@@ -247,8 +252,10 @@ class Executor:
                 raise FrameError(f"slot {window.slot} is not open")
             if window.slot in failed:
                 continue
+            slot = self._slots[window.slot]
+            step.ends_long_prompt |= window.wanted > 0 and slot.num_unasked >= _LONG_PROMPT
             try:
-                places.append(self._slots[window.slot].begin(window))
+                places.append(slot.begin(window))
                 step.windows.append(window)
             except CacheMismatch as error:
                 self._fail(step, window.slot, error)
@@ -267,43 +274,55 @@ class Executor:
         for window in step.windows:
             self._slots[window.slot].history.extend(window.tokens)
             if window.slot in outputs.logits:
-                self._begin_answer(step, window, outputs.logits[window.slot])
+                self._begin_draws(step, window, outputs.logits[window.slot])
         if outputs.logits:
-            self._evaluate_answers(step)
+            mx.async_eval([array for _, draws in step.draws for array in draws.arrays()])
 
-    def _begin_sampling(self, step: Step, h: mx.array) -> None:
-        """Sample a token for every asked row of h [1, sum L, D]; no other row reaches the head."""
-        firsts = accumulate(map(num_rows, step.windows), initial=0)
-        asked = [window for window in step.windows if head_rows(window)]
-        rows = [row for window, first in zip(step.windows, firsts, strict=False) for row in head_rows(window, first)]
+    def _begin_sampling(self, step: Step, h: mx.array, states: Sequence[mx.array]) -> None:
+        """Sample a token for every asked row of h [1, sum L, D], and score the targets; the head sees no other row."""
+        windows = list(zip(step.windows, accumulate(map(num_rows, step.windows), initial=0), strict=False))
+        rows = [row for window, first in windows for row in asked_rows(window, first)]
         # A prompt chunk only has to reach the caches: the last layer's depends on all others, and what follows it is
         # never computed. Wait for copies: the next chunk writes into these array objects before this one is done.
         chunks = [self._slots[window.slot] for window in step.windows if not head_rows(window)]
         step.pending = [mx.stop_gradient(array) for slot in chunks for array in slot.caches.arrays()]
-        if asked:
-            step.pending.append(h if len(rows) == h.shape[1] else h[:, mx.array(rows)])
+        step.pending += states
+        if len(chunks) < len(windows):
+            step.pending.append(h)
         mx.async_eval(step.pending)  # the device works while the sampling graph is built
+        for window, first in windows:
+            if window.targets:
+                self._score(step, window, h[:, head_rows(window, first).start :])
+        asked = [window for window in step.windows if asked_rows(window)]
         if asked:
-            counts = [len(head_rows(window)) for window in asked]
-            logits = self._shard.logits(step.pending[-1]).split(tuple(accumulate(counts[:-1])))
-            for window, own in zip(asked, logits, strict=True):
-                if self._checks_finite:
-                    step.checks.append((window.slot, ~mx.isnan(own).any()))  # some models mask tokens by infinities
-                self._begin_answer(step, window, own)
-            self._evaluate_answers(step)
+            logits = self._shard.logits(h if len(rows) == h.shape[1] else h[:, mx.array(rows)])
+            counts = accumulate(len(asked_rows(window)) for window in asked[:-1])
+            for window, own in zip(asked, logits.split(tuple(counts)), strict=True):
+                self._check_logits(step, window, own)
+                self._begin_draws(step, window, own)
+            mx.async_eval([array for _, draws in step.draws for array in draws.arrays()])
 
-    def _evaluate_answers(self, step: Step) -> None:
-        answers: list[Draws | TokenScores] = [found for _, found in step.draws] + [found for _, found in step.scores]
-        mx.async_eval([array for answer in answers for array in answer.arrays()])
-
-    def _begin_answer(self, step: Step, window: Window, logits: mx.array) -> None:
-        """Start the scores and draws of one window, from the logits [N, V] of its `head_rows`."""
-        slot, num_targets = self._slots[window.slot], len(window.targets)
+    def _score(self, step: Step, window: Window, h: mx.array) -> None:
+        """Score a window's targets from h [1, N or more, D], a block at a time: each row has logits [V]."""
+        targets, sampler = list(window.targets), self._slots[window.slot].sampler
         try:
-            if num_targets:
-                step.scores.append((window, slot.sampler.score(logits[:num_targets], list(window.targets))))
-            if asked_rows(window):
-                step.draws.append((window, slot.draw(window, logits[num_targets:] if num_targets else logits)))
+            for at in range(0, len(targets), _SCORED_ROWS):
+                block = targets[at : at + _SCORED_ROWS]
+                logits = self._shard.logits(h[:, at : at + len(block)])
+                self._check_logits(step, window, logits)
+                step.scores.append((window, sampler.score(logits, block)))
+                mx.eval(step.scores[-1][1].arrays(), [is_finite for _, is_finite in step.checks])
+        except FrameError as error:
+            self._fail(step, window.slot, error)
+
+    def _check_logits(self, step: Step, window: Window, logits: mx.array) -> None:
+        if self._checks_finite:
+            step.checks.append((window.slot, ~mx.isnan(logits).any()))  # some models mask tokens by infinities
+
+    def _begin_draws(self, step: Step, window: Window, logits: mx.array) -> None:
+        """Draw the tokens of one window from the logits [N, V] of its asked rows."""
+        try:
+            step.draws.append((window, self._slots[window.slot].draw(window, logits)))
         except (FrameError, SamplingError) as error:
             self._fail(step, window.slot, error)
 
@@ -332,6 +351,7 @@ class Step:
     timing: Timing
     begun: int = 0  # when `begin` returned, nanoseconds
     is_under_way: bool = False  # launched before its frame arrived
+    ends_long_prompt: bool = False
     windows: list[Window] = field(default_factory=list)  # of the frame, those that have not failed here
     failures: list[Failure] = field(default_factory=list)  # of this stage
     pending: list[mx.array] = field(default_factory=list)

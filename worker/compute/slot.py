@@ -23,6 +23,7 @@ class Slot:
         self.history = history
         self.sampler = Sampler(sampling)
         self.guide = guide
+        self.num_unasked = 0  # rows of prompt chunks since the last sampled row
 
     def fork(self, length: int, sampling: Sampling, guide: Guide | None = None) -> Slot:
         """Return a slot that continues from the first `length` tokens. Raises CacheMismatch if the caches cannot."""
@@ -44,6 +45,7 @@ class Slot:
         self.history.cut(base)
         self.caches.cut(base)
         self.history.extend(window.tokens)
+        self.num_unasked = 0 if asked_rows(window) else self.num_unasked + num_rows(window)
         positions = mx.array(list(window.positions), mx.int32) if window.positions else None
         return LaneWindow(self.caches, base, num_rows(window), positions)
 

@@ -356,6 +356,8 @@ class RecurrentState(ArraysCache):
         """Do nothing: called by some of mlx-lm's layers, while `settle` moves all of them."""
 
     def settle(self, length: int) -> None:
+        if length > self.length + 1:  # copies: a slice of a chunk's rows would hold all of them
+            self.cache = [array if array is None else mx.contiguous(array) for array in self.cache]
         self.length = length
         self._nbytes = sum(array.nbytes for array in self.arrays())
 

@@ -57,6 +57,10 @@ class Caches:
         layers = (members(self.listed[number]) for number in reversed(self.own_numbers))
         return next((arrays for layer in layers if (arrays := [a for cache in layer for a in cache.arrays()])), [])
 
+    def state_arrays(self) -> list[mx.array]:
+        """Return the recurrent states: no other result of a pass depends on them, and they hold what they depend on."""
+        return [array for cache in self.own if isinstance(cache, RecurrentState) for array in cache.arrays()]
+
     def changing(self) -> list[object]:
         """Return the objects whose attributes a pass changes, for a `Snapshot`."""
         return [each for cache in (*self.own, *self._counting) for each in cache.changing()]

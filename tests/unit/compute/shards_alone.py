@@ -11,12 +11,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from protos.brigade_pb2 import Cache
+from protos.brigade_pb2 import Cache, Frame, Opening, Window
 from tests.tiny import make_model
 from tools.model_types.make import make_type
 from worker.compute import shard as shard_module
+from worker.compute.executor import Executor
 from worker.compute.shard import CutModel, Shard
 from worker.errors import ModelError
+from worker.memory.history import History
 from worker.memory.lane import LaneWindow
 from worker.memory.slot_caches import members
 from worker.model.checkpoint import Checkpoint, open_folder
@@ -97,6 +99,18 @@ def test_a_shard_takes_the_bytes_of_the_plan_for_its_tensors_and_is_gone_when_no
         assert memory() - before >= shard.nbytes > 4 * SMALL
         del shard
         assert memory() - before < SMALL
+
+
+@pytest.mark.parametrize("folder", ["qwen3_5", "nemotron_h", "falcon_h1", "rwkv7", "mamba2", "lfm2"], indirect=True)
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_prompt_chunk_leaves_nothing_but_its_caches(checkpoint: Checkpoint, is_last: bool) -> None:
+    """Recurrent states are slices and functions of all the chunk's rows, which must not outlive the step."""
+    spec = describe(checkpoint)
+    engine = Executor(loaded(checkpoint, 0, spec.num_layers - (not is_last)), 0, spec.dtype)
+    chunk = Window(prefix_hash=History().prefix_hash(0), tokens=[5] * 800)
+    before = memory()
+    engine.finish(engine.begin(Frame(opened=[Opening(slot=0)], windows=[chunk]), None, 0, 0))
+    assert memory() - before - engine.cache_bytes < len(chunk.tokens) * spec.row_bytes / 4
 
 
 def test_a_pass_that_failed_does_not_keep_the_shard(
