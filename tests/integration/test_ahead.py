@@ -219,7 +219,7 @@ def test_the_buffers_of_a_step_that_is_asked_for_are_written_in_place(models: Mo
         mx.reset_peak_memory()
         run(engine, [more(slot, token) for slot, token in enumerate(given)])
         grown.append(mx.get_peak_memory() - before)
-    assert grown[0] < 1.2 * grown[1]
+    assert grown[0] < grown[1] + 256 * 2 * 16 * 4, "the keys of one slot in one layer"
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5"])
