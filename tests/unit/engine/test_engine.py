@@ -15,7 +15,7 @@ from coordinator.engine.quarantine import MOST_LOSSES
 from coordinator.planning.costs import ChainCosts
 from coordinator.planning.plan import Node, assign, split_by_bytes
 from coordinator.sessions.request import Request
-from coordinator.sessions.session import SessionState
+from coordinator.sessions.session import MOST_UNREAD, Session, SessionState
 from coordinator.sessions.slots import cache_costs
 from protos.brigade_pb2 import Cache
 from tests.unit.fake_chain import plain_answer
@@ -239,5 +239,31 @@ def test_all_answers_of_one_call_come_out_of_one_queue_and_begin_after_the_first
             found[number] += [token.token for token in output.tokens]
         assert list(found.values()) == [expected(request) for request in requests]
         assert begun.index(0) < begun.index(1)
+
+    run(clock, Chains(WIDE), work)
+
+
+def test_a_reader_that_catches_up_just_as_its_session_pauses_is_not_waited_for(
+    clock: VirtualTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of a prompt chunk puts no output, so the reader would not look again and never see the pause."""
+    asked = Request((1, 2, 3) * 8, 5)
+
+    class CatchesUp(Session):
+        """A session whose reader is far behind the first time that the engine asks, and never again."""
+
+        was_behind = False
+
+        @property
+        def num_unread(self) -> int:
+            self.was_behind, before = True, self.was_behind
+            return super().num_unread if before else MOST_UNREAD
+
+    monkeypatch.setattr("coordinator.engine.core.Session", CatchesUp)
+
+    async def work(engine: Engine) -> None:
+        begun = clock.now
+        assert (await engine.answer(asked, chunk=2)).tokens == expected(asked)
+        assert clock.now - begun < 30, "the session stood still until its reader was given up"
 
     run(clock, Chains(WIDE), work)
