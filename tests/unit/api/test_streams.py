@@ -122,7 +122,8 @@ def test_a_client_that_leaves_ends_what_makes_the_events() -> None:
         sending = asyncio.create_task(sent(events, served(), left))
         await begun.wait()
         left.set()
-        await sending
+        await asyncio.wait([sending], timeout=10)
+        assert sending.done(), "the answer goes on though its client has left"
         assert events.closed.is_set()
 
     asyncio.run(check())

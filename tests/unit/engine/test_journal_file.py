@@ -50,8 +50,8 @@ def test_what_is_kept_is_found_and_goes_on_behind_the_last_whole_record(tmp_path
     path.write_bytes(whole[:-3])
     asyncio.run(keep(path, piece(7)))
     assert path.read_bytes() == whole
-    asyncio.run(keep(path, piece(8), piece(9, end="stop")))
-    assert known(path) == KnownTokens(tuple(map(Token, (5, 6, 7, 8, 9))), (), "stop")
+    asyncio.run(keep(path, piece(8), piece(9, end="length")))
+    assert known(path) == KnownTokens(tuple(map(Token, (5, 6, 7, 8, 9))), (), "length")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600, "only its owner may read it"
 
 
