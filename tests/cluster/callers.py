@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer
 from tests.cluster.models import VOCAB, make_talker
 
 _MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-_CHAT = (
+CHAT = (
     "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% for tool_call in m.tool_calls or [] %}"
     "<tool_call>{{ tool_call.name }}</tool_call>{% endfor %}{% endfor %}assistant: "
@@ -27,6 +27,6 @@ def make_caller(folder: Path, *, thinks: bool, has_markers: bool = True) -> Path
         tokenizer.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in _MARKERS])
         tokenizer.save(str(folder / "tokenizer.json"))
     path = folder / "tokenizer_config.json"
-    chat = _CHAT + ("<think>" if thinks else "")
+    chat = CHAT + ("<think>" if thinks else "")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": chat}))
     return folder

@@ -205,19 +205,19 @@ def write_files() -> None:
 
 PRINTED = {
     "generate": f"generate {_HERE} -m 4 --json --logprobs 2 Hi",
-    "generate, two nodes": "generate --model tiny --local 1 -m 4 --json Hi",
+    "generate, two nodes": "generate --config tiny.yaml -m 4 --json Hi",
     "generate, windows": f"generate {_HERE} -m 8 --json --decode diffusion Hi",
     "generate, journal": f"generate {_HERE} -m 4 --json --journal journal Hi",
     "plan": "plan --model demo --local 1 --json",
     "plan, Macs that are not there": "plan --nodes macs.yaml --model demo --json",
     "plan, does not fit": "plan --nodes small.yaml --model demo --json",
     "plan, simulated": "plan --simulate --stage-ms 26.5,6.5 --concurrency 1,2 -g 4 --json",
-    "verify": "verify --model tiny --local 1 --max-tokens 2 --decode ar --json",
-    "bench": "bench --model tiny --local 1 --concurrency 1 -p 4 -g 4 --decode ar --json",
+    "verify": "verify --config tiny.yaml --max-tokens 2 --decode ar --json",
+    "bench": "bench --config tiny.yaml --concurrency 1 -p 4 -g 4 --decode ar --json",
     "score": f"score {_HERE} --json text.txt",
     "doctor": "doctor --config there.yaml --json",
     "status of workers": "status --config there.yaml --json",
-    "smoke": "smoke --model tiny --local 1 --json",
+    "smoke": "smoke --config tiny.yaml --json",
     "smoke, fails": "smoke --config absent.yaml --json",
     "demo": "demo --local 1 -m 8 --json",
     "nodes": "nodes --timeout 0.1 --config absent.yaml --json",
@@ -231,9 +231,13 @@ def printed() -> Iterator[str]:
     """Yield the shapes of --json output."""
     write_files()
     with starting() as start:
+        cache = os.environ["XDG_CACHE_HOME"]
+        os.environ["XDG_CACHE_HOME"] = f"{cache}-of-mini"  # what it is sent
         worker = start.python("-m", "worker", "--name", "mini", "--bind", "127.0.0.1:0", "--no-announce")
+        os.environ["XDG_CACHE_HOME"] = cache
         address = worker.err.wait_match(r"listens on (\S+)\n", WAIT_S)[1]
-        Path("there.yaml").write_text(f"model: demo\nworkers: [{{name: mini, address: '{address}'}}]\n")
+        for name, model in (("there", "demo"), ("tiny", "tiny")):
+            Path(f"{name}.yaml").write_text(f"model: {model}\nworkers: [{{name: mini, address: '{address}'}}]\n")
         for name, line in PRINTED.items():
             done = run_here(*line.split())
             lines = done.out.splitlines()
@@ -295,27 +299,28 @@ def lines() -> Iterator[str]:
 
 def served() -> Iterator[str]:
     """Yield routes, fields, statuses, errors, streams, metrics and states of servers, one of which loses its worker."""
-    from tests.cluster.callers import make_caller
+    from tests.cluster.callers import CHAT, make_caller
 
     model = make_caller(Path("caller").resolve(), thinks=False)
-    path = model / "tokenizer_config.json"
-    settings = json.loads(path.read_text())
-    path.write_text(json.dumps(settings | {"chat_template": settings["chat_template"] + _THINKS}))
-    as_caller = ("--model", model, "--served-model-name", "caller")
-    serve = ("serve", "--local", "1", "--port", "0")
+    for name, changes in (("tokenizer_config.json", {"chat_template": CHAT + _THINKS}), ("config.json", _CONFIG)):
+        path = model / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    serve = ("serve", "--local", "1", "--port", "0", "--model", model, "--served-model-name", "demo")
     address = r"serving \S+ at (\S+), "
     with starting() as start:
-        servers = {"demo": start.brigade(*serve, "--model", "demo"), "caller": start.brigade(*serve, *as_caller)}
-        yield from asked_of(*(server.err.wait_match(address, WAIT_S)[1] for server in servers.values()))
-        for (name, server), number in zip(servers.items(), (signal.SIGINT, signal.SIGTERM), strict=True):
-            server.send_signal(number)
-            yield f"exit code of {name}: {server.wait(WAIT_S).code} after {number.name}"
-        loser = start.brigade(*serve, *as_caller, "--recovery-timeout", "0")
+        server = start.brigade(*serve)
+        loser = start.brigade(*serve, "--recovery-timeout", "0")
+        yield from asked_of(server.err.wait_match(address, WAIT_S)[1])
         yield from after_a_loss(loser.err.wait_match(address, WAIT_S)[1], loser.process.pid)
+        for name, ended, number in (("demo", server, signal.SIGINT), ("caller", loser, signal.SIGTERM)):
+            ended.send_signal(number)
+            yield f"exit code of {name}: {ended.wait(WAIT_S).code} after {number.name}"
 
 
-_THINKS = "{% if enable_thinking or reasoning_effort %}<think>{% endif %}"
+_CONFIG = {"max_position_embeddings": 2048}
+_THINKS = "{% if messages[-1].content == 'Think.' %}<think>{% endif %}"
 SAID = [{"role": "user", "content": "Pick a fox."}]
+THINK = [{"role": "user", "content": "Think."}]
 SCHEMA = {
     "type": "object",
     "properties": {"size": {"enum": ["small", "large"]}, "count": {"type": "integer", "minimum": 0, "maximum": 9}},
@@ -326,7 +331,7 @@ _FUNCTION = {"name": "pick", "description": "Pick one.", "parameters": SCHEMA}
 _GREEDY = {"temperature": 0, "ignore_eos": True}
 _SHORT = {"max_tokens": 12, **_GREEDY}
 _CALLING = _SHORT | {"max_tokens": 300, "ignore_eos": False}
-_THOUGHT = {"model": "caller", "max_tokens": 60, "reasoning_effort": "low"}
+_THOUGHT = {"messages": THINK, "reasoning_effort": "low"}
 
 
 _CHAT, _TEXT, _MESSAGES, _RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
@@ -344,16 +349,13 @@ def _asked(path: str, **more: Any) -> tuple[str, Json]:
 
 _chat, _completion, _message, _response = (partial(_asked, path) for path in _BODIES)
 _TOOLS: Json = {
-    "model": "caller",
     "tools": [{"type": "function", "function": _FUNCTION}], "tool_choice": "required", **_CALLING,
 }  # fmt: skip
 _ANTHROPIC_TOOLS: Json = {
-    "model": "caller",
     "tools": [{"name": "pick", "description": "Pick one.", "input_schema": SCHEMA}],
     "tool_choice": {"type": "any"}, "max_tokens": 300, "ignore_eos": False,
 }  # fmt: skip
 _RESPONSES_TOOLS: Json = {
-    "model": "caller",
     "tools": [{"type": "function", **_FUNCTION}], "tool_choice": "required", "max_output_tokens": 300,
     "ignore_eos": False,
 }  # fmt: skip
@@ -369,10 +371,10 @@ STREAMED: dict[str, tuple[str, Json]] = {
     "completions, usage": _completion(stream_options={"include_usage": True}),
     "completions, logprobs": _completion(logprobs=1),
     "messages": _message(),
-    "messages, thought": _message(model="caller", thinking={"type": "enabled", "budget_tokens": 1024}, max_tokens=60),
+    "messages, thought": _message(messages=THINK, thinking={"type": "enabled", "budget_tokens": 1024}),
     "messages, tools": _message(**_ANTHROPIC_TOOLS),
     "responses": _response(),
-    "responses, thought": _response(model="caller", reasoning={"effort": "low"}),
+    "responses, thought": _response(input="Think.", reasoning={"effort": "low"}),
     "responses, tools": _response(**_RESPONSES_TOOLS),
 }
 WHOLE: dict[str, tuple[str, Json]] = {
@@ -435,22 +437,19 @@ REFUSED: dict[str, tuple[str, Json]] = {
 }  # fmt: skip
 
 
-def asked_of(url: str, caller_url: str) -> Iterator[str]:
+def asked_of(url: str) -> Iterator[str]:
     import httpx2
 
-    connect = partial(httpx2.Client, timeout=WAIT_S)
-    with connect(base_url=url) as client, connect(base_url=caller_url) as caller:
+    with httpx2.Client(base_url=url, timeout=WAIT_S) as client:
         yield from routes(client.get("/openapi.json").json())
         told: dict[str, list[str]] = {}
         for name, (path, body) in WHOLE.items():
-            asked = caller if body.get("model") == "caller" else client
-            response = asked.post(path, json=body)
+            response = client.post(path, json=body)
             yield from refused(f"answer {name}", response)
             if response.status_code == 200:
                 told.setdefault(f"answer of {path}", []).extend(shapes(response.json()))
         for name, (path, body) in STREAMED.items():
-            asked = caller if body.get("model") == "caller" else client
-            response = asked.post(path, json=body | {"stream": True})
+            response = client.post(path, json=body | {"stream": True})
             yield from refused(f"stream of {name}", response)
             if response.status_code == 200:
                 yield from streamed(name, response, told)
@@ -501,10 +500,10 @@ def after_a_loss(url: str, pid: int) -> Iterator[str]:
     [worker] = workers()
     endless = {"max_tokens": 30_000}
     streams = {
-        "chat": _chat(**endless),
+        "chat": _chat(messages=THINK, **endless),
         "completions": _completion(**endless),
-        "messages": _message(**endless),
-        "responses": _response(max_output_tokens=30_000),
+        "messages": _message(messages=THINK, **endless),
+        "responses": _response(input="Think.", max_output_tokens=30_000),
     }
     texts: dict[str, bytearray] = {}
     has_begun = {name: threading.Event() for name in streams}
@@ -512,7 +511,7 @@ def after_a_loss(url: str, pid: int) -> Iterator[str]:
     def read(name: str) -> None:
         path, body = streams[name]
         texts[name] = bytearray()
-        body |= {"model": "caller", "stream": True}
+        body |= {"stream": True}
         with httpx2.stream("POST", url + path, json=body, timeout=WAIT_S) as found:
             for piece in found.iter_bytes():
                 texts[name] += piece
