@@ -83,6 +83,8 @@ def test_an_answer_goes_on_after_its_coordinator_was_killed(
     assert rest.code == 0, rest.err
     assert printed + rest.out == expected["text"] + "\n"
     assert known(journal) == expected["tokens"]
+    kept = read_journal(journal.read_bytes())
+    assert kept and kept.known.finish_reason == expected["finish_reason"]
     whole = run_here("generate", *cluster, "--journal", journal)
     assert (whole.code, whole.out) == (0, "") and "holds the whole answer already" in whole.err
     again = answer_here(*cluster, "--journal", journal)
@@ -91,15 +93,20 @@ def test_an_answer_goes_on_after_its_coordinator_was_killed(
 
 
 def test_logprobs_and_a_random_seed_survive_as_well(start: Starter, talker: Path, journal: Path) -> None:
-    """A seed that was not given is in the journal only. Killed twice."""
+    """A seed that was not given is in the journal only. Killed once, and cut in the middle."""
     command = ("--model", str(talker), "--local", "0", "--journal", str(journal), "--json")
     request = (*PROMPT, "120", "--temp", "0.9", "--logprobs", "2")
     assert kill_at(20, start.brigade("generate", *command, *request), journal) == ""
     first = known(journal)
-    assert kill_at(len(first) + 20, start.brigade("generate", *command), journal) == ""
     answer = answer_here(*command[:-1])
     assert answer["tokens"][: len(first)] == first
-    assert answer["stats"]["tokens_from_journal"] >= len(first) + 20
+    assert answer["stats"]["tokens_from_journal"] >= len(first)
+    content = journal.read_bytes()
+    journal.write_bytes(content[: len(content) * 2 // 3])
+    again = answer_here(*command[:-1])
+    assert 20 < again["stats"]["tokens_from_journal"] < 120
+    assert (again["tokens"], again["text"]) == (answer["tokens"], answer["text"])
+    assert len(again["logprobs"]) == 120
     journal.unlink()
     expected = answer_here(*command[:-1], *request, "--seed", str(answer["seed"]))
     assert answer["tokens"] == expected["tokens"] and answer["text"] == expected["text"]

@@ -73,6 +73,7 @@ def test_auto_is_diffusion_where_weights_are_mask_trained_and_else_ar(answers: d
     assert answer_here("--model", talker, *flags)["stats"]["tokens_per_step"] == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "flags",
     [

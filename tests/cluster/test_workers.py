@@ -180,16 +180,19 @@ def test_workers_whose_coordinator_stands_still_drop_its_session_and_serve_the_n
     assert pair.generate_some() == expected
 
 
-def test_sigterm_lets_a_running_session_end_and_then_ends_the_worker(pair: Pair, start: Starter) -> None:
-    running = start.brigade(
-        "generate", "--config", pair.config, "--prompt", "go", "--ignore-eos", "--max-tokens", "400", *AT_ONCE
-    )
-    running.out.wait_match(r".", FINISH_S)
-    pair["last"].send_signal(signal.SIGTERM)
-    _wait_draining(pair["last"])
-    assert running.is_running and pair["last"].running.is_running  # it drains while the session goes on
-    outcome = running.wait()
-    assert outcome.code == 0, outcome.err
+def test_sigterm_lets_a_running_session_end_and_then_ends_the_worker(pair: Pair) -> None:
+    ended_after: list[bool] = []
+
+    def end(text: str) -> None:
+        """Tell it to end while the session goes on."""
+        if not ended_after:
+            pair["last"].send_signal(signal.SIGTERM)
+            _wait_draining(pair["last"])
+            ended_after.append(pair["last"].running.is_running)
+
+    request = ("--prompt", "go", "--ignore-eos", "--max-tokens", "400")
+    outcome = run_here("generate", "--config", pair.config, *request, *AT_ONCE, hear=end)
+    assert outcome.code == 0 and ended_after == [True], outcome.err
     assert "400 tokens" in outcome.err
     ended = pair["last"].running.wait(FAILURE_S)
     assert ended.code == 0 and "Traceback" not in ended.err
@@ -198,12 +201,13 @@ def test_sigterm_lets_a_running_session_end_and_then_ends_the_worker(pair: Pair,
     assert lines[-1] == "drained" or lines[-2:] == ["drained", "left the chain of coordinator coordinator"]
 
 
-def test_a_second_sigterm_ends_the_worker_at_once(pair: Pair, start: Starter) -> None:
-    running = pair.generate_long(start)
-    pair["last"].send_signal(signal.SIGTERM)
-    _wait_draining(pair["last"])
-    pair["last"].send_signal(signal.SIGTERM)
-    outcome = running.wait(FAILURE_S)
+def test_a_second_sigterm_ends_the_worker_at_once(pair: Pair) -> None:
+    def end() -> None:
+        pair["last"].send_signal(signal.SIGTERM)
+        _wait_draining(pair["last"])
+        pair["last"].send_signal(signal.SIGTERM)
+
+    outcome = pair.generate_until_lost(pair.config, end)
     assert pair["last"].running.wait(2.0).code != 0
     _assert_names(outcome, "last")
 
