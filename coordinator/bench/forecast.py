@@ -139,7 +139,10 @@ def forecast(times: ForecastTimes, assumed: Assumed) -> list[Forecast]:
     """
     times.check(assumed.concurrency)
     num_prompt, num_tokens = assumed.num_prompt or times.num_prompt, assumed.num_tokens or times.num_tokens
-    chunks = {c: assumed.chunk or chunk_size(num_prompt, times.of(c).stages_s) for c in assumed.concurrency}
+    chunks = {
+        count: assumed.chunk or chunk_size(num_prompt, times.of(count).stages_s, beside_streams=count > 1)
+        for count in assumed.concurrency
+    }
     # upper bound: chunks of prompts with the decoding steps between them, then steps of all requests
     num_frames = sum(
         count * (num_prompt // chunk * min(count, _MAX_BETWEEN) + num_tokens) for count, chunk in chunks.items()
@@ -152,8 +155,9 @@ def forecast(times: ForecastTimes, assumed: Assumed) -> list[Forecast]:
             f"prompts, found {num_steps} and {num_fed}; use a smaller --concurrency, -p or -g",
         )
     found = []
-    for count, chunk in chunks.items():
-        run = simulate(times.of(count), SimulatedLoad((0.0,) * count, num_prompt, num_tokens, chunk, goes_on=True))
+    for count in assumed.concurrency:
+        load = SimulatedLoad((0.0,) * count, num_prompt, num_tokens, assumed.chunk, goes_on=True)
+        run = simulate(times.of(count), load)
         found.append(
             Forecast(
                 concurrency=count,
@@ -280,12 +284,10 @@ async def _ask_pipeline(options: ClusterOptions) -> Pipeline:
 def profiled_pipeline(spec: ModelSpec, plan: Plan, survey: Survey) -> Pipeline:
     """Return the times of a plan over nodes with known speeds, for all frame sizes that any of them has measured."""
     times = Prediction(spec, plan, survey)
-    speeds = [survey.speeds[each.name] for each in plan.assignments]
-    sizes = sorted({rows for speed in speeds for column in (*speed.kinds, speed.head) for rows, _ in column})
-    by_size = [times.stages_ms(rows) for rows in sizes]
-    columns = zip(*by_size, strict=True)
+    by_size = {rows: times.stages_ms(rows) for rows in times.sizes}
+    columns = zip(*by_size.values(), strict=True)
     stages = [
-        SimulatedStage(tuple((rows, ms / 1e3) for rows, ms in zip(sizes, column, strict=True))) for column in columns
+        SimulatedStage(tuple((rows, ms / 1e3) for rows, ms in zip(by_size, column, strict=True))) for column in columns
     ]
     ways = [Hop(link.rtt_ms / 2e3, link.bytes_per_s, spec.row_bytes) for link in times.links[:-1]]
     back = [Hop(link.rtt_ms / 2e3) for link in times.links[-1:]]

@@ -20,7 +20,6 @@ from coordinator.bench.simulate import (
     simulate,
     steady_span,
 )
-from coordinator.planning.costs import chunk_size
 from coordinator.planning.prediction import Prediction
 from coordinator.sessions.waterfall import Passage
 from protos.brigade_pb2 import StatusReply
@@ -209,8 +208,7 @@ def with_predictions(rows: Sequence[BenchRow], num_prompt: int, num_tokens: int)
         if row.stage_ms is None or row.hop_ms is None or row.decode != "ar":
             return None
         pipeline = measured_pipeline(row.stage_ms, row.hop_ms)
-        chunk = chunk_size(num_prompt, pipeline.stages_s)
-        return simulate(pipeline, SimulatedLoad((0.0,) * row.concurrency, num_prompt, num_tokens, chunk)).tokens_per_s
+        return simulate(pipeline, SimulatedLoad((0.0,) * row.concurrency, num_prompt, num_tokens)).tokens_per_s
 
     return [replace(row, predicted_tokens_per_s=predicted(row)) for row in rows]
 

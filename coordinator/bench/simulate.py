@@ -5,8 +5,9 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from coordinator.planning.costs import LaneChooser, on_lines
+from coordinator.planning.costs import ChainCosts, LaneChooser, chunk_size, on_lines
 from coordinator.sessions.request import Request
 from coordinator.sessions.scheduler import Scheduler
 from coordinator.sessions.session import Session
@@ -55,13 +56,14 @@ class Pipeline:
 class SimulatedLoad:
     """Requests by their times of arrival, seconds, each with `num_prompt` tokens and `num_tokens` to generate.
 
+    Prompts go in chunks of `chunk` rows, or of as many as the scheduler chooses.
     With `goes_on`, requests continue until all have generated `num_tokens` tokens while all of them decode.
     """
 
     arrivals_s: tuple[float, ...]
     num_prompt: int
     num_tokens: int
-    chunk: int
+    chunk: int | None = None
     goes_on: bool = False
 
 
@@ -127,16 +129,19 @@ def busy_share(intervals: Iterable[tuple[float, float]], begin: float, end: floa
     return covered / (end - begin) if begin < end else 0.0
 
 
-def simulate(pipeline: Pipeline, load: SimulatedLoad) -> Simulated:
-    """Run the load through the scheduler: one token per step, unlimited memory."""
-    return _Run(pipeline, load).run()
+def simulate(pipeline: Pipeline, load: SimulatedLoad, costs: ChainCosts | None = None) -> Simulated:
+    """Run the load through the scheduler: one token per step, unlimited memory.
+
+    `costs` choose the chunks and learn from each frame; without them the pipeline's own times are known.
+    """
+    return _Run(pipeline, load, costs).run()
 
 
 _ENDLESS = 10**9  # tokens of a request with `goes_on`
 
 
 class _Run:
-    def __init__(self, pipeline: Pipeline, load: SimulatedLoad) -> None:
+    def __init__(self, pipeline: Pipeline, load: SimulatedLoad, costs: ChainCosts | None) -> None:
         num_stages = len(pipeline.stages)
         unlimited = CacheCosts(
             budgets=(1,) * num_stages,
@@ -149,7 +154,14 @@ class _Run:
         self._goes_on = load.goes_on
         self._wanted = load.num_tokens
         lanes = LaneChooser(num_stages, pipeline.stages_s, pipeline.hops_s)
-        self._scheduler = Scheduler(num_stages, unlimited, max_waiting=len(load.arrivals_s), lanes=lanes.choose)
+        self._costs = costs
+        choose = costs.chunk_size if costs else partial(chunk_size, stages_s=pipeline.stages_s)
+        self._scheduler = Scheduler(
+            *(num_stages, unlimited),
+            max_waiting=len(load.arrivals_s),
+            lanes=lanes.choose,
+            chunk_rows=lambda session, beside: session.chunk or choose(session.num_unfed, beside_streams=beside),
+        )
         self._sessions = [
             # different prompts, so that no prefix is shared
             Session(Request((number, *range(1, load.num_prompt)), num_tokens), chunk=load.chunk)
@@ -196,6 +208,8 @@ class _Run:
         self._at(sent + hop.latency_s, stage + 1, frame)
 
     def _commit(self, now: float, frame: Frame) -> None:
+        if self._costs and (num_rows := sum(len(window.tokens) for window in frame.windows)):
+            self._costs.observe(num_rows, self._pipeline.stages_s(num_rows), 0.0, was_alone=False)
         samples = [Sample(slot=window.slot, token=7) for window in frame.windows if window.wanted]
         for session, known in self._scheduler.commit(Result(epoch=frame.epoch, step=frame.step, samples=samples)):
             self._token_times[session] += [now] * len(known)

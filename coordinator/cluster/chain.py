@@ -54,13 +54,15 @@ class Chain:
         epoch: int = 1,
         *,
         costs: ChainCosts | None = None,
+        is_awaited: bool = False,
         can_spare: Callable[[str], bool] = lambda name: False,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         """`say` takes lines for the user.
 
         Args:
-            costs: of the chain before this one, while requests wait: their replay warms this one up.
+            costs: known ones of such a chain.
+            is_awaited: whether requests wait: their replay warms this one up.
             can_spare: whether requests can go on without a worker that is shutting down.
         """
         self.epoch = epoch
@@ -71,7 +73,7 @@ class Chain:
         self.begins_draining = asyncio.Event()  # of the MLX thread's loop; no new session may begin: see `draining`
         self.has_token = asyncio.Event()  # set with the first token after the warm-up
         self.clock_offsets: list[int] = [0] * self.num_stages  # nanoseconds, by stage
-        self._is_awaited = costs is not None
+        self._is_awaited = is_awaited
         self._is_warm = self._has_made_token = False
         self._can_spare = can_spare
         self._own = own

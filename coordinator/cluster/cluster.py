@@ -17,6 +17,7 @@ from coordinator.cluster.recovery_record import Recovered, Recovery
 from coordinator.planning.costs import ChainCosts
 from coordinator.planning.plan import Assignment, Objective, Plan
 from coordinator.planning.planner import Planner
+from coordinator.planning.prediction import Prediction
 from coordinator.planning.recovery import (
     USUAL,
     Action,
@@ -249,11 +250,18 @@ class Cluster:
             within_s = max(_LEAST_TRY_S, left_s / 2)
             if not any(record.state is NodeState.LOADING for record in self.nodes.records):
                 within_s = min(left_s, within_s)
-        costs: ChainCosts | None = None
-        if recovery.still_since is not None and self.chain.num_stages == len(plan.assignments):
-            costs = self.chain.costs  # requests wait
+        costs = ChainCosts(len(plan.assignments), Prediction(deployment.spec, plan, self._planner.speeds).chunks_s)
+        is_awaited = recovery.still_since is not None and self.chain.num_stages == len(plan.assignments)
+        if is_awaited:
+            costs = self.chain.costs
         async with AsyncExitStack() as stack:
-            chain = Chain(*(self._own, deployment, self._epoch), costs=costs, can_spare=self._can_spare, say=self._say)
+            chain = Chain(
+                *(self._own, deployment, self._epoch),
+                costs=costs,
+                is_awaited=is_awaited,
+                can_spare=self._can_spare,
+                say=self._say,
+            )
             await stack.enter_async_context(chain)
             await chain.open(progress, within_s)
             self._open = stack.pop_all()

@@ -17,7 +17,7 @@ from coordinator.cluster.chain import Chain
 from coordinator.cluster.step_timeouts import ArrivedResult
 from coordinator.engine.quarantine import MOST_LOSSES, Quarantine
 from coordinator.engine.stats import Stats
-from coordinator.planning.costs import LaneChooser, chunk_size
+from coordinator.planning.costs import LaneChooser
 from coordinator.sessions.output import Output
 from coordinator.sessions.request import Request, room_for_answer
 from coordinator.sessions.scheduler import Commit, Scheduler
@@ -129,8 +129,7 @@ class EngineCore:
         return Session(
             request,
             request.decode.make_decoder(request.eos, self.chain.costs.steps),
-            chunk=self._chunk_of(request, chunk, len(request.prompt)),
-            asked_chunk=chunk,
+            chunk=chunk,
             put=queue.put,
             started=time.monotonic_ns(),
             is_traced=traced,
@@ -184,11 +183,12 @@ class EngineCore:
         rows = session.most_rows
         session.max_tokens = max(1, session.max_tokens - rows + self.costs.most_rows(session.request.cache, rows))
 
-    def _chunk_of(self, request: Request, asked: int | None, num_tokens: int) -> int:
-        """Return the rows per chunk for this many tokens to feed."""
-        spec = self.chain.spec
-        most = [most_chunk_rows(spec.row_bytes), replace(spec, cache=request.cache).longest_chunk]
-        return min(asked or chunk_size(num_tokens, self.chain.costs.stages_s), *filter(None, most))
+    def _chunk_rows(self, session: Session, beside_streams: bool) -> int:
+        """Return the most rows of the session's next prompt chunk."""
+        chain = self.chain
+        rows = session.chunk or chain.costs.chunk_size(session.num_unfed, beside_streams=beside_streams)
+        longest = replace(chain.spec, cache=session.request.cache).longest_chunk or rows
+        return min(rows, longest, most_chunk_rows(chain.spec.row_bytes))
 
     def _enter(self, session: Session) -> None:
         """Give the session to the present scheduler; one that has not begun has a deadline for its wait for memory."""
@@ -322,7 +322,10 @@ class EngineCore:
         self.costs: CacheCosts = cache_costs(chain.plan, chain.spec)
         self._route = Route(chain.plan.assignments, chain.clock_offsets)
         self.scheduler = Scheduler(
-            chain.num_stages, self.costs, chain.epoch, self._max_waiting, lanes=lanes.choose, last_step=chain.last_step
+            *(chain.num_stages, self.costs, chain.epoch, self._max_waiting),
+            lanes=lanes.choose,
+            chunk_rows=self._chunk_rows,
+            last_step=chain.last_step,
         )
         self._idle.clear()
         self._has_chain = True
@@ -348,7 +351,6 @@ class EngineCore:
         sessions = list(self.sessions)
         for session in sessions:  # all before the first one enters, whose failure may let another one in
             session.rewind()
-            session.chunk = self._chunk_of(session.request, session.asked_chunk, len(session.history))
             self._fit(session)
         for session in sessions:
             if self._quarantine.may_run(session):

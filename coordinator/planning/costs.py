@@ -1,7 +1,7 @@
 """The times of frames on a chain, learned from results, and the lanes and chunk sizes that follow. Pure."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 StagesSeconds = Callable[[int], Sequence[float]]  # seconds of each stage by a frame's rows; empty if unknown
 
@@ -9,7 +9,8 @@ _MOST_LANES = 32  # in flight: stages take 64 frames, those of prompts included
 _RECHECK = 16  # choices after which the costs are looked at again
 _CHUNKS = (32, 128, 512, 2048)  # rows: far apart, so that noise does not decide and runs are reproducible
 _CHUNK_GAIN = 1.1  # factor by which a larger chunk has to be faster
-_LONGEST_CHUNK_S = 0.5  # through the whole chain: other streams wait no longer
+_TRIED = 512  # rows: a size up to which costs are tried, since the rows of a mixture of experts share their weights
+_BESIDE_STREAMS_S = 0.5  # for a chunk through the whole chain: streams wait no longer
 _WEIGHT = 0.1  # of a new observation
 _WEIGHT_LESS = 0.4  # of a lower observation: interruptions only make a step longer
 _SETTLED = 8  # observations of a size before its own cost replaces the line between others
@@ -38,21 +39,29 @@ def _rounded(num_rows: int) -> int:
 class StepCosts:
     """The seconds of whole steps or of one stage, by number of rows."""
 
-    def __init__(self) -> None:
-        self._seen: Counter[int] = Counter()  # how often, by number of rows
-        self._step_s: dict[int, float] = {}  # seconds by number of rows
+    def __init__(self, measured: Mapping[int, float] | None = None) -> None:
+        """`measured` are seconds by number of rows that hold until steps of these sizes are observed."""
+        self._step_s: dict[int, float] = dict(measured or {})  # seconds by number of rows
+        self._seen = Counter(dict.fromkeys(self._step_s, _SETTLED))  # how often, by number of rows
+        self._compiled: set[int] = set()  # sizes whose kernels are there
         self._points: list[tuple[int, float]] = []  # those of `_believed`, ascending; empty if outdated
 
     @property
     def is_known(self) -> bool:
         return bool(self._step_s)
 
+    @property
+    def most_rows(self) -> int:
+        """The largest known size; 0 without any."""
+        return max(self._step_s, default=0)
+
     def observe(self, num_rows: int, seconds: float) -> None:
         """Learn the seconds of a step of so many rows."""
         num_rows = _rounded(num_rows)
+        if num_rows not in self._compiled:
+            self._compiled.add(num_rows)
+            return
         self._seen[num_rows] += 1
-        if self._seen[num_rows] == 1:
-            return  # the first of a size compiles its kernels
         known = self._step_s.get(num_rows, seconds)
         self._step_s[num_rows] = known + (_WEIGHT if seconds > known else _WEIGHT_LESS) * (seconds - known)
         self._points = []
@@ -75,9 +84,11 @@ class StepCosts:
 class ChainCosts:
     """The costs of one chain: of steps that were alone in it, of each stage, and of all hops together."""
 
-    def __init__(self, num_stages: int) -> None:
+    def __init__(self, num_stages: int, measured: Mapping[int, Sequence[float]] | None = None) -> None:
+        """`measured` are the seconds of each stage, by number of rows, if nodes have measured themselves."""
+        by_rows = (measured or {}).items()
         self.steps = StepCosts()
-        self._stages = [StepCosts() for _ in range(num_stages)]
+        self._stages = [StepCosts({rows: found[stage] for rows, found in by_rows}) for stage in range(num_stages)]
         self._hops_s: dict[int, float] = {}  # of all hops together, by number of rows: long prompts take longer
         self._lately_s: dict[int, float] = {}  # of recent passages, by the bits of their number of rows
 
@@ -100,6 +111,16 @@ class ChainCosts:
     def hops_s(self, num_rows: int) -> float:
         """Return the seconds that a frame of so many rows spends between the stages; 0 while not known."""
         return on_lines(sorted(self._hops_s.items()), num_rows) if self._hops_s else 0.0
+
+    def chunk_size(self, num_unfed: int, *, beside_streams: bool) -> int:
+        """Return the rows of the next chunk of a prompt with so many rows to feed; a size is tried before it is judged.
+
+        Beyond known sizes the line through them says nothing: 64 rows may read the weights of most experts.
+        """
+        is_tried = min(stage.most_rows for stage in self._stages) >= _TRIED
+        if not (is_tried or beside_streams) and num_unfed >= _TRIED:
+            return _TRIED
+        return chunk_size(num_unfed, self.stages_s, beside_streams=beside_streams)
 
     def passage_s(self, num_rows: int) -> float:
         """Return the seconds that a frame may take through the whole chain, alone; 0 without rows, or while not known.
@@ -154,19 +175,18 @@ class LaneChooser:
         return max(sum(stages_s) + self._hops_s(rows), lanes * max(stages_s))
 
 
-def chunk_size(num_prompt: int, stages_s: StagesSeconds) -> int:
-    """Return the rows of a prompt chunk: small enough to keep every stage at work, large enough to pay.
+def chunk_size(num_unfed: int, stages_s: StagesSeconds, *, beside_streams: bool = False) -> int:
+    """Return the rows of the next prompt chunk: small enough to keep every stage at work, large enough to pay.
 
-    With c chunks on n stages a prompt takes (c + n - 1) times what a chunk takes on the slowest stage.
+    With c chunks on n stages a prompt takes (c + n - 1) times what a chunk takes on the slowest stage. Beside streams,
+    which wait for a chunk on every stage, its time is limited.
     """
     best = _CHUNKS[0]
     for rows in _CHUNKS[1:]:
         times = stages_s(rows)
-        if (
-            times
-            and sum(times) <= _LONGEST_CHUNK_S
-            and _prefill_s(num_prompt, rows, stages_s) * _CHUNK_GAIN < (_prefill_s(num_prompt, best, stages_s))
-        ):
+        if not times or (beside_streams and sum(times) > _BESIDE_STREAMS_S):
+            continue
+        if _prefill_s(num_unfed, rows, stages_s) * _CHUNK_GAIN < _prefill_s(num_unfed, best, stages_s):
             best = rows
     return best
 

@@ -44,6 +44,18 @@ class Prediction:
         return self._stages_ms(num_rows, num_rows if num_rows <= _MOST_SAMPLED else 1)
 
     @property
+    def sizes(self) -> list[int]:
+        """The rows of all frames that a node has measured, ascending."""
+        columns = (column for speed in self._speeds if speed for column in (*speed.kinds, speed.head))
+        return sorted({rows for column in columns for rows, _ in column})
+
+    @property
+    def chunks_s(self) -> dict[int, list[float]]:
+        """The seconds of each stage by the rows of a prompt chunk, as far as all nodes have measured them."""
+        sizes = [rows for rows in self.sizes if rows >= _MOST_SAMPLED and self._know(rows)]
+        return {rows: [ms / 1e3 for ms in self._stages_ms(rows, 1)] for rows in sizes}
+
+    @property
     def ms_per_token(self) -> float | None:
         """The time between two tokens of a single request."""
         return self._round_ms(1, 1)

@@ -2,8 +2,9 @@
 
 Two kinds of frames are in flight. A lane carries one decoding step for each of several sessions; several lanes with
 equal shares of the sessions keep every stage busy. A prompt frame carries a chunk of a prompt, or several short
-prompts. While a session is streaming, only one prompt frame is in flight, so a stream never waits for more than one
-chunk; otherwise there are enough of them to fill the pipe.
+prompts. While a session is streaming, there is at most one prompt frame per stage in flight, so that a stream waits for
+one chunk on each stage, or for two on the first: their number grows by one a round, or all of them would enter at
+once. Otherwise there are enough of them to fill the pipe.
 """
 
 from collections import defaultdict
@@ -28,22 +29,27 @@ class Scheduler:
         epoch: int = 1,
         max_waiting: int = MOST_WAITING,
         lanes: Callable[[int, float], int] | None = None,
+        chunk_rows: Callable[[Session, bool], int] | None = None,
         last_step: int = 0,
     ) -> None:
         """
         Args:
             max_waiting: most sessions that wait for memory.
             lanes: (number of sessions, rows of each) -> number of lanes; None: one lane per stage.
+            chunk_rows: (session, whether others stream) -> most rows of its next prompt chunk; None: the session's own.
             last_step: the last step that the chain has seen.
         """
         self.slots = Slots(costs, max_waiting)
         self._num_stages = num_stages
         self._num_lanes = lanes or (lambda num_sessions, rows_each: num_stages)
+        self._chunk_rows = chunk_rows or (lambda session, beside_streams: session.chunk or session.num_unfed)
         self._epoch = epoch
         self._lanes: dict[int, list[SessionSlot]] = {}  # in flight, by step
         self._prompts: dict[int, list[SessionSlot]] = {}  # likewise; [] for a frame that only closes slots
         self._step = last_step
         self._turn = 0  # prompt frames so far
+        self._most_prompts = 1  # prompt frames in flight beside streams
+        self._grew_at = last_step  # the last step sent before that number grew
 
     @property
     def is_idle(self) -> bool:
@@ -74,9 +80,9 @@ class Scheduler:
         active = self.slots.active
         if not self.slots.closed and not any(slot.session.is_ready for slot in active):
             return None
-        chosen, in_flight = self._next_lane(active), self._lanes
+        chosen, in_flight, chunk = self._next_lane(active), self._lanes, None
         if not chosen:
-            chosen, in_flight = self._next_prompts(active), self._prompts
+            (chosen, chunk), in_flight = self._next_prompts(active), self._prompts
         if not chosen and (not self.slots.closed or [] in self._prompts.values()):
             return None  # only one frame in flight may carry nothing but closed slots
         self._step += 1
@@ -84,7 +90,7 @@ class Scheduler:
         # Open all slots before any window is made: a slot is copied in its state before this frame.
         frame.opened.extend(self.slots.open(chosen))
         for slot in chosen:
-            frame.windows.append(slot.session.next_window(len(chosen)))
+            frame.windows.append(slot.session.next_window(len(chosen), chunk))
             slot.last_step = self._step
         frame.closed.extend(self.slots.closed)
         self.slots.closed.clear()
@@ -103,6 +109,10 @@ class Scheduler:
         """
         if result.epoch != self._epoch:
             raise FrameError(f"expected a result of epoch {self._epoch}, got epoch {result.epoch} (step {result.step})")
+        if result.step in self._prompts and result.step > self._grew_at:
+            self._most_prompts, self._grew_at = min(self._most_prompts + 1, self._num_stages), self._step
+        elif not self._prompts:
+            self._most_prompts = 1
         slots = (self._lanes if result.step in self._lanes else self._prompts).pop(result.step, [])
         samples, guesses, scores = _by_slot(result.samples), _by_slot(result.guesses), _by_slot(result.scores)
         failed = {failure.slot for failure in result.failures}
@@ -129,25 +139,27 @@ class Scheduler:
         ready.sort(key=lambda slot: slot.last_step)
         return ready[: -(-len(decoding) // num_lanes)]
 
-    def _next_prompts(self, active: Sequence[SessionSlot]) -> list[SessionSlot]:
-        """Return a prompt for its next chunk, and other prompts that fit whole into the same frame.
+    def _next_prompts(self, active: Sequence[SessionSlot]) -> tuple[list[SessionSlot], int]:
+        """Return a prompt for its next chunk, other prompts that fit whole into the same frame, and the chunk's rows.
 
         The oldest prompt and the shortest take turns: no prompt starves, and a short one never waits for a long one.
         """
-        most = 1 if any(slot.session.is_streaming for slot in active) else self._num_stages + 1
+        beside_streams = any(slot.session.is_streaming for slot in active)
+        most = self._most_prompts if beside_streams else self._num_stages + 1
         if sum(map(bool, self._prompts.values())) >= most:
-            return []
+            return [], 0
         ready = [slot for slot in active if slot.session.is_prefilling and slot.session.is_ready]
         if not ready:
-            return []
+            return [], 0
         self._turn += 1
         first = ready[0] if self._turn % 2 else min(ready, key=lambda slot: slot.session.num_unfed)
-        chosen, room = [first], first.session.chunk - first.session.num_unfed
+        chunk = self._chunk_rows(first.session, beside_streams)
+        chosen, room = [first], chunk - first.session.num_unfed
         for slot in ready:
             if slot is not first and slot.session.num_unfed <= room:
                 chosen.append(slot)
                 room -= slot.session.num_unfed
-        return chosen
+        return chosen, chunk
 
 
 def _by_slot(samples: Iterable[Any]) -> defaultdict[int, list[Any]]:

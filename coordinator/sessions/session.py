@@ -46,8 +46,7 @@ class Session:
         decoder: Decoder | None = None,
         *,
         max_tokens: int | None = None,
-        chunk: int = 256,
-        asked_chunk: int | None = None,
+        chunk: int | None = None,
         put: "Callable[[Session, Output | BaseException], object]" = lambda session, item: None,
         started: int = 0,
         is_traced: bool = False,
@@ -56,8 +55,8 @@ class Session:
         Args:
             decoder: proposes what a step computes beyond the known tokens; None: one token per step.
             max_tokens: most tokens to generate; None: the request's.
-            chunk: most rows of a prompt chunk; the decoder decides the length of a window with a proposal.
-            asked_chunk: the caller's choice of `chunk`, if any.
+            chunk: rows of a prompt chunk that the caller asked for; the decoder decides the length of a window with a
+                proposal.
             put: takes the outputs for the reader; an exception is the last of them.
             is_traced: keep the timing records of every frame.
         """
@@ -73,7 +72,6 @@ class Session:
         self.rows_written = 0  # most rows that the caches have held so far
         self.max_tokens = max(1, request.max_tokens if max_tokens is None else max_tokens)
         self.chunk = chunk
-        self.asked_chunk = asked_chunk
         self.is_paused = False  # the reader is far behind
         self.begun = 0  # when its first frame was sent
         self.history = History(request.prompt)
@@ -164,13 +162,15 @@ class Session:
         assert self.fed == 0 and num_tokens <= self.most_reused
         self.fed = self.num_reused = num_tokens
 
-    def next_window(self, num_together: int = 1) -> Window:
+    def next_window(self, num_together: int = 1, most_rows: int | None = None) -> Window:
         """Return the next chunk of known tokens, or the last of them with the decoder's proposal.
 
-        `num_together` sessions have a window in the same frame.
+        Args:
+            num_together: how many sessions have a window in the same frame.
+            most_rows: of a prompt chunk; None: what the caller asked for, or all.
         """
         tokens, base = self.history.tokens, self.fed
-        if chunk := self._num_chunk():
+        if chunk := self._num_chunk(most_rows or self.chunk or self.num_unfed):
             self.fed += chunk
             window = self._window(base, tokens[base : self.fed])
             window.targets.extend(self._targets(self.fed + 1))
@@ -188,13 +188,13 @@ class Session:
         self.rows_written = max(self.rows_written, base + num_rows)
         return window
 
-    def _num_chunk(self) -> int:
+    def _num_chunk(self, most_rows: int) -> int:
         """Return the rows of the next chunk; 0 if all unfed tokens fit in a window with a proposal."""
         unfed = self.num_unfed
         if unfed <= 1:
             return 0  # the decoder need not be asked
         tail = self._decoder.tail
-        chunk = min(unfed - (tail > 0), self.chunk)  # the last token goes with the proposal
+        chunk = min(unfed - (tail > 0), most_rows)  # the last token goes with the proposal
         return chunk if unfed > (tail or chunk) else 0
 
     def _targets(self, end: int) -> list[int]:

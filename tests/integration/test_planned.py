@@ -95,6 +95,21 @@ async def test_a_worker_that_makes_it_no_faster_is_left_out(models: Models, caps
     assert "without slow, which would not make it faster" in capsys.readouterr().err
 
 
+async def test_the_costs_of_prompt_chunks_begin_with_what_the_nodes_measured(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def measured(options: ClusterOptions, checkpoint: Checkpoint, *rest: object) -> Survey:
+        layer, head = ((1, 1.0), (512, 1000.0)), ((1, 8.0), (512, 8.0))
+        speed = NodeSpeed((layer,) * len(describe(checkpoint).kinds), head, 1)
+        return Survey({name: speed for name in LAYER_MS}, {"slow": LinkSpeed(0.1), "fast": LinkSpeed(0.1)})
+
+    monkeypatch.setattr(open_module, "known_speeds", measured)
+    folder = models("qwen3").folder
+    async with workers() as places, opened(options(folder, places, own=room_for_one(folder))) as cluster:
+        counts = [each.end - each.start for each in cluster.chain.plan.assignments]
+        assert cluster.chain.costs.stages_s(512) == pytest.approx(counts, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("has_room", "then"), [(False, {"coordinator": 1, "slow": 3}), (True, {"coordinator": 4})], ids=["tight", "roomy"]
 )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from coordinator.cluster.nodes import ClusterNode, Nodes
-from coordinator.planning.costs import StagesSeconds
+from coordinator.planning.costs import ChainCosts
 from tests.integration.conftest import Models
 from tests.integration.many import Frames, Live, frames, request, tokens_of, until
 from tests.integration.test_recovery import COMES_BACK, IS_GONE, lose, supervised
@@ -79,11 +79,11 @@ async def test_chunks_of_the_replay_are_chosen_for_all_that_is_replayed(
     """Not for the prompt alone: an answer may be much longer."""
     asked: list[int] = []
 
-    def choose(num_tokens: int, stages_s: StagesSeconds) -> int:
-        asked.append(num_tokens)
+    def choose(costs: ChainCosts, num_unfed: int, *, beside_streams: bool) -> int:
+        asked.append(num_unfed)
         return 32
 
-    monkeypatch.setattr("coordinator.engine.core.chunk_size", choose)
+    monkeypatch.setattr(ChainCosts, "chunk_size", choose)
     async with supervised(folder, COMES_BACK) as rig, rig.engine() as engine:
         num_known = 0
         async with contextlib.aclosing(engine.generate(request(tokens_of(5), 60))) as pieces:

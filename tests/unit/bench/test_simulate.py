@@ -14,6 +14,7 @@ from coordinator.bench.simulate import (
     aggregate_tokens_per_s,
     simulate,
 )
+from coordinator.planning.costs import ChainCosts
 
 FLAT = SimulatedStage(((1, 0.010),))  # a step takes 10 ms however many rows it has
 PER_ROW = SimulatedStage(((1, 0.010), (2, 0.020)))  # rows are all that costs
@@ -141,7 +142,7 @@ def among_streams(pipeline: Pipeline, num_streams: int, num_prompt: int, chunk: 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 @pytest.mark.parametrize("num_streams", [1, 5])
 @pytest.mark.parametrize("hop_s", [0.0, 0.02])
-def test_a_long_prompt_adds_no_more_than_one_chunks_passage_to_any_gap_between_tokens(
+def test_a_long_prompt_adds_no_more_than_a_chunk_per_stage_and_one_more_to_any_gap_between_tokens(
     num_streams: int, num_stages: int, hop_s: float
 ) -> None:
     pipeline = equal(num_stages, TIMES, Hop(hop_s))
@@ -154,16 +155,60 @@ def test_a_long_prompt_adds_no_more_than_one_chunks_passage_to_any_gap_between_t
         if late <= after <= found.token_times[-1][0]  # while it is in the chain
     ]
     undisturbed = num_stages * (TIMES.seconds(math.ceil(num_streams / num_stages)) + hop_s)
-    assert disturbed and max(disturbed) <= undisturbed + passage + 1e-9
-    assert found.token_times[-1][0] - late > 64 * passage - 1e-6, "the price: its chunks go one at a time"
+    assert disturbed and max(disturbed) <= undisturbed + passage + TIMES.seconds(64) + 1e-9
+    if num_stages > 1:
+        assert found.token_times[-1][0] - late < 64 * passage / num_stages * 1.6, "its chunks are on all stages at once"
 
 
 def test_a_chunk_that_holds_streams_up_holds_them_up_on_one_stage_at_a_time() -> None:
     pipeline = equal(4, TIMES)
     found, late = among_streams(pipeline, 4, 4096)
     gaps = [b - a for times in found.token_times[:-1] for a, b in pairwise(times) if a > late]
-    assert max(gaps) <= 4 * TIMES.seconds(1) + 4 * TIMES.seconds(64) + 1e-9
+    assert max(gaps) <= 4 * TIMES.seconds(1) + 5 * TIMES.seconds(64) + 1e-9
     assert sum(gaps) / len(gaps) < 3 * 4 * TIMES.seconds(1)
+
+
+def test_an_8k_prompt_beside_a_stream_uses_all_nodes_and_hardly_slows_the_stream_down() -> None:
+    """Four nodes with a quarter of a model each, on which a row takes 20 ms and a chunk of 128 rows 120 ms."""
+    pipeline = equal(4, SimulatedStage(((1, 0.020), (128, 0.120))), Hop(0.0005))
+    stream = simulate(pipeline, SimulatedLoad((0.0,), 8192, 400)).token_times[0]
+    found = simulate(pipeline, SimulatedLoad((0.0, stream[0] + 1), 8192, 400))
+    first = found.token_times[1][0]
+    gaps = sorted(b - a for a, b in pairwise(found.token_times[0]) if stream[0] + 1 <= b <= first)
+    assert found.ttft_s[1] <= 10, "one chunk at a time would take 30.8 s"
+    assert gaps[len(gaps) // 2] <= 0.520 and gaps[-1] <= 0.610
+
+
+def roofline(read_gb: float, touched: float, active_params: float, num_nodes: int) -> SimulatedStage:
+    """An equal part of a mixture of experts on an M4 Max (546 GB/s, 25 TFLOP/s).
+
+    Of the weights 5 % are read for every frame, the rest as far as one of its rows goes to them: `touched` by each.
+    """
+
+    def seconds(rows: int) -> float:
+        gigabytes = read_gb * (0.05 + 0.95 * (1 - (1 - touched) ** rows))
+        return max(gigabytes / 546, 2 * active_params * rows / 25e12) / num_nodes + 0.001
+
+    return SimulatedStage(tuple((rows, seconds(rows)) for rows in (*range(1, 512), *range(512, 4097, 8))))
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+@pytest.mark.parametrize(
+    ("model", "num_nodes", "most_s"),
+    [((65, 4 / 128, 5.1e9), 2, 7), ((199, 8 / 160, 32e9), 4, 24)],
+    ids=["gpt-oss-120b", "GLM-4.7"],
+)
+def test_a_30k_prompt_goes_in_chunks_that_suit_the_model_from_the_first_one_on(
+    model: tuple[float, float, float], num_nodes: int, most_s: float, is_measured: bool
+) -> None:
+    """With chunks that the line through 1 and 64 rows suggests they would take 14 and 71 s."""
+    pipeline = equal(num_nodes, roofline(*model, num_nodes))
+    measured = {rows: pipeline.stages_s(rows) for rows in (64, 512)} if is_measured else {}
+    costs = ChainCosts(num_nodes, measured)
+    for rows in (64, 64, 1, 1):  # a warm-up
+        costs.observe(rows, pipeline.stages_s(rows), 0.0, was_alone=True)
+    found = simulate(pipeline, SimulatedLoad((0.0,), 30_000, 1), costs)
+    assert found.ttft_s[0] <= most_s
 
 
 def test_the_rate_of_all_together_is_taken_while_all_decode() -> None:

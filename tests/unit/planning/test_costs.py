@@ -54,13 +54,50 @@ def test_windows_of_many_rows_count_as_many_rows() -> None:
         (1000, stages((5, 0.001), (5, 0.001)), 2048),  # weights are all that counts: the whole prompt at once
         (10_000, stages((5, 0.001), (5, 0.001)), 2048),
         (20, stages((5, 0.001), (5, 0.001)), 32),  # no longer than the prompt
-        (10_000, stages((300, 0.1), (300, 0.1)), 32),  # larger chunks would hold others up for too long
         (1000, stages((5, 1.5)), 32),  # one stage: nothing to overlap, and rows cost alike in any chunk
         (1000, lambda rows: [], 32),
     ],
 )
 def test_chunks_are_as_long_as_pays(num_prompt: int, stages_s: StagesSeconds, expected: int) -> None:
     assert chunk_size(num_prompt, stages_s) == expected
+
+
+def test_beside_streams_a_chunk_takes_no_longer_than_they_may_wait() -> None:
+    slow = stages((100, 0.1), (100, 0.1))
+    assert chunk_size(10_000, slow) == 2048
+    assert chunk_size(10_000, slow, beside_streams=True) == 512  # 302 ms
+    assert chunk_size(10_000, stages((300, 0.1), (300, 0.1)), beside_streams=True) == 32
+
+
+def mixture(num_rows: int) -> float:
+    """Seconds of a stage of gpt-oss-120b on two M4 Max: it reads the experts that any row goes to, or computes."""
+    touched = 1 - (1 - 4 / 128) ** num_rows
+    return max(65e9 * (0.05 + 0.95 * touched) / 546e9, 2 * 5.1e9 * num_rows / 25e12) / 2 + 0.001
+
+
+def test_a_chain_tries_long_chunks_though_short_ones_say_that_every_row_costs() -> None:
+    """64 rows read most experts: on the line through 1 and 64 rows, 512 would take 4 times as long as they do."""
+    costs = ChainCosts(2)
+    for rows in (64, 64, 1, 1):  # a warm-up
+        costs.observe(rows, [mixture(rows)] * 2, 0.0, was_alone=True)
+    chunks = []
+    for _ in range(8):
+        chunks.append(costs.chunk_size(30_000, beside_streams=False))
+        costs.observe(chunks[-1], [mixture(chunks[-1])] * 2, 0.0, was_alone=True)
+    assert chunks == [512] * 8
+    assert costs.chunk_size(100, beside_streams=False) < 512
+
+
+def test_what_nodes_measured_holds_until_frames_of_that_size_say_otherwise() -> None:
+    costs = ChainCosts(2, {rows: [mixture(rows)] * 2 for rows in (64, 512)})
+    for _ in range(2):
+        costs.observe(1, [mixture(1)] * 2, 0.0, was_alone=True)
+    assert costs.stages_s(512) == pytest.approx([mixture(512)] * 2)
+    assert costs.chunk_size(30_000, beside_streams=False) == 512
+    assert costs.chunk_size(30_000, beside_streams=True) == 512  # 210 ms
+    for _ in range(20):
+        costs.observe(512, [9.0, 9.0], 18.0, was_alone=False)
+    assert costs.stages_s(512)[0] > 7 and costs.chunk_size(30_000, beside_streams=True) < 512
 
 
 def test_noise_of_a_few_percent_does_not_change_the_chunk() -> None:

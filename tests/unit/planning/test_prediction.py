@@ -44,6 +44,11 @@ def test_a_prompt_goes_in_chunks_over_its_links_and_is_sampled_once() -> None:
     assert found is not None and found > 2.0, "a millisecond per row on the link, which no chunk avoids"
 
 
+def test_a_chain_begins_with_what_its_nodes_measured_of_prompt_chunks() -> None:
+    assert predicted(3, 1).chunks_s == {512: [pytest.approx(0.060), pytest.approx(0.021)]}
+    assert Prediction(SPEC, split(3, 1), Survey({"n0": MEASURED})).chunks_s == {}, "a node has not measured itself"
+
+
 def test_caches_are_read_with_every_token_and_by_each_session() -> None:
     """500 bytes per token and layer at 5 GB/s: 0.1 ms of a thousand tokens, and of each of two requests in a frame."""
     spec, speed = model([GB] * 4, per_token=500), NodeSpeed((FLAT,), ((1, 1.0), (512, 1.0)), 5)

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 
@@ -203,16 +204,22 @@ def test_while_nobody_streams_a_prompt_fills_the_pipe_and_no_more(num_stages: in
 
 
 @pytest.mark.parametrize(("num_stages", "num_streams"), [(1, 1), (2, 5), (3, 1), (8, 5)])
-def test_while_anyone_streams_one_chunk_is_in_flight(num_stages: int, num_streams: int) -> None:
+def test_while_anyone_streams_a_chunk_per_stage_is_in_flight_and_one_more_a_round(
+    num_stages: int, num_streams: int
+) -> None:
     rig = Rig(num_stages=num_stages, chunk=4)
     streams = streaming(rig, num_streams)
+    rig.send_all()
+    rig.take_one()
     long = [rig.submit(prompt_of(200, seed=seed), max_tokens=1) for seed in (1, 2)]
-    num_chunks = 0
+    num_chunks, most = 0, []
     while not all(session.num_generated for session in long):
         num_chunks += sum(any(is_chunk_of(frame, session) for session in long) for frame in rig.send_all())
         chunks = [frame for frame, _ in rig.chain.in_flight if any(is_chunk_of(frame, session) for session in long)]
-        assert len(chunks) <= 1
+        most.append(len(chunks))
         rig.take_one()
+    assert max(most) == num_stages and max(most[:2]) == 1
+    assert max(later - before for before, later in pairwise(most)) == 1, "no two enter at once"
     assert num_chunks >= 98 and all(session.finish_reason is None for session in streams)
     if num_stages == 1:  # a stream steps between any two chunks
         steps = [slot == streams[0].slot for slot, *_ in rig.chain.windows[2:]]
