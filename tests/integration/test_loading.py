@@ -8,7 +8,7 @@ import shutil
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ from worker.node import lifecycle, loading
 from worker.node.model_sources import ModelSources
 from worker.node.network import PROTOCOL_VERSION
 from worker.node.rpc_errors import error_of
+from worker.platform.threads import MlxThread
 
 WEIGHTS = "model.safetensors"
 Tensors = dict[str, mx.array]
@@ -223,13 +224,18 @@ async def test_a_damaged_or_missing_weight_file_is_named(tmp_path: Path, damage:
 
 @pytest.mark.parametrize("is_open", [False, True], ids=["after its header was read", "before its tensors are read"])
 @pytest.mark.parametrize("kept", [0, 5, 4000, -100])
-def test_a_file_that_is_cut_short_is_a_model_error(folder: Path, kept: int, is_open: bool) -> None:
+async def test_a_file_that_is_cut_short_is_a_model_error(folder: Path, kept: int, is_open: bool) -> None:
     """A copy that is still going on, a disk that fails: the tensors are read long after the headers."""
     checkpoint = open_folder(folder)
-    shard = Shard(checkpoint, 2, 4) if is_open else None
-    os.truncate(folder / WEIGHTS, kept if kept >= 0 else (folder / WEIGHTS).stat().st_size + kept)
-    with pytest.raises(ModelError, match=r"cannot read .*layers \[2, 4\)" if is_open else "cannot read"):
+
+    def read() -> None:
+        shard = Shard(checkpoint, 2, 4) if is_open else None
+        os.truncate(folder / WEIGHTS, kept if kept >= 0 else (folder / WEIGHTS).stat().st_size + kept)
         (shard or Shard(checkpoint, 2, 4)).materialise(lambda nbytes: None)
+
+    expected = r"cannot read .*layers \[2, 4\)" if is_open else "cannot read"
+    with closing(MlxThread()) as thread, pytest.raises(ModelError, match=expected):
+        await thread.run(read)
 
 
 async def test_a_load_that_its_coordinator_gave_up_does_not_get_in_the_way_of_the_next(models: Models) -> None:

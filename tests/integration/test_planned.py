@@ -155,8 +155,6 @@ async def test_layers_are_where_they_are_wanted_or_fastest(
             assert held(cluster) == expected
 
 
-# Not in CI: behind other files in one process, reading weights on three MLX threads at once sometimes never ends.
-@pytest.mark.matrix
 @pytest.mark.parametrize(("order", "expected"), [(FREE, ["slow", "fast"]), (FIXED, ["fast", "slow"])])
 async def test_workers_change_places_unless_their_order_is_fixed(
     models: Models, monkeypatch: pytest.MonkeyPatch, order: str, expected: list[str]

@@ -131,6 +131,11 @@ class MlxThread(CallThread):
     """
 
     def __init__(self) -> None:
+        import mlx.core as mx  # commands that never compute start without it
+
+        # The first thread that uses a CPU stream is MLX's main thread. If an evaluation fails there, MLX 0.32 may count
+        # one of its tasks as active for ever, and beyond the memory limit all later evaluations wait for that task.
+        mx.synchronize(mx.default_stream(mx.cpu))
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self.loop = _Loop()
         self._waiting: set[asyncio.Future[Exception]] = set()  # of `call`
@@ -176,7 +181,7 @@ class MlxThread(CallThread):
         self.loop.call_soon_threadsafe(self.loop.stop if job is None else partial(_run, job))
 
     def _main(self) -> None:
-        import mlx.core as mx  # commands that never compute start without it
+        import mlx.core as mx
 
         self.loop.run_forever()
         for task in (tasks := asyncio.all_tasks(self.loop)):

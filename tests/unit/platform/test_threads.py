@@ -1,12 +1,15 @@
 """One thread, calls in order. Threads meet on events here; nothing sleeps."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 import traceback
 import weakref
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -307,3 +310,52 @@ def test_close_gives_up_on_a_call_that_never_returns() -> None:
     run(work())
     started.join(5)
     assert not started.is_alive()
+
+
+FAILURES = """
+import asyncio
+import os
+import sys
+from contextlib import closing
+
+import mlx.core as mx
+
+from worker.platform.threads import MlxThread
+
+path, shape = sys.argv[1], (100,)
+
+
+def fail() -> None:
+    for _ in range(10):
+        mx.save_safetensors(path, {str(number): mx.ones(shape) for number in range(300)})
+        arrays = mx.load(path)
+        os.truncate(path, 1000)
+        for array in arrays.values():
+            try:
+                mx.eval(array)
+            except RuntimeError:
+                pass
+            else:
+                raise AssertionError("an array was read from a file that ends before it")
+
+
+def compute() -> None:
+    mx.eval(held := mx.ones(shape))
+    mx.set_memory_limit(1)
+    mx.eval(held + 1)
+
+
+async def main() -> None:
+    with closing(MlxThread()) as thread:
+        await thread.run(fail)
+        await thread.run(compute)
+
+
+asyncio.run(main())
+"""
+
+
+def test_evaluations_that_fail_do_not_make_later_ones_beyond_the_memory_limit_wait_for_ever(tmp_path: Path) -> None:
+    """In a process of its own, where no other thread has computed before."""
+    script = [sys.executable, "-W", "error", "-c", FAILURES, str(tmp_path / "cut.safetensors")]
+    subprocess.run(script, check=True, timeout=60)
