@@ -25,6 +25,14 @@ def streams() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def uncompiled() -> Iterator[None]:
+    """mlx-lm's filters are compiled anew for every parameter; on a CPU that takes a second each."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
 @pytest.fixture
 def without_collector() -> Iterator[None]:
     """What is let go of has to be gone at once: memory must not wait for Python to find cycles."""

@@ -10,6 +10,7 @@ from tests.cluster.commands import parse, run_here
 from tests.cluster.models import altered_copy, make_talker
 from tests.cluster.processes import Starter, Worker, write_cluster
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
 ALTERED = "model.layers.2.mlp.down_proj.weight"
 
 

@@ -35,6 +35,7 @@ PROMPT = tuple((5 * i + i * i) % VOCAB for i in range(17))  # its last chunk is 
 SAMPLED = Sampling(seed=3, temperature=0.8, top_k=40)
 AT = 4  # the token that is to differ
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
 Flip = Callable[[mx.array], mx.array]
 in_either_mode = pytest.mark.parametrize("stream", [False, True], ids=["in memory", "streamed"])
 
