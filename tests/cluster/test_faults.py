@@ -92,7 +92,7 @@ def test_a_worker_that_is_told_to_end_hands_over_and_ends_at_once(rig: Rig) -> N
     [
         lambda rig: pauses.pause(rig, "first"),
         lambda rig: pauses.cut_link(rig, "last", pauses.both, seconds=2),
-        losses.during_replay,
+        pytest.param(losses.during_replay, marks=pytest.mark.matrix),
     ],
     ids=["a pause", "a link that is cut", "a loss while tokens are fed again"],
 )

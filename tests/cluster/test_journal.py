@@ -22,7 +22,7 @@ REQUESTS = {
     "ngram": ("--decode", "ngram", *GREEDY),
     "diffusion": ("--decode", "diffusion", "--window", "4", *SAMPLED),
 }
-USUAL = ("sampled", "diffusion-fast")
+USUAL = ("sampled",)
 
 
 @pytest.fixture(scope="module")

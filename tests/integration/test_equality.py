@@ -101,6 +101,16 @@ def families_and_splits() -> list[Any]:
     ]
 
 
+def samplings_of(family: str, layers: tuple[int, ...]) -> dict[str, Sampling]:
+    """Every sampling for one family, penalties and one more for each other; only penalties where there is no middle."""
+    names = [name for name in SAMPLINGS if name != "greedy"]
+    if layers != FULL:
+        names = ["penalties"]
+    elif family != "qwen3":
+        names = ["penalties", names[FAMILIES.index(family) - 1]]
+    return {name: SAMPLINGS[name] for name in names}
+
+
 @pytest.mark.parametrize(("family", "layers"), families_and_splits())
 async def test_any_split_gives_the_tokens_and_logits_of_the_whole_model_and_the_bits_of_any_other(
     models: Models, recorded: Recorded, bits: dict[str, bytes], family: str, layers: tuple[int, ...]
@@ -113,8 +123,7 @@ async def test_any_split_gives_the_tokens_and_logits_of_the_whole_model_and_the_
         tokens = (await answer(chain, LONG, NUM_TOKENS)).tokens
         found = np.concatenate(recorded)
         assert tokens == whole.tokens(LONG, NUM_TOKENS)
-        more = [name for name in SAMPLINGS if name != "greedy"] if layers == FULL else ["penalties"]
-        await assert_equal(chain, whole, {name: SAMPLINGS[name] for name in more})
+        await assert_equal(chain, whole, samplings_of(family, layers))
     assert bits.setdefault(family, found.tobytes()) == found.tobytes()
     expected = np.array(whole.logits(LONG, tokens))
     assert found.dtype == expected.dtype == np.float32
@@ -165,10 +174,10 @@ async def test_a_sliding_window_is_the_whole_models_long_after_it_has_slid(
 ) -> None:
     """Long enough that the caches have let go of rows: they keep 256 and the window is 8."""
     whole = models("gemma3_text")
-    prompt = tuple((3 * i + i * i) % VOCAB for i in range(300))
+    prompt = tuple((3 * i + i * i) % VOCAB for i in range(270))
     async with running(whole.folder, layers) as chain:
-        found = await answer(chain, prompt[:280], 30)
-        assert found.tokens == whole.tokens(prompt[:280], 30)
+        found = await answer(chain, prompt, 10)
+        assert found.tokens == whole.tokens(prompt, 10)
 
 
 @one_split
@@ -198,7 +207,7 @@ async def test_half_precision_gives_the_tokens_of_the_whole_model(
 ) -> None:
     whole = models(family, dtype=dtype)
     async with running(whole.folder, layers) as chain:
-        await assert_equal(chain, whole, {name: SAMPLINGS[name] for name in ("greedy", "temperature", "penalties")})
+        await assert_equal(chain, whole, {name: SAMPLINGS[name] for name in ("greedy", "penalties")})
 
 
 WIDE = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 8}
@@ -280,8 +289,9 @@ async def test_a_wedlm_checkpoint_runs_as_the_model_it_was_made_from(
     whole, origin = models(family, config=config), models(family)
     prompt = LONG[:9]
     assert whole.tokens(prompt, NUM_TOKENS) == origin.tokens(prompt, NUM_TOKENS)
-    async with running(whole.folder, layers) as chain:
-        await assert_equal(chain, whole, GREEDY)
+    if "qk_norm" in config:  # the others say the same in fewer words
+        async with running(whole.folder, layers) as chain:
+            await assert_equal(chain, whole, GREEDY)
 
 
 @one_split
@@ -350,7 +360,7 @@ def raw_hybrid(converted: Whole, folder: Path) -> Whole:
     return Whole(folder)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.matrix), "gemma3_text", "qwen3_5"])
 async def test_a_session_replayed_from_its_tokens_on_another_split_goes_on_with_the_same_tokens(
     models: Models, family: str
 ) -> None:

@@ -70,7 +70,7 @@ async def answered(engine: Engine, task: Request) -> tuple[list[int], Output]:
 
 
 @pytest.mark.parametrize("has_thought", [False, True])
-@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 6), marks=pytest.mark.matrix)], ids=str)
+@pytest.mark.parametrize("seeds", [range(1, 2), pytest.param(range(6), marks=pytest.mark.matrix)], ids=str)
 async def test_every_answer_is_a_call_and_every_lossless_decoder_makes_the_same_one(
     folder: Path, thinker: Path, has_thought: bool, seeds: range
 ) -> None:

@@ -15,7 +15,7 @@ from worker.errors import NodeBusy, StageLost
 FOREVER = 400  # tokens
 
 
-@pytest.mark.parametrize("busy", [0, 1])
+@pytest.mark.parametrize("busy", [pytest.param(0, marks=pytest.mark.matrix), 1])
 async def test_a_hundred_cancels_while_a_stage_is_busy_do_not_flood_the_chain(models: Models, busy: int) -> None:
     release = threading.Event()
     async with (

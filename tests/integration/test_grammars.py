@@ -56,7 +56,7 @@ async def answers_alone(folder: Path, layers: tuple[int, ...], asks: list[Reques
         return [await engine.answer(await frontend.make_request(each)) for each in asks]
 
 
-@pytest.mark.parametrize("layers", [(4,), (1, 3)], ids=str)
+@pytest.mark.parametrize("layers", [pytest.param((4,), marks=pytest.mark.matrix), (1, 3)], ids=str)
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 34), marks=pytest.mark.matrix)], ids=str)
 async def test_every_answer_of_every_lossless_decoder_is_the_same_valid_json_of_its_schema(
     folder: Path, layers: tuple[int, ...], seeds: range
