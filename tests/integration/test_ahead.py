@@ -295,6 +295,25 @@ def test_a_slot_that_has_failed_is_not_gone_on_with(models: Models) -> None:
     assert [list(step.slots) for step in engine._ahead._ready] == [[0]]
 
 
+def test_a_step_is_built_while_the_device_is_at_one_of_another_lane(models: Models) -> None:
+    """And what follows a step is not built once it has begun."""
+    tokens = []
+    for is_ahead in (True, False):
+        engine, given = engine_of(models("qwen3"), "not built")
+        begun = [engine.begin(Frame(windows=[more(0, given[0])]), None, 0, 0)]
+        engine.finish(begun[0])
+        begun.append(engine.begin(Frame(windows=[more(1, given[1])]), None, 0, 0))
+        if is_ahead:
+            assert engine.build_ahead() and [list(step.slots) for step in all_ready(engine)] == [[0]]
+        result, _ = engine.finish(begun[1])
+        assert isinstance(result, Result)
+        third = run(engine, [newest(0, [given[0], 9])])
+        engine.begin(Frame(windows=[newest(0, [given[0], 9, 8])]), None, 0, 0)
+        assert not engine.build_ahead(), "it is under way"
+        tokens.append([sample.token for sample in (*result.samples, *third.samples)])
+    assert tokens[0] == tokens[1]
+
+
 def test_caches_of_a_step_that_was_undone_hold_what_they_held(models: Models) -> None:
     engine, _ = engine_of(models("qwen3"), "built")
     [ready] = all_ready(engine)

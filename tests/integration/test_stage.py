@@ -45,6 +45,8 @@ class HeldEngine:
         self.num_slots = 0
         self.begun: list[int] = []
         self.taken: list[bytes | None] = []
+        self.built: list[int] = []  # steps whose followers were built beside the next one
+        self._finished: list[int] = []
         self.is_closed = False
         self.steps = weakref.WeakSet[Begun]()  # that are still in memory
         self.began, self.release = threading.Event(), threading.Event()
@@ -59,8 +61,11 @@ class HeldEngine:
     def awaited(self, header: Frame) -> None:
         pass
 
-    def build_ahead(self) -> None:
-        pass
+    def build_ahead(self) -> bool:
+        """Build what follows the last finished step."""
+        self.built += self._finished
+        self._finished.clear()
+        return bool(self.built)
 
     def launch_ahead(self, step: Begun, *, is_finished: bool) -> None:
         pass
@@ -76,6 +81,7 @@ class HeldEngine:
     def finish(self, step: Begun) -> tuple[Any, mx.array | None]:
         assert self.release.wait(60)
         header = step.frame
+        self._finished = [header.step]
         self.num_slots += len(header.opened) - len(header.closed)
         output = self._outputs.get(header.step)
         if isinstance(output, Exception):
@@ -124,6 +130,17 @@ async def started(engine: Any, outlet: Outlet | None = None) -> AsyncIterator[Ru
         engine.release.set()
         await thread.run(lambda: None)
         thread.close()
+
+
+async def test_a_stage_that_always_has_frames_builds_the_steps_of_each_lane_beside_those_of_the_other() -> None:
+    """Or it would have to build each step when its frame is there, while the device waits."""
+    engine = HeldEngine(runs_ahead=True)
+    async with started(engine) as running:
+        running.submit(*numbered(0, 1, 2, 3, 4))
+        engine.release.set()
+        for _ in range(5):
+            await running.next_result()
+        assert engine.built[:4] == [0, 1, 2, 3]
 
 
 def numbered(*steps: int) -> list[Frame]:

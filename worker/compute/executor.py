@@ -100,11 +100,15 @@ class Executor:
         output, _ = self.finish(self.begin(frame, None, received, time.monotonic_ns()))
         return output
 
-    def build_ahead(self) -> None:
-        """Build the graph of the most likely next step while idle, so that `begin` only has to evaluate it."""
-        if slots := self._slots_that_go_on(self._last):
+    def build_ahead(self) -> bool:
+        """Build the graph of the step that likely follows the last finished one, so that `begin` only evaluates it.
+
+        Do so while waiting for the device or for a frame. Return whether there was one to build.
+        """
+        slots, self._last = self._slots_that_go_on(self._last), ()
+        if slots:
             self._ahead.build(slots)
-        self._last = ()
+        return bool(slots)
 
     def launch_ahead(self, step: Step, *, is_finished: bool) -> StepOutputs | None:
         """Single node only: launch the next step before this step's tokens reach Python.
@@ -148,6 +152,8 @@ class Executor:
         """
         step = Step(frame, Timing(stage=self._stage, received=received, taken=taken, started=time.monotonic_ns()))
         ready = self._ahead.take(frame, x)
+        if {window.slot for window in self._last} & {window.slot for window in frame.windows}:
+            self._last = ()  # this is the step that follows
         self._open_and_close(step)
         if ready:
             self._begin_ready(step, ready)
