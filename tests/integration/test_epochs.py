@@ -16,9 +16,9 @@ from coordinator.engine.engine import Engine
 from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS
-from protos.brigade_pb2 import Frame, Opening, Result
+from protos.brigade_pb2 import Frame, Opening, Result, StatusReply
 from tests.integration.conftest import Models, RunningNode, receive, running, send, serving
-from tests.integration.many import Live, request, solo, tokens_of
+from tests.integration.many import Live, request, solo, tokens_of, until
 from tests.integration.upstream import window_of
 from worker.compute.shard import Shard
 from worker.errors import BrigadeError, EngineHung, FrameError, StageLost
@@ -131,10 +131,12 @@ async def test_a_result_that_answers_nothing_that_was_asked_is_refused(
 
 @asynccontextmanager
 async def hasty(models: Models, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> AsyncIterator[tuple[Chain, Held]]:
-    """A chain of two nodes that waits for tenths of seconds, with a slot open; its worker computes once let go."""
+    """A chain of two nodes that waits for tenths of seconds, with a slot open; its worker computes once let go.
+
+    It waits so briefly only once it is open, and for answers to questions as long as it takes.
+    """
     monkeypatch.setattr("coordinator.cluster.step_timeouts._ASK_AGAIN_S", 0.05)
-    monkeypatch.setattr("coordinator.cluster.step_timeouts._SILENCE_S", 0.3)
-    monkeypatch.setattr("coordinator.cluster.step_timeouts._COMPILES_S", 0.1)
+    monkeypatch.setattr("coordinator.cluster.chain._PROBE_S", 30.0)
     release = threading.Event()
     async with loaded(models("qwen3").folder, (2, 2)) as cluster:
         chain = Chain(cluster.own, cluster.deployment, say=said.append)
@@ -142,7 +144,9 @@ async def hasty(models: Models, monkeypatch: pytest.MonkeyPatch, said: list[str]
         await chain.open()
         await send(chain, Frame(epoch=1, step=50, opened=[Opening(slot=0)]))
         await receive(chain)
-        held = cluster.nodes[0].thread.submit(lambda: release.wait(20))
+        monkeypatch.setattr("coordinator.cluster.step_timeouts._SILENCE_S", 0.3)
+        monkeypatch.setattr("coordinator.cluster.step_timeouts._COMPILES_S", 0.1)
+        held = cluster.nodes[0].thread.submit(lambda: release.wait(60))
         try:
             yield chain, release.set
         finally:
@@ -164,7 +168,7 @@ async def test_a_step_that_takes_longer_than_such_a_step_took_is_lost_if_no_engi
 
 @asynccontextmanager
 async def busy_itself(models: Models, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Chain, threading.Event]]:
-    """Such a chain, whose own engine is at step 51 until the event is set."""
+    """Such a chain, whose own engine is at step 51 until the event is set; its worker has always just begun a step."""
     release = threading.Event()
     async with hasty(models, monkeypatch, []) as (chain, let_go):
         let_go()
@@ -173,9 +177,13 @@ async def busy_itself(models: Models, monkeypatch: pytest.MonkeyPatch) -> AsyncI
         begin = stage.executor.begin
 
         def held(*arguments: Any) -> Any:
-            assert release.wait(20)
+            assert release.wait(60)
             return begin(*arguments)
 
+        async def status(within_s: float) -> StatusReply:
+            return StatusReply(busy_s=0.1)
+
+        monkeypatch.setattr(chain.peers[0], "status", status)
         monkeypatch.setattr(stage.executor, "begin", held)
         await send(chain, Frame(epoch=1, step=51, windows=[window_of(tokens_of(1), 0)]))
         try:
@@ -215,6 +223,7 @@ async def test_the_first_step_of_a_kind_is_waited_for_and_said_to_compile(
         await send(chain, Frame(epoch=1, step=51, windows=[window_of(tokens_of(9), 0)]))
         waiting = asyncio.create_task(receive(chain))
         assert not (await asyncio.wait([waiting], timeout=0.6))[0], "twice what a known step may take"
+        await until(lambda: said)
         release()
         assert (await waiting).result.step == 51
     assert len(said) == 1 and said[0].startswith("compiling")

@@ -23,14 +23,14 @@ ROW = Frame(epoch=1, step=51, windows=[window_of(tokens_of(1), 0)])
 async def test_a_chain_whose_chunks_take_longer_than_a_silence_opens(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its worker takes half a second for each chunk of the warm-up, the second one as the first."""
+    """Its worker takes long for each chunk of the warm-up, the second one as the first; both waits leave seconds."""
     forward, chunks = Shard.__call__, list[int]()
 
     def slowly(shard: Shard, x: mx.array, places: Sequence[LaneWindow], ids: mx.array | None = None) -> mx.array:
         if shard.is_last and x.shape[1] > 1:
             chunks.append(x.shape[1])
-            monkeypatch.setattr(SILENCE_S, 0.3)
-            time.sleep(0.5)  # at work
+            monkeypatch.setattr(SILENCE_S, 1.5)
+            time.sleep(1.6)  # at work
         elif shard.is_last:
             monkeypatch.setattr(SILENCE_S, 6.0)
         return forward(shard, x, places, ids)
