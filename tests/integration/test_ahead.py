@@ -57,7 +57,7 @@ async def answers(models: Models, family: str, layers: tuple[int, ...]) -> list[
 @pytest.mark.parametrize(
     ("family", "layers"),
     [
-        pytest.param(family, layers, marks=() if number % 2 == at or family == "qwen3" else pytest.mark.matrix)
+        pytest.param(family, layers, marks=() if number % 2 == at else pytest.mark.matrix)
         for number, family in enumerate(FAMILIES)
         for at, layers in enumerate([(4,), (1, 2, 1)])
     ],

@@ -32,7 +32,7 @@ async def running_one_at_a_time(folder: Path, layers: Sequence[int]) -> AsyncIte
         yield chain, nodes
 
 
-@pytest.mark.parametrize("draining", [0, 1])
+@pytest.mark.parametrize("draining", [0, pytest.param(1, marks=pytest.mark.matrix)])
 async def test_running_sessions_finish_and_no_other_begins(models: Models, draining: int) -> None:
     whole = models("qwen3")
     refusal = rf"^worker node-{draining + 1}: is shutting down and takes no new request"
@@ -56,7 +56,7 @@ async def test_running_sessions_finish_and_no_other_begins(models: Models, drain
         await wait_freed(chain)  # and it is not kept for its prefix
 
 
-@pytest.mark.parametrize("draining", [0, 1])
+@pytest.mark.parametrize("draining", [pytest.param(0, marks=pytest.mark.matrix), 1])
 async def test_kept_prefixes_are_let_go_at_once(models: Models, draining: int) -> None:
     """Nothing else would free them: their coordinator keeps its engine open, and it gets no request."""
     async with serving(2) as nodes, opened(models("qwen3").folder, (1, 2, 1), nodes) as chain, Engine(chain) as engine:

@@ -16,7 +16,7 @@ TYPES = (
     "qwen3_moe", "glm4_moe", "minimax", "gpt_oss", "qwen3_5_moe", "qwen3_next", "step3p5", "llama", "deepseek_v3",
     "kimi_k25", "gemma3", "mistral3",
 )  # fmt: skip
-SAMPLE = ("qwen3_moe", "gpt_oss", "qwen3_next", "llama", "deepseek_v3")
+SAMPLE = ("gpt_oss", "qwen3_next", "deepseek_v3")
 SPLIT = (2, 3, 1)  # of six layers
 PROMPT = tokens_of(27)
 NUM_TOKENS = 6

@@ -79,7 +79,9 @@ async def test_the_next_turn_of_a_conversation_feeds_only_what_is_new(
         assert found.tokens == (await fresh(chain, again)).tokens
 
 
-@caches
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.matrix if kind in ("sliding", "int8") else ()) for kind in KINDS]
+)
 async def test_a_long_conversation_feeds_every_token_once(models: Models, frames: list[Frame], kind: str) -> None:
     """Each turn goes on where the one before ended, in the same slot: nothing is copied, nothing else is held."""
     family, arguments, cache = KINDS[kind]
@@ -129,7 +131,11 @@ async def test_a_prompt_that_leaves_the_old_text_reuses_what_both_share(models: 
 # --- copies of what is still in use ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "layers"), [("full", (4,)), ("full", (1, 2, 1)), ("int8", (1, 3))], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [pytest.param("full", (4,), marks=pytest.mark.matrix), ("full", (1, 2, 1)), ("int8", (1, 3))],
+    ids=str,
+)
 async def test_two_live_requests_with_one_long_prefix_feed_it_once_and_both_are_right(
     models: Models, frames: list[Frame], kind: str, layers: tuple[int, ...]
 ) -> None:

@@ -44,8 +44,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("qwen3", {"tied": True}),
     "four bits": ("qwen3", {"quantize": {"group_size": 32, "bits": 4}}),
 }
-LARGE = ("deepseek_v3", "gpt_oss", "qwen3_next", "llama4")  # and under `matrix`:
-LIKE_THEM = ("qwen3_5_moe", "kimi_k25", "minimax", "glm4_moe", "step3p5")
+LARGE = ("deepseek_v3", "qwen3_next")  # and under `matrix`:
+LIKE_THEM = ("gpt_oss", "llama4", "qwen3_5_moe", "kimi_k25", "minimax", "glm4_moe", "step3p5")
 JUDGED = ("qwen3",)  # the others differ in their layers only, which have a test above
 SLIDING = ("gemma3_text", "gpt_oss", "step3p5")  # mlx-lm's caches there turn their rows around: other sums
 
