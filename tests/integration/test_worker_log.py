@@ -91,16 +91,15 @@ async def test_it_tells_whom_it_refused_and_why(models: Models) -> None:
 
 
 async def test_it_tells_why_it_left_a_chain_that_failed(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with overheard() as (node, out):
-        async with opened(models("qwen3").folder, (2, 2), [node]) as chain:
+    async with overheard() as (node, out), opened(models("qwen3").folder, (2, 2), [node]) as chain:
 
-            def fail(*arguments: object) -> None:
-                raise ModelError("no such kernel")
+        def fail(*arguments: object) -> None:
+            raise ModelError("no such kernel")
 
-            monkeypatch.setattr(node.service.worker.attachment.stage.executor, "begin", fail)  # type: ignore[union-attr]
-            with pytest.raises(BrigadeError):
-                await answer(chain, (1, 2, 3), 3)
-        await until(lambda: "left" in out.getvalue())
+        monkeypatch.setattr(node.service.worker.attachment.stage.executor, "begin", fail)  # type: ignore[union-attr]
+        with pytest.raises(BrigadeError):
+            await answer(chain, (1, 2, 3), 3)
+        await until(lambda: "left" in out.getvalue())  # before its coordinator ends the call
     assert out.getvalue().splitlines()[-1] == "worker node-1: left the chain of coordinator coordinator: no such kernel"
 
 
@@ -118,7 +117,7 @@ async def test_it_tells_where_a_bug_of_ours_is_and_so_does_its_coordinator(
             text = rf"internal error: KeyError\('slot'\) at {place}; this is a bug"
             with pytest.raises(InternalError, match=f"^worker node-1: {text}$"):
                 await answer(chain, (1, 2, 3), 3)
-        await until(lambda: "left" in out.getvalue())
+            await until(lambda: "left" in out.getvalue())  # before its coordinator ends the call
         assert re.fullmatch(f"worker node-1: left the chain of .*: {text}", out.getvalue().splitlines()[-1])
         monkeypatch.setattr(Worker, "_open", fail)
         with pytest.raises(InternalError, match=f"^worker node-1: {text}$"):

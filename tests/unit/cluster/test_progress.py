@@ -119,6 +119,8 @@ def test_a_terminal_shows_every_phase_with_its_node(monkeypatch: pytest.MonkeyPa
             screen.truncate(screen.seek(0))
             report(node, progress)
             assert re.search(row, screen.getvalue())
+        screen.truncate(screen.seek(0))  # a thread may have painted the rows before the last report once more
+    assert re.search(steps[-1][-1], screen.getvalue())
     assert "load" not in screen.getvalue(), "once all nodes warm up, none of them loads"
 
 
