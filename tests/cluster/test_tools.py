@@ -3,6 +3,8 @@
 import ast
 import json
 import re
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from tests.cluster.processes import ROOT, starting
 from tools import random_model
 
 FINISH_S = 550.0
-LONG, MATRIX = pytest.mark.long, pytest.mark.matrix  # from 3 and from 15 seconds of CPU
+MATRIX = pytest.mark.matrix  # from 4 seconds of CPU
 
 
 def program(name: str, arguments: str, *printed: str, codes: tuple[int, ...] = (0,), mark: Any = ()) -> Any:
@@ -22,22 +24,22 @@ def program(name: str, arguments: str, *printed: str, codes: tuple[int, ...] = (
 
 PROGRAMS = [
     program("bench_feed", "--layers 1 --rounds 1", r"feeding", mark=MATRIX),
-    program("bench_floor", "@model --turns 1 --tokens 16 --prompt 1", r"floor / brigade: \d", mark=LONG),
-    program("bench_frames", "--hidden-size 8 --rows 1 --frames 1", r"1 \S 0\.00 ", mark=LONG),
-    program("bench_hops", "--delay-ms 0 --workers 1 --max-tokens 1", r"ar .* 4 of 4", mark=LONG),
-    program("bench_overhead", "--tokens 2 --prompt 1 --rounds 1", r"overhead per token .* ms", mark=LONG),
-    program("bench_ring", "@model --tokens 8 --prompt 1", r'"tokens_per_s": \d', mark=LONG),
+    program("bench_floor", "@model --turns 1 --tokens 16 --prompt 1", r"floor / brigade: \d", mark=MATRIX),
+    program("bench_frames", "--hidden-size 8 --rows 1 --frames 1", r"1 \S 0\.00 ", mark=MATRIX),
+    program("bench_hops", "--delay-ms 0 --workers 1 --max-tokens 1", r"ar .* 4 of 4", mark=MATRIX),
+    program("bench_overhead", "--tokens 2 --prompt 1 --rounds 1", r"overhead per token .* ms", mark=MATRIX),
+    program("bench_ring", "@model --tokens 8 --prompt 1", r'"tokens_per_s": \d', mark=MATRIX),
     program("bench_serve", "--tokens 2 --streams 1 --rounds 1 --words 1", r"one stream, per token: \d", mark=MATRIX),
-    program("bench_steps", "--tokens 16 --rounds 1", r"a token +\| 161 +\| +\d", mark=LONG),
+    program("bench_steps", "--tokens 16 --rounds 1", r"a token +\| 161 +\| +\d", mark=MATRIX),
     program("bench_tls", "--hidden-size 8 --steps 1 --chunks 1 --tokens 24", r"TLS adds .* ms", mark=MATRIX),
     # 1: llm and litellm are no dependencies, so they may be missing
-    program("check_clients", "--local 0", r"skipped: litellm calls", codes=(0, 1), mark=LONG),
+    program("check_clients", "--local 0", r"skipped: litellm calls", codes=(0, 1), mark=MATRIX),
     program("compare_checkouts", ". . --rounds 1 -- -c print('{\"tokens_per_s\":1}')", r"tokens_per_s .* 1\.000"),
     program("count_objects", "", r"from POST to first token: \d", mark=MATRIX),
     program("eval_demo", "--limit 1 --probes 1 --json @demo.json", r"\| arithmetic +\| 1 ", mark=MATRIX),
     program("eval_kv", "--conversations 1 --questions 1 --json @kv.json", r"\| story \| int8 \| \d", mark=MATRIX),
     program("eval_windows", "--from docs/windows.json --json @windows.json --markdown @windows.md"),
-    program("faults", "--picture @kill.svg", mark=LONG),
+    program("faults", "--picture @kill.svg", mark=MATRIX),
     program("flipped_bits", "--frames 1", r"plaintext: 1 frames .* 0 accepted", r"tls: 1 frames .* 0 accepted"),
     program("generate_protos", "@"),
     # 1: on a busy machine refusals may come late
@@ -45,10 +47,12 @@ PROGRAMS = [
         "load_serve", "--seconds 1 --streams 1 --kills 0 --local 1 --max-tokens 2", r"3 x capacity \(\d",
         codes=(0, 1), mark=MATRIX,
     ),
-    program("models_table", "llama --json @types.json", mark=LONG),
+    program("models_table", "llama --json @types.json", mark=MATRIX),
     program("pages", "", r"page .* committed"),
     program("plan_table", "Llama-3.3-70B", r"\| Llama-3\.3-70B \| 40 \| 80 \|"),
-    program("plot_latency", "--rounds 0 --from docs/latency.json --json @latency.json --plot @latency.png", mark=LONG),
+    program(
+        "plot_latency", "--rounds 0 --from docs/latency.json --json @latency.json --plot @latency.png", mark=MATRIX
+    ),
     program("random_model", "@new --hidden 64 --layers 1 --vocab 64"),
     program("seeded_faults", "--list", r"\d+ faults: \{'fit': \d+\}"),
     program("soak", "--minutes 0.1", r"\n0 violation", mark=MATRIX),
@@ -74,6 +78,18 @@ def test_every_program_is_run() -> None:
     names = {str(path.parent if path.stem == "__main__" else path.with_suffix("")) for path in found}
     assert names == {each.values[0] for each in PROGRAMS} | ELSEWHERE.keys()
     assert all(name.replace("/", ".") in (ROOT / where).read_text() for name, where in ELSEWHERE.items())
+
+
+@pytest.mark.parametrize("name", [each.values[0] for each in PROGRAMS if each.marks and each.values[1]])
+def test_every_program_that_takes_long_says_what_it_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is imported and reads its arguments; the mark `matrix` runs it."""
+    for module in (f"tools.{name}", f"tools.{name}.__main__"):  # that other tests may have imported
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setattr("worker.platform.run.calls_are_left", lambda: False)  # those of other tests
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(f"tools.{name}", run_name="__main__", alter_sys=True)
+    assert not ended.value.code
 
 
 @pytest.mark.timeout(FINISH_S + 10)

@@ -107,7 +107,7 @@ def test_verify_names_the_tensor_and_the_node_that_differ(
 
     odd = start.worker("odd", "--model", altered_copy(masked, tmp_path / "odd", change))
     config = config_of(tmp_path, [workers[0], odd], masked, layers="[1, 1, 2]")
-    outcome = run_here("verify", "--config", config, "--json", "--max-tokens", "3", "--decode", "diffusion")
+    outcome = run_here("verify", "--config", config, "--json", "--max-tokens", "2", "--decode", "ar")
     found = json.loads(outcome.out)
     assert (outcome.code, outcome.err, found["equal"]) == (1, "", False)
     assert found["tensors"] == [{"node": "odd", "tensor": ALTERED}]
