@@ -113,9 +113,7 @@ async def test_what_is_committed_is_what_a_plain_prefill_of_the_text_leaves(
     committed = len(text) - 17  # the last windows may still hold guesses
     for layer, expected in zip(caches, plain, strict=True):
         assert isinstance(layer, KVCache)
-        held_rows = layer.held_rows()
-        assert held_rows is not None
-        for rows, array in zip(held_rows, (expected.keys, expected.values), strict=True):
+        for rows, array in zip(layer.fetch(), (expected.keys, expected.values), strict=True):
             found = np.array(rows[:, :, :committed])
             np.testing.assert_allclose(found, np.array(array[:, :, :committed]), rtol=1e-4, atol=1e-5)
 

@@ -45,7 +45,9 @@ def test_every_boundary_of_a_type_is_as_the_table_says(name: str) -> None:
     if expected.is_missing or found.is_missing:  # another machine, with Metal or without, runs other types
         return
     assert found.fits.partition(": ")[0] == expected.fits.partition(": ")[0], found.fits  # reasons may be worded anew
-    assert (found.caches, found.cut, found.lanes) == (expected.caches, expected.cut, expected.lanes)
+    assert (found.caches, found.cut, found.lanes, found.calls) == (
+        expected.caches, expected.cut, expected.lanes, expected.calls
+    )  # fmt: skip
 
 
 def test_the_table_has_all_types_of_this_mlx_lm_and_shows_nothing_that_is_wrong() -> None:

@@ -3,17 +3,23 @@
 `=` is equal to the last bit, `≈` equal within rounding.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.bitlinear_layers import BitLinear
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import load_model
 
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
-from tools.model_types.chain import Chain, Feed
+from tools.model_types.chain import Chain, Feed, Session
 from tools.model_types.row import CLOSE, EQUAL
 from worker.errors import CacheMismatch
 
@@ -149,6 +155,33 @@ def lanes(chain: Chain) -> str:
         found += chain.run(*(Feed(together[number], tokens) for number, tokens in step.items()))
         wanted += [chain.run(Feed(alone[number], tokens))[0] for number, tokens in step.items()]
     return compared(found, wanted)
+
+
+def calls(chain: Chain) -> int:
+    """The most often that a step of eight sessions, a token each, reads a matrix that a step of one reads once."""
+    sessions = [chain.open() for _ in range(8)]
+    for number, session in enumerate(sessions):
+        chain.run(Feed(session, PROMPT[: 3 + number]))
+    one, eight = (_reads(chain, count) for count in (sessions[:1], sessions))
+    return max(eight[module] // one[module] for module in one)
+
+
+def _reads(chain: Chain, sessions: Sequence[Session]) -> Counter[int]:
+    """How often a step of these sessions reads each matrix, by its module's id."""
+    found: Counter[int] = Counter()
+
+    def counted(read: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> mx.array:
+            found[id(module)] += 1
+            return read(module, *args, **kwargs)
+
+        return call
+
+    with ExitStack() as patches:
+        for kind in (nn.Linear, SwitchLinear, BitLinear):
+            patches.enter_context(patch.object(kind, "__call__", counted(kind.__call__)))
+        chain.run(*(Feed(session, [5]) for session in sessions))
+    return found
 
 
 def int8(chain: Chain) -> str:

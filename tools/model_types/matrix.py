@@ -9,7 +9,7 @@ from unittest.mock import patch
 import mlx.core as mx
 
 from tools.model_types.chain import Chain, Feed
-from tools.model_types.checks import PROMPT, Whole, cut, difference, int8, lanes, passes, rotating
+from tools.model_types.checks import PROMPT, Whole, calls, cut, difference, int8, lanes, passes, rotating
 from tools.model_types.make import make_type
 from tools.model_types.quantised import makers
 from tools.model_types.row import CLOSE, EQUAL, MISSING, Row
@@ -44,6 +44,7 @@ def look_at(name: str) -> Row:
         if row.is_cut:
             row.cut = answer(lambda: cut(chains[0]), folder)
             row.lanes = _lanes(chains[0], folder)
+            row.calls = calls(chains[0])
     return row
 
 

@@ -33,8 +33,10 @@ are `=` with keys in the order of their tokens, and within rounding of mlx-lm's.
   `s2` a state of two arrays, `a+b` two in one layer.
 * **cut**: whether rows can be taken back, as drafts that fail require. A state cannot: such models decode a token per
   step and share only whole prefixes.
-* **lanes**: how windows of several sessions go through a pass: `rows` end to end, of any lengths; `batch` side by side,
-  those of one length; `alone` one after another. Each is compared with the session alone.
+* **lanes**: how windows of several sessions go through modules that keep a cache: `rows` attention takes them end to
+  end, of any lengths; `batch` side by side, those of one length, as recurrent layers everywhere; `alone` one after
+  another. All other modules take all rows. Each is compared with the session alone.
+* **calls**: how often a step of eight sessions reads a matrix that a step of one reads once.
 * **int8**, **rotating**: whether these caches work, else a reason from the end of the page.
 """
 
@@ -144,13 +146,11 @@ def _alike(rows: Sequence[Row], notes: Notes) -> str:
         if row.is_cut:
             exact = {row.fits, row.bf16} - {"="}
             name = f"`{row.type}`" + (f" (float32 {row.fits}, bfloat16 {row.bf16})" if exact else "")
-            key = row.caches, row.cut, row.lanes, notes.cell(row.int8), notes.cell(row.rotating)
+            key = row.caches, row.cut, row.lanes, str(row.calls), notes.cell(row.int8), notes.cell(row.rotating)
             alike.setdefault(key, []).append(name)
     found = sorted(alike.items(), key=lambda each: -len(each[1]))
     lines = [f"| {' | '.join((*key, ', '.join(names)))} |" for key, names in found]
-    return "\n".join(
-        ["| caches | cut | lanes | int8 | rotating | types |", "| --- | --- | --- | --- | --- | --- |", *lines, ""]
-    )
+    return "\n".join(["| caches | cut | lanes | calls | int8 | rotating | types |", "| --- " * 7 + "|", *lines, ""])
 
 
 def _why_not(row: Row) -> str:

@@ -19,6 +19,7 @@ class Row:
     int8: str = ""
     rotating: str = ""
     quantised: dict[str, str] = field(default_factory=dict)
+    calls: int = 0  # how often eight sessions read a matrix in a step that one session reads once
 
     @property
     def is_cut(self) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -20,7 +21,7 @@ from worker.compute.sampling import Draws
 from worker.compute.shard import Shard
 from worker.compute.slot import Slot
 from worker.memory.lane import LaneWindow
-from worker.memory.slot_caches import Snapshot
+from worker.memory.slot_caches import move_apart
 
 SlotsById = Mapping[int, Slot]  # by number
 
@@ -55,7 +56,7 @@ class Built:
         self.slots = slots
         self.hidden = None if shard.is_first else Placeholder([1, B, D], dtype)  # the step's input
         self._ids = Placeholder([1, B], mx.int32)
-        self._before: Snapshot | None = Snapshot(each for slot in slots.values() for each in slot.caches.changing())
+        self._before: list[Any] | None = [slot.caches.saved() for slot in slots.values()]
         bases = {number: len(slot.history) for number, slot in slots.items()}
         self.outputs = _outputs(shard, slots, bases, (self.hidden or self._ids).array, self._ids.array)
 
@@ -72,9 +73,8 @@ class Built:
     def drop(self, numbers: Set[int]) -> None:
         """Undo the step. Only a frame of all its slots can take it, so all are dropped together."""
         assert self._before is not None and numbers == self.slots.keys()
-        self._before.restore()
-        for slot in self.slots.values():
-            slot.caches.begin()
+        for slot, before in zip(self.slots.values(), self._before, strict=True):
+            slot.caches.restore(before)
 
 
 class Launched:
@@ -93,7 +93,9 @@ class Launched:
         self.following: Launched | None = None  # the step launched on top of this one
         self._shard, self._bases = shard, bases
         self._fed, self._numbers = tokens, {number: row for row, number in enumerate(slots)}
-        self._before = {number: Snapshot(slot.caches.states) for number, slot in slots.items()}
+        self._before = {
+            number: [(state, state.saved()) for state in slot.caches.states] for number, slot in slots.items()
+        }
         ids = tokens.astype(mx.int32)[None]
         self.outputs = _outputs(shard, slots, bases, ids, ids)
 
@@ -126,7 +128,8 @@ class Launched:
             self.following.drop(numbers & self.following.slots.keys())
         for number in numbers:
             slot = self.slots.pop(number)
-            self._before.pop(number).restore()
+            for state, before in self._before.pop(number):
+                state.restore(before)
             slot.caches.cut(self._bases[number])
 
 
@@ -150,6 +153,8 @@ class StepsAhead:
             can_fill = can_fill_later(self._shard.info.hidden_size)
             self._can_build = can_fill and not looks_at_numbers(self._shard, self._dtype)
         if self._can_build:
+            # other slots could not use these buffers while the step waits for its input
+            move_apart([slot.caches for slot in slots.values()])
             self._ready.append(Built(self._shard, slots, self._dtype))
 
     def launch(self, slots: SlotsById, tokens: Mapping[int, mx.array], most: int) -> StepOutputs | None:

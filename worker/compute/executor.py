@@ -84,12 +84,12 @@ class Executor:
         return sum(slot.caches.nbytes for slot in slots)
 
     def close(self) -> None:
-        """Free all slots at once: closed one after another, each would make its pack anew."""
+        """Free all slots."""
         self._ahead.clear()
         slots = list(self._slots.values())
         self._slots.clear()
         for slot in slots:
-            slot.caches.close(besides=[other.caches for other in slots])
+            slot.caches.close()
 
     def check(self, frame: Frame) -> None:
         """Raise FrameError unless this header is valid for this stage. Any thread may call it."""
@@ -210,7 +210,10 @@ class Executor:
         fresh = {session.slot: self._open(step, session, bases.get(session.slot, 0)) for session in frame.opened}
         for number in [*frame.closed, *fresh]:
             if slot := self._slots.pop(number, None):
+                pack = slot.caches.pack
                 slot.caches.close()
+                if pack:
+                    pack.thin_out()
         self._slots.update(fresh)
 
     def _open(self, step: Step, session: Opening, length: int) -> Slot:

@@ -8,9 +8,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
-from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -21,12 +19,12 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from protos.brigade_pb2 import Cache
 from worker.compute.grammar import Grammars
 from worker.errors import ModelError
-from worker.memory.lane import Attention, Lane, LaneCache, LaneWindow, View
+from worker.memory.lane import Attention, Lane, LaneWindow, View
 from worker.memory.slot_caches import Caches
 from worker.model.build import Absent, build, tensors_of_module
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import layout_of, shard_tensors
-from worker.model.families import LaneForm, lane_form, mask_token_of
+from worker.model.families import LaneForm, lane_form, looks_at_positions, mask_token_of
 from worker.model.headers import TensorInfo
 from worker.model.module_tree import module_tree_of
 from worker.model.probe_pass import ModelInfo, strip_front
@@ -63,10 +61,9 @@ class Shard:
         self.grammars = Grammars(checkpoint.folder, self.info.vocab_size)
         self.mask_token = mask_token_of(checkpoint.config, self.info.vocab_size)
         self._lane_form = lane_form(checkpoint.config)
+        self._looks_at_positions = looks_at_positions(checkpoint.config)
         self._no_caches = Caches(self.info.entries, (), Cache())  # for norm and head, which have no cache
-        if self._lane_form is LaneForm.ROWS:
-            for layer in self._cut.layers:
-                serve_lanes(layer)
+        self._cut.serve_lanes(self._lane_form)
 
     def make_caches(self, cache: Cache) -> Caches:
         """Return empty caches of this kind for one slot."""
@@ -84,37 +81,18 @@ class Shard:
         """
         ids = mx.zeros(x.shape[:2], mx.int32) if ids is None else ids
         if len(places) == 1:
-            return self._run_alone(x, ids, places[0])
-        if self._lane_form is LaneForm.ROWS:
-            return self._run_lane(x, ids, Lane(places))
-        firsts = list(accumulate((place.num_rows for place in places), initial=0))
-        outputs: dict[int, mx.array] = {}
-        for numbers in self._batches(places):
-            spans = [slice(firsts[n], firsts[n + 1]) for n in numbers]
-            rows, own_ids = (mx.concatenate([whole[:, span] for span in spans]) for whole in (x, ids))
-            if len(numbers) == 1:
-                outputs[numbers[0]] = self._run_alone(rows, own_ids, places[numbers[0]])
-            else:
-                batch = self._run_lane(rows, own_ids, Lane([places[n] for n in numbers], side_by_side=True))
-                outputs |= zip(numbers, batch.split(len(numbers)), strict=True)
-        return mx.concatenate([outputs[number] for number in range(len(places))], axis=1)
-
-    def _batches(self, places: Sequence[LaneWindow]) -> list[list[int]]:
-        """Return groups of windows, by number, that may go side by side through this model."""
-        alike: dict[Any, list[int]] = defaultdict(list)
-        for number, place in enumerate(places):
-            alike[place.batch_key if self._lane_form is LaneForm.BATCH else number].append(number)
-        return list(alike.values())
-
-    def _run_alone(self, x: mx.array, ids: mx.array, place: LaneWindow) -> mx.array:
-        place.caches.begin()
-        place.caches.reserve(place.num_rows, place.positions)
-        h = self._cut.run(x, ids, place.caches.listed)
-        place.caches.settle(place.base + place.num_rows)
-        return h
-
-    def _run_lane(self, x: mx.array, ids: mx.array, lane: Lane) -> mx.array:
-        h = self._cut.run(x, ids, lane.views)
+            place = places[0]
+            place.caches.begin()
+            place.caches.reserve(place.num_rows, place.positions)
+            h = self._cut.run(x, ids, place.caches.listed)
+            place.caches.settle(place.base + place.num_rows)
+            return h
+        lane = Lane(places)
+        if self._looks_at_positions:
+            whole = lane.view([place.caches.listed for place in places])
+            h = whole.run(self._cut.run, [x, ids, whole], {}, self._lane_form)
+        else:
+            h = self._cut.run(x, ids, lane.views())
         lane.settle()
         return h
 
@@ -216,16 +194,27 @@ class _StageGate:
         self._start, self._end = start, end
         self._info = info
         self.is_past = False  # whether only norm and head run
+        self.unit = _UnitGate()
+        self.open: set[int] = set()  # layers that pass a lane on to units inside
 
     def __call__(self, index: int, run: RunLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if index < self._start or self.is_past:
             assert self.incoming is not None
             return as_returned(self.incoming, self._info.shapes, self._info.returns[index])
-        view = next((value for value in (*args, *kwargs.values()) if isinstance(value, View)), None)
-        result = run(*args, **kwargs) if view is None else view.run(run, *_hidden_first(args, kwargs))
+        result = run(*args, **kwargs) if index in self.open else self.unit(index, run, args, kwargs)
         if index == self._end - 1:
             raise _Left(result)
         return result
+
+
+class _UnitGate:
+    """The gate of modules that take a cache: where they get a view of a lane, the lane runs them."""
+
+    form = LaneForm.ALONE
+
+    def __call__(self, index: int, run: RunLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        view = next((value for value in (*args, *kwargs.values()) if isinstance(value, View)), None)
+        return run(*args, **kwargs) if view is None else view.run(run, args, kwargs, self.form)
 
 
 class CutModel:
@@ -248,6 +237,20 @@ class CutModel:
         self._gate = _StageGate(start, end, info)
         self._info = info
         install_gates(tree.layers, self._gate)
+        self._start = start
+
+    def serve_lanes(self, form: LaneForm) -> None:
+        """Make the layers accept a lane; other inputs work as before.
+
+        A layer whose parts take its cache runs once, and each of these parts in this form; another layer is a unit.
+        """
+        self._gate.unit.form = form
+        for index, layer in enumerate(self.layers, self._start):
+            if units := [part for child in layer.children().values() for part in _modules(child) if _takes_cache(part)]:
+                install_gates(units, self._gate.unit)
+                self._gate.open.add(index)
+            if form is LaneForm.ROWS:
+                accept_rows(layer)
 
     @property
     def tensors(self) -> list[tuple[str, mx.array]]:
@@ -287,16 +290,16 @@ class CutModel:
             self._gate.incoming, self._gate.is_past = None, False
 
 
-def _hidden_first(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Return a layer's arguments with the hidden states as the first positional one."""
-    if args:
-        return args, kwargs
-    name, *others = kwargs
-    return [kwargs[name]], {key: kwargs[key] for key in others}
+def _modules(child: Any) -> list[nn.Module]:
+    return [part for part in (child if isinstance(child, list) else [child]) if isinstance(part, nn.Module)]
 
 
-def serve_lanes(layer: nn.Module) -> None:
-    """Make a layer accept a lane whose rows lie end to end. Other inputs work as before."""
+def _takes_cache(module: nn.Module) -> bool:
+    return "cache" in inspect.signature(type(module).__call__).parameters
+
+
+def accept_rows(layer: nn.Module) -> None:
+    """Make a layer's attention accept a lane whose rows lie end to end. Other inputs work as before."""
     for module in list(layer.modules()):
         code: Any = sys.modules[type(module).__module__]
         attention = getattr(code, "scaled_dot_product_attention", None)
@@ -308,7 +311,7 @@ def serve_lanes(layer: nn.Module) -> None:
 
 
 class LaneAttention:
-    """A module's own attention that also accepts a lane's cache."""
+    """A module's own attention that also accepts a lane's view."""
 
     def __init__(self, attention: Attention) -> None:
         self._attention = attention
@@ -316,8 +319,8 @@ class LaneAttention:
     def __call__(
         self, queries: mx.array, keys: Any, values: Any, cache: Any = None, *rest: Any, **more: Any
     ) -> mx.array:
-        """Do what mlx-lm's `scaled_dot_product_attention` does; with a LaneCache, per slot on its own keys."""
-        if isinstance(cache, LaneCache):
+        """Do what mlx-lm's `scaled_dot_product_attention` does; with a lane's view, per slot on its own keys."""
+        if isinstance(cache, View):
             named = dict(zip(("scale", "mask", "sinks"), rest, strict=False)) | more
             return cache.attend(self._attention, queries, keys, values, **named)
         return self._attention(queries, keys, values, cache, *rest, **more)

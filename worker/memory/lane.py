@@ -1,8 +1,8 @@
 """A lane: the windows of several slots in one pass. Each layer gets a view of several caches in place of one.
 
-Rows lie end to end, so that every matrix product takes all of them, and only attention separates the slots: windows of
-equal length on caches of similar capacity attend together (`Pack`), the others one by one. Windows of one length may
-also lie side by side, as a batch, for models that need that. A layer whose caches allow neither runs once per slot.
+Rows lie end to end, so that every matrix product takes all of them. A module that takes a cache is a *unit*. Attention
+that can tell the slots apart takes the lane as it is; every other unit runs for windows of equal length side by side,
+as an ordinary batch, or else slot after slot. Which slots share buffers is a matter of `Pack`.
 Shapes: B slots, L window length, D hidden, H heads, K head size.
 """
 
@@ -11,14 +11,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
 
-from worker.memory.layer_cache import KVCache, Mask, packed
-from worker.memory.slot_caches import Caches
-from worker.model.cache_spec import pack_capacity
+from worker.memory.layer_cache import (
+    KVCache,
+    Mask,
+    RecurrentState,
+    StateStack,
+    append_together,
+    fetch_together,
+    wait_for,
+)
+from worker.memory.slot_caches import Caches, pack_together
+from worker.model.families import LaneForm
 from worker.model.stub_layers import RunLayer
 
 Attention = Callable[..., mx.array]
@@ -34,243 +43,336 @@ class LaneWindow:
     positions: mx.array | None = None  # [L] int32; None if they count up from the base
 
     @property
-    def batch_key(self) -> tuple[int, int | None, bool]:
-        """A key that is equal for windows that may form one batch."""
-        return self.num_rows, pack_capacity(self.base + self.num_rows), self.positions is None
+    def row_positions(self) -> mx.array:
+        """The position of every row [L]."""
+        return mx.arange(self.base, self.base + self.num_rows) if self.positions is None else self.positions
 
 
 class Lane:
     """The windows of one pass and what every layer needs to know about them."""
 
-    def __init__(self, places: Sequence[LaneWindow], *, side_by_side: bool = False) -> None:
-        """`side_by_side` means hidden states [B, L, D], with L rows in every window; otherwise [1, sum L, D]."""
+    def __init__(self, places: Sequence[LaneWindow]) -> None:
         self.places = places
-        self.side_by_side = side_by_side
-        self.counts_up = all(place.positions is None for place in places)
+        self.num_rows = sum(place.num_rows for place in places)
         self._splits = tuple(accumulate(place.num_rows for place in places[:-1]))
-        bases = [place.base for place in places]
-        self.offset = mx.array(bases) if side_by_side else mx.concatenate([_positions(place) for place in places])
-        groups = list(_groups(places))
-        self._is_one_group = [len(group.numbers) for group in groups] == [len(places)] and self.counts_up
-        if side_by_side and not self._is_one_group:
-            groups = []  # every slot by itself
-        for at, place in enumerate(places):
+        self.offset = mx.concatenate([place.row_positions for place in places])
+        pack_together([place.caches for place in places], [place.base + place.num_rows for place in places])
+        for place in places:
             place.caches.begin()
-            in_pack = next((group.packable for group in groups if at in group.numbers), frozenset())
-            place.caches.reserve(place.num_rows, place.positions, in_pack)
-        self.views = [
-            self._view([place.caches.listed[number] for place in places], [g for g in groups if number in g.packable])
-            for number in range(len(places[0].caches.listed))
-        ]
+            place.caches.reserve(place.num_rows, place.positions)
+        self.runs = list(_runs(places))
+
+    def views(self) -> list[View]:
+        """Return what the model gets in place of its list of caches."""
+        return list(map(self.view, zip(*(place.caches.listed for place in self.places), strict=True)))
+
+    def view(self, caches: Sequence[Any]) -> View:
+        """Return a view of one entry of each slot's list of caches, or of the whole lists."""
+        return View(self, caches)
+
+    @cached_property
+    def equal(self) -> list[Run]:
+        """Windows of equal length, wherever their slots are, those at the start of their sessions by themselves."""
+        alike: dict[Any, list[int]] = defaultdict(list)
+        for number, place in enumerate(self.places):
+            alike[place.num_rows, place.base == 0].append(number)
+        return [Run(numbers, self.places) for numbers in alike.values()]
+
+    @cached_property
+    def singles(self) -> list[Run]:
+        """Each window by itself."""
+        return [Run([number], self.places) for number in range(len(self.places))]
 
     def split(self, rows: mx.array, axis: int = 1) -> list[mx.array]:
         """Split the rows of all windows into those of each window."""
-        if self.side_by_side:
-            return rows.split(len(self.places), axis=0)
         return rows.split(self._splits, axis=axis)
-
-    def join(self, rows: Sequence[mx.array], axis: int = 1) -> mx.array:
-        return mx.concatenate(list(rows), axis=0 if self.side_by_side else axis)
 
     def settle(self) -> None:
         for place in self.places:
             place.caches.settle(place.base + place.num_rows)
 
-    def _view(self, caches: list[Any], groups: list[_Group]) -> View:
-        together = self._is_one_group and bool(groups)
-        if together and self.side_by_side:
-            return BatchCache(self, caches, groups[0])
-        if self.side_by_side or not isinstance(caches[0], KVCache):
-            return View(self, caches)
-        return LaneCache(self, caches, groups, together)
 
+class Run:
+    """Windows of equal length that go side by side; in `Lane.runs` their slots lie next to each other in a pack."""
 
-@dataclass(frozen=True, eq=False)
-class LaneMask:
-    """The mask that a model hands to its layers: one per single slot and one per group of slots."""
-
-    alone: dict[int, Mask]
-    groups: Sequence[mx.array]
-
-
-class View:
-    """Several slots' caches in place of one. A layer with a plain view runs once per slot."""
-
-    def __init__(self, lane: Lane, caches: Sequence[Any]) -> None:
-        self.caches = caches
-        self._lane = lane
-
-    @property
-    def offset(self) -> mx.array:
-        """Every row's position, or the first of each slot if they lie side by side."""
-        return self._lane.offset
-
-    def __getitem__(self, number: int) -> View:
-        """Return the view of one of a layer's several caches."""
-        return View(self._lane, [cache[number] for cache in self.caches])
-
-    def make_mask(
-        self, num_rows: int, return_array: bool = False, window_size: int | None = None
-    ) -> LaneMask | mx.array:
-        """Return each slot's mask for its own rows; called by mlx-lm's models as for a single cache."""
-        places = enumerate(zip(self.caches, self._lane.places, strict=True))
-        return LaneMask({i: cache.make_mask(p.num_rows, return_array, window_size) for i, (cache, p) in places}, [])
-
-    def run(self, layer: RunLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run the layer over the lane; `args` begin with its hidden states [1, sum L, D] or [B, L, D]."""
-        results = []
-        for number, hidden in enumerate(self._lane.split(args[0])):
-            others = [self._of_slot(value, number) for value in args[1:]]
-            named = {key: self._of_slot(value, number) for key, value in kwargs.items()}
-            results.append(layer(hidden, *others, **named))
-        if not isinstance(results[0], tuple | list):
-            return self._lane.join(results)
-        return tuple(self._lane.join(part) if _has_rows(part[0]) else None for part in zip(*results, strict=True))
-
-    def _of_slot(self, value: Any, number: int) -> Any:
-        """Return one slot's part of an argument: its own mask, cache or numbers."""
-        if isinstance(value, LaneMask):
-            return value.alone[number]
-        if isinstance(value, View):
-            return value.caches[number]
-        of_batch = isinstance(value, mx.array) and value.ndim > 0 and value.shape[0] == len(self.caches)
-        return value[number : number + 1] if of_batch and self._lane.side_by_side else value
-
-
-class BatchCache(View):
-    """Packed caches of windows that lie side by side: rows [B, H, L, K], as in an ordinary batch."""
-
-    def __init__(self, lane: Lane, caches: Sequence[KVCache], group: _Group) -> None:
-        super().__init__(lane, caches)
-        self._group = group
-
-    @property
-    def offset(self) -> mx.array:
-        """The position of each slot's first row."""
-        return self._group.bases
-
-    def make_mask(self, num_rows: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        return self._group.mask(window_size)
-
-    def run(self, layer: RunLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return layer(*args, **kwargs)
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append [B, H, L, K] and return what all slots hold, right-padded."""
-        return self._group.append(self.caches, keys, values)
-
-
-class LaneCache(View):
-    """Caches of rows that lie end to end; attention calls `attend` with what `update_and_fetch` returned."""
-
-    def __init__(self, lane: Lane, caches: Sequence[KVCache], groups: Sequence[_Group], together: bool) -> None:
-        """`together` means that one group holds all slots, so the layer may run on a batch."""
-        super().__init__(lane, caches)
-        self._groups = groups
-        self._together = together
-        grouped = {number for group in groups for number in group.numbers}
-        self._alone = [number for number in range(len(caches)) if number not in grouped]
-
-    def make_mask(self, num_rows: int, return_array: bool = False, window_size: int | None = None) -> LaneMask:
-        places = self._lane.places
-        alone = {i: self.caches[i].make_mask(places[i].num_rows, return_array, window_size) for i in self._alone}
-        return LaneMask(alone, [group.mask(window_size) for group in self._groups])
-
-    def run(self, layer: RunLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        x, *others = args
-        if not self._together or any(isinstance(other, mx.array) for other in (*others, *kwargs.values())):
-            return layer(*args, **kwargs)
-        batch = BatchCache(self._lane, self.caches, self._groups[0])
-        B, (_, _, D) = len(self.caches), x.shape
-        named = {key: self._as_batch(value, batch) for key, value in kwargs.items()}
-        result = layer(x.reshape(B, -1, D), *[self._as_batch(value, batch) for value in others], **named)
-        if isinstance(result, tuple | list):
-            return (result[0].reshape(x.shape), *[None] * (len(result) - 1))
-        return result.reshape(x.shape)
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[list[Any], list[Any]]:
-        """Append each slot's rows of [1, H, sum L, K] and return what each group and each single slot holds now."""
-        k, v = self._lane.split(keys, axis=2), self._lane.split(values, axis=2)
-        held = [group.append(self.caches, group.stack(k), group.stack(v)) for group in self._groups]
-        held += [self.caches[number].update_and_fetch(k[number], v[number]) for number in self._alone]
-        return [keys for keys, _ in held], [values for _, values in held]
-
-    def attend(
-        self, attention: Attention, queries: mx.array, keys: list[Any], values: list[Any], mask: LaneMask, **more: Any
-    ) -> mx.array:
-        """Run attention for each slot's queries of [1, H, sum L, K] on its own keys and values."""
-        q = self._lane.split(queries, axis=2)
-        outputs: dict[int, mx.array] = {}
-        for group, k, v, group_mask in zip(self._groups, keys, values, mask.groups, strict=False):
-            together = attention(group.stack(q), k, v, cache=None, mask=group_mask, **more)
-            outputs |= zip(group.numbers, together.split(len(group.numbers)), strict=True)
-        singles = zip(self._alone, keys[len(self._groups) :], values[len(self._groups) :], strict=True)
-        for number, k, v in singles:
-            outputs[number] = attention(q[number], k, v, cache=self.caches[number], mask=mask.alone[number], **more)
-        return self._lane.join([outputs[number] for number in range(len(q))], axis=2)
-
-    def _as_batch(self, value: Any, batch: BatchCache) -> Any:
-        if isinstance(value, LaneMask):
-            return value.groups[0]
-        return batch if value is self else value
-
-
-class _Group:
-    """B windows of the same length L whose caches are packed together where they are `packable`."""
-
-    def __init__(
-        self, numbers: Sequence[int], places: Sequence[LaneWindow], capacity: int, packable: frozenset[int]
-    ) -> None:
-        """`numbers` are the group's slots in the lane, `packable` the entries of the model's list of caches."""
-        self.packable = packable
+    def __init__(self, numbers: Sequence[int], places: Sequence[LaneWindow]) -> None:
+        """`numbers` are the windows' numbers in the lane, in the order of their slots in a pack."""
         self.numbers = numbers
-        self._capacity = capacity
+        self.counts_up = all(places[number].positions is None for number in numbers)
         self._places = [places[number] for number in numbers]
-        L = self._places[0].num_rows
-        self.bases = mx.array([place.base for place in self._places], mx.int32)
-        self._rows = self.bases[:, None, None, None] + mx.arange(L)[:, None]  # [B, 1, L, 1]
-        self._end = max(place.base for place in self._places) + L
+        self._end = max(place.base for place in self._places) + self._places[0].num_rows
         self._masks: dict[int | None, mx.array] = {}
+
+    @cached_property
+    def bases(self) -> mx.array:
+        """The position of each slot's first row [B]."""
+        return mx.array([place.base for place in self._places], mx.int32)
+
+    @cached_property
+    def _rows(self) -> mx.array:
+        """Where each row is written [B, L]."""
+        return self.bases[:, None] + mx.arange(self._places[0].num_rows)
 
     def mask(self, window_size: int | None) -> mx.array:
         """Return which rows each row sees [B, 1, L, end]: of the last `window_size`, or of all."""
         if window_size not in self._masks:
-            in_sight = mx.arange(self._end) <= self._rows
+            in_sight = mx.arange(self._end) <= self._rows[:, None, :, None]
             self._masks[window_size] = in_sight & self._is_near(window_size) if window_size else in_sight
         return self._masks[window_size]
 
     def _is_near(self, window_size: int) -> mx.array:
         """Return which rows lie less than `window_size` positions before each row."""
-        own = mx.stack([_positions(place) for place in self._places])[:, None, :, None]
+        own = mx.stack([place.row_positions for place in self._places])[:, None, :, None]
         held = mx.broadcast_to(mx.arange(self._end), (len(self._places), 1, 1, self._end))
-        return mx.put_along_axis(held, self._rows.swapaxes(2, 3), own.swapaxes(2, 3), axis=3) > own - window_size
+        return mx.put_along_axis(held, self._rows[:, None, None], own.swapaxes(2, 3), axis=3) > own - window_size
 
-    def append(self, caches: Sequence[KVCache], keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write [B, H, L, K] of one layer and return what the group's slots hold there, right-padded."""
-        pack = packed([caches[number] for number in self.numbers], self._capacity, (keys, values))
-        pack.update(keys, values, self._rows)
-        return pack.keys[:, :, : self._end], pack.values[:, :, : self._end]
+    def append(self, caches: Sequence[KVCache], keys: mx.array, values: mx.array) -> None:
+        """Append [B, H, L, K] to one layer's caches of the run."""
+        append_together(caches, keys, values, self._rows)
 
-    def stack(self, rows: Sequence[mx.array]) -> mx.array:
-        """Return the group's windows, [1, H, L, K] each, as [B, H, L, K]."""
-        return mx.concatenate([rows[number] for number in self.numbers])
+    def fetch(self, caches: Sequence[KVCache]) -> tuple[mx.array, mx.array]:
+        """Return what one layer's caches of the run hold, right-padded."""
+        return fetch_together(caches, self._end)
 
 
-def _groups(places: Sequence[LaneWindow]) -> Iterator[_Group]:
-    alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+class LaneMask:
+    """The mask that a model hands to its layers: one per slot, made before the layers append, and one per run."""
+
+    def __init__(self, alone: Sequence[Mask], window_size: int | None) -> None:
+        self.alone, self._window_size = alone, window_size
+
+    def of_run(self, run: Run) -> mx.array:
+        return run.mask(self._window_size)
+
+
+class View:
+    """Several slots' caches in place of one: of one entry of the model's list, or of the whole list."""
+
+    def __init__(self, lane: Lane, caches: Sequence[Any]) -> None:
+        self._lane, self._caches = lane, caches
+        self._runs = [run for run in lane.runs if _is_packed(caches[run.numbers[0]])]
+        grouped = {number for run in self._runs for number in run.numbers}
+        self._alone = [number for number in range(len(caches)) if number not in grouped]
+
+    @property
+    def offset(self) -> mx.array:
+        """Every row's position."""
+        return self._lane.offset
+
+    def __getitem__(self, number: int) -> View:
+        """Return the view of one of a layer's several caches."""
+        return View(self._lane, [cache[number] for cache in self._caches])
+
+    def make_mask(self, num_rows: int, return_array: bool = False, window_size: int | None = None) -> LaneMask | None:
+        """Return each slot's mask for its own rows; called by mlx-lm's models as for a single cache."""
+        if isinstance(self._caches[0], RecurrentState):
+            return None
+        places = zip(self._caches, self._lane.places, strict=True)
+        return LaneMask([c.make_mask(p.num_rows, return_array, window_size) for c, p in places], window_size)
+
+    def run(self, unit: RunLayer, args: Sequence[Any], kwargs: dict[str, Any], form: LaneForm) -> Any:
+        """Run a unit over the lane; its arguments hold this view and arrays with the rows of all windows [1, sum L, D].
+
+        Args:
+            form: how the lanes of this unit may run.
+        """
+        if form is LaneForm.ROWS and isinstance(self._caches[0], KVCache):
+            together = self._runs[0] if self._runs and self._can_be_batch(self._runs[0]) else None
+            if together is None or len(together.numbers) < len(self._caches):
+                return unit(*args, **kwargs)
+        results: dict[int, Any] = {}
+        for group in self._groups(form):
+            results |= self._run_group(group, unit, args, kwargs)
+            if len(results) < len(self._caches):
+                kept = [cache for entry in self._caches for cache in _flat(entry) if isinstance(cache, KVCache)]
+                wait_for(kept, [_first(results[number]) for number in group.numbers])
+        found = [results[number] for number in range(len(results))]
+        if not isinstance(found[0], tuple | list):
+            return mx.concatenate(found, axis=1)
+        return tuple(
+            mx.concatenate(list(part), axis=1) if _has_rows(part[0]) else None for part in zip(*found, strict=True)
+        )
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[list[Any], list[Any]]:
+        """Append each slot's rows of [1, H, sum L, K] and return what each run and each single slot holds now."""
+        k, v = self._lane.split(keys, axis=2), self._lane.split(values, axis=2)
+        caches_of = [[self._caches[number] for number in run.numbers] for run in self._runs]
+        for run, caches in zip(self._runs, caches_of, strict=True):
+            run.append(caches, _stacked(k, run.numbers), _stacked(v, run.numbers))
+        for number in self._alone:
+            self._caches[number].append(k[number], v[number])
+        # reads come last: a buffer that is still to be read would be copied before the next write
+        held = [run.fetch(caches) for run, caches in zip(self._runs, caches_of, strict=True)]
+        held += [self._caches[number].fetch() for number in self._alone]
+        return [keys for keys, _ in held], [values for _, values in held]
+
+    def attend(
+        self, attention: Attention, queries: mx.array, keys: list[Any], values: list[Any], mask: LaneMask, **more: Any
+    ) -> mx.array:
+        """Run attention for each slot's queries of [1, H, sum L, K] on what `update_and_fetch` returned."""
+        q = self._lane.split(queries, axis=2)
+        outputs: dict[int, mx.array] = {}
+        for run, k, v in zip(self._runs, keys, values, strict=False):
+            together = attention(_stacked(q, run.numbers), k, v, cache=None, mask=mask.of_run(run), **more)
+            outputs |= zip(run.numbers, together.split(len(run.numbers)), strict=True)
+        singles = zip(self._alone, keys[len(self._runs) :], values[len(self._runs) :], strict=True)
+        for number, k, v in singles:
+            outputs[number] = attention(q[number], k, v, cache=self._caches[number], mask=mask.alone[number], **more)
+        return mx.concatenate([outputs[number] for number in range(len(q))], axis=2)
+
+    def _groups(self, form: LaneForm) -> list[Run]:
+        """Return the runs in which a unit goes over the lane; one of several windows is a batch."""
+        if form is LaneForm.ALONE:
+            candidates = []
+        elif any(isinstance(cache, KVCache) for cache in _flat(self._caches[0])):
+            candidates = self._runs
+        else:
+            candidates = self._lane.equal
+        batches = [run for run in candidates if len(run.numbers) > 1 and self._can_be_batch(run)]
+        grouped = {number for run in batches for number in run.numbers}
+        return batches + [single for single in self._lane.singles if single.numbers[0] not in grouped]
+
+    def _can_be_batch(self, run: Run) -> bool:
+        """Return whether the run's positions count up, and its states, if any, have all begun or none has."""
+        begun = {self._lane.places[number].base > 0 for number in run.numbers}
+        has_state = any(isinstance(cache, RecurrentState) for cache in _flat(self._caches[0]))
+        return run.counts_up and (len(begun) == 1 or not has_state)
+
+    def _run_group(self, run: Run, unit: RunLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int, Any]:
+        """Run a unit for one slot or for a batch and return each slot's result."""
+        numbers = run.numbers
+        if len(numbers) == 1:
+            result = unit(*[self._of_slot(arg, *numbers) for arg in args],
+                          **{key: self._of_slot(arg, *numbers) for key, arg in kwargs.items()})  # fmt: skip
+            return {numbers[0]: result}
+        stacks: list[tuple[StateStack, list[RecurrentState]]] = []
+        result = unit(*[self._of_batch(arg, run, stacks) for arg in args],
+                      **{key: self._of_batch(arg, run, stacks) for key, arg in kwargs.items()})  # fmt: skip
+        for stack, states in stacks:
+            stack.give_back(states)
+        if not isinstance(result, tuple | list):
+            return dict(zip(numbers, result.split(len(numbers)), strict=True))
+        parts = [part.split(len(numbers)) if _has_rows(part) else [None] * len(numbers) for part in result]
+        return dict(zip(numbers, zip(*parts, strict=True), strict=True))
+
+    def _of_slot(self, value: Any, number: int) -> Any:
+        """Return one slot's part of an argument: its own mask, cache, rows or position."""
+        if isinstance(value, LaneMask):
+            return value.alone[number]
+        if isinstance(value, View):
+            return value._caches[number]
+        if value is self._lane.offset:
+            place = self._lane.places[number]
+            return place.base if place.positions is None else place.positions
+        return self._lane.split(value)[number] if self._holds_rows(value) else value
+
+    def _of_batch(self, value: Any, run: Run, stacks: list[tuple[StateStack, list[RecurrentState]]]) -> Any:
+        """Return a batch's part of an argument; a stack of states that is made for it is added to `stacks`."""
+        if isinstance(value, LaneMask):
+            return value.of_run(run)
+        if isinstance(value, View):
+            return _batch([value._caches[number] for number in run.numbers], run, stacks)
+        if value is self._lane.offset:
+            return run.bases
+        if not self._holds_rows(value):
+            return value
+        if list(run.numbers) == list(range(len(self._caches))):
+            return value.reshape(len(run.numbers), -1, *value.shape[2:])
+        return _stacked(self._lane.split(value), run.numbers)
+
+    def _holds_rows(self, value: Any) -> bool:
+        return isinstance(value, mx.array) and value.shape[:2] == (1, self._lane.num_rows)
+
+
+class BatchCache:
+    """Packed caches of a run side by side: rows [B, H, L, K], as in an ordinary batch."""
+
+    def __init__(self, caches: Sequence[KVCache], run: Run) -> None:
+        self._caches, self._run = caches, run
+
+    @property
+    def offset(self) -> mx.array:
+        """The position of each slot's first row."""
+        return self._run.bases
+
+    def make_mask(self, num_rows: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        return self._run.mask(window_size)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append [B, H, L, K] and return what all slots hold, right-padded."""
+        self._run.append(self._caches, keys, values)
+        return self._run.fetch(self._caches)
+
+    @property
+    def keys(self) -> mx.array:
+        """The buffer, for models that make it depend on another array."""
+        return self._caches[0].keys
+
+    @keys.setter
+    def keys(self, buffer: mx.array) -> None:
+        self._caches[0].keys = buffer
+
+    @property
+    def values(self) -> mx.array:
+        return self._caches[0].values
+
+    @values.setter
+    def values(self, buffer: mx.array) -> None:
+        self._caches[0].values = buffer
+
+
+def _batch(caches: Sequence[Any], run: Run, stacks: list[tuple[StateStack, list[RecurrentState]]]) -> Any:
+    """Return what stands for these slots' caches in a batch."""
+    if isinstance(caches[0], tuple | list):
+        return tuple(_batch(parts, run, stacks) for parts in zip(*caches, strict=True))
+    if isinstance(caches[0], KVCache):
+        return BatchCache(caches, run)
+    stacks.append((StateStack(caches), list(caches)))
+    return stacks[-1][0]
+
+
+def _runs(places: Sequence[LaneWindow]) -> Iterator[Run]:
+    """Yield the longest runs of at least two windows."""
+    packs: dict[Any, dict[int, int]] = defaultdict(dict)  # by pack and length: windows by the place of their slots
     for number, place in enumerate(places):
-        listed = enumerate(place.caches.listed)
-        packable = frozenset(n for n, cache in listed if isinstance(cache, KVCache) and cache.can_be_packed)
-        alike[*place.batch_key[:2], packable].append(number)
-    for (_, capacity, packable), numbers in alike.items():
-        if len(numbers) > 1 and capacity is not None:
-            yield _Group(numbers, places, capacity, packable)
+        if pack := place.caches.pack:
+            packs[id(pack), place.num_rows][pack.slots.index(place.caches)] = number
+    for numbers in packs.values():
+        run: list[int] = []
+        for slot in sorted(numbers):
+            if run and slot - 1 not in numbers:
+                if len(run) > 1:
+                    yield Run(run, places)
+                run = []
+            run.append(numbers[slot])
+        if len(run) > 1:
+            yield Run(run, places)
+
+
+def _is_packed(entry: Any) -> bool:
+    """Return whether all keys and values of an entry are where those of the slot's pack are."""
+    kept = [cache for cache in _flat(entry) if isinstance(cache, KVCache)]
+    return bool(kept) and all(cache.can_be_packed for cache in kept)
+
+
+def _flat(entry: Any) -> Iterator[Any]:
+    if isinstance(entry, tuple | list):
+        for part in entry:
+            yield from _flat(part)
+    else:
+        yield entry
+
+
+def _stacked(rows: Sequence[mx.array], numbers: Sequence[int]) -> mx.array:
+    """Return these windows, [1, ...] each, as [B, ...]."""
+    return mx.concatenate([rows[number] for number in numbers])
+
+
+def _first(result: Any) -> mx.array:
+    first: mx.array = result[0] if isinstance(result, tuple | list) else result
+    return first
 
 
 def _has_rows(part: Any) -> bool:
-    """Return whether a part of a layer's result is something that other layers could use."""
+    """Return whether a part of a unit's result is something that other units could use."""
     return isinstance(part, mx.array) and part.ndim >= 3
-
-
-def _positions(place: LaneWindow) -> mx.array:
-    return mx.arange(place.base, place.base + place.num_rows) if place.positions is None else place.positions

@@ -6,8 +6,10 @@ Shapes: B slots, H heads, L window length, K head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
+from typing import Any
+from weakref import ref
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
@@ -21,6 +23,7 @@ from worker.model.cache_spec import (
     Memory,
     cache_spec,
     int8_group,
+    pack_capacity,
     whole_blocks,
 )
 
@@ -52,9 +55,9 @@ class KVCache:
         self.window = window
         self.keep = keep
         self.dropped = 0  # tokens dropped, all right after the first `keep`
-        self.pack: Pack | None = None
         self._positions: mx.array | None = None
         self._keys, self._values = self._make_rows(), self._make_rows()
+        self._slot = 0  # its place in these buffers, which caches of other slots may share
 
     def _make_rows(self) -> Rows:
         return Rows()
@@ -66,51 +69,36 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        pack = self.pack  # read once: other threads call this
-        return pack.nbytes if pack else self._keys.nbytes + self._values.nbytes
+        """The bytes of its own part of the buffers; other threads read this."""
+        return (self._keys.nbytes + self._values.nbytes) // self._keys.num_slots
+
+    @property
+    def capacity(self) -> int:
+        """How many rows the present buffers have room for."""
+        return self._keys.capacity
 
     def arrays(self) -> list[mx.array]:
-        return self.pack.arrays() if self.pack else [*self._keys.parts, *self._values.parts]
-
-    def changing(self) -> list[object]:
-        """Return the objects whose attributes a pass changes."""
-        return [self, self._keys, self._values, *([self.pack] if self.pack else [])]
+        return [*self._keys.parts, *self._values.parts]
 
     @property
     def has_room(self) -> bool:
         """Whether one more row fits into the present buffers without dropping any."""
-        if self.pack:
-            return self.length < self.pack.capacity
         return self.length - self.dropped < self._room(1)
 
-    def held_rows(self) -> tuple[mx.array, mx.array] | None:
-        """Return keys and values [1, H, length, K] from the pack or the own buffers; None before the first row."""
-        if self.pack:
-            return self.pack.rows_of(self)
-        if not self._keys.parts:
-            return None
-        return self._keys.parts[0][:, :, : self.length], self._values.parts[0][:, :, : self.length]
+    def saved(self) -> tuple[Any, ...]:
+        """Return all that a pass changes, for `restore`. It shares the arrays, which keeps them from being reused."""
+        rows = self._keys, self._values
+        return self.length, self.dropped, self._positions, self._slot, rows, [(r.parts, r.nbytes) for r in rows]
 
-    def lend(self, pack: Pack) -> None:
-        """Give up the own buffers: the rows are in `pack` from now on."""
-        self.pack = pack
-        self._keys.clear()
-        self._values.clear()
+    def restore(self, saved: tuple[Any, ...]) -> None:
+        """Return to what `saved` returned."""
+        self.length, self.dropped, self._positions, self._slot, (self._keys, self._values), before = saved
+        for rows, (parts, nbytes) in zip((self._keys, self._values), before, strict=True):
+            rows.parts, rows.nbytes = parts, nbytes
 
-    def take_back(self, keys: mx.array, values: mx.array) -> None:
-        """Leave the pack and hold a copy of these rows [1, H, length, K]."""
-        self.pack = None
-        capacity = whole_blocks(self.length, self.step)
-        self._keys.fill(keys, capacity)
-        self._values.fill(values, capacity)
-
-    def close(self, besides: Sequence[LayerCache] = ()) -> None:
-        """Free all rows and dissolve the pack that holds them. `besides` are caches that are about to close too."""
-        if self.pack:
-            self.pack.dissolve(besides=[self, *besides])
-            self.pack = None
-        self._keys.clear()
-        self._values.clear()
+    def close(self) -> None:
+        """Free its own buffers, or leave those that it shares."""
+        self._keys, self._values, self._slot = self._make_rows(), self._make_rows(), 0
 
     def cut(self, length: int) -> None:
         """Keep the first `length` tokens. Raises CacheMismatch if rows that later queries need are not held."""
@@ -123,33 +111,37 @@ class KVCache:
 
     def reserve(self, num_rows: int, positions: mx.array | None) -> None:
         """Make room for a window of `num_rows` rows. `positions` [L] is None if they count up."""
-        if self.pack:
-            self.pack.dissolve()
         self._positions = positions
         held = self.length - self.dropped
         if held + num_rows <= self._room(num_rows):
             return
         out_of_sight = max(0, self._first_seen(self.length) - self.keep - self.dropped)
-        self.dropped += out_of_sight
         least = max(num_rows, self.step) if self.window else num_rows  # amortise the copy of a full window
-        for rows in (self._keys, self._values):
-            if out_of_sight:
-                rows.drop(self.keep, self.keep + out_of_sight, held)
-            rows.grow(held - out_of_sight, whole_blocks(held - out_of_sight + least, self.step))
+        self._move(self._capacity_for(held - out_of_sight + least), out_of_sight)
+
+    def move_out(self) -> None:
+        """Move its rows to buffers of its own."""
+        self._move(self.capacity)
 
     def fork(self, length: int) -> KVCache:
-        """Return a cache that continues from the first `length` tokens; rows are shared until either is written to.
-
-        Raises CacheMismatch as `cut` does.
-        """
-        if self.pack:
-            self.pack.dissolve()
+        """Return a cache that continues from a copy of the first `length` tokens. Raises CacheMismatch as `cut`."""
         other = type(self)(self.window, self.keep)
         other.length, other.dropped = self.length, self.dropped
+        other._keys, other._values, other._slot = self._keys, self._values, self._slot
         other.cut(length)
-        for copied, rows in ((other._keys, self._keys), (other._values, self._values)):
-            copied.share(rows, length - other.dropped, self.step)
+        other._move(self._capacity_for(length - other.dropped))
         return other
+
+    def _capacity_for(self, num_rows: int) -> int:
+        return pack_capacity(num_rows) if self.can_be_packed else whole_blocks(num_rows, self.step)
+
+    def _move(self, capacity: int, num_dropped: int = 0) -> None:
+        """Copy what is held, without `num_dropped` rows after the first `keep`, to other buffers."""
+        held = self.length - self.dropped
+        spans = [(0, self.keep), (self.keep + num_dropped, held)] if num_dropped else [(0, held)]
+        self._keys, self._values = (rows.moved(self._slot, spans, capacity) for rows in (self._keys, self._values))
+        self.dropped += num_dropped
+        self._slot = 0
 
     def make_mask(self, num_rows: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """Return the mask of held and new rows that each row of a window sees; called by mlx-lm's models.
@@ -202,12 +194,20 @@ class KVCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array | Parts, mx.array | Parts]:
         """Append [1, H, L, K] and return everything held."""
+        self.append(keys, values)
+        return self.fetch()
+
+    def append(self, keys: mx.array, values: mx.array) -> None:
+        """Append [1, H, L, K]."""
         here = self.length - self.dropped
-        end = here + keys.shape[2]
-        self._keys.write(keys, here, end)
-        self._values.write(values, here, end)
+        self._keys.write(keys, self._slot, here)
+        self._values.write(values, self._slot, here)
         self.length += keys.shape[2]
-        return self._keys.read(end), self._values.read(end)
+
+    def fetch(self) -> tuple[mx.array | Parts, mx.array | Parts]:
+        """Return the keys and values [1, H, length, K] that are held."""
+        end = self.length - self.dropped
+        return self._keys.read(self._slot, end), self._values.read(self._slot, end)
 
     def _room(self, num_rows: int) -> int:
         """Return the rows that may be held with a window of so many; those of a longer chunk before it are dropped."""
@@ -239,61 +239,69 @@ class Int8Cache(KVCache):
 
 
 class Rows:
-    """A growing buffer of rows [1, H, capacity, K]."""
+    """A buffer of rows [S, H, capacity, K] for S slots."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_slots: int = 1, capacity: int = 0) -> None:
+        self.num_slots, self.capacity = num_slots, capacity
         self.parts: Parts = ()
-        self.capacity = 0
         self.nbytes = 0  # a plain number: other threads read it
 
     def encode(self, rows: mx.array) -> Parts:
         return (rows,)
 
-    def read(self, end: int) -> mx.array | Parts:
-        """Return the first `end` rows as attention takes them."""
-        return self.parts[0][:, :, :end]
+    def read(self, slot: int, end: int) -> mx.array | Parts:
+        """Return the first `end` rows of a slot as attention takes them."""
+        return self.parts[0][slot : slot + 1, :, :end]
 
-    def write(self, rows: mx.array, begin: int, end: int) -> None:
+    def read_slots(self, first: int, num_slots: int, end: int) -> mx.array:
+        """Return the first `end` rows of consecutive slots."""
+        return self.parts[0][first : first + num_slots, :, :end]
+
+    def write(self, rows: mx.array, slot: int, begin: int) -> None:
+        """Write rows [1, H, L, K] of a slot."""
+        for part, new in self._writing(rows):
+            part[slot : slot + 1, :, begin : begin + rows.shape[2]] = new
+
+    def write_slots(self, rows: mx.array, slots: mx.array, places: mx.array) -> None:
+        """Write rows [B, H, L, K] of several slots [B, 1], each to its places [B, L]."""
+        for part, new in self._writing(rows):
+            part[slots, :, places] = new.transpose(0, 2, 1, 3)
+
+    def _writing(self, rows: mx.array) -> Iterator[tuple[mx.array, mx.array]]:
         encoded = self.encode(rows)
         if not self.parts:
-            self.parts = tuple(mx.zeros((*p.shape[:2], self.capacity, p.shape[3]), p.dtype) for p in encoded)
-            self.nbytes = sum(part.nbytes for part in self.parts)
-        self.parts = tuple(map(copy, self.parts))  # new array objects: a snapshot may still hold the old ones
-        for part, new in zip(self.parts, encoded, strict=True):
-            part[:, :, begin:end] = new
+            self._set(mx.zeros((self.num_slots, p.shape[1], self.capacity, p.shape[3]), p.dtype) for p in encoded)
+        self.parts = tuple(map(copy, self.parts))  # new array objects: what was saved may still hold the old ones
+        return zip(self.parts, encoded, strict=True)
 
-    def clear(self) -> None:
-        self.parts, self.capacity, self.nbytes = (), 0, 0
-
-    def fill(self, rows: mx.array, capacity: int) -> None:
-        """Hold a copy of these rows, with room for `capacity`."""
-        self.parts, self.capacity = self.encode(rows), 0
-        self.grow(rows.shape[2], capacity)
-
-    def share(self, other: Rows, held: int, step: int) -> None:
-        """Hold the first `held` rows of `other`, by a copy if its buffer is larger than they need.
-
-        MLX copies a shared buffer before it writes to it.
-        """
-        self.parts = tuple(mx.stop_gradient(part) for part in other.parts)  # array objects of our own, the same data
-        self.capacity, self.nbytes = other.capacity, other.nbytes
-        if (capacity := whole_blocks(held, step)) < self.capacity:
-            self.grow(held, capacity)
-
-    def grow(self, held: int, capacity: int) -> None:
-        """Make room for `capacity` rows in all and keep the first `held`."""
-
-        def grown(part: mx.array) -> mx.array:
-            B, H, _, K = part.shape
-            return mx.concatenate([part[:, :, :held], mx.zeros((B, H, capacity - held, K), part.dtype)], axis=2)
-
-        self.parts = tuple(grown(part) for part in self.parts)
+    def _set(self, parts: Iterable[mx.array]) -> None:
+        self.parts = tuple(parts)
         self.nbytes = sum(part.nbytes for part in self.parts)
-        self.capacity = capacity
 
-    def drop(self, begin: int, end: int, held: int) -> None:
-        """Take rows [begin, end) out of the first `held`."""
-        self.parts = tuple(mx.concatenate([p[:, :, :begin], p[:, :, end:held]], axis=2) for p in self.parts)
+    def moved(self, slot: int, spans: Sequence[tuple[int, int]], capacity: int) -> Rows:
+        """Return a buffer with a copy of these spans of a slot's rows, one after another."""
+        other = type(self)(1, capacity)
+        unused = capacity - sum(end - begin for begin, end in spans)
+
+        def copied(part: mx.array) -> mx.array:
+            empty = mx.zeros((1, part.shape[1], unused, part.shape[3]), part.dtype)
+            return mx.concatenate([*(part[slot : slot + 1, :, begin:end] for begin, end in spans), empty], axis=2)
+
+        other._set(map(copied, self.parts))
+        return other
+
+    @staticmethod
+    def joined(members: Sequence[tuple[Rows, int, int]], capacity: int) -> Rows:
+        """Return a buffer for several slots with copies of the first rows of each: (rows, slot, number of rows)."""
+        joined = Rows(len(members), capacity)
+        like = next((rows.parts[0] for rows, *_ in members if rows.parts), None)
+        if like is not None:
+            buffer = mx.zeros((len(members), like.shape[1], capacity, like.shape[3]), like.dtype)
+            for number, (rows, slot, held) in enumerate(members):
+                if rows.parts:
+                    buffer[number : number + 1, :, :held] = rows.read_slots(slot, 1, held)
+            joined._set([buffer])
+        return joined
 
 
 class Int8Rows(Rows):
@@ -302,29 +310,91 @@ class Int8Rows(Rows):
     def encode(self, rows: mx.array) -> Parts:
         return tuple(mx.quantize(rows, group_size=int8_group(rows.shape[-1]), bits=8))
 
-    def read(self, end: int) -> Parts:
-        return tuple(part[:, :, :end] for part in self.parts)
+    def read(self, slot: int, end: int) -> Parts:
+        return tuple(part[slot : slot + 1, :, :end] for part in self.parts)
+
+
+def join(caches: Sequence[KVCache], capacity: int) -> None:
+    """Move the rows of one layer's caches of several slots to common buffers, in this order."""
+    keys = Rows.joined([(cache._keys, cache._slot, cache.length) for cache in caches], capacity)
+    values = Rows.joined([(cache._values, cache._slot, cache.length) for cache in caches], capacity)
+    for slot, cache in enumerate(caches):
+        cache._keys, cache._values, cache._slot = keys, values, slot
+
+
+def append_together(caches: Sequence[KVCache], keys: mx.array, values: mx.array, places: mx.array) -> None:
+    """Append [B, H, L, K] at `places` [B, L] to caches that lie next to each other in the same buffers."""
+    slots = mx.arange(caches[0]._slot, caches[0]._slot + len(caches))[:, None]
+    caches[0]._keys.write_slots(keys, slots, places)
+    caches[0]._values.write_slots(values, slots, places)
+    for cache in caches:
+        cache.length += keys.shape[2]
+
+
+def fetch_together(caches: Sequence[KVCache], end: int) -> tuple[mx.array, mx.array]:
+    """Return the first `end` rows [B, H, end, K] of such caches, right-padded with stale ones."""
+    first, B = caches[0]._slot, len(caches)
+    return caches[0]._keys.read_slots(first, B, end), caches[0]._values.read_slots(first, B, end)
+
+
+def wait_for(caches: Sequence[KVCache], results: Sequence[mx.array]) -> None:
+    """Write to these caches' buffers only once the results exist.
+
+    Until then a result holds the buffer that it was computed from, and MLX would copy it before it writes.
+    """
+    for rows in {id(rows): rows for cache in caches for rows in (cache._keys, cache._values) if rows.parts}.values():
+        rows.parts = tuple(mx.depends(list(rows.parts), list(results)))
 
 
 class RecurrentState(ArraysCache):
-    """A recurrent layer's state: it has no rows, so it can continue or restart, but not be cut in between."""
+    """A recurrent layer's state: it has no rows, so it can continue or restart, but not be cut in between.
+
+    After a step of several slots their states lie side by side in a `StateStack` until something asks for one alone.
+    """
 
     has_room = True
 
     def __init__(self, num_arrays: int) -> None:
+        self._stack: StateStack | None = None
+        self._slot = 0  # its place in the stack
         super().__init__(size=num_arrays)
         self.length = 0
-        self._nbytes = 0
-
-    def arrays(self) -> list[mx.array]:
-        return [array for array in self.cache if array is not None]  # type: ignore[misc]
-
-    def changing(self) -> list[object]:
-        return [self]
+        self._nbytes = 0  # a plain number: other threads read it
 
     @property
     def nbytes(self) -> int:
         return self._nbytes
+
+    @property  # type: ignore[override]
+    def cache(self) -> list[mx.array | None]:
+        """Its arrays [1, ...], None before the first step."""
+        if self._stack:
+            self.cache = self._stack.arrays_of(self._slot)
+        return self._arrays
+
+    @cache.setter
+    def cache(self, arrays: list[mx.array | None]) -> None:
+        stack, self._stack, self._arrays = self._stack, None, arrays
+        if stack:
+            stack.thin_out()
+
+    def arrays(self) -> list[mx.array]:
+        held = self._stack.arrays if self._stack else self._arrays
+        return [array for array in held if array is not None]
+
+    def saved(self) -> tuple[Any, ...]:
+        """Return all that a pass changes, for `restore`."""
+        return (
+            self.length,
+            self._nbytes,
+            list(self._arrays),
+            self._stack,
+            self._slot,
+        )  # a layer replaces those in a list
+
+    def restore(self, saved: tuple[Any, ...]) -> None:
+        """Return to what `saved` returned."""
+        self.length, self._nbytes, self._arrays, self._stack, self._slot = saved
 
     def cut(self, length: int) -> None:
         """Continue at `length` or restart at 0. Raises CacheMismatch for anything in between."""
@@ -334,13 +404,13 @@ class RecurrentState(ArraysCache):
             raise CacheMismatch(f"a recurrent layer cannot be cut to {length} tokens: its state is at {self.length}")
         self.length = length
 
-    def close(self, besides: Sequence[LayerCache] = ()) -> None:
-        self.cache = [None] * len(self.cache)
+    def close(self) -> None:
+        self.cache = [None] * len(self._arrays)
         self._nbytes = 0
 
     def fork(self, length: int) -> RecurrentState:
         """Return a state that continues from `length`. Raises CacheMismatch as `cut` does."""
-        other = RecurrentState(len(self.cache))
+        other = RecurrentState(len(self._arrays))
         other.cache = list(self.cache)  # a layer replaces these arrays, it does not write to them
         other.length, other._nbytes = self.length, self._nbytes
         other.cut(length)
@@ -359,69 +429,64 @@ class RecurrentState(ArraysCache):
         if length > self.length + 1:  # copies: a slice of a chunk's rows would hold all of them
             self.cache = [array if array is None else mx.contiguous(array) for array in self.cache]
         self.length = length
-        self._nbytes = sum(array.nbytes for array in self.arrays())
+        self._nbytes = sum(array.nbytes for array in self.arrays()) // (self._stack.num_slots if self._stack else 1)
+
+
+class StateStack(ArraysCache):
+    """The states of several slots side by side: what a layer gets that runs for all of them at once."""
+
+    def __init__(self, states: Sequence[RecurrentState]) -> None:
+        """Put the states side by side. All of them, or none, are before their first step."""
+        self.num_slots = len(states)
+        self._states: list[ref[RecurrentState]] = []
+        self.arrays = self._gathered(states)
+        super().__init__(size=len(self.arrays))
+        self.cache = self.arrays  # type: ignore[assignment]
+
+    @staticmethod
+    def _gathered(states: Sequence[RecurrentState]) -> list[mx.array | None]:
+        stack = states[0]._stack
+        in_place = all(state._stack is stack and state._slot == slot for slot, state in enumerate(states))
+        if stack and in_place and stack.num_slots == len(states):
+            return list(stack.arrays)
+        found: list[mx.array | None] = []
+        for arrays in zip(*(state.cache for state in states), strict=True):
+            held = [array for array in arrays if array is not None]
+            found.append(mx.concatenate(held) if held else None)
+        return found
+
+    def make_mask(self, num_rows: int) -> Mask:
+        return None
+
+    def advance(self, num_rows: int) -> None:
+        """Do nothing, as for a single state."""
+
+    def give_back(self, states: Sequence[RecurrentState]) -> None:
+        """Make this the place of the slots' states."""
+        self.arrays = list(self.cache)
+        for slot, state in enumerate(states):
+            state.cache = [None] * len(self.arrays)
+            state._stack, state._slot = self, slot
+        self._states = [ref(state) for state in states]
+
+    def arrays_of(self, slot: int) -> list[mx.array | None]:
+        """Return a slot's arrays [1, ...]: copies, where slices would keep the states of all slots."""
+        own = mx.array([slot])
+        return [array if array is None else mx.take(array, own, axis=0) for array in self.arrays]
+
+    def thin_out(self) -> None:
+        """Give the last states arrays of their own once too many have left: nothing else frees those of the others."""
+        staying = [state for each in self._states if (state := each()) and state._stack is self]
+        if is_sparse(self.num_slots, len(staying)):
+            self._states = []
+            for state in staying:
+                state.cache = self.arrays_of(state._slot)
+                mx.async_eval(state.arrays())
+
+
+def is_sparse(num_slots: int, num_used: int) -> bool:
+    """Return whether a buffer for several slots has so many unused ones that it should be copied to a smaller one."""
+    return 4 * (num_slots - num_used) > num_slots
 
 
 LayerCache = KVCache | RecurrentState
-
-
-def packed(members: Sequence[KVCache], capacity: int, like: tuple[mx.array, mx.array]) -> Pack:
-    """Return the pack of exactly these members, new if they have none. `like`: keys, values [B, H, L, K] to come."""
-    pack = members[0].pack
-    if pack and pack.capacity == capacity and pack.members == list(members):
-        return pack
-    return Pack(members, capacity, like)
-
-
-class Pack:
-    """One buffer [B, H, capacity, K] of keys and one of values for several slots; row i belongs to `members[i]`."""
-
-    def __init__(self, members: Sequence[KVCache], capacity: int, like: tuple[mx.array, mx.array]) -> None:
-        """Copy the members' rows in and dissolve the packs that held them."""
-        self.members = list(members)
-        self.capacity = capacity
-        held = [member.held_rows() for member in members]
-        self.keys, self.values = (
-            _filled([rows and rows[which] for rows in held], capacity, new) for which, new in enumerate(like)
-        )
-        total = self.keys.nbytes + self.values.nbytes
-        self.nbytes = total // len(members)  # per member; a plain number: other threads read it
-        for member in members:
-            if member.pack is not None:
-                member.pack.dissolve(besides=members)
-        for member in members:
-            member.lend(self)
-
-    def arrays(self) -> list[mx.array]:
-        return [self.keys, self.values]
-
-    def rows_of(self, member: KVCache) -> tuple[mx.array, mx.array]:
-        """Return a member's keys and values [1, H, length, K]."""
-        row = self.members.index(member)
-        return self.keys[row : row + 1, :, : member.length], self.values[row : row + 1, :, : member.length]
-
-    def update(self, keys: mx.array, values: mx.array, rows: mx.array) -> None:
-        """Write [B, H, L, K] at `rows` [B, 1, L, 1] of each member."""
-        self.keys = mx.put_along_axis(self.keys, rows, keys, axis=2)
-        self.values = mx.put_along_axis(self.values, rows, values, axis=2)
-        for member in self.members:
-            member.length += keys.shape[2]
-
-    def dissolve(self, besides: Sequence[object] = ()) -> None:
-        """Give the members their rows back and evaluate the copies, so that nothing keeps this buffer alive.
-
-        Members in `besides` are about to close and get nothing.
-        """
-        owners = [member for member in self.members if not any(member is other for other in besides)]
-        for member in owners:
-            member.take_back(*self.rows_of(member))
-        mx.async_eval([array for member in owners for array in member.arrays()])
-        self.members = []  # break the cycle, or the buffer lives until the next collection
-
-
-def _filled(rows: Sequence[mx.array | None], capacity: int, like: mx.array) -> mx.array:
-    buffer = mx.zeros((len(rows), like.shape[1], capacity, like.shape[3]), like.dtype)
-    for row, held in enumerate(rows):
-        if held is not None:
-            buffer[row : row + 1, :, : held.shape[2]] = held
-    return buffer

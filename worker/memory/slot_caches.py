@@ -6,13 +6,15 @@ or one that only counts: a model that makes a mask from its first layer's cache 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from protos.brigade_pb2 import Cache
-from worker.memory.layer_cache import LayerCache, RecurrentState, make_cache
+from worker.memory.layer_cache import KVCache, LayerCache, RecurrentState, is_sparse, join, make_cache
+from worker.model.cache_spec import pack_capacity
 from worker.model.probe_pass import Entry
 
 Listed = LayerCache | tuple[LayerCache, ...]  # a layer with several caches indexes them by number
@@ -46,11 +48,20 @@ class Caches:
             self.listed.append(own.get(number, alike[_kind(entry)]))
         # states cannot be cut
         self.states = [each for each in (*self.own, *self._counting) if isinstance(each, RecurrentState)]
+        packable = {n: cache for n, cache in enumerate(self.own) if isinstance(cache, KVCache) and cache.can_be_packed}
+        self.packable = list(packable.values())
+        self.packable_numbers = tuple(packable)  # among its own
+        self.pack: Pack | None = None  # where it shares buffers with other slots
         self._settled: int | None = None  # the common length of its own caches between two passes
 
     @property
     def nbytes(self) -> int:
-        return sum(cache.nbytes for cache in self.own)
+        """The bytes of its buffers, and of its share of those that nobody uses in its pack; other threads read this."""
+        nbytes, pack = sum(cache.nbytes for cache in self.own), self.pack
+        if pack:
+            unused = len(pack.slots) / max(1, len(pack.members)) - 1
+            nbytes += int(unused * sum(cache.nbytes for cache in self.packable))
+        return nbytes
 
     def arrays(self) -> list[mx.array]:
         """Return the buffers of the last layer that has any: they depend on all that the pass computed before."""
@@ -61,9 +72,21 @@ class Caches:
         """Return the recurrent states: no other result of a pass depends on them, and they hold what they depend on."""
         return [array for cache in self.own if isinstance(cache, RecurrentState) for array in cache.arrays()]
 
-    def changing(self) -> list[object]:
-        """Return the objects whose attributes a pass changes, for a `Snapshot`."""
-        return [each for cache in (*self.own, *self._counting) for each in cache.changing()]
+    def saved(self) -> tuple[Any, ...]:
+        """Return all that a pass changes, for `restore`. It shares the arrays, which keeps them from being reused."""
+        place = (self.pack, self.pack.slots.index(self)) if self.pack else None
+        return place, [(cache, cache.saved()) for cache in (*self.own, *self._counting)]
+
+    def restore(self, saved: tuple[Any, ...]) -> None:
+        """Return to what `saved` returned."""
+        place, caches = saved
+        self.pack = None
+        if place:
+            self.pack, number = place
+            self.pack.slots[number] = self
+        for cache, before in caches:
+            cache.restore(before)
+        self.begin()
 
     @property
     def has_room(self) -> bool:
@@ -85,12 +108,20 @@ class Caches:
         """Record that a pass begins or was undone: the caches' lengths are unknown until `settle` or `cut`."""
         self._settled = None
 
-    def reserve(self, num_rows: int, positions: mx.array | None, in_pack: Container[int] = ()) -> None:
-        """Make room for a window [L], except in the entries `in_pack`, whose pack has the room."""
+    def reserve(self, num_rows: int, positions: mx.array | None) -> None:
+        """Make room for a window [L]. Rows that do not fit into the pack any more move out of it."""
+        before = self.capacity
         for number in self.own_numbers:
-            if number not in in_pack:
-                for cache in members(self.listed[number]):
-                    cache.reserve(num_rows, positions)
+            for cache in members(self.listed[number]):
+                cache.reserve(num_rows, positions)
+        if (pack := self.pack) and self.capacity != before:
+            self._leave_pack()
+            pack.thin_out()
+
+    @property
+    def capacity(self) -> int:
+        """How many rows the buffers have room for that may be shared; 0 if there are none."""
+        return self.packable[0].capacity if self.packable else 0
 
     def settle(self, length: int) -> None:
         """Record the end of a pass, after `length` tokens."""
@@ -105,12 +136,81 @@ class Caches:
         other._fill({number: _fork(self.listed[number], length) for number in self.own_numbers})
         for cache in other._counting:
             cache.settle(length)
+        mx.async_eval([array for cache in other.own for array in cache.arrays()])  # lets go of the buffers copied from
         return other
 
-    def close(self, besides: Sequence[Caches] = ()) -> None:
-        """Free everything. `besides` are caches that are about to close too."""
-        for number, cache in enumerate(self.own):
-            cache.close(besides=[other.own[number] for other in besides])
+    def close(self) -> None:
+        """Free everything. What is freed of a pack waits until the pack is thinned out."""
+        for cache in self.own:
+            cache.close()
+        self._leave_pack()
+
+    def _leave_pack(self) -> None:
+        if self.pack:
+            self.pack.slots[self.pack.slots.index(self)] = None
+            self.pack = None
+
+
+class Pack:
+    """Slots that share buffers [S, H, capacity, K] in every layer that allows it; `slots` has None for those gone."""
+
+    def __init__(self, slots: Sequence[Caches], capacity: int) -> None:
+        for caches in zip(*(slot.packable for slot in slots), strict=True):
+            join(caches, capacity)
+        for slot in slots:
+            slot._leave_pack()
+            slot.pack = self
+        self.slots: list[Caches | None] = list(slots)
+
+    @property
+    def members(self) -> list[Caches]:
+        return [slot for slot in self.slots if slot]
+
+    def thin_out(self) -> None:
+        """Move its slots to smaller buffers if too many have left."""
+        if (staying := self.members) and is_sparse(len(self.slots), len(staying)):
+            _move_out(staying)
+
+
+def move_apart(slots: Sequence[Caches]) -> None:
+    """Move slots out of buffers that they share with others."""
+    for pack in {id(slot.pack): slot.pack for slot in slots if slot.pack}.values():
+        leaving = [member for member in pack.members if member in slots]
+        if len(leaving) < len(pack.members):
+            _move_out(leaving)
+            pack.thin_out()
+
+
+def _move_out(slots: Sequence[Caches]) -> None:
+    """Move slots of one pack to buffers that only they share, and let go of the old ones."""
+    if len(slots) > 1:
+        Pack(slots, slots[0].capacity)
+    else:
+        for cache in slots[0].packable:
+            cache.move_out()
+        slots[0]._leave_pack()
+    mx.async_eval([array for cache in slots[0].packable for array in cache.arrays()])
+
+
+def pack_together(slots: Sequence[Caches], needed: Sequence[int]) -> None:
+    """Move slots of similar capacity to common buffers, unless they are there.
+
+    Args:
+        needed: how many rows each slot is about to hold.
+    """
+    alike: dict[Any, list[Caches]] = defaultdict(list)
+    for slot, num_rows in zip(slots, needed, strict=True):
+        if slot.packable:
+            capacity = slot.capacity if num_rows <= slot.capacity else pack_capacity(num_rows)
+            alike[capacity, slot.packable_numbers].append(slot)
+    for (capacity, _), group in alike.items():
+        pack = group[0].pack
+        is_one = pack is not None and all(slot.pack is pack for slot in group) and group[0].capacity == capacity
+        if len(group) > 1 and not is_one:
+            left = {id(slot.pack): slot.pack for slot in group if slot.pack}
+            Pack(group, capacity)
+            for pack in left.values():
+                pack.thin_out()
 
 
 def members(listed: Listed) -> tuple[LayerCache, ...]:
@@ -128,25 +228,3 @@ def _fork(listed: Listed, length: int) -> Listed:
 def _kind(entry: Entry) -> Any:
     """Return a key that is equal for entries with equal masks and offsets."""
     return tuple(map(_kind, entry)) if isinstance(entry, tuple) else (entry.window, entry.state_arrays)
-
-
-class Snapshot:
-    """Attributes of caches before a pass is built, to restore if the pass is never computed.
-
-    It shares their arrays, so MLX would copy a buffer before writing to it: drop the snapshot before computing.
-    """
-
-    def __init__(self, objects: Iterable[object]) -> None:
-        unique = {id(each): each for each in objects}  # several caches may share a pack
-        # lists are copied: a layer replaces the arrays in its own
-        self._saved = [
-            (each, {name: list(value) if isinstance(value, list) else value for name, value in vars(each).items()})
-            for each in unique.values()
-        ]
-
-    def restore(self) -> None:
-        for each, attributes in self._saved:
-            now = vars(each)
-            now.update(attributes)  # before deleting: other threads read these objects
-            for name in now.keys() - attributes.keys():
-                del now[name]

@@ -11,7 +11,7 @@ from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
 
 ROW_BLOCK = 256  # rows by which a cache grows; a decoder's window is not longer
 WINDOW_CHUNK = 1024  # most rows of a prompt chunk beyond a window: 32 per expert where 4 of 128 are taken
-LARGEST_PACK = 4096  # rows: a longer cache fills the device by itself, and its padding would be expensive
+_DOUBLING = 4096  # rows up to which the capacity of a cache doubles; beyond, so much padding would be expensive
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class CacheSpec:
         if self.form is Form.STATE:
             return 0
         if self.can_be_packed:
-            return pack_capacity(num_rows) or whole_blocks(num_rows)
+            return pack_capacity(num_rows)
         if self.window is None:
             return whole_blocks(num_rows)
         return min(whole_blocks(num_rows), whole_blocks(self.keep + self.window - 1 + WINDOW_CHUNK))
@@ -122,9 +122,12 @@ def whole_blocks(num_rows: int, block: int = ROW_BLOCK) -> int:
     return -(-num_rows // block) * block
 
 
-def pack_capacity(num_rows: int) -> int | None:
-    """Return a pack's rows per slot, equal for caches of similar length; None for one that is faster alone."""
+def pack_capacity(num_rows: int) -> int:
+    """Return the rows for which a cache that can be packed has room, equal for caches of similar length.
+
+    It is at most twice the length up to 4,096 rows, and at most a quarter more beyond.
+    """
     capacity = ROW_BLOCK
     while capacity < num_rows:
         capacity *= 2
-    return capacity if capacity <= LARGEST_PACK else None
+    return capacity if capacity <= _DOUBLING else whole_blocks(num_rows, capacity // 8)

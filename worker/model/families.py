@@ -23,9 +23,9 @@ _REFUSED = {
 
 
 class LaneForm(Enum):
-    """How windows of several slots may go through a model's layers in one pass."""
+    """How windows of several slots may go through a module that takes a cache; all else takes their rows end to end."""
 
-    ROWS = "rows"  # end to end, of any lengths
+    ROWS = "rows"  # attention takes rows end to end, of any lengths; recurrent and similar layers as BATCH
     BATCH = "batch"  # side by side, those of one length
     ALONE = "alone"  # one after another
 
@@ -38,17 +38,19 @@ _LANES = {
         ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon_h1 gear gemma gemma3 gemma3_text gemma4 gemma4_text glm
         glm4 glm4_moe glm_moe_dsa gpt_neox gpt_oss gptj granite granitemoe granitemoehybrid helium hunyuan
         hunyuan_v1_dense internlm2 internlm3 jamba laguna lfm2 lfm2-vl lfm2_moe lille-130m llama llama4_text
-        longcat_flash mamba mamba2 mellum mimo mimo_v2_flash minicpm minicpm3 minimax minimax_m3_vl mixtral
+        mamba mamba2 mellum mimo mimo_v2_flash minicpm minicpm3 minimax mixtral
         muse_glimmer nanbeige nemotron nemotron-nas nemotron_h olmo2 olmo3 olmo_hybrid olmoe openelm phi3 phimoe
         pixtral qwen qwen2 qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe
         recurrent_gemma seed_oss smollm3 solar_open spark2_5 starcoder2 step3p5 telechat3 youtu_llm
     """,
     LaneForm.BATCH: """
         bailing_hybrid bailing_moe_linear bailing_moe_v3 deepseek_v3 glm4_moe_lite gpt2 kimi_k25 kimi_linear
-        kimi_vl ministral3 mistral3 mistral4 nanochat phi phixtral plamo plamo2 rwkv7 stablelm
+        kimi_vl longcat_flash ministral3 mistral3 mistral4 nanochat phi phixtral plamo plamo2 rwkv7 stablelm
     """,
-    LaneForm.ALONE: "gemma2 gpt_bigcode llama4 longcat_flash_ngram",
+    LaneForm.ALONE: "gemma2 gpt_bigcode llama4 longcat_flash_ngram minimax_m3_vl",
 }
+# Their forward computes with positions outside of the layers too, so all of it runs per batch, or per slot.
+_LOOK_AT_POSITIONS = ("gpt2", "gpt_bigcode", "llama4", "longcat_flash_ngram", "ministral3", "mistral3", "mistral4")
 _LANE_OF = {name: form for form, names in _LANES.items() for name in names.split()}
 
 
@@ -94,6 +96,11 @@ def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
 
 def lane_form(config: dict[str, Any]) -> LaneForm:
     return _LANE_OF.get(module_of(config), LaneForm.ALONE)
+
+
+def looks_at_positions(config: dict[str, Any]) -> bool:
+    """Return whether the forward outside of the layers computes with positions, or may: no test has seen it."""
+    return module_of(config) in _LOOK_AT_POSITIONS or not is_tested(config)
 
 
 def is_tested(config: dict[str, Any]) -> bool:

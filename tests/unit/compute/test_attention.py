@@ -9,7 +9,7 @@ import mlx.nn as nn
 import pytest
 
 from protos.brigade_pb2 import Cache
-from worker.compute.shard import WindowRope, serve_lanes
+from worker.compute.shard import WindowRope, accept_rows
 from worker.memory.lane import Lane, LaneWindow
 from worker.memory.slot_caches import Caches
 from worker.model.cache_spec import Memory
@@ -36,10 +36,10 @@ def test_what_a_layer_says_of_attention_beyond_the_cache_holds_for_every_slot(mo
     module.scaled_dot_product_attention = attention  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(Layer, "__module__", module.__name__)
-    serve_lanes(Layer())
-    lane = Lane([LaneWindow(Caches([Memory()], [0], Cache()), 0, count) for count in (1, 2, 1)])
-    view, queries = lane.views[0], rows(4)
-    keys, values = view.update_and_fetch(rows(4), rows(4))  # type: ignore[attr-defined]
+    accept_rows(Layer())
+    lane = Lane([LaneWindow(Caches([Memory()], [0], Cache()), 0, count) for count in (1, 1, 2)])
+    view, queries = lane.views()[0], rows(4)
+    keys, values = view.update_and_fetch(rows(4), rows(4))
     mask = view.make_mask(4)
     output = module.scaled_dot_product_attention(queries, keys, values, cache=view, scale=1.0, mask=mask, sinks=5)
     assert mx.array_equal(output, queries) and seen == [(2, 5), (1, 5)]

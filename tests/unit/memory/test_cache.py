@@ -253,7 +253,7 @@ def test_a_recurrent_state_goes_on_where_it_is_or_begins_again_and_is_never_cut(
     assert state.arrays() == [] and state[0] is None and state[1] is None
 
 
-def test_a_fork_of_a_part_takes_the_memory_of_that_part_and_a_fork_of_all_shares_until_it_is_written_to() -> None:
+def test_a_fork_takes_the_memory_of_its_part_and_goes_on_by_itself() -> None:
     long = KVCache()
     rows = mx.arange(5000 * 8, dtype=mx.float32).reshape(1, 1, 5000, 8)
     long.reserve(5000, None)

@@ -8,7 +8,7 @@ import pytest
 from protos.brigade_pb2 import CACHE_INT8, Cache
 from worker.errors import CacheMismatch
 from worker.memory.layer_cache import Int8Cache, KVCache, RecurrentState
-from worker.memory.slot_caches import Caches, Snapshot, members
+from worker.memory.slot_caches import Caches, members
 from worker.model.cache_spec import Memory
 from worker.model.probe_pass import Entry
 
@@ -38,7 +38,7 @@ def lengths(caches: Caches) -> set[int]:
 
 
 def held(cache: Any) -> list[int]:
-    keys, values = cache.held_rows()
+    keys, values = cache.fetch()
     assert mx.array_equal(keys, -values)
     return keys[0, 0, :, 0].astype(mx.int32).tolist()
 
@@ -163,10 +163,10 @@ def test_after_a_pass_or_a_cut_that_ended_in_its_middle_all_are_cut_again() -> N
         with_state.cut(4)
 
 
-def test_a_snapshot_has_the_arrays_that_a_recurrent_layer_replaced_since() -> None:
+def test_what_was_saved_has_the_arrays_that_a_recurrent_layer_replaced_since() -> None:
     state, before, after = RecurrentState(1), mx.zeros(2), mx.ones(2)
     state[0] = before
-    snapshot = Snapshot([state])
+    saved = state.saved()
     state[0] = after
-    snapshot.restore()
+    state.restore(saved)
     assert state[0] is before

@@ -1,7 +1,6 @@
 """Whatever way windows of several slots lie in a lane, each sees what it would see alone."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -9,9 +8,10 @@ import pytest
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
-from worker.memory.lane import BatchCache, Lane, LaneCache, LaneMask, LaneWindow, View
+from worker.memory.lane import Lane, LaneMask, LaneWindow, View
 from worker.memory.slot_caches import Caches, members
 from worker.model.cache_spec import Memory
+from worker.model.families import LaneForm
 from worker.model.probe_pass import Entry
 
 H, K = 2, 32
@@ -25,7 +25,7 @@ def attention_layer(x: mx.array, mask: Any, cache: Any) -> mx.array:
     B, L, _ = x.shape
     q = x.reshape(B, L, H, K).transpose(0, 2, 1, 3)
     k, v = cache.update_and_fetch(q, -q)
-    if isinstance(cache, LaneCache):
+    if isinstance(cache, View):
         found = cache.attend(scaled_dot_product_attention, q, k, v, mask=mask, scale=0.1)
     else:
         found = scaled_dot_product_attention(q, k, v, cache=cache, scale=0.1, mask=mask)
@@ -66,27 +66,26 @@ def alone(entry: Entry, x: mx.array, place: LaneWindow, window: int | None = Non
     return h
 
 
-def lane_of(x: Sequence[mx.array], places: Sequence[LaneWindow], side_by_side: bool) -> tuple[Lane, mx.array]:
-    lane = Lane(places, side_by_side=side_by_side)
-    return lane, mx.concatenate(x, axis=0 if side_by_side else 1)
-
-
 def check(
     entry: Entry, steps: Sequence[tuple[int, ...]], *, held: Sequence[int] = (3, 5, 9), window: int | None = None,
-    choices: Sequence[Cache] = (CHOICES[0],) * 3, side_by_side: bool = False,
-) -> list[type]:  # fmt: skip
-    """Steps of three slots, together and alone, are the same to rounding. Returns the kinds of views there were."""
+    choices: Sequence[Cache] = (CHOICES[0],) * 3, form: LaneForm = LaneForm.ROWS,
+) -> list[int]:  # fmt: skip
+    """Steps of three slots, together and alone, are the same to rounding. Returns how often the unit ran in each."""
     together, single = make(entry, held, choices), make(entry, held, choices)
-    bases, kinds = list(held), []
+    bases, calls = list(held), []
     for number, counts in enumerate(steps):
         mx.random.seed(100 + number)
         x = [mx.random.normal((1, count, H * K)) for count in counts]
-        lane, joined = lane_of(
-            x, [LaneWindow(*each) for each in zip(together, bases, counts, strict=True)], side_by_side
-        )
-        [view] = lane.views
+        lane = Lane([LaneWindow(*each) for each in zip(together, bases, counts, strict=True)])
+        [view] = lane.views()
         mask = view[0].make_mask(9, window_size=window) if entry is BOTH else view.make_mask(9, window_size=window)
-        result = view.run(LAYERS[entry], [joined, mask], {"cache": view})
+        calls.append(0)
+
+        def unit(*args: Any, calls: list[int] = calls, **kwargs: Any) -> mx.array:
+            calls[-1] += 1
+            return LAYERS[entry](*args, **kwargs)
+
+        result = view.run(unit, [mx.concatenate(x, axis=1), mask], {"cache": view}, form)
         lane.settle()
         found = lane.split(result)
         for i, (caches, base, count) in enumerate(zip(single, bases, counts, strict=True)):
@@ -94,80 +93,127 @@ def check(
             assert found[i].shape == expected.shape
             assert mx.allclose(found[i], expected, atol=1e-5), (entry, counts, i)
         bases = [base + count for base, count in zip(bases, counts, strict=True)]
-        kinds.append(type(view))
         for caches, base in zip((*together, *single), (*bases, *bases), strict=True):
             caches.cut(base)  # as every window begins
-    return kinds
+    return calls
 
 
-EQUAL, MIXED = (2, 2, 2), (1, 4, 1)
-
-
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("steps", [[(1, 1, 1)] * 3, [EQUAL, EQUAL], [MIXED, MIXED], [MIXED, (1, 1, 1), EQUAL]], ids=str)
-def test_rows_end_to_end_over_full_caches(steps: list[tuple[int, ...]], window: int | None) -> None:
-    assert set(check(FULL, steps, window=window)) == {LaneCache}
+ONES, EQUAL, MIXED = (1, 1, 1), (2, 2, 2), (1, 4, 1)
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_windows_side_by_side_over_full_caches_are_a_batch(window: int | None) -> None:
-    assert set(check(FULL, [(1, 1, 1), EQUAL, (1, 1, 1)], window=window, side_by_side=True)) == {BatchCache}
+@pytest.mark.parametrize("steps", [[ONES] * 3, [EQUAL, EQUAL], [MIXED, MIXED], [MIXED, ONES, EQUAL]], ids=str)
+def test_attention_takes_rows_of_any_lengths_at_once(steps: list[tuple[int, ...]], window: int | None) -> None:
+    assert check(FULL, steps, window=window) == [1] * len(steps)
 
 
-@pytest.mark.parametrize("side_by_side", [False, True])
-@pytest.mark.parametrize(
-    ("entry", "view"), [(WINDOW, LaneCache), (STATE, View), (BOTH, View)], ids=["window", "state", "both"]
-)
-def test_caches_that_cannot_be_packed_take_slot_after_slot(entry: Entry, view: type, side_by_side: bool) -> None:
-    steps = [(1, 1, 1), EQUAL, EQUAL] if side_by_side else [(1, 1, 1), MIXED, EQUAL]
-    assert set(check(entry, steps, side_by_side=side_by_side)) == {View if side_by_side else view}
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("entry", [FULL, STATE, BOTH], ids=["full", "state", "both"])
+def test_a_unit_that_must_not_mix_slots_takes_windows_of_one_length_as_a_batch(
+    entry: Entry, window: int | None
+) -> None:
+    assert check(entry, [ONES, EQUAL, ONES], window=window, form=LaneForm.BATCH) == [1, 1, 1]
+    mixed = check(entry, [MIXED, ONES, MIXED], window=window, form=LaneForm.BATCH)
+    assert mixed == ([2, 1, 2] if entry is STATE else [3, 1, 3]), "keys and values of neighbours only"
+
+
+def test_states_that_have_not_begun_are_not_put_beside_those_that_have() -> None:
+    assert check(STATE, [ONES, ONES], held=(0, 0, 9)) == [2, 1]
+    assert check(BOTH, [ONES, ONES], held=(0, 4, 9), form=LaneForm.BATCH) == [3, 1]
+
+
+@pytest.mark.parametrize("form", [LaneForm.BATCH, LaneForm.ALONE])
+def test_windows_that_slide_and_units_that_must_stay_alone_take_slot_after_slot(form: LaneForm) -> None:
+    assert check(WINDOW, [ONES, MIXED, EQUAL], form=form) == [3, 3, 3]
+    assert check(FULL, [ONES, EQUAL], form=LaneForm.ALONE) == [3, 3]
+    assert check(WINDOW, [ONES, MIXED, EQUAL]) == [1, 1, 1], "attention takes them in one call, each on its own rows"
 
 
 def test_slots_of_caches_of_all_kinds_share_a_lane() -> None:
-    check(FULL, [(1, 1, 1), MIXED, EQUAL, (1, 1, 1)], choices=CHOICES)
+    check(FULL, [ONES, MIXED, EQUAL, ONES], choices=CHOICES)
     two_alike = CHOICES[0], CHOICES[0], CHOICES[1]
     for held, choices in (((3, 5, 9), CHOICES), ((0, 0, 9), two_alike), ((255, 255, 9), two_alike)):
-        kinds = check(FULL, [(1, 1, 1), EQUAL, (1, 1, 1)], held=held, choices=choices, side_by_side=True)
-        assert set(kinds) == {View}
+        calls = check(FULL, [ONES, EQUAL, ONES], held=held, choices=choices, form=LaneForm.BATCH)
+        assert calls == [3 if choices is CHOICES else 2] * 3
 
 
 def test_caches_of_very_different_lengths_share_a_lane() -> None:
-    check(FULL, [(1, 1, 1), MIXED, EQUAL], held=(0, 300, 255))
-    check(FULL, [(1, 1, 1), EQUAL, EQUAL], held=(0, 300, 255), side_by_side=True)
+    for form in (LaneForm.ROWS, LaneForm.BATCH):
+        check(FULL, [ONES, MIXED, EQUAL], held=(0, 300, 255), form=form)
+        assert check(FULL, [ONES, ONES], held=(5000, 4500, 5100), form=form) == [1, 1]
+
+
+@pytest.mark.parametrize("kept", [(0, 1), (0,), (2,)], ids=str)
+def test_states_of_slots_that_leave_or_stay_behind_go_on(kept: tuple[int, ...]) -> None:
+    """And let go of the memory of those that they were stacked with."""
+    slots, total = make(STATE, (3, 5, 9), CHOICES[:1] * 3), [mx.zeros((1, 1, H * K))] * 3
+    bases = [3, 5, 9]
+    total = [members(slot.listed[0])[0].arrays()[0] for slot in slots]  # type: ignore[assignment]
+
+    def step(numbers: Sequence[int]) -> None:
+        lane = Lane([LaneWindow(slots[n], bases[n], 1) for n in numbers])
+        [view] = lane.views()
+        view.run(recurrent_layer, [mx.ones((1, len(numbers), H * K)), None], {"cache": view}, LaneForm.ROWS)
+        lane.settle()
+        for n in numbers:
+            bases[n] += 1
+            total[n] = total[n] + 1
+
+    for numbers in ((0, 1, 2), (0, 1, 2), kept, (2, 1, 0), (0, 1, 2)):
+        step(numbers)
+        for slot, expected in zip(slots, total, strict=True):
+            state = slot.own[0]
+            assert mx.allclose(state.fork(state.length).arrays()[0], expected, atol=1e-5)
+            assert state.nbytes == expected.nbytes
 
 
 @pytest.mark.parametrize(
-    ("bases", "order", "side_by_side", "window"),
+    ("bases", "order", "form", "window"),
     [
-        ((0, 5), (1, 0, 2), True, None),  # as a diffusion decoder has them
-        ((4, 5), (4, 0, 1), False, 4),  # of a model whose mask is a window though its caches hold all rows
+        ((0, 5), (1, 0, 2), LaneForm.BATCH, None),  # as a diffusion decoder has them
+        ((4, 5), (4, 0, 1), LaneForm.ROWS, 4),  # of a model whose mask is a window though its caches hold all rows
     ],
-    ids=["side by side", "end to end"],
+    ids=["a batch", "end to end"],
 )
 def test_reordered_windows_see_as_far_as_their_positions_say(
-    bases: tuple[int, int], order: tuple[int, ...], side_by_side: bool, window: int | None
+    bases: tuple[int, int], order: tuple[int, ...], form: LaneForm, window: int | None
 ) -> None:
     together, single = (make(FULL, bases, CHOICES[:1] * 2) for _ in range(2))
     x = [mx.random.normal((1, 3, H * K)) for _ in range(2)]
     positions = [mx.array([base + place for place in order], mx.int32) for base in bases]
     places = [LaneWindow(c, b, 3, p) for c, b, p in zip(together, bases, positions, strict=True)]
-    lane, joined = lane_of(x, places, side_by_side)
-    [view] = lane.views
+    lane = Lane(places)
+    [view] = lane.views()
     mask = view.make_mask(3, window_size=window)
-    found = lane.split(view.run(attention_layer, [joined, mask], {"cache": view}))
+    found = lane.split(view.run(attention_layer, [mx.concatenate(x, axis=1), mask], {"cache": view}, form))
     for i, caches in enumerate(single):
         expected = alone(FULL, x[i], LaneWindow(caches, bases[i], 3, positions[i]), window)
         assert mx.allclose(found[i], expected, atol=1e-5)
 
 
-def test_every_row_has_its_position_and_side_by_side_every_slot_the_one_of_its_first() -> None:
+def test_every_row_has_its_position_and_a_batch_the_one_of_each_slots_first() -> None:
     slots = make(FULL, (3, 5, 0), CHOICES[:1] * 3)
     reordered = mx.array([9, 5, 7], mx.int32)
-    places = [LaneWindow(slots[0], 3, 2), LaneWindow(slots[1], 5, 3, reordered), LaneWindow(slots[2], 0, 1)]
-    lane = Lane(places)
-    assert lane.views[0].offset.tolist() == [3, 4, 9, 5, 7, 0] and not lane.counts_up
-    batch = Lane([LaneWindow(slots[0], 3, 2), LaneWindow(slots[2], 0, 2)], side_by_side=True)
-    assert batch.views[0].offset.tolist() == [3, 0]
+    lane = Lane([LaneWindow(slots[0], 3, 2), LaneWindow(slots[1], 5, 3, reordered), LaneWindow(slots[2], 0, 1)])
+    [view] = lane.views()
+    assert view.offset.tolist() == [3, 4, 9, 5, 7, 0]
+    seen = []
+
+    def unit(x: mx.array, offset: Any, cache: Any) -> mx.array:
+        seen.append([each if isinstance(each, int) else each.tolist() for each in (offset, cache.offset)])
+        cache.update_and_fetch(*[x.reshape(x.shape[0], -1, H, K).transpose(0, 2, 1, 3)] * 2)
+        return x
+
+    view.run(unit, [mx.zeros((1, 6, H * K)), view.offset, view], {}, LaneForm.BATCH)
+    lane.settle()
+    batch = Lane([LaneWindow(slots[0], 5, 2), LaneWindow(slots[2], 1, 2)])
+    [view] = batch.views()
+    view.run(unit, [mx.zeros((1, 4, H * K)), view.offset, view], {}, LaneForm.BATCH)
+    assert seen == [[3, 3], [[9, 5, 7]] * 2, [0, 0], [5, 5], [1, 1]]
+    together = make(FULL, (3, 5), CHOICES[:1] * 2)
+    [view] = Lane([LaneWindow(slot, base, 2) for slot, base in zip(together, (3, 5), strict=True)]).views()
+    view.run(unit, [mx.zeros((1, 4, H * K)), view.offset, view], {}, LaneForm.BATCH)
+    assert seen[-1] == [[3, 5], [3, 5]]
 
 
 def test_rows_are_parted_as_they_were_joined() -> None:
@@ -175,43 +221,23 @@ def test_rows_are_parted_as_they_were_joined() -> None:
     lane = Lane([LaneWindow(caches, 0, count) for caches, count in zip(slots, MIXED, strict=True)])
     x = mx.random.normal((1, 6, 5))
     parts = lane.split(x)
-    assert [part.shape[1] for part in parts] == list(MIXED) and mx.array_equal(lane.join(parts), x)
-    heads = x.reshape(1, 5, 6, 1)
-    assert mx.array_equal(lane.join(lane.split(heads, axis=2), axis=2), heads)
+    assert [part.shape[1] for part in parts] == list(MIXED) and mx.array_equal(mx.concatenate(parts, axis=1), x)
+    assert [part.shape[2] for part in lane.split(x.reshape(1, 5, 6, 1), axis=2)] == list(MIXED)
 
 
 def test_slot_after_slot_each_gets_its_own_mask_cache_and_numbers() -> None:
     """And what layers return beside their rows comes together again, if it has rows."""
     slots = make(STATE, (2, 4), CHOICES[:1] * 2)
-    lane = Lane([LaneWindow(slots[0], 2, 3), LaneWindow(slots[1], 4, 3)], side_by_side=True)
-    [view] = lane.views
+    lane = Lane([LaneWindow(slots[0], 2, 3), LaneWindow(slots[1], 4, 3)])
+    [view] = lane.views()
     seen: list[tuple[Any, ...]] = []
 
-    def layer(x: mx.array, mask: Any, offset: mx.array, scale: mx.array, *, cache: Any) -> Any:
-        seen.append((mask, offset.tolist(), scale.tolist(), cache))
+    def layer(x: mx.array, mask: Any, scale: mx.array, *, cache: Any) -> Any:
+        seen.append((mask, scale.tolist(), cache))
         return x + 1, {"not": "rows"}, 2 * x, mx.zeros((2,))
 
-    mask = LaneMask({0: "first", 1: "second"}, [])
-    x = mx.random.normal((2, 3, 5))
-    h, other, more, none = view.run(layer, [x, mask, view.offset, mx.array(0.5)], {"cache": view})
-    assert seen == [("first", [2], 0.5, slots[0].own[0]), ("second", [4], 0.5, slots[1].own[0])]
+    x = mx.random.normal((1, 6, 5))
+    args = [x, LaneMask(["first", "second"], None), mx.array(0.5)]  # type: ignore[list-item]
+    h, other, more, none = view.run(layer, args, {"cache": view}, LaneForm.ALONE)
+    assert seen == [("first", 0.5, slots[0].own[0]), ("second", 0.5, slots[1].own[0])]
     assert mx.array_equal(h, x + 1) and mx.array_equal(more, 2 * x) and other is none is None
-
-
-def test_a_slot_leaves_its_lane_with_its_own_rows() -> None:
-    slots = make(FULL, (3, 5, 9), CHOICES[:1] * 3)
-    lane, x = lane_of(
-        [mx.random.normal((1, 1, H * K))] * 3,
-        [LaneWindow(c, b, 1) for c, b in zip(slots, (3, 5, 9), strict=True)],
-        False,
-    )
-    lane.views[0].run(attention_layer, [x, lane.views[0].make_mask(3)], {"cache": lane.views[0]})
-    lane.settle()
-    packs = {id(caches.own[0].pack) for caches in slots}  # type: ignore[attr-defined]
-    assert len(packs) == 1
-    before = [caches.own[0].held_rows() for caches in slots]  # type: ignore[attr-defined]
-    slots[0].close(besides=slots[:1])
-    for caches, (keys, values) in zip(slots[1:], before[1:], strict=True):
-        after = caches.own[0].held_rows()  # type: ignore[attr-defined]
-        assert mx.array_equal(after[0], keys) and mx.array_equal(after[1], values)
-    assert [keys.shape[2] for keys, _ in before] == [4, 6, 10] and all(a < b for a, b in pairwise([4, 6, 10]))
