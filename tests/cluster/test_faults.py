@@ -44,6 +44,14 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         asyncio.run(made.__aexit__())
 
 
+@pytest.fixture(autouse=True)
+def busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set limits that a busy machine meets, and that show in which way a loss was noticed: no other one is as quick."""
+    monkeypatch.setattr(kills, "KILLED_S", 2.0)  # a worker that only falls silent is given up no sooner
+    monkeypatch.setattr(pauses, "STOPPED_S", 5.0)  # a step is overdue no sooner than after six seconds
+    monkeypatch.setattr(pauses, "TAKEN_BACK_S", FAR_S)
+
+
 def kept(case: Coroutine[None, None, Seen]) -> Seen:
     """Return what was seen; fail if it is not what was promised."""
     seen = asyncio.run(case)
@@ -53,12 +61,12 @@ def kept(case: Coroutine[None, None, Seen]) -> Seen:
 
 @pytest.mark.parametrize(("name", "moment", "comes_back"), [("first", "0", False), ("last", "middle", True)])
 def test_every_stream_goes_on_after_kill_9(rig: Rig, name: str, moment: str, comes_back: bool) -> None:
-    """Noticed within half a second. Greedy, forked, sampled and penalised, by one decoder each."""
+    """Noticed by its connection. Greedy, forked, sampled and penalised, by one decoder each."""
     asked = [four(rig, decode)[number] for number, decode in enumerate(DECODES)]
     kept(kills.kill(rig, asked, name, moment, comes_back=comes_back))
 
 
-def test_a_stopped_worker_is_done_without_within_2_5_s_and_taken_back(rig: Rig) -> None:
+def test_a_stopped_worker_is_done_without_before_its_step_is_overdue_and_taken_back(rig: Rig) -> None:
     kept(pauses.stop(rig, "last", seconds=2))
 
 
@@ -151,19 +159,23 @@ def step_of(process: psutil.Process) -> int:
 def test_an_answer_that_breaks_off_is_printed_as_far_as_it_came(
     start: Starter, talker: Path, unfailed: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The other node alone has no room for the model."""
+    """The other node alone has no room for the model. A slow link keeps the answer from being over before."""
     worker = start.worker("mini", "--model", talker)
-    config = write_cluster(
-        tmp_path / "cluster.yaml", ("mini", worker.address, "900KiB"), model=str(talker), coordinator="{memory: 900KiB}"
-    )
-    needed = ("--config", config, "--context", "600", "--recovery-timeout", "0.5", "--json")
-    running = start.brigade("generate", *needed, *ASKED)
-    deadline = time.monotonic() + FAR_S
-    while worker.status().step < 20:  # the warm-up has fewer
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    worker.send_signal(signal.SIGKILL)
-    outcome = running.wait(FAR_S)
+    with proxy_to(worker.address, latency_s=0.02) as proxy:
+        config = write_cluster(
+            tmp_path / "cluster.yaml",
+            ("mini", proxy.address, "900KiB"),
+            model=str(talker),
+            coordinator="{memory: 900KiB}",
+        )
+        needed = ("--config", config, "--context", "600", "--recovery-timeout", "0.5", "--json")
+        running = start.brigade("generate", *needed, *ASKED)
+        deadline = time.monotonic() + FAR_S
+        while worker.status().step < 20:  # the warm-up has fewer
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        worker.send_signal(signal.SIGKILL)
+        outcome = running.wait(FAR_S)
     found = json.loads(outcome.out)
     assert outcome.code == 3 and outcome.err == f"error: {found['error']['message']}\n"
     assert "worker mini" in outcome.err and "the model does not fit without" in outcome.err
