@@ -1,4 +1,4 @@
-"""What a step of eight slots costs by the lengths of their windows, and what comes and goes with a slot.
+"""What a step of eight slots costs by the lengths of their windows, and what the end of a slot costs.
 
 python -m tools.bench_lanes FOLDER [--held 1800] [--turns 7]
 
@@ -18,7 +18,7 @@ import typer
 from protos.brigade_pb2 import Cache
 from worker.compute.shard import Shard
 from worker.memory.lane import LaneWindow
-from worker.memory.slot_caches import Caches
+from worker.memory.slot_caches import Caches, close_all
 from worker.model.checkpoint import open_folder
 from worker.model.describe import layout_of
 from worker.platform.machine import machine_name
@@ -56,12 +56,8 @@ def main(
     print(f"{machine_name()}: {_SLOTS} slots of {held} tokens, medians of {turns} turns")
     for name, each in took.items():
         print(f"{name:36} {median(each):8.1f} ms  {median(each) / equal:5.2f} of equal windows")
-    ended = slots.pop(_SLOTS // 2)
-    pack = ended.pack
     before = time.perf_counter()
-    ended.close()
-    if pack:
-        pack.thin_out()
+    close_all([slots.pop(_SLOTS // 2)])
     mx.synchronize()
     print(f"a slot ends: {(time.perf_counter() - before) * 1e3:.1f} ms; 7 rows of each of the others: ", end="")
     print(f"{median(_step(shard, slots, held, (7,) * len(slots)) for _ in range(turns)):.1f} ms")

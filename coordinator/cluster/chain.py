@@ -61,7 +61,7 @@ class Chain:
         """`say` takes lines for the user.
 
         Args:
-            costs: known ones of such a chain.
+            costs: what frames are expected to cost before any result.
             is_awaited: whether requests wait: their replay warms this one up.
             can_spare: whether requests can go on without a worker that is shutting down.
         """

@@ -109,9 +109,9 @@ class Scheduler:
         """
         if result.epoch != self._epoch:
             raise FrameError(f"expected a result of epoch {self._epoch}, got epoch {result.epoch} (step {result.step})")
-        if result.step in self._prompts and result.step > self._grew_at:
+        if self._prompts.get(result.step) and result.step > self._grew_at:
             self._most_prompts, self._grew_at = min(self._most_prompts + 1, self._num_stages), self._step
-        elif not self._prompts:
+        elif not any(self._prompts.values()):
             self._most_prompts = 1
         slots = (self._lanes if result.step in self._lanes else self._prompts).pop(result.step, [])
         samples, guesses, scores = _by_slot(result.samples), _by_slot(result.guesses), _by_slot(result.scores)

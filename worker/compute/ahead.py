@@ -21,7 +21,7 @@ from worker.compute.sampling import Draws
 from worker.compute.shard import Shard
 from worker.compute.slot import Slot
 from worker.memory.lane import LaneWindow
-from worker.memory.slot_caches import move_apart
+from worker.memory.slot_caches import move_apart, shared_by
 
 SlotsById = Mapping[int, Slot]  # by number
 
@@ -126,11 +126,14 @@ class Launched:
         """Undo the step for these slots, after the steps launched on top of it."""
         if self.following:
             self.following.drop(numbers & self.following.slots.keys())
+        shared = shared_by([self.slots[number].caches for number in numbers])
         for number in numbers:
             slot = self.slots.pop(number)
             for state, before in self._before.pop(number):
                 state.restore(before)
             slot.caches.cut(self._bases[number])
+        for each in shared:
+            each.thin_out()
 
 
 Ready = Built | Launched

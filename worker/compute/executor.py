@@ -22,6 +22,7 @@ from worker.compute.slot import Slot
 from worker.errors import BrigadeError, CacheMismatch, FrameError, SamplingError
 from worker.memory.history import History
 from worker.memory.lane import LaneWindow
+from worker.memory.slot_caches import close_all
 from worker.model.describe import DTYPES
 
 _SHORT_BEGIN = 0.5  # the share of a step's time below which `begin` counts as short
@@ -88,8 +89,7 @@ class Executor:
         self._ahead.clear()
         slots = list(self._slots.values())
         self._slots.clear()
-        for slot in slots:
-            slot.caches.close()
+        close_all([slot.caches for slot in slots])
 
     def check(self, frame: Frame) -> None:
         """Raise FrameError unless this header is valid for this stage. Any thread may call it."""
@@ -165,7 +165,8 @@ class Executor:
             h = self._shard(ids if x is None else rows_of(step.windows, step.frame.windows, x), places, ids)
             if self._checks_finite:
                 step.checks = [(w.slot, mx.isfinite(rows_of([w], step.windows, h)).all()) for w in step.windows]
-            states = [array for w in step.windows for array in self._slots[w.slot].caches.state_arrays()]
+            held = [array for w in step.windows for array in self._slots[w.slot].caches.state_arrays()]
+            states = list({id(array): array for array in held}.values())  # slots may share them
             if self._shard.is_last:
                 self._begin_sampling(step, h, states)
             else:
@@ -208,12 +209,8 @@ class Executor:
         frame = step.frame
         bases = {window.slot: window.base for window in frame.windows}
         fresh = {session.slot: self._open(step, session, bases.get(session.slot, 0)) for session in frame.opened}
-        for number in [*frame.closed, *fresh]:
-            if slot := self._slots.pop(number, None):
-                pack = slot.caches.pack
-                slot.caches.close()
-                if pack:
-                    pack.thin_out()
+        ended = [self._slots.pop(number, None) for number in (*frame.closed, *fresh)]
+        close_all([slot.caches for slot in ended if slot])
         self._slots.update(fresh)
 
     def _open(self, step: Step, session: Opening, length: int) -> Slot:
@@ -292,9 +289,9 @@ class Executor:
         windows = list(zip(step.windows, accumulate(map(num_rows, step.windows), initial=0), strict=False))
         rows = [row for window, first in windows for row in asked_rows(window, first)]
         # A prompt chunk only has to reach the caches: the last layer's depends on all others, and what follows it is
-        # never computed. Wait for copies: the next chunk writes into these array objects before this one is done.
+        # never computed.
         chunks = [self._slots[window.slot] for window in step.windows if not head_rows(window)]
-        step.pending = [mx.stop_gradient(array) for slot in chunks for array in slot.caches.arrays()]
+        step.pending = [array for slot in chunks for array in slot.caches.arrays()]
         step.pending += states
         if len(chunks) < len(windows):
             step.pending.append(h)

@@ -208,7 +208,7 @@ class _StageGate:
 
 
 class _UnitGate:
-    """The gate of modules that take a cache: where they get a view of a lane, the lane runs them."""
+    """The gate of modules that take a cache: runs a module through the lane's view if one is among its arguments."""
 
     form = LaneForm.ALONE
 

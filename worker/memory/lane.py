@@ -113,6 +113,13 @@ class Run:
         """Where each row is written [B, L]."""
         return self.bases[:, None] + mx.arange(self._places[0].num_rows)
 
+    @cached_property
+    def _slots(self) -> mx.array:
+        """The numbers of the slots in their pack [B, 1]."""
+        caches = self._places[0].caches
+        first = caches.pack.slots.index(caches) if caches.pack else 0
+        return mx.arange(first, first + len(self._places))[:, None]
+
     def mask(self, window_size: int | None) -> mx.array:
         """Return which rows each row sees [B, 1, L, end]: of the last `window_size`, or of all."""
         if window_size not in self._masks:
@@ -128,7 +135,7 @@ class Run:
 
     def append(self, caches: Sequence[KVCache], keys: mx.array, values: mx.array) -> None:
         """Append [B, H, L, K] to one layer's caches of the run."""
-        append_together(caches, keys, values, self._rows)
+        append_together(caches, keys, values, self._slots, self._rows)
 
     def fetch(self, caches: Sequence[KVCache]) -> tuple[mx.array, mx.array]:
         """Return what one layer's caches of the run hold, right-padded."""
@@ -174,7 +181,7 @@ class View:
         """Run a unit over the lane; its arguments hold this view and arrays with the rows of all windows [1, sum L, D].
 
         Args:
-            form: how the lanes of this unit may run.
+            form: how this unit may take the windows of a lane.
         """
         if form is LaneForm.ROWS and isinstance(self._caches[0], KVCache):
             together = self._runs[0] if self._runs and self._can_be_batch(self._runs[0]) else None
@@ -245,11 +252,11 @@ class View:
             result = unit(*[self._of_slot(arg, *numbers) for arg in args],
                           **{key: self._of_slot(arg, *numbers) for key, arg in kwargs.items()})  # fmt: skip
             return {numbers[0]: result}
-        stacks: list[tuple[StateStack, list[RecurrentState]]] = []
+        stacks: dict[int, StateStack] = {}
         result = unit(*[self._of_batch(arg, run, stacks) for arg in args],
                       **{key: self._of_batch(arg, run, stacks) for key, arg in kwargs.items()})  # fmt: skip
-        for stack, states in stacks:
-            stack.give_back(states)
+        for stack in stacks.values():
+            stack.give_back()
         if not isinstance(result, tuple | list):
             return dict(zip(numbers, result.split(len(numbers)), strict=True))
         parts = [part.split(len(numbers)) if _has_rows(part) else [None] * len(numbers) for part in result]
@@ -266,7 +273,7 @@ class View:
             return place.base if place.positions is None else place.positions
         return self._lane.split(value)[number] if self._holds_rows(value) else value
 
-    def _of_batch(self, value: Any, run: Run, stacks: list[tuple[StateStack, list[RecurrentState]]]) -> Any:
+    def _of_batch(self, value: Any, run: Run, stacks: dict[int, StateStack]) -> Any:
         """Return a batch's part of an argument; a stack of states that is made for it is added to `stacks`."""
         if isinstance(value, LaneMask):
             return value.of_run(run)
@@ -321,14 +328,13 @@ class BatchCache:
         self._caches[0].values = buffer
 
 
-def _batch(caches: Sequence[Any], run: Run, stacks: list[tuple[StateStack, list[RecurrentState]]]) -> Any:
+def _batch(caches: Sequence[Any], run: Run, stacks: dict[int, StateStack]) -> Any:
     """Return what stands for these slots' caches in a batch."""
     if isinstance(caches[0], tuple | list):
         return tuple(_batch(parts, run, stacks) for parts in zip(*caches, strict=True))
     if isinstance(caches[0], KVCache):
         return BatchCache(caches, run)
-    stacks.append((StateStack(caches), list(caches)))
-    return stacks[-1][0]
+    return stacks.setdefault(id(caches[0]), StateStack(caches))  # the list of caches may have a state several times
 
 
 def _runs(places: Sequence[LaneWindow]) -> Iterator[Run]:

@@ -70,7 +70,7 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """The bytes of its own part of the buffers; other threads read this."""
-        return (self._keys.nbytes + self._values.nbytes) // self._keys.num_slots
+        return sum(rows.nbytes // rows.num_slots for rows in (self._keys, self._values))
 
     @property
     def capacity(self) -> int:
@@ -262,10 +262,10 @@ class Rows:
         for part, new in self._writing(rows):
             part[slot : slot + 1, :, begin : begin + rows.shape[2]] = new
 
-    def write_slots(self, rows: mx.array, slots: mx.array, places: mx.array) -> None:
-        """Write rows [B, H, L, K] of several slots [B, 1], each to its places [B, L]."""
-        for part, new in self._writing(rows):
-            part[slots, :, places] = new.transpose(0, 2, 1, 3)
+    def write_slots(self, new: mx.array, slots: mx.array, rows: mx.array) -> None:
+        """Write [B, H, L, K] to rows [B, L] of several slots [B, 1]."""
+        for part, encoded in self._writing(new):
+            part[slots, :, rows] = encoded.transpose(0, 2, 1, 3)
 
     def _writing(self, rows: mx.array) -> Iterator[tuple[mx.array, mx.array]]:
         encoded = self.encode(rows)
@@ -322,17 +322,18 @@ def join(caches: Sequence[KVCache], capacity: int) -> None:
         cache._keys, cache._values, cache._slot = keys, values, slot
 
 
-def append_together(caches: Sequence[KVCache], keys: mx.array, values: mx.array, places: mx.array) -> None:
-    """Append [B, H, L, K] at `places` [B, L] to caches that lie next to each other in the same buffers."""
-    slots = mx.arange(caches[0]._slot, caches[0]._slot + len(caches))[:, None]
-    caches[0]._keys.write_slots(keys, slots, places)
-    caches[0]._values.write_slots(values, slots, places)
+def append_together(
+    caches: Sequence[KVCache], keys: mx.array, values: mx.array, slots: mx.array, rows: mx.array
+) -> None:
+    """Append [B, H, L, K] to caches of the same buffers: at their places `slots` [B, 1] there, in rows [B, L]."""
+    caches[0]._keys.write_slots(keys, slots, rows)
+    caches[0]._values.write_slots(values, slots, rows)
     for cache in caches:
         cache.length += keys.shape[2]
 
 
 def fetch_together(caches: Sequence[KVCache], end: int) -> tuple[mx.array, mx.array]:
-    """Return the first `end` rows [B, H, end, K] of such caches, right-padded with stale ones."""
+    """Return the first `end` rows [B, H, end, K] of neighbours in the same buffers, right-padded with stale ones."""
     first, B = caches[0]._slot, len(caches)
     return caches[0]._keys.read_slots(first, B, end), caches[0]._values.read_slots(first, B, end)
 
@@ -355,8 +356,8 @@ class RecurrentState(ArraysCache):
     has_room = True
 
     def __init__(self, num_arrays: int) -> None:
-        self._stack: StateStack | None = None
-        self._slot = 0  # its place in the stack
+        self.stack: StateStack | None = None  # where its arrays are, unless they are its own
+        self._slot = 0  # its number there
         super().__init__(size=num_arrays)
         self.length = 0
         self._nbytes = 0  # a plain number: other threads read it
@@ -368,45 +369,41 @@ class RecurrentState(ArraysCache):
     @property  # type: ignore[override]
     def cache(self) -> list[mx.array | None]:
         """Its arrays [1, ...], None before the first step."""
-        if self._stack:
-            self.cache = self._stack.arrays_of(self._slot)
+        if self.stack:
+            self.cache = self.stack.arrays_of(self._slot)
         return self._arrays
 
     @cache.setter
     def cache(self, arrays: list[mx.array | None]) -> None:
-        stack, self._stack, self._arrays = self._stack, None, arrays
+        stack, self.stack, self._arrays = self.stack, None, arrays
         if stack:
             stack.thin_out()
 
     def arrays(self) -> list[mx.array]:
-        held = self._stack.arrays if self._stack else self._arrays
+        held = self.stack.arrays if self.stack else self._arrays
         return [array for array in held if array is not None]
 
     def saved(self) -> tuple[Any, ...]:
         """Return all that a pass changes, for `restore`."""
-        return (
-            self.length,
-            self._nbytes,
-            list(self._arrays),
-            self._stack,
-            self._slot,
-        )  # a layer replaces those in a list
+        arrays = list(self._arrays)  # a layer replaces those in the list
+        return self.length, self._nbytes, arrays, self.stack, self._slot
 
     def restore(self, saved: tuple[Any, ...]) -> None:
         """Return to what `saved` returned."""
-        self.length, self._nbytes, self._arrays, self._stack, self._slot = saved
+        self.length, self._nbytes, self._arrays, self.stack, self._slot = saved
 
     def cut(self, length: int) -> None:
         """Continue at `length` or restart at 0. Raises CacheMismatch for anything in between."""
         if length == 0:
-            self.close()
+            self.cache = [None] * len(self._arrays)
+            self._nbytes = 0
         elif length != self.length:
             raise CacheMismatch(f"a recurrent layer cannot be cut to {length} tokens: its state is at {self.length}")
         self.length = length
 
     def close(self) -> None:
-        self.cache = [None] * len(self._arrays)
-        self._nbytes = 0
+        """Free its arrays, or leave those of its stack to the other slots."""
+        self.stack, self._arrays, self._nbytes = None, [None] * len(self._arrays), 0
 
     def fork(self, length: int) -> RecurrentState:
         """Return a state that continues from `length`. Raises CacheMismatch as `cut` does."""
@@ -415,6 +412,18 @@ class RecurrentState(ArraysCache):
         other.length, other._nbytes = self.length, self._nbytes
         other.cut(length)
         return other
+
+    def move_to(self, stack: StateStack, slot: int) -> None:
+        """Take a stack's arrays for its own."""
+        self._arrays, self.stack, self._slot = [None] * len(self._arrays), stack, slot
+
+    def move_out(self) -> None:
+        """Take copies of its arrays out of its stack."""
+        if self.stack:
+            self._arrays, self.stack = self.stack.arrays_of(self._slot), None
+
+    def is_at(self, stack: StateStack, slot: int) -> bool:
+        return self.stack is stack and self._slot == slot
 
     def reserve(self, num_rows: int, positions: mx.array | None) -> None:
         pass
@@ -429,7 +438,7 @@ class RecurrentState(ArraysCache):
         if length > self.length + 1:  # copies: a slice of a chunk's rows would hold all of them
             self.cache = [array if array is None else mx.contiguous(array) for array in self.cache]
         self.length = length
-        self._nbytes = sum(array.nbytes for array in self.arrays()) // (self._stack.num_slots if self._stack else 1)
+        self._nbytes = sum(array.nbytes for array in self.arrays()) // (self.stack.num_slots if self.stack else 1)
 
 
 class StateStack(ArraysCache):
@@ -438,16 +447,15 @@ class StateStack(ArraysCache):
     def __init__(self, states: Sequence[RecurrentState]) -> None:
         """Put the states side by side. All of them, or none, are before their first step."""
         self.num_slots = len(states)
-        self._states: list[ref[RecurrentState]] = []
+        self._states = [ref(state) for state in states]
         self.arrays = self._gathered(states)
         super().__init__(size=len(self.arrays))
         self.cache = self.arrays  # type: ignore[assignment]
 
     @staticmethod
     def _gathered(states: Sequence[RecurrentState]) -> list[mx.array | None]:
-        stack = states[0]._stack
-        in_place = all(state._stack is stack and state._slot == slot for slot, state in enumerate(states))
-        if stack and in_place and stack.num_slots == len(states):
+        stack = states[0].stack
+        if stack and stack.num_slots == len(states) and all(s.is_at(stack, slot) for slot, s in enumerate(states)):
             return list(stack.arrays)
         found: list[mx.array | None] = []
         for arrays in zip(*(state.cache for state in states), strict=True):
@@ -461,13 +469,15 @@ class StateStack(ArraysCache):
     def advance(self, num_rows: int) -> None:
         """Do nothing, as for a single state."""
 
-    def give_back(self, states: Sequence[RecurrentState]) -> None:
-        """Make this the place of the slots' states."""
+    def give_back(self) -> None:
+        """Make this the place of the slots' states, after a step."""
         self.arrays = list(self.cache)
+        states = [state for each in self._states if (state := each())]
+        left = {id(state.stack): state.stack for state in states if state.stack}
         for slot, state in enumerate(states):
-            state.cache = [None] * len(self.arrays)
-            state._stack, state._slot = self, slot
-        self._states = [ref(state) for state in states]
+            state.move_to(self, slot)
+        for stack in left.values():
+            stack.thin_out()
 
     def arrays_of(self, slot: int) -> list[mx.array | None]:
         """Return a slot's arrays [1, ...]: copies, where slices would keep the states of all slots."""
@@ -476,16 +486,15 @@ class StateStack(ArraysCache):
 
     def thin_out(self) -> None:
         """Give the last states arrays of their own once too many have left: nothing else frees those of the others."""
-        staying = [state for each in self._states if (state := each()) and state._stack is self]
+        staying = [state for each in self._states if (state := each()) and state.stack is self]
         if is_sparse(self.num_slots, len(staying)):
-            self._states = []
             for state in staying:
-                state.cache = self.arrays_of(state._slot)
-                mx.async_eval(state.arrays())
+                state.move_out()
+            mx.async_eval([array for state in staying for array in state.arrays()])
 
 
 def is_sparse(num_slots: int, num_used: int) -> bool:
-    """Return whether a buffer for several slots has so many unused ones that it should be copied to a smaller one."""
+    """Return whether a buffer of several slots should be copied to a smaller one: over a quarter has ended."""
     return 4 * (num_slots - num_used) > num_slots
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from protos.brigade_pb2 import Cache
-from worker.memory.layer_cache import KVCache, LayerCache, RecurrentState, is_sparse, join, make_cache
+from worker.memory.layer_cache import KVCache, LayerCache, RecurrentState, StateStack, is_sparse, join, make_cache
 from worker.model.cache_spec import pack_capacity
 from worker.model.probe_pass import Entry
 
@@ -74,15 +74,15 @@ class Caches:
 
     def saved(self) -> tuple[Any, ...]:
         """Return all that a pass changes, for `restore`. It shares the arrays, which keeps them from being reused."""
-        place = (self.pack, self.pack.slots.index(self)) if self.pack else None
-        return place, [(cache, cache.saved()) for cache in (*self.own, *self._counting)]
+        in_pack = (self.pack, self.pack.slots.index(self)) if self.pack else None
+        return in_pack, [(cache, cache.saved()) for cache in (*self.own, *self._counting)]
 
     def restore(self, saved: tuple[Any, ...]) -> None:
         """Return to what `saved` returned."""
-        place, caches = saved
+        in_pack, caches = saved
         self.pack = None
-        if place:
-            self.pack, number = place
+        if in_pack:
+            self.pack, number = in_pack
             self.pack.slots[number] = self
         for cache, before in caches:
             cache.restore(before)
@@ -140,7 +140,7 @@ class Caches:
         return other
 
     def close(self) -> None:
-        """Free everything. What is freed of a pack waits until the pack is thinned out."""
+        """Free everything that is not shared; `close_all` frees the rest."""
         for cache in self.own:
             cache.close()
         self._leave_pack()
@@ -170,6 +170,22 @@ class Pack:
         """Move its slots to smaller buffers if too many have left."""
         if (staying := self.members) and is_sparse(len(self.slots), len(staying)):
             _move_out(staying)
+
+
+def shared_by(slots: Sequence[Caches]) -> list[Pack | StateStack]:
+    """Return what these slots share with others or with each other."""
+    shared: list[Pack | StateStack] = [slot.pack for slot in slots if slot.pack]
+    shared += [state.stack for slot in slots for state in slot.states if state.stack]
+    return list({id(each): each for each in shared}.values())
+
+
+def close_all(slots: Sequence[Caches]) -> None:
+    """Close slots, then free what is unused of the buffers that they shared."""
+    shared = shared_by(slots)
+    for slot in slots:
+        slot.close()
+    for each in shared:
+        each.thin_out()
 
 
 def move_apart(slots: Sequence[Caches]) -> None:

@@ -99,7 +99,7 @@ def lane_form(config: dict[str, Any]) -> LaneForm:
 
 
 def looks_at_positions(config: dict[str, Any]) -> bool:
-    """Return whether the forward outside of the layers computes with positions, or may: no test has seen it."""
+    """Return whether the forward computes with positions outside its layers. Untested types count as if it did."""
     return module_of(config) in _LOOK_AT_POSITIONS or not is_tested(config)
 
 

@@ -81,7 +81,7 @@ class Stage:
         self._num_uncredited = 0  # frames completed since the last grant
         # running
         self._begun: Step | None = None  # not finished
-        self._lanes_alternate = False  # the last two steps were of different sessions
+        self._builds_beside = False  # whether a step was built while the device computed the last one
         self._busy_since: float | None = None
         self._idle = asyncio.Event()  # no slot is open
         self._idle.set()
@@ -274,7 +274,7 @@ class Stage:
                 for _ in range(_TURNS):
                     await asyncio.sleep(0)
                 # lanes that take turns: the other one's frame is due, and this one's next step is built beside it
-                if self._begun is None and not (is_ahead or self._lanes_alternate) and self._frames.empty():
+                if self._begun is None and not (is_ahead or self._builds_beside) and self._frames.empty():
                     self.executor.build_ahead()
 
     def _run_step(self) -> bool:
@@ -288,7 +288,7 @@ class Stage:
             self._begun = self._begin(*self._frames.get_nowait())
         if self._begun is None and (ahead := self.executor.launch_ahead(step, is_finished=False)):
             ahead.evaluate()
-        self._lanes_alternate = self.executor.runs_ahead and self.executor.build_ahead()  # while the device computes
+        self._builds_beside = self.executor.runs_ahead and self.executor.build_ahead()  # while the device computes
         header, array = self.executor.finish(step)
         output = header if isinstance(header, Result) else Outgoing(step.frame.step, pack(header, array, self._wire))
         self._busy_since = None if self._begun is None else time.monotonic()

@@ -1,5 +1,6 @@
 """Whatever way windows of several slots lie in a lane, each sees what it would see alone."""
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,8 @@ from mlx_lm.models.base import scaled_dot_product_attention
 
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
 from worker.memory.lane import Lane, LaneMask, LaneWindow, View
-from worker.memory.slot_caches import Caches, members
+from worker.memory.layer_cache import StateStack
+from worker.memory.slot_caches import Caches, close_all, members
 from worker.model.cache_spec import Memory
 from worker.model.families import LaneForm
 from worker.model.probe_pass import Entry
@@ -42,6 +44,12 @@ def recurrent_layer(x: mx.array, mask: Any, cache: Any) -> mx.array:
 
 def layer_of_both(x: mx.array, mask: Any, cache: Any) -> mx.array:
     return attention_layer(x, mask, cache[0]) + recurrent_layer(x, None, cache[1])
+
+
+def memory() -> int:
+    mx.synchronize()
+    gc.collect()
+    return mx.get_active_memory()
 
 
 LAYERS = {FULL: attention_layer, WINDOW: attention_layer, STATE: recurrent_layer, BOTH: layer_of_both}
@@ -143,28 +151,70 @@ def test_caches_of_very_different_lengths_share_a_lane() -> None:
         assert check(FULL, [ONES, ONES], held=(5000, 4500, 5100), form=form) == [1, 1]
 
 
-@pytest.mark.parametrize("kept", [(0, 1), (0,), (2,)], ids=str)
-def test_states_of_slots_that_leave_or_stay_behind_go_on(kept: tuple[int, ...]) -> None:
-    """And let go of the memory of those that they were stacked with."""
-    slots, total = make(STATE, (3, 5, 9), CHOICES[:1] * 3), [mx.zeros((1, 1, H * K))] * 3
-    bases = [3, 5, 9]
-    total = [members(slot.listed[0])[0].arrays()[0] for slot in slots]  # type: ignore[assignment]
+class States:
+    """Slots whose only layer adds up rows of ones."""
 
-    def step(numbers: Sequence[int]) -> None:
-        lane = Lane([LaneWindow(slots[n], bases[n], 1) for n in numbers])
+    def __init__(self, num_slots: int, size: int) -> None:
+        self.slots, self.size = [Caches([STATE], [0], CHOICES[0]) for _ in range(num_slots)], size
+        self.lengths = [0] * num_slots
+
+    def step(self, *numbers: int) -> None:
+        lane = Lane([LaneWindow(self.slots[n], self.lengths[n], 1) for n in numbers])
         [view] = lane.views()
-        view.run(recurrent_layer, [mx.ones((1, len(numbers), H * K)), None], {"cache": view}, LaneForm.ROWS)
+        view.run(recurrent_layer, [mx.ones((1, len(numbers), self.size)), None], {"cache": view}, LaneForm.ROWS)
         lane.settle()
         for n in numbers:
-            bases[n] += 1
-            total[n] = total[n] + 1
+            self.lengths[n] += 1
 
-    for numbers in ((0, 1, 2), (0, 1, 2), kept, (2, 1, 0), (0, 1, 2)):
-        step(numbers)
-        for slot, expected in zip(slots, total, strict=True):
-            state = slot.own[0]
-            assert mx.allclose(state.fork(state.length).arrays()[0], expected, atol=1e-5)
-            assert state.nbytes == expected.nbytes
+    def check(self) -> None:
+        for slot, length in zip(self.slots, self.lengths, strict=True):
+            [state] = slot.states
+            assert state.length == length and state.nbytes == 4 * self.size
+            copy = state.fork(length)
+            assert mx.array_equal(copy.cache[0], mx.full((1, 1, self.size), float(length)))
+
+
+@pytest.mark.parametrize("kept", [(0, 1), (0, 2), (3, 1, 2)], ids=str)
+def test_states_of_slots_that_leave_or_stay_behind_go_on(kept: tuple[int, ...]) -> None:
+    states = States(4, 8)
+    for numbers in ((0, 1, 2, 3), (0, 1, 2, 3), kept, (3, 2, 1, 0), (0, 1, 2, 3)):
+        before = [(slot.saved(), length) for slot, length in zip(states.slots, states.lengths, strict=True)]
+        states.step(*numbers)  # and is undone, as a step that was built and is not wanted
+        for slot, (saved, _) in zip(states.slots, before, strict=True):
+            slot.restore(saved)
+        states.lengths = [length for _, length in before]
+        states.step(*numbers)
+    states.check()
+
+
+def test_a_step_of_the_same_slots_copies_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = States(8, 8)
+    states.step(*range(8))
+    monkeypatch.setattr(StateStack, "arrays_of", None)
+    states.step(*range(8))
+    states.step(*range(8))
+    close_all(states.slots)
+    assert all(not slot.nbytes and not slot.arrays() for slot in states.slots)
+
+
+@pytest.mark.parametrize("is_undone", [False, True])
+def test_a_state_that_stays_keeps_no_memory_of_those_that_ended(is_undone: bool) -> None:
+    size = 100_000
+    states = States(8, size)
+    before = memory()
+    states.step(*range(8))
+    saved = [slot.saved() for slot in states.slots]
+    states.step(*range(8))
+    if is_undone:
+        for slot, each in zip(states.slots, saved, strict=True):
+            slot.restore(each)
+        del each
+    del saved
+    mx.eval([array for slot in states.slots for array in slot.arrays()])
+    assert memory() - before >= 8 * 4 * size
+    close_all(states.slots[:3])
+    close_all(states.slots[3:7])
+    assert memory() - before < 1.5 * 4 * size
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Packs: slots that share buffers hold what each would hold by itself, whoever comes and goes, and copy little else."""
+"""Packs: slots that share buffers hold what each would hold by itself, in any order of joining and leaving."""
 
 import gc
 import random
@@ -10,7 +10,7 @@ import pytest
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
 from worker.memory.lane import Lane, LaneWindow
 from worker.memory.layer_cache import KVCache
-from worker.memory.slot_caches import Caches, move_apart
+from worker.memory.slot_caches import Caches, close_all, move_apart
 from worker.model.cache_spec import Memory, pack_capacity
 
 H, K = 2, 4
@@ -106,7 +106,7 @@ def test_nothing_is_copied_while_windows_differ_and_slots_come_back_or_end() -> 
         step(models, new)
         models[number].alone([7])
         assert [cache.keys.shape for cache in models[4].caches.packable] == before[0] == [(5, H, 256, K)] * 2
-    models.pop(1).caches.close()
+    close_all([models.pop(1).caches])
     step(models, [[1]] * 4)
     assert [cache.keys.shape for cache in models[3].caches.packable] == before[0] and memory() <= before[1] + 8192
     for model in models:
@@ -150,13 +150,8 @@ def test_when_slots_end_their_memory_comes_back(num_left: int) -> None:
     mx.eval([array for cache in models[0].caches.own for array in cache.arrays()])
     assert memory() - before >= 4 * 1024 * ONE
     while len(models) > num_left:
-        model = models.pop()
-        pack = model.caches.pack
-        model.caches.close()
-        if pack:
-            pack.thin_out()
+        close_all([models.pop().caches])
         assert sum(each.caches.nbytes for each in models) <= (len(models) + 1) * 1024 * ONE
-    del model, pack
     for each in models:
         each.check()
     assert memory() - before <= (num_left + 0.5) * 1024 * ONE
@@ -167,8 +162,7 @@ def test_all_slots_that_end_together_are_copied_nowhere_first(monkeypatch: pytes
     models = filled([3, 4, 5])
     step(models, [[1, 2, 3]] * 3)
     monkeypatch.setattr(KVCache, "move_out", None)
-    for model in models:
-        model.caches.close()
+    close_all([model.caches for model in models])
     assert all(not model.caches.nbytes and not model.caches.arrays() for model in models)
 
 
@@ -199,11 +193,9 @@ def test_whatever_they_do_every_slot_holds_its_own_tokens(seed: int) -> None:
         elif choice < 0.9 and chosen[0].tokens:
             chosen[0].cut(numbers.randrange(len(chosen[0].tokens) + 1))
         elif chosen[0].tokens:
-            at, pack = models.index(chosen[0]), chosen[0].caches.pack
-            models[at] = chosen[0].fork(numbers.randrange(len(chosen[0].tokens) + 1))
-            chosen[0].caches.close()
-            if pack:
-                pack.thin_out()
+            fork = chosen[0].fork(numbers.randrange(len(chosen[0].tokens) + 1))
+            models[models.index(chosen[0])] = fork
+            close_all([chosen[0].caches])
             continue
         if numbers.random() < 0.3:  # a step that was built and is not wanted
             for model, (saved, held) in zip(models, before, strict=True):

@@ -24,8 +24,8 @@ RECURRENT = LayerSpec(7, (Memory(state_arrays=2, state_bytes=5 * MIB),))
     ("layers", "cache", "context", "mib"),
     [
         ((WHOLE,) * 36, FULL, 2048, 288),
-        ((WHOLE,) * 36, FULL, 2100, 576),  # a pack has a power of two of blocks
-        ((WHOLE,) * 36, FULL, 4097, 612),  # beyond the largest pack it has just the blocks
+        ((WHOLE,) * 36, FULL, 2100, 576),  # a capacity is a power of two of blocks
+        ((WHOLE,) * 36, FULL, 4097, 720),  # beyond 4,096 rows it grows by an eighth of the next power of two
         ((WHOLE,) * 36, INT8, 2100, 36 * 2304 * (2048 + 128) / MIB),  # never packed
         ((WHOLE,) * 36, ROTATING, 2100, 36 * 2048 * ROW / MIB),
         ((WHOLE, *[SLIDING] * 5) * 6, FULL, 2100, (6 * 4096 + 30 * 1536) * ROW / MIB),
