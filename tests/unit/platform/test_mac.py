@@ -1,5 +1,10 @@
 """What tools of macOS print, as others have recorded it, and what it says. Nothing here was run on a Mac."""
 
+import ctypes
+import sys
+import threading
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +19,7 @@ from protos.brigade_pb2 import (
     Facts,
 )
 from tests.unit.fuzz import fuzzed, nearly
+from worker.platform import threads
 from worker.platform.mac import (
     READINGS,
     parse_firewall,
@@ -254,3 +260,23 @@ def test_fuzz_nothing_that_a_tool_prints_makes_a_parser_fail(printed: bytes) -> 
     text = printed.decode(errors="replace")
     for reading in READINGS:
         reading(lambda *command: text)
+
+
+def test_the_mlx_thread_asks_for_the_highest_service_class_and_only_on_macos(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int, str]] = []
+
+    def ask(service_class: int, relative_priority: int) -> None:
+        asked.append((service_class, relative_priority, threading.current_thread().name))
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(pthread_set_qos_class_self_np=ask))
+    raise_service_class = threads.raise_service_class
+
+    def on_macos() -> None:
+        raise_service_class()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "platform", "darwin")
+            raise_service_class()
+
+    monkeypatch.setattr(threads, "raise_service_class", on_macos)
+    threads.MlxThread().close()
+    assert asked == [(0x21, 0, "mlx")]
