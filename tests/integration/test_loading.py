@@ -1,6 +1,7 @@
 """Loading through the real Load call: who is refused and why, what damage is named, what memory it takes, digests."""
 
 import asyncio
+import gc
 import hashlib
 import json
 import os
@@ -115,6 +116,7 @@ async def test_another_model_is_refused_with_both_fingerprints(
     request = load_request(models("qwen3").folder, 2, 4)
     async with worker(folder) as node:
         await load(node, request)  # as long as the copies are equal
+        assert gc.get_freeze_count(), "a full collection would stop every stream for a moment"
     change(folder)
     here, there = getattr(open_folder(folder).fingerprint, part), getattr(request.fingerprint, part)
     message = await refusal(request, folder)

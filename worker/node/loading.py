@@ -20,6 +20,7 @@ from worker.model.checkpoint import DEMO, Checkpoint, open_folder
 from worker.model.describe import shard_tensors
 from worker.model.headers import TensorInfo
 from worker.model.repository import folder_of, is_repository
+from worker.platform.machine import freeze_heap
 from worker.platform.mlx_memory import keep_within
 from worker.platform.tasks import background
 from worker.platform.threads import MlxThread, run_in_thread
@@ -151,6 +152,7 @@ class _Load:
             raise
         finally:
             self._reading = None
+        freeze_heap()
         return shard
 
     async def watch_reading(self) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import platform
 import resource
@@ -50,6 +51,16 @@ def allow_connections(count: int) -> None:
     wanted = 2 * count if hard == resource.RLIM_INFINITY else min(2 * count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def freeze_heap() -> None:
+    """Take what exists now out of garbage collection, once per process: references alone free it from now on.
+
+    A full collection of a loaded node takes a fifth of a second, in which no thread runs Python.
+    """
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
 
 
 def machine_name() -> str:
