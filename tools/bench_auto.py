@@ -19,7 +19,7 @@ from coordinator.cli.run import run_async
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.open import open_chain, read_model
 from coordinator.cluster.options import DEFAULT_CONTEXT, ClusterOptions, cluster_options
-from coordinator.decoding.decode import Decode, suit
+from coordinator.decoding.decode_options import Decode, suit
 from coordinator.engine.engine import Engine
 from coordinator.sessions.request import Request, check_request
 from protos.brigade_pb2 import Cache, Sampling

@@ -27,7 +27,7 @@ from coordinator.cluster.deployment import Deployment
 from coordinator.cluster.open import choose_plan, joined, open_peers, read_model
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.cluster.peer import Peer
-from coordinator.decoding.decode import Decode
+from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import generate_once
 from coordinator.engine.tokenizer import Tokenizer
 from coordinator.planning.costs import ChainCosts

@@ -16,8 +16,8 @@ import mlx.core as mx
 import typer
 
 from protos.brigade_pb2 import Cache
+from worker.compute.batching import LaneWindow
 from worker.compute.shard import Shard
-from worker.memory.lane import LaneWindow
 from worker.memory.slot_caches import Caches, close_all
 from worker.model.checkpoint import open_folder
 from worker.model.describe import layout_of

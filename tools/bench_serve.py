@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coordinator.cluster.options import cluster_options
-from coordinator.decoding.decode import Decode
+from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import Engine, open_engine
 from coordinator.engine.inputs import InputProcessor
 from coordinator.sessions.request import RequestSpec

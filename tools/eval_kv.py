@@ -22,7 +22,7 @@ import uvloop
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.open import open_chain, read_model
 from coordinator.cluster.options import cluster_options
-from coordinator.decoding.decode import make_cache_choice
+from coordinator.decoding.decode_options import make_cache_choice
 from coordinator.engine.engine import generate_once
 from coordinator.engine.tokenizer import Tokenizer
 from coordinator.sessions.output import Answer

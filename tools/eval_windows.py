@@ -27,7 +27,7 @@ from coordinator.cluster.deployment import Deployment, OwnNode
 from coordinator.cluster.open import choose_plan, open_peers, read_model
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.cluster.step_timeouts import ArrivedResult
-from coordinator.decoding.decode import Decode, suit
+from coordinator.decoding.decode_options import Decode, suit
 from coordinator.engine.engine import generate_once
 from coordinator.engine.tokenizer import Tokenizer
 from coordinator.planning.costs import ChainCosts

@@ -24,7 +24,7 @@ from coordinator.bench.report import check_plot
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.open import read_model
 from coordinator.cluster.options import ClusterOptions, cluster_options
-from coordinator.decoding.decode import Decode
+from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import generate_once
 from coordinator.engine.tokenizer import Tokenizer
 from coordinator.planning.costs import ChainCosts

@@ -2,7 +2,7 @@
 
 import random
 
-from coordinator.decoding.decode import Decode
+from coordinator.decoding.decode_options import Decode
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Sampling
 from worker.model.model_spec import ModelSpec

@@ -29,7 +29,7 @@ from rich.table import Table
 
 from coordinator.cluster.local import LocalWorker
 from coordinator.cluster.options import DEFAULT_CONTEXT, ClusterOptions
-from coordinator.decoding.decode import Decode
+from coordinator.decoding.decode_options import Decode
 from coordinator.quality.report import ComparedAnswer
 from coordinator.quality.verify import verify
 from tools import random_model

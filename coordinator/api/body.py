@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, Vali
 from starlette.requests import ClientDisconnect, Request
 
 from coordinator.api.errors import HttpError
-from coordinator.decoding.decode import Decode, make_cache_choice, make_decode
+from coordinator.decoding.decode_options import Decode, make_cache_choice, make_decode
 from coordinator.sessions.request import Prompt, RequestSpec, SamplingParams, sampling_field
 from worker.errors import InputError
 from worker.platform.threads import run_in_thread

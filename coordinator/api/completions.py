@@ -11,7 +11,7 @@ from coordinator.api.answers import AnswerStats
 from coordinator.api.body import UNSUPPORTED, Unsupported
 from coordinator.api.openai import MAX_CHOICES, CompletionUsage, Finish, OpenAIAnswer, OpenAIBody, OpenAIObject
 from coordinator.api.server import Server
-from coordinator.decoding.decode import Decode
+from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import Engine, prepare_choices
 from coordinator.sessions.output import Output, Scored, Token
 from coordinator.sessions.request import Request, RequestSpec

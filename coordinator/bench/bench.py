@@ -35,13 +35,13 @@ from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import greet
 from coordinator.cluster.progress import Begin, say, show_steps
 from coordinator.cluster.survey import known_speeds
-from coordinator.decoding.decode import Decode, suit
+from coordinator.decoding.decode_options import Decode, suit
 from coordinator.engine.engine import Engine
 from coordinator.planning.plan import check_split
 from coordinator.planning.prediction import Prediction
 from coordinator.planning.speeds import NO_SPEEDS, Survey
+from coordinator.sessions.admission import cache_costs
 from coordinator.sessions.request import Request, check_request, most_rows
-from coordinator.sessions.slots import cache_costs
 from protos.brigade_pb2 import Cache
 from worker.errors import BrigadeError, ConfigError, InputError
 from worker.model.checkpoint import Checkpoint, open_folder

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from coordinator.planning.costs import ChainCosts, LaneChooser, chunk_size, on_lines
+from coordinator.sessions.admission import CacheCosts
 from coordinator.sessions.request import Request
 from coordinator.sessions.scheduler import Scheduler
 from coordinator.sessions.session import Session
-from coordinator.sessions.slots import CacheCosts
 from protos.brigade_pb2 import Frame, Result, Sample
 
 

@@ -15,8 +15,8 @@ from coordinator.cli.report import require_writable
 from coordinator.cli.run import TakeFlags
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.cluster.progress import telling_interrupts
-from coordinator.decoding.decode import Decode, make_decode
-from coordinator.sessions.slots import MOST_WAITING
+from coordinator.decoding.decode_options import Decode, make_decode
+from coordinator.sessions.admission import MOST_WAITING
 from worker.errors import InputError
 
 if TYPE_CHECKING:  # they import mlx, for which --help should not wait

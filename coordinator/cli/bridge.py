@@ -20,9 +20,9 @@ from coordinator.cli.run import TakeFlags
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
 from coordinator.engine.bounded import TEMPLATES
+from coordinator.sessions.admission import MOST_WAITING
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Conversation, RequestSpec
-from coordinator.sessions.slots import MOST_WAITING
 from worker.errors import BrigadeError, InputError
 from worker.platform.installation import version_of
 from worker.platform.text import Json, to_json

@@ -27,7 +27,7 @@ from coordinator.cli.run import TakeFlags
 from coordinator.cli.show import Printer
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.cluster.progress import say
-from coordinator.decoding.decode import Decode
+from coordinator.decoding.decode_options import Decode
 from coordinator.engine.bounded import TEMPLATES
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import RequestSpec

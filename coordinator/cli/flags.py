@@ -10,7 +10,7 @@ import typer
 
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.cluster.progress import say
-from coordinator.decoding.decode import Decode, make_decode
+from coordinator.decoding.decode_options import Decode, make_decode
 from coordinator.planning.plan import USUAL_REQUESTS, Goal
 from coordinator.planning.recovery import USUAL, Limits
 from coordinator.sessions.request import make_sampling, sampling_field

@@ -19,7 +19,7 @@ from coordinator.cli.show import Printer
 from coordinator.cli.trace import trace_events
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
-from coordinator.decoding.decode import make_cache_choice
+from coordinator.decoding.decode_options import make_cache_choice
 from coordinator.engine.bounded import TEMPLATES
 from coordinator.engine.journal_file import JournalFile, holds_something
 from coordinator.sessions.journal import Header, Journal

@@ -20,7 +20,7 @@ from coordinator.cluster.progress import say
 from coordinator.cluster.tables import plain_table
 from coordinator.planning.plan import Objective, require_fit
 from coordinator.planning.speeds import Survey, format_ms
-from coordinator.sessions.slots import MOST_WAITING
+from coordinator.sessions.admission import MOST_WAITING
 from worker.config import ClusterConfig
 from worker.errors import InputError
 from worker.model.model_spec import ModelSpec

@@ -10,7 +10,7 @@ import typer
 from coordinator.cli import flags
 from coordinator.cli.run import TakeFlags
 from coordinator.cluster.options import ClusterOptions
-from coordinator.decoding.decode import Decode
+from coordinator.decoding.decode_options import Decode
 
 
 def verify(

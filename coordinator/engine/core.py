@@ -18,11 +18,11 @@ from coordinator.cluster.step_timeouts import ArrivedResult
 from coordinator.engine.quarantine import MOST_LOSSES, Quarantine
 from coordinator.engine.stats import Stats
 from coordinator.planning.costs import LaneChooser
+from coordinator.sessions.admission import MOST_WAITING, CacheCosts, cache_costs
 from coordinator.sessions.output import Output
 from coordinator.sessions.request import Request, room_for_answer
 from coordinator.sessions.scheduler import Commit, Scheduler
 from coordinator.sessions.session import MOST_UNREAD, Session, SessionState
-from coordinator.sessions.slots import MOST_WAITING, CacheCosts, cache_costs
 from coordinator.sessions.waterfall import Passage, Route
 from worker.errors import (
     BrigadeError,

@@ -16,11 +16,11 @@ from coordinator.cluster.options import ClusterOptions
 from coordinator.engine.core import MAX_WAIT_S, EngineCore, NextChain, OutputQueue
 from coordinator.engine.inputs import InputProcessor
 from coordinator.engine.stats import RequestStats, Stats
+from coordinator.sessions.admission import MOST_WAITING
 from coordinator.sessions.output import Answer, Output
 from coordinator.sessions.request import Request, RequestSpec
 from coordinator.sessions.scheduler import Scheduler
 from coordinator.sessions.session import MOST_UNREAD, Session
-from coordinator.sessions.slots import MOST_WAITING
 from coordinator.sessions.text import TextParser
 from protos.brigade_pb2 import Cache, Sampling
 from worker.errors import (

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 from coordinator.cluster.open import read_model
-from coordinator.decoding.decode import suit
+from coordinator.decoding.decode_options import suit
 from coordinator.engine.bounded import GrammarTrials
 from coordinator.engine.grammars import after_thought, calls_grammar, regex_grammar
 from coordinator.engine.tokenizer import Tokenizer, find_tokenizer

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import takewhile
 
-from coordinator.decoding.decode import Decode
+from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import Engine, collect
 from coordinator.engine.inputs import InputProcessor
 from coordinator.sessions.output import Scored

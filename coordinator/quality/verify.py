@@ -15,7 +15,7 @@ from coordinator.cluster.open import open_chain, read_model
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.progress import say, show_steps, telling_interrupts
-from coordinator.decoding.decode import Decode, suit
+from coordinator.decoding.decode_options import Decode, suit
 from coordinator.engine.engine import generate_once
 from coordinator.engine.tokenizer import Tokenizer, find_tokenizer
 from coordinator.planning.costs import StepCosts

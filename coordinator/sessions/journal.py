@@ -15,7 +15,7 @@ import msgpack
 from google.protobuf.message import DecodeError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from coordinator.decoding.decode import Decode
+from coordinator.decoding.decode_options import Decode
 from coordinator.decoding.window_lengths import LENGTHS
 from coordinator.sessions.output import KnownTokens, Output, Token
 from coordinator.sessions.request import Request

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 from pydantic.fields import FieldInfo
 from typing_extensions import TypedDict  # pydantic needs this one up to Python 3.11
 
-from coordinator.decoding.decode import Decode
+from coordinator.decoding.decode_options import Decode
 from coordinator.planning.costs import StepCosts
 from coordinator.sessions.output import NO_TOKENS, KnownTokens
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache, Sampling

@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from coordinator.sessions.admission import MOST_WAITING, CacheCosts, SessionSlot, Slots
 from coordinator.sessions.session import Session, SessionState
-from coordinator.sessions.slots import MOST_WAITING, CacheCosts, SessionSlot, Slots
 from protos.brigade_pb2 import Frame, Result, Sample
 from worker.errors import FrameError
 

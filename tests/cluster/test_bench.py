@@ -16,7 +16,7 @@ from coordinator.bench.bench import MlxLmModel, OnChain, Workload
 from coordinator.bench.results import ONE_PROCESS, Bench, BenchRow, BenchTrial
 from coordinator.cli.bench import run_bench
 from coordinator.cluster.options import cluster_options
-from coordinator.decoding.decode import Decode
+from coordinator.decoding.decode_options import Decode
 from coordinator.sessions.request import Request
 from tests.cluster.commands import run_here
 from tests.cluster.models import make_talker

@@ -28,8 +28,8 @@ from coordinator.sessions.request import Request
 from protos.brigade_pb2 import AttachRequest, Frame, LoadProgress, LoadRequest, Sampling
 from tests.tiny import make_model
 from worker.compute.ahead import StepsAhead
+from worker.compute.batching import LaneWindow
 from worker.compute.shard import Shard
-from worker.memory.lane import LaneWindow
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
 from worker.node.loading import open_checkpoint

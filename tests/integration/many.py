@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from coordinator.cluster.chain import Chain
-from coordinator.decoding.decode import Decode
+from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import Engine, generate_once
 from coordinator.planning.costs import LaneChooser
 from coordinator.sessions.output import Answer, Output

@@ -11,8 +11,8 @@ from mlx_lm.utils import load_model
 
 from protos.brigade_pb2 import Cache
 from tests.tiny import VOCAB
+from worker.compute.batching import LaneWindow
 from worker.compute.shard import Shard
-from worker.memory.lane import LaneWindow
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe, shard_tensors
 

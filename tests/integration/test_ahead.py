@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from coordinator.decoding.decode import make_cache_choice
+from coordinator.decoding.decode_options import make_cache_choice
 from coordinator.engine.engine import Engine, generate_once
 from coordinator.sessions.output import Answer
 from protos.brigade_pb2 import Frame, Opening, Result, Sampling, Window

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import QuantizedKVCache
 
-from coordinator.decoding.decode import make_cache_choice
+from coordinator.decoding.decode_options import make_cache_choice
 from protos.brigade_pb2 import Cache, Sampling
 from tests.integration.conftest import CHUNK, Models, Whole, running
 from tests.integration.windows import BIASED, MASKED, PROMPT, SPLITS, Recompute, answer, logprobs

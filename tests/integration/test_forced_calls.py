@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.decoding.decode import Decode
+from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import Engine
 from coordinator.engine.grammars import regex_grammar
 from coordinator.engine.inputs import InputProcessor

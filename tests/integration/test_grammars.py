@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.decoding.decode import Decode
+from coordinator.decoding.decode_options import Decode
 from coordinator.engine.bounded import GrammarTrials
 from coordinator.engine.engine import Engine
 from coordinator.engine.grammars import json_grammar, lark_grammar, regex_grammar

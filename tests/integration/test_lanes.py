@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator.cluster.chain import Chain
-from coordinator.decoding.decode import Decode, make_cache_choice
+from coordinator.decoding.decode_options import Decode, make_cache_choice
 from coordinator.engine.engine import Engine
 from coordinator.planning.costs import LaneChooser
 from coordinator.sessions.output import Answer

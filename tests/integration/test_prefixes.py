@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from coordinator.cluster.chain import Chain
-from coordinator.decoding.decode import Decode, make_cache_choice
+from coordinator.decoding.decode_options import Decode, make_cache_choice
 from coordinator.engine.engine import Engine
+from coordinator.sessions.admission import cache_costs
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
-from coordinator.sessions.slots import cache_costs
 from protos.brigade_pb2 import Frame, Opening, Timing
 from tests.integration.conftest import CHUNK, Models, Pass, opened, receive, running, send, serving
 from tests.integration.many import SPLITS, Frames, Live, request, running_within, solo, tokens_of, wait_freed

@@ -15,7 +15,7 @@ from coordinator.cluster.deployment import Deployment, OwnNode
 from coordinator.cluster.nodes import Nodes
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.step_timeouts import ArrivedResult
-from coordinator.decoding.decode import Decode
+from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import Engine
 from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan

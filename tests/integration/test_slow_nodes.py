@@ -12,9 +12,9 @@ from tests.integration.conftest import Models, receive, send
 from tests.integration.many import tokens_of, until
 from tests.integration.test_epochs import hasty, loaded
 from tests.integration.upstream import window_of
+from worker.compute.batching import LaneWindow
 from worker.compute.shard import Shard
 from worker.errors import EngineHung
-from worker.memory.lane import LaneWindow
 
 SILENCE_S = "coordinator.cluster.step_timeouts._SILENCE_S"
 ROW = Frame(epoch=1, step=51, windows=[window_of(tokens_of(1), 0)])

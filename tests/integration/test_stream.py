@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.decoding.decode import Decode
+from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import Engine
 from coordinator.sessions.output import Answer
 from coordinator.sessions.text import TextParser

@@ -12,7 +12,7 @@ import pytest
 
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.cluster.progress import Begin
-from coordinator.decoding.decode import Decode
+from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import generate_once
 from coordinator.quality import verify as verify_module
 from coordinator.quality.reference import stream_layers

@@ -14,7 +14,7 @@ from coordinator.cli.verify import run_verify
 from coordinator.cluster import progress
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.options import ClusterOptions, cluster_options
-from coordinator.decoding.decode import Decode
+from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import generate_once
 from coordinator.quality import verify as verify_module
 from coordinator.quality.reference import LayerDigests, Reference
@@ -26,8 +26,8 @@ from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Sampling
 from tests.integration.conftest import Models, Whole, running
 from tests.tiny import VOCAB, make_model
+from worker.compute.batching import LaneWindow
 from worker.compute.shard import Shard
-from worker.memory.lane import LaneWindow
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
 

@@ -12,7 +12,7 @@ import pytest
 from mlx_lm.utils import load_model
 
 from coordinator.cluster.chain import Chain
-from coordinator.decoding.decode import Decode
+from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import generate_once
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request

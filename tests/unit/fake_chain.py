@@ -9,11 +9,11 @@ from itertools import islice
 from coordinator.decoding.decoders import Autoregressive, Decoder, Fill, LosslessDiffusion, PromptLookup
 from coordinator.decoding.window_lengths import WindowChooser
 from coordinator.planning.costs import StepCosts
+from coordinator.sessions.admission import CacheCosts
 from coordinator.sessions.output import NO_TOKENS, KnownTokens
 from coordinator.sessions.request import Request
 from coordinator.sessions.scheduler import Scheduler
 from coordinator.sessions.session import Session
-from coordinator.sessions.slots import CacheCosts
 from protos.brigade_pb2 import CACHE_INT8, Cache, Frame, Result, Sample, Sampling, Window
 from worker.compute.header import num_rows
 from worker.memory.history import History

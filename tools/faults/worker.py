@@ -26,9 +26,9 @@ import mlx.core as mx
 
 from protos.brigade_pb2 import Frame, Window
 from worker.cli import worker
+from worker.compute.batching import LaneWindow
 from worker.compute.executor import Executor
 from worker.compute.shard import Shard
-from worker.memory.lane import LaneWindow
 from worker.node import lifecycle
 from worker.node.attachment import Attachment
 from worker.node.stage import Stage

@@ -17,10 +17,10 @@ import mlx.core as mx
 import numpy as np
 
 from protos.brigade_pb2 import Cache, Frame, Window
+from worker.compute.batching import LaneWindow
 from worker.compute.sampling import Draws
 from worker.compute.shard import Shard
 from worker.compute.slot import Slot
-from worker.memory.lane import LaneWindow
 from worker.memory.slot_caches import move_apart, shared_by
 
 SlotsById = Mapping[int, Slot]  # by number

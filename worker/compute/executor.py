@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from protos.brigade_pb2 import DType, Failure, Frame, Opening, Result, Sampling, Timing, Window
 from worker.compute.ahead import Placeholder, Ready, StepOutputs, StepsAhead, is_one_token
+from worker.compute.batching import LaneWindow
 from worker.compute.grammar import Guide
 from worker.compute.header import asked_rows, check_header, head_rows, num_rows
 from worker.compute.sampling import Draws, TokenScores
@@ -21,7 +22,6 @@ from worker.compute.shard import Shard
 from worker.compute.slot import Slot
 from worker.errors import BrigadeError, CacheMismatch, FrameError, SamplingError
 from worker.memory.history import History
-from worker.memory.lane import LaneWindow
 from worker.memory.slot_caches import close_all
 from worker.model.describe import DTYPES
 

@@ -17,9 +17,9 @@ import numpy as np
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from protos.brigade_pb2 import Cache
+from worker.compute.batching import Attention, Lane, LaneWindow, View
 from worker.compute.grammar import Grammars
 from worker.errors import ModelError
-from worker.memory.lane import Attention, Lane, LaneWindow, View
 from worker.memory.slot_caches import Caches
 from worker.model.build import Absent, build, tensors_of_module
 from worker.model.checkpoint import Checkpoint

@@ -5,12 +5,12 @@ from __future__ import annotations
 import mlx.core as mx
 
 from protos.brigade_pb2 import Sampling, Window
+from worker.compute.batching import LaneWindow
 from worker.compute.grammar import Guide
 from worker.compute.header import asked_rows, num_rows
 from worker.compute.sampling import Draws, Sampler
 from worker.errors import CacheMismatch
 from worker.memory.history import History
-from worker.memory.lane import LaneWindow
 from worker.memory.slot_caches import Caches
 
 

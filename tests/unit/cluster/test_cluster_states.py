@@ -15,7 +15,7 @@ from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.deployment import Deployment
 from coordinator.cluster.nodes import Nodes
 from coordinator.cluster.recovery_record import Recovered
-from coordinator.decoding.decode import Decode
+from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import Engine
 from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan

@@ -15,11 +15,11 @@ from protos.brigade_pb2 import Cache, Frame, Opening, Window
 from tests.tiny import make_model
 from tools.model_types.make import make_type
 from worker.compute import shard as shard_module
+from worker.compute.batching import LaneWindow
 from worker.compute.executor import Executor
 from worker.compute.shard import CutModel, Shard
 from worker.errors import ModelError
 from worker.memory.history import History
-from worker.memory.lane import LaneWindow
 from worker.memory.slot_caches import members
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.describe import describe

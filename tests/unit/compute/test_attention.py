@@ -9,8 +9,8 @@ import mlx.nn as nn
 import pytest
 
 from protos.brigade_pb2 import Cache
+from worker.compute.batching import Lane, LaneWindow
 from worker.compute.shard import WindowRope, accept_rows
-from worker.memory.lane import Lane, LaneWindow
 from worker.memory.slot_caches import Caches
 from worker.model.cache_spec import Memory
 

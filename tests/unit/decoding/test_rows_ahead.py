@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coordinator.decoding.decode import Decode
+from coordinator.decoding.decode_options import Decode
 from coordinator.decoding.decoders import Decoder, Fill, LosslessDiffusion, PromptLookup
 from coordinator.decoding.window_lengths import WindowChooser
 from coordinator.planning.costs import StepCosts

@@ -14,9 +14,9 @@ from coordinator.engine.engine import Engine
 from coordinator.engine.quarantine import MOST_LOSSES
 from coordinator.planning.costs import ChainCosts
 from coordinator.planning.plan import Node, assign, split_by_bytes
+from coordinator.sessions.admission import cache_costs
 from coordinator.sessions.request import Request
 from coordinator.sessions.session import MOST_UNREAD, Session, SessionState
-from coordinator.sessions.slots import cache_costs
 from protos.brigade_pb2 import Cache
 from tests.unit.fake_chain import plain_answer
 from tests.unit.virtual_time import VirtualTime

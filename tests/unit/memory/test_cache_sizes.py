@@ -8,9 +8,9 @@ import pytest
 
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
 from tests.tiny import make_model
+from worker.compute.batching import LaneWindow
 from worker.compute.shard import Shard
 from worker.errors import CacheMismatch
-from worker.memory.lane import LaneWindow
 from worker.memory.layer_cache import KVCache, LayerCache, join, make_cache
 from worker.model.cache_spec import ROW_BLOCK, Memory, cache_spec, pack_capacity
 from worker.model.checkpoint import open_folder

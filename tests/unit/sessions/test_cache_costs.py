@@ -5,7 +5,7 @@ import pytest
 from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS
-from coordinator.sessions.slots import Slots, cache_costs
+from coordinator.sessions.admission import Slots, cache_costs
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
 from tests.unit.fake_chain import make_session
 from worker.errors import InputError

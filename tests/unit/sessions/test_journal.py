@@ -8,7 +8,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from coordinator.decoding.decode import Decode
+from coordinator.decoding.decode_options import Decode
 from coordinator.sessions.journal import MAGIC, Header, Journal, read_journal, write_batch, write_header
 from coordinator.sessions.output import KnownTokens, Output, Token
 from coordinator.sessions.request import Request

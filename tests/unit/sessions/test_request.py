@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.decoding.decode import Decode
+from coordinator.decoding.decode_options import Decode
 from coordinator.sessions.request import (
     Request,
     SamplingParams,

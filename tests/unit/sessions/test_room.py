@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.sessions.slots import ACTIVE, ON_STAGES, Bytes, Room, SessionSlot, SlotState, make_room
+from coordinator.sessions.admission import ACTIVE, ON_STAGES, Bytes, Room, SessionSlot, SlotState, make_room
 from tests.unit.fake_chain import make_session
 
 

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
-from worker.memory.lane import Lane, LaneMask, LaneWindow, View
+from worker.compute.batching import Lane, LaneMask, LaneWindow, View
 from worker.memory.layer_cache import StateStack
 from worker.memory.slot_caches import Caches, close_all, members
 from worker.model.cache_spec import Memory

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.decoding.decode import KINDS, Decode, make_cache_choice, make_decode, suit
+from coordinator.decoding.decode_options import KINDS, Decode, make_cache_choice, make_decode, suit
 from coordinator.decoding.decoders import Autoregressive, Fill, LosslessDiffusion, PromptLookup
 from coordinator.planning.costs import StepCosts
 from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
