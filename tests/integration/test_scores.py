@@ -16,7 +16,8 @@ from tests.integration.many import request, tokens_of
 from tests.integration.test_epochs import loaded
 from worker.errors import InputError, StageLost
 
-PROMPT = tokens_of(150)  # of several chunks of 64 rows
+PROMPT = tokens_of(150)
+CHUNK = 64  # rows, so that a prompt goes in several chunks
 CLOSE = 1e-5  # nats
 
 
@@ -48,7 +49,7 @@ def require_equal(found: Answer, model: Whole, prompt: Sequence[int], begin: int
 async def test_scores_are_those_of_the_whole_model(models: Models, family: str, layers: tuple[int, ...]) -> None:
     model = models(family)
     async with running(model.folder, layers) as chain, Engine(chain) as engine:
-        require_equal(await engine.answer(scored(PROMPT)), model, PROMPT)
+        require_equal(await engine.answer(scored(PROMPT), chunk=CHUNK), model, PROMPT)
 
 
 async def test_greedy_tokens_are_known_as_such_and_come_with_alternatives(models: Models) -> None:
@@ -106,9 +107,9 @@ async def test_each_score_comes_once_though_chains_are_lost(models: Models) -> N
         loaded(model.folder, (1, 2, 1)) as cluster,
         Engine(await cluster.open(), when_lost=cluster.open) as engine,
     ):
-        async for piece in engine.generate(scored(PROMPT)):
+        async for piece in engine.generate(scored(PROMPT), chunk=CHUNK):
             answer.add(piece)
-            if len(answer.scores) == 64:
+            if len(answer.scores) == CHUNK:
                 engine.chain._stage.fail(StageLost("is gone"))  # type: ignore[union-attr]
     assert answer.usage.num_recoveries == 1
     require_equal(answer, model, PROMPT)
