@@ -64,11 +64,7 @@ class Lane:
 
     def views(self) -> list[View]:
         """Return what the model gets in place of its list of caches."""
-        return list(map(self.view, zip(*(place.caches.listed for place in self.places), strict=True)))
-
-    def view(self, caches: Sequence[Any]) -> View:
-        """Return a view of one entry of each slot's list of caches, or of the whole lists."""
-        return View(self, caches)
+        return [View(self, entries) for entries in zip(*(place.caches.listed for place in self.places), strict=True)]
 
     @cached_property
     def equal(self) -> list[Run]:

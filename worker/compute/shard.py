@@ -89,7 +89,7 @@ class Shard:
             return h
         lane = Lane(places)
         if self._looks_at_positions:
-            whole = lane.view([place.caches.listed for place in places])
+            whole = View(lane, [place.caches.listed for place in places])
             h = whole.run(self._cut.run, [x, ids, whole], {}, self._lane_form)
         else:
             h = self._cut.run(x, ids, lane.views())

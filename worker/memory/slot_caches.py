@@ -56,7 +56,7 @@ class Caches:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its buffers, and of its share of those that nobody uses in its pack; other threads read this."""
+        """The bytes of its buffers and of its share of its pack's unused ones; other threads read this."""
         nbytes, pack = sum(cache.nbytes for cache in self.own), self.pack
         if pack:
             unused = len(pack.slots) / max(1, len(pack.members)) - 1
@@ -225,8 +225,8 @@ def pack_together(slots: Sequence[Caches], needed: Sequence[int]) -> None:
         if len(group) > 1 and not is_one:
             left = {id(slot.pack): slot.pack for slot in group if slot.pack}
             Pack(group, capacity)
-            for pack in left.values():
-                pack.thin_out()
+            for old in left.values():
+                old.thin_out()
 
 
 def members(listed: Listed) -> tuple[LayerCache, ...]:
