@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 _MOST_TRACED = 100  # frames that an exception keeps; one that is raised repeatedly would collect them
 _given_up: list[threading.Thread] = []
+_idle: "list[CallThread]" = []  # of `run_in_thread`
 _Job = tuple[Callable[[], Any], asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
 
 
@@ -72,12 +73,22 @@ def calls_are_left() -> bool:
 
 
 async def run_in_thread(call: Callable[[], T]) -> T:
-    """Run one long call on its own thread; the process may end before it."""
-    thread = CallThread("background")
+    """Run one long call on a thread that does nothing else meanwhile; the process may end before it.
+
+    Threads are used again: in each that evaluates anything, MLX starts another one for the CPU, which never ends.
+    """
     try:
-        return await thread.run(call)
+        thread = _idle.pop()
+    except IndexError:
+        thread = CallThread("background")
+    future = thread.submit(call)
+    try:
+        return await future
     finally:
-        thread.close(timeout_s=0)
+        if future.cancelled():
+            thread.close(timeout_s=0)
+        else:
+            _idle.append(thread)
 
 
 def _run(job: _Job) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from worker.platform.threads import MlxThread, calls_are_left
+from worker.platform.threads import MlxThread, calls_are_left, run_in_thread
 
 
 @pytest.fixture
@@ -122,6 +122,24 @@ def test_nothing_that_a_call_took_or_made_is_kept_while_the_thread_waits_for_the
 
     run(work())
     assert taken.wait(2) and made.wait(2)
+
+
+def test_background_calls_share_threads_except_one_that_nobody_waits_for() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    async def work() -> tuple[set[int], int]:
+        alone = {await run_in_thread(threading.get_ident) for _ in range(5)}
+        stuck = asyncio.ensure_future(run_in_thread(lambda: (entered.set(), leave.wait(5))))
+        await asyncio.to_thread(entered.wait, 5)
+        stuck.cancel()
+        await asyncio.wait([stuck])
+        beside = await run_in_thread(threading.get_ident)
+        leave.set()
+        return alone, beside
+
+    alone, beside = run(work())
+    assert len(alone) == 1
+    assert beside not in alone
 
 
 def test_an_exception_that_is_raised_again_and_again_does_not_gather_frames(thread: MlxThread) -> None:
