@@ -138,7 +138,8 @@ class LaneChooser:
     With N sessions in m lanes a frame has the rows of k = N / m sessions. A session's next token comes after its frame
     has passed all stages and hops, or after the slowest stage has done a frame of every lane, whichever is longer. The
     m with the shortest time wins, up to what stages and hops can hold: few lanes if rows cost nothing (weights are
-    read whatever their number), as many as fill the pipe if they cost much or hops are slow.
+    read whatever their number), as many as fill the pipe if they cost much or hops are slow. On one stage a second lane
+    has nothing to overlap with.
     """
 
     def __init__(self, num_stages: int, stages_s: StagesSeconds, hops_s: Callable[[int], float]) -> None:
@@ -152,7 +153,7 @@ class LaneChooser:
 
     def choose(self, num_sessions: int, rows_each: float) -> int:
         """Return the lanes for so many sessions whose windows have so many rows each."""
-        if num_sessions < 2 or not self._stages_s(1):
+        if self._num_stages == 1 or num_sessions < 2 or not self._stages_s(1):
             return self._num_stages
         self._age += 1
         if (load := (num_sessions, round(rows_each))) == self._load and self._age < _RECHECK:

@@ -23,6 +23,7 @@ def lanes(num_sessions: int, stages_s: StagesSeconds, hops_ms: float = 1.0) -> i
         (8, stages((5, 1.5), (5, 1.5), (5, 1.5), (5, 1.5)), 1, 4),
         (8, stages((26.5, 0), (6.5, 0)), 3, 1),  # rows are free and one stage does most: all in one
         (8, stages((5, 5), (5, 5)), 60, 8),  # hops hold frames: more lanes than stages
+        (8, stages((5, 5)), 60, 1),  # one stage has no hops: steps that were launched ahead only look like it
         (1, stages((5, 1.5), (5, 1.5)), 1, 2),  # a single one makes no lanes
         (3, stages((5, 1.5), (5, 1.5), (5, 1.5), (5, 1.5)), 1, 3),  # never more than sessions
         (8, stages((10.0, 0), (9.0, 0)), 0, 2),  # one lane would take 19 ms instead of 20: no reason to change
