@@ -160,7 +160,7 @@ class _Run:
             *(num_stages, unlimited),
             max_waiting=len(load.arrivals_s),
             lanes=lanes.choose,
-            chunk_rows=lambda session, beside: session.chunk or choose(session.num_unfed, beside_streams=beside),
+            chunk_rows=lambda session, unfed, beside: session.chunk or choose(unfed, beside_streams=beside),
         )
         self._sessions = [
             # different prompts, so that no prefix is shared

@@ -183,10 +183,10 @@ class EngineCore:
         rows = session.most_rows
         session.max_tokens = max(1, session.max_tokens - rows + self.costs.most_rows(session.request.cache, rows))
 
-    def _chunk_rows(self, session: Session, beside_streams: bool) -> int:
-        """Return the most rows of the session's next prompt chunk."""
+    def _chunk_rows(self, session: Session, num_unfed: int, beside_streams: bool) -> int:
+        """Return the most rows of the next prompt frame, which begins with the session's; so many are to be fed."""
         chain = self.chain
-        rows = session.chunk or chain.costs.chunk_size(session.num_unfed, beside_streams=beside_streams)
+        rows = session.chunk or chain.costs.chunk_size(num_unfed, beside_streams=beside_streams)
         longest = replace(chain.spec, cache=session.request.cache).longest_chunk or rows
         return min(rows, longest, most_chunk_rows(chain.spec.row_bytes))
 

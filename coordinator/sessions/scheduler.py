@@ -29,20 +29,21 @@ class Scheduler:
         epoch: int = 1,
         max_waiting: int = MOST_WAITING,
         lanes: Callable[[int, float], int] | None = None,
-        chunk_rows: Callable[[Session, bool], int] | None = None,
+        chunk_rows: Callable[[Session, int, bool], int] | None = None,
         last_step: int = 0,
     ) -> None:
         """
         Args:
             max_waiting: most sessions that wait for memory.
             lanes: (number of sessions, rows of each) -> number of lanes; None: one lane per stage.
-            chunk_rows: (session, whether others stream) -> most rows of its next prompt chunk; None: the session's own.
+            chunk_rows: (session, rows of all prompts to feed, whether others stream) -> most rows of the next prompt
+                frame; None: the session's own.
             last_step: the last step that the chain has seen.
         """
         self.slots = Slots(costs, max_waiting)
         self._num_stages = num_stages
         self._num_lanes = lanes or (lambda num_sessions, rows_each: num_stages)
-        self._chunk_rows = chunk_rows or (lambda session, beside_streams: session.chunk or session.num_unfed)
+        self._chunk_rows = chunk_rows or (lambda session, num_unfed, beside_streams: session.chunk or session.num_unfed)
         self._epoch = epoch
         self._lanes: dict[int, list[SessionSlot]] = {}  # in flight, by step
         self._prompts: dict[int, list[SessionSlot]] = {}  # likewise; [] for a frame that only closes slots
@@ -153,7 +154,7 @@ class Scheduler:
             return [], 0
         self._turn += 1
         first = ready[0] if self._turn % 2 else min(ready, key=lambda slot: slot.session.num_unfed)
-        chunk = self._chunk_rows(first.session, beside_streams)
+        chunk = self._chunk_rows(first.session, sum(slot.session.num_unfed for slot in ready), beside_streams)
         chosen, room = [first], chunk - first.session.num_unfed
         for slot in ready:
             if slot is not first and slot.session.num_unfed <= room:

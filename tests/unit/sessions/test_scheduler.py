@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from coordinator.decoding.decoders import Autoregressive, Proposal
+from coordinator.sessions.scheduler import Scheduler
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import Frame
 from tests.unit.fake_chain import VOCAB, Rig, decoders, plain_answer, prompt_of
@@ -264,6 +265,22 @@ def test_short_prompts_share_a_frame_as_far_as_they_fit_into_a_chunk() -> None:
     lengths = [[len(window.tokens) for window in frame.windows] for frame in rig.chain.frames]
     assert lengths == [[5, 6, 3, 2], [7]]
     rig.run(*sessions)
+
+
+def test_how_many_rows_a_prompt_frame_takes_is_chosen_by_what_all_prompts_have_to_feed() -> None:
+    asked: list[int] = []
+
+    def choose(session: Session, num_unfed: int, beside_streams: bool) -> int:
+        asked.append(num_unfed)
+        return num_unfed // 2
+
+    rig = Rig(num_stages=1)
+    rig.scheduler = Scheduler(1, rig.costs, chunk_rows=choose)
+    for length in (5, 6, 7):
+        rig.submit(prompt_of(length, seed=length), 1)
+    frame = rig.scheduler.schedule()
+    assert asked == [5 + 6 + 7]
+    assert frame and [len(window.tokens) for window in frame.windows] == [5]  # 9 rows: no room for another prompt
 
 
 def test_the_end_of_a_long_prompt_shares_its_frame_too() -> None:
