@@ -36,7 +36,8 @@ class StepOutputs:
     tokens: mx.array | None = None  # [B], if all were drawn at once
 
     def evaluate(self) -> None:
-        mx.async_eval([self.h, *(array for draws in self.draws.values() for array in draws.arrays())])
+        drawn = [array for draws in self.draws.values() for array in draws.arrays()]
+        mx.async_eval([self.h, *(drawn if self.tokens is None else [self.tokens])])
 
     def tokens_of(self, slots: SlotsById) -> mx.array:
         """Return the tokens [B] drawn for these slots, in the step's order."""

@@ -16,6 +16,7 @@ from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from worker.memory.layer_cache import (
     KVCache,
@@ -55,7 +56,7 @@ class Lane:
         self.places = places
         self.num_rows = sum(place.num_rows for place in places)
         self._splits = tuple(accumulate(place.num_rows for place in places[:-1]))
-        self.offset = mx.concatenate([place.row_positions for place in places])
+        self.offset = _joined_positions(places)
         pack_together([place.caches for place in places], [place.base + place.num_rows for place in places])
         for place in places:
             place.caches.begin()
@@ -94,10 +95,13 @@ class Run:
     def __init__(self, numbers: Sequence[int], places: Sequence[LaneWindow]) -> None:
         """`numbers` are the windows' numbers in the lane, in the order of their slots in a pack."""
         self.numbers = numbers
+        self.is_lane = list(numbers) == list(range(len(places)))  # all windows, in the lane's own order
         self.counts_up = all(places[number].positions is None for number in numbers)
+        self.begin_alike = len({places[number].base > 0 for number in numbers}) == 1  # all with a past, or none
         self._places = [places[number] for number in numbers]
         self._end = max(place.base for place in self._places) + self._places[0].num_rows
         self._masks: dict[int | None, mx.array] = {}
+        self._numbers: dict[tuple[int, int], mx.array] = {}
 
     @cached_property
     def bases(self) -> mx.array:
@@ -109,12 +113,17 @@ class Run:
         """Where each row is written [B, L]."""
         return self.bases[:, None] + mx.arange(self._places[0].num_rows)
 
-    @cached_property
-    def _slots(self) -> mx.array:
-        """The numbers of the slots in their pack [B, 1]."""
-        caches = self._places[0].caches
-        first = caches.pack.slots.index(caches) if caches.pack else 0
-        return mx.arange(first, first + len(self._places))[:, None]
+    def _numbers_of_rows(self, num_heads: int, capacity: int) -> mx.array:
+        """Return the number of each new row [B, H, L] among all rows of a buffer of the slots' pack."""
+        key = num_heads, capacity
+        if key not in self._numbers:
+            caches = self._places[0].caches
+            first = caches.pack.slots.index(caches) if caches.pack else 0
+            slots = np.arange(first, first + len(self._places))[:, None, None]
+            bases = np.array([place.base for place in self._places])[:, None, None]
+            found = (slots * num_heads + np.arange(num_heads)[:, None]) * capacity + bases
+            self._numbers[key] = mx.array((found + np.arange(self._places[0].num_rows)).astype(np.uint32))
+        return self._numbers[key]
 
     def mask(self, window_size: int | None) -> mx.array:
         """Return which rows each row sees [B, 1, L, end]: of the last `window_size`, or of all."""
@@ -131,7 +140,7 @@ class Run:
 
     def append(self, caches: Sequence[KVCache], keys: mx.array, values: mx.array) -> None:
         """Append [B, H, L, K] to one layer's caches of the run."""
-        append_together(caches, keys, values, self._slots, self._rows)
+        append_together(caches, keys, values, self._numbers_of_rows)
 
     def fetch(self, caches: Sequence[KVCache]) -> tuple[mx.array, mx.array]:
         """Return what one layer's caches of the run hold, right-padded."""
@@ -180,21 +189,25 @@ class View:
             form: how this unit may take the windows of a lane.
         """
         if form is LaneForm.ROWS and isinstance(self._caches[0], KVCache):
-            together = self._runs[0] if self._runs and self._can_be_batch(self._runs[0]) else None
-            if together is None or len(together.numbers) < len(self._caches):
+            groups = [run for run in self._runs if run.is_lane and run.counts_up]
+            if not groups:
                 return unit(*args, **kwargs)
+        else:
+            groups = self._groups(form)
         results: dict[int, Any] = {}
-        for group in self._groups(form):
-            results |= self._run_group(group, unit, args, kwargs)
+        for group in groups:
+            result = self._run_group(group, unit, args, kwargs)
+            if group.is_lane:
+                return _end_to_end(result)
+            results |= zip(group.numbers, _split(result, len(group.numbers)), strict=True)
             if len(results) < len(self._caches):
                 kept = [cache for entry in self._caches for cache in _flat(entry) if isinstance(cache, KVCache)]
                 wait_for(kept, [_first(results[number]) for number in group.numbers])
         found = [results[number] for number in range(len(results))]
         if not isinstance(found[0], tuple | list):
             return mx.concatenate(found, axis=1)
-        return tuple(
-            mx.concatenate(list(part), axis=1) if _has_rows(part[0]) else None for part in zip(*found, strict=True)
-        )
+        parts = zip(*found, strict=True)
+        return tuple(mx.concatenate(list(part), axis=1) if _has_rows(part[0]) else None for part in parts)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[list[Any], list[Any]]:
         """Append each slot's rows of [1, H, sum L, K] and return what each run and each single slot holds now."""
@@ -237,26 +250,20 @@ class View:
 
     def _can_be_batch(self, run: Run) -> bool:
         """Return whether the run's positions count up, and its states, if any, have all begun or none has."""
-        begun = {self._lane.places[number].base > 0 for number in run.numbers}
         has_state = any(isinstance(cache, RecurrentState) for cache in _flat(self._caches[0]))
-        return run.counts_up and (len(begun) == 1 or not has_state)
+        return run.counts_up and (run.begin_alike or not has_state)
 
-    def _run_group(self, run: Run, unit: RunLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int, Any]:
-        """Run a unit for one slot or for a batch and return each slot's result."""
-        numbers = run.numbers
-        if len(numbers) == 1:
-            result = unit(*[self._of_slot(arg, *numbers) for arg in args],
-                          **{key: self._of_slot(arg, *numbers) for key, arg in kwargs.items()})  # fmt: skip
-            return {numbers[0]: result}
+    def _run_group(self, run: Run, unit: RunLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run a unit for one slot or for a batch and return its result [B, ...]."""
+        if len(run.numbers) == 1:
+            return unit(*[self._of_slot(arg, *run.numbers) for arg in args],
+                        **{key: self._of_slot(arg, *run.numbers) for key, arg in kwargs.items()})  # fmt: skip
         stacks: dict[int, StateStack] = {}
         result = unit(*[self._of_batch(arg, run, stacks) for arg in args],
                       **{key: self._of_batch(arg, run, stacks) for key, arg in kwargs.items()})  # fmt: skip
         for stack in stacks.values():
             stack.give_back()
-        if not isinstance(result, tuple | list):
-            return dict(zip(numbers, result.split(len(numbers)), strict=True))
-        parts = [part.split(len(numbers)) if _has_rows(part) else [None] * len(numbers) for part in result]
-        return dict(zip(numbers, zip(*parts, strict=True), strict=True))
+        return result
 
     def _of_slot(self, value: Any, number: int) -> Any:
         """Return one slot's part of an argument: its own mask, cache, rows or position."""
@@ -279,7 +286,7 @@ class View:
             return run.bases
         if not self._holds_rows(value):
             return value
-        if list(run.numbers) == list(range(len(self._caches))):
+        if run.is_lane:
             return value.reshape(len(run.numbers), -1, *value.shape[2:])
         return _stacked(self._lane.split(value), run.numbers)
 
@@ -333,6 +340,13 @@ def _batch(caches: Sequence[Any], run: Run, stacks: dict[int, StateStack]) -> An
     return stacks.setdefault(id(caches[0]), StateStack(caches))  # the list of caches may have a state several times
 
 
+def _joined_positions(places: Sequence[LaneWindow]) -> mx.array:
+    """Return the position of every row [sum L]."""
+    if any(place.positions is not None for place in places):
+        return mx.concatenate([place.row_positions for place in places])
+    return mx.array(np.concatenate([np.arange(p.base, p.base + p.num_rows, dtype=np.int32) for p in places]))
+
+
 def _runs(places: Sequence[LaneWindow]) -> Iterator[Run]:
     """Yield the longest runs of at least two windows."""
     packs: dict[Any, dict[int, int]] = defaultdict(dict)  # by pack and length: windows by the place of their slots
@@ -368,6 +382,21 @@ def _flat(entry: Any) -> Iterator[Any]:
 def _stacked(rows: Sequence[mx.array], numbers: Sequence[int]) -> mx.array:
     """Return these windows, [1, ...] each, as [B, ...]."""
     return mx.concatenate([rows[number] for number in numbers])
+
+
+def _end_to_end(result: Any) -> Any:
+    """Return a batch's result [B, L, ...] as [1, sum L, ...]."""
+    if not isinstance(result, tuple | list):
+        return result.reshape(1, -1, *result.shape[2:])
+    return tuple(_end_to_end(part) if _has_rows(part) else None for part in result)
+
+
+def _split(result: Any, num_slots: int) -> Sequence[Any]:
+    """Return each slot's part of a batch's result [B, L, ...]."""
+    if not isinstance(result, tuple | list):
+        return result.split(num_slots) if num_slots > 1 else [result]
+    parts = [part.split(num_slots) if _has_rows(part) else [None] * num_slots for part in result]
+    return list(zip(*parts, strict=True))
 
 
 def _first(result: Any) -> mx.array:

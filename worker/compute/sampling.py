@@ -33,16 +33,22 @@ class Draws:
     logprobs: mx.array | None = None  # [N]
     alternatives: tuple[mx.array, mx.array] | None = None  # ids and logprobs, [N, n] each
     entropies: mx.array | None = None  # [N], nats
+    together: "Draws | None" = None  # the draws of several slots, read all at once, and which row of them this is
+    row: int = 0
 
     def rows(self) -> "list[Draws]":
         """Split draws that have only tokens into one per row."""
-        return [Draws(token) for token in self.tokens.split(self.tokens.size)]
+        return [Draws(token, together=self, row=row) for row, token in enumerate(self.tokens.split(self.tokens.size))]
+
+    @cached_property
+    def _numbers(self) -> list[int]:
+        return [self.together._numbers[self.row]] if self.together else _listed(self.tokens)
 
     def arrays(self) -> list[mx.array]:
         return [a for a in (self.tokens, self.logprobs, *(self.alternatives or ()), self.entropies) if a is not None]
 
     def to_samples(self, slot: int) -> list[Sample]:
-        samples = [Sample(slot=slot, token=token) for token in _listed(self.tokens)]
+        samples = [Sample(slot=slot, token=token) for token in self._numbers]
         if self.entropies is not None:
             for sample, entropy in zip(samples, _listed(self.entropies), strict=True):
                 sample.entropy = entropy

@@ -6,7 +6,7 @@ Shapes: B slots, H heads, L window length, K head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from typing import Any
 from weakref import ref
@@ -29,6 +29,7 @@ from worker.model.cache_spec import (
 
 Mask = mx.array | str | None
 Parts = tuple[mx.array, ...]  # how rows are stored: as they are, or as quantised values, scales and biases
+NumbersOfRows = Callable[[int, int], mx.array]  # of new rows [B, H, L] in a buffer [S, H, capacity]: from H, capacity
 
 
 def make_cache(memory: Memory, cache: Cache) -> LayerCache:
@@ -259,20 +260,24 @@ class Rows:
 
     def write(self, rows: mx.array, slot: int, begin: int) -> None:
         """Write rows [1, H, L, K] of a slot."""
-        for part, new in self._writing(rows):
+        encoded = self.encode(rows)
+        self._allocate(encoded)
+        self.parts = tuple(map(copy, self.parts))  # new array objects: what was saved may still hold the old ones
+        for part, new in zip(self.parts, encoded, strict=True):
             part[slot : slot + 1, :, begin : begin + rows.shape[2]] = new
 
-    def write_slots(self, new: mx.array, slots: mx.array, rows: mx.array) -> None:
-        """Write [B, H, L, K] to rows [B, L] of several slots [B, 1]."""
-        for part, encoded in self._writing(new):
-            part[slots, :, rows] = encoded.transpose(0, 2, 1, 3)
+    def write_rows(self, new: mx.array, numbers: NumbersOfRows) -> None:
+        """Write [B, H, L, K] of several slots to the rows of these numbers."""
+        self._allocate((new,))
+        shape = self.parts[0].shape
+        every = self.parts[0].reshape(-1, shape[-1])
+        every[numbers(shape[1], self.capacity)] = new
+        self.parts = (every.reshape(shape),)
 
-    def _writing(self, rows: mx.array) -> Iterator[tuple[mx.array, mx.array]]:
-        encoded = self.encode(rows)
+    def _allocate(self, like: Parts) -> None:
+        """Make the buffers for rows like these, unless they exist."""
         if not self.parts:
-            self._set(mx.zeros((self.num_slots, p.shape[1], self.capacity, p.shape[3]), p.dtype) for p in encoded)
-        self.parts = tuple(map(copy, self.parts))  # new array objects: what was saved may still hold the old ones
-        return zip(self.parts, encoded, strict=True)
+            self._set(mx.zeros((self.num_slots, p.shape[1], self.capacity, p.shape[3]), p.dtype) for p in like)
 
     def _set(self, parts: Iterable[mx.array]) -> None:
         self.parts = tuple(parts)
@@ -322,12 +327,10 @@ def join(caches: Sequence[KVCache], capacity: int) -> None:
         cache._keys, cache._values, cache._slot = keys, values, slot
 
 
-def append_together(
-    caches: Sequence[KVCache], keys: mx.array, values: mx.array, slots: mx.array, rows: mx.array
-) -> None:
-    """Append [B, H, L, K] to caches of the same buffers: at their places `slots` [B, 1] there, in rows [B, L]."""
-    caches[0]._keys.write_slots(keys, slots, rows)
-    caches[0]._values.write_slots(values, slots, rows)
+def append_together(caches: Sequence[KVCache], keys: mx.array, values: mx.array, numbers: NumbersOfRows) -> None:
+    """Append [B, H, L, K] to caches of the same buffers, at the rows of these numbers."""
+    caches[0]._keys.write_rows(keys, numbers)
+    caches[0]._values.write_rows(values, numbers)
     for cache in caches:
         cache.length += keys.shape[2]
 

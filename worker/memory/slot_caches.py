@@ -111,9 +111,8 @@ class Caches:
     def reserve(self, num_rows: int, positions: mx.array | None) -> None:
         """Make room for a window [L]. Rows that do not fit into the pack any more move out of it."""
         before = self.capacity
-        for number in self.own_numbers:
-            for cache in members(self.listed[number]):
-                cache.reserve(num_rows, positions)
+        for cache in self.own:
+            cache.reserve(num_rows, positions)
         if (pack := self.pack) and self.capacity != before:
             self._leave_pack()
             pack.thin_out()
