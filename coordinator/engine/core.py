@@ -8,7 +8,7 @@ the main loop opens and closes sessions by calls that run between two steps, and
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -44,29 +44,7 @@ _LEAVE_S = 2.0  # for frames in flight when a core is left by an exception
 _UNREAD_S = 30.0  # how long a session stays paused for a reader that does not read
 
 NextChain = Callable[[BrigadeError], Coroutine[Any, Any, Chain]]
-
-
-class OutputQueue:
-    """The outputs of the sessions of one reader, who makes it. An exception is the last item of its session."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue[tuple[Session, Output | BaseException]] = asyncio.Queue()
-
-    def put(self, session: Session, item: Output | BaseException) -> None:
-        """Add an item. Any thread may call it.
-
-        On another loop than the reader's it goes out two iterations later, when the stage has begun the next frame: the
-        reader's thread would hold up what comes before that.
-        """
-        add = partial(self._loop.call_soon_threadsafe, self._items.put_nowait, (session, item))
-        if (loop := asyncio.get_running_loop()) is self._loop:
-            add()
-        else:
-            loop.call_soon(loop.call_soon, add)
-
-    async def get(self) -> tuple[Session, Output | BaseException]:
-        return await self._items.get()
+OutputQueue = asyncio.Queue[tuple[Session, Output | BaseException]]  # an exception is the last item of its session
 
 
 class EngineCore:
@@ -98,6 +76,7 @@ class EngineCore:
         self._is_closing = False
         self._idle = asyncio.Event()  # nothing is in flight, or no results will come back
         self._thread = chain.thread
+        self._outbox: list[tuple[OutputQueue, Session, Output | BaseException]] = []  # not yet on the main loop
         self._task: asyncio.Task[None] | None = None
         self._begin_epoch(chain)
 
@@ -130,7 +109,7 @@ class EngineCore:
             request,
             request.decode.make_decoder(request.eos, self.chain.costs.steps),
             chunk=chunk,
-            put=queue.put,
+            put=partial(self._put, queue),
             started=time.monotonic_ns(),
             is_traced=traced,
         )
@@ -151,6 +130,23 @@ class EngineCore:
     def close(self, session: Session, *, keep: bool) -> None:
         """End a session in any state; the next frame frees its slot, unless it is kept as a prefix cache."""
         self._thread.post(partial(self._close, session, keep=keep))
+
+    def _put(self, queue: OutputQueue, session: Session, item: Output | BaseException) -> None:
+        """Put an item into a reader's queue, on either loop.
+
+        From the MLX thread the items of a step go together, and two iterations later, when the stage has begun the next
+        frame: the reader's thread would hold up what comes before that.
+        """
+        if (loop := asyncio.get_running_loop()) is self._main:
+            queue.put_nowait((session, item))
+            return
+        self._outbox.append((queue, session, item))
+        if len(self._outbox) == 1:
+            loop.call_soon(loop.call_soon, self._empty_outbox)
+
+    def _empty_outbox(self) -> None:
+        items, self._outbox = self._outbox, []
+        self._main.call_soon_threadsafe(_put_all, items)
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         """Fail every request, since the chain failed for good, or the engine has been left."""
@@ -399,3 +395,8 @@ class EngineCore:
         self._send_all()
         while not self._idle.is_set():
             await self._idle.wait()
+
+
+def _put_all(items: Iterable[tuple[OutputQueue, Session, Output | BaseException]]) -> None:
+    for queue, session, item in items:
+        queue.put_nowait((session, item))
