@@ -29,18 +29,25 @@ class SlowHub:
     """Downloads files in pieces, each of which needs a permit."""
 
     def __init__(self) -> None:
-        self.pieces: list[tuple[threading.Thread, str]] = []  # the thread that took each, and its file
+        self.pieces: list[tuple[int, str]] = []  # the number of the download that took each, and its file
+        self.ended: list[int] = []  # the downloads that have returned or raised
+        self._num_downloads = 0
         self.permits = threading.Semaphore(0)
 
     def checkpoint(self, folder: Path) -> Checkpoint:
         return replace(open_folder(folder), download=self.download)
 
     def download(self, files: Iterable[str], progress: Callable[[int], None]) -> None:
-        for file in files:
-            for _ in range(PIECES):
-                assert self.permits.acquire(timeout=60)
-                self.pieces.append((threading.current_thread(), file))
-                progress(1)
+        self._num_downloads += 1
+        number = self._num_downloads
+        try:
+            for file in files:
+                for _ in range(PIECES):
+                    assert self.permits.acquire(timeout=60)
+                    self.pieces.append((number, file))
+                    progress(1)
+        finally:
+            self.ended.append(number)
 
 
 @pytest.fixture
@@ -85,8 +92,7 @@ async def test_a_download_that_was_given_up_stops_after_its_piece_and_the_next_l
         assert set(second.phases) == {"waiting"}
         hub.permits.release(3 * PIECES + 1)
         await second.task
-        given_up = hub.pieces[0][0]
-        assert [thread for thread, _ in hub.pieces].count(given_up) == 2
+        assert [number for number, _ in hub.pieces].count(1) == 2
         assert list(dict.fromkeys(second.phases)) == ["waiting", "download", "load"]
         async with opened(folder, (2, 2), [node]):
             pass
@@ -228,6 +234,6 @@ async def test_a_coordinator_whose_own_load_is_cancelled_goes_on_at_once_and_the
     await asyncio.wait([load], timeout=60)
     assert load.cancelled() and len(hub.pieces) == 1
     hub.permits.release(PIECES)
-    await asyncio.to_thread(hub.pieces[0][0].join, 60)
+    await until(lambda: hub.ended == [1])
     assert len(hub.pieces) == 2
     thread.close()
