@@ -128,9 +128,9 @@ async def open_slow_chain(
 
 
 def _is_able(decode: Decode, spec: ModelSpec) -> bool:
-    if spec.recurrent_layers:
-        return False
-    return decode.kind == "ngram" or spec.mask_token is not None
+    if decode.kind == "ngram":
+        return spec.can_take_back
+    return spec.mask_token is not None and not spec.recurrent_layers
 
 
 def _name(decode: Decode) -> str:

@@ -74,14 +74,20 @@ def suit(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
         decode = replace(decode, kind="diffusion" if able else "ar")
     if decode.kind == "ar":
         return decode
-    if spec.recurrent_layers:
+    if not spec.can_take_back:
         raise InputError(
             "decode",
-            f"{decode.kind} needs to cut the cache, but {spec.name} has recurrent layers "
-            f"(the first is layer {spec.recurrent_layers[0]}), whose state cannot be cut; use ar",
+            f"{decode.kind} needs to take rows back, but {spec.name} has a state outside of its layers, "
+            "which cannot be cut; use ar",
         )
     if decode.kind == "ngram":
         return decode
+    if spec.recurrent_layers:
+        raise InputError(
+            "decode",
+            f"{decode.kind} needs to reorder rows, but {spec.name} has recurrent layers "
+            f"(the first is layer {spec.recurrent_layers[0]}); use ngram or ar",
+        )
     if spec.mask_token is None:
         raise InputError(
             "decode",

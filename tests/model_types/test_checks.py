@@ -15,6 +15,7 @@ from tools.model_types.matrix import answer, best_lanes, look_at
 from tools.model_types.quantised import UNIT, makers
 from worker.compute.shard import Shard
 from worker.errors import ModelError
+from worker.memory.layer_cache import RecurrentState
 from worker.memory.slot_caches import Caches
 
 ROWS = [mx.array([[0.0, 1.0, -3.0], [5.0, 4.0, -mx.inf]])]
@@ -72,10 +73,14 @@ def test_a_cut_that_keeps_what_was_taken_back_is_seen(chain: Chain, monkeypatch:
     assert "cut: off by" in cut(chain)
 
 
-def test_a_state_that_is_cut_without_a_word_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_is_cut_wrongly_or_without_a_word_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = Chain(make_type(tmp_path, "mamba"))
-    assert cut(chain) == "no"
-    monkeypatch.setattr(Caches, "cut", lambda caches, length: None)
+    assert cut(chain) == "last"
+    with monkeypatch.context() as patch:
+        patch.setattr(RecurrentState, "take_again", lambda state: None)
+        assert "cut within a window: off by" in cut(chain)
+    cut_state = RecurrentState.cut
+    monkeypatch.setattr(RecurrentState, "cut", lambda state, length: cut_state(state, length) if length != 6 else None)
     assert cut(chain) == "is cut without a word"
 
 

@@ -40,7 +40,7 @@ class Feed:
     def window(self) -> Window:
         base = len(self.session) if self.base is None else self.base
         prefix_hash = self.session.slots[0].history.prefix_hash(base)
-        return Window(base=base, prefix_hash=prefix_hash, tokens=self.tokens)
+        return Window(base=base, prefix_hash=prefix_hash, tokens=self.tokens, wanted=len(self.tokens))
 
 
 class Chain:

@@ -100,10 +100,10 @@ def compared(found: Sequence[mx.array], wanted: Sequence[mx.array]) -> str:
 
 
 def cut(chain: Chain) -> str:
-    """`any` if a window's rows can be taken back, `no` if that is refused; else what is wrong."""
+    """`any` if rows can be taken back, `last` if only those of the last window, `no` if none; else what is wrong."""
     begun, drafts, others = PROMPT[:6], [9, 8, 7, 6, 5, 4, 3, 2], [30, 31, 32, 33]
     if chain.spec.recurrent_layers:
-        return _state_goes_on(chain, begun, others)
+        return _cut_in_last_window(chain, begun, drafts, others)
     session, fresh, late = chain.open(), chain.open(), chain.open()
     for each in (session, fresh, late):
         chain.run(Feed(each, begun))
@@ -121,20 +121,28 @@ def cut(chain: Chain) -> str:
     return "; ".join(f"{what}: {how}" for what, how in wrong.items()) or "any"
 
 
-def _state_goes_on(chain: Chain, begun: Sequence[int], others: Sequence[int]) -> str:
-    """A state forks where it stands, starts anew from nothing, and refuses to be cut in between."""
-    session, fresh = chain.open(), chain.open()
+def _cut_in_last_window(chain: Chain, begun: Sequence[int], drafts: Sequence[int], others: Sequence[int]) -> str:
+    """A state is cut and forked inside its last window only, and starts anew from nothing."""
+    session, late = chain.open(), chain.open()
     first = chain.run(Feed(session, begun))
-    chain.run(Feed(fresh, begun))
-    forked = session.fork(len(begun))
-    wanted = chain.run(Feed(fresh, others))
-    if compared(chain.run(Feed(forked, others)), wanted) != EQUAL:
-        return "a fork differs"
-    chain.run(Feed(session, others))
+    chain.run(Feed(late, begun))
+    chain.run(Feed(session, drafts))
+    chain.run(Feed(late, drafts[:3]))
+    wanted = chain.run(Feed(late, others))
+    try:
+        forked = session.fork(9)
+    except CacheMismatch:
+        return "is refused" if chain.spec.can_take_back else "no"
+    results = {
+        "a fork": compared(chain.run(Feed(forked, others)), wanted),
+        "cut within a window": compared(chain.run(Feed(session, others, base=9)), wanted),
+    }
+    if wrong := {what: how for what, how in results.items() if how not in (EQUAL, CLOSE)}:
+        return "; ".join(f"{what}: {how}" for what, how in wrong.items())
     try:
         chain.run(Feed(session, others, base=len(begun)))
     except CacheMismatch:
-        return "no" if compared(chain.run(Feed(session, begun, base=0)), first) == EQUAL else "does not start anew"
+        return "last" if compared(chain.run(Feed(session, begun, base=0)), first) == EQUAL else "does not start anew"
     return "is cut without a word"
 
 

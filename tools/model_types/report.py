@@ -31,8 +31,8 @@ are `=` with keys in the order of their tokens, and within rounding of mlx-lm's.
 
 * **caches**: what mlx-lm makes for the layers: `kv` keys and values, `win` of a sliding window, `chunk` of a chunk,
   `s2` a state of two arrays, `a+b` two in one layer.
-* **cut**: whether rows can be taken back, as drafts that fail require. A state cannot: such models decode a token per
-  step and share only whole prefixes.
+* **cut**: which rows can be taken back, as drafts that fail require: `any`, or those of the `last` window where layers
+  have a state; such models share only whole prefixes. `no`: something besides the layers has a state.
 * **lanes**: how windows of several sessions go through modules that keep a cache: `rows` attention takes them end to
   end, of any lengths; `batch` side by side, those of one length, as recurrent layers everywhere; `alone` one after
   another. All other modules take all rows. Each is compared with the session alone.

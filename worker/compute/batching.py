@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from worker.memory.layer_cache import (
     KVCache,
+    LayerCall,
     Mask,
     RecurrentState,
     StateStack,
@@ -42,6 +43,7 @@ class LaneWindow:
     base: int
     num_rows: int
     positions: mx.array | None = None  # [L] int32; None if they count up from the base
+    has_drafts: bool = False  # which may fail: the next window may cut this one inside
 
     @property
     def row_positions(self) -> mx.array:
@@ -60,7 +62,7 @@ class Lane:
         pack_together([place.caches for place in places], [place.base + place.num_rows for place in places])
         for place in places:
             place.caches.begin()
-            place.caches.reserve(place.num_rows, place.positions)
+            place.caches.reserve(place.num_rows, place.positions, has_drafts=place.has_drafts)
         self.runs = list(_runs(places))
 
     def views(self) -> list[View]:
@@ -182,6 +184,17 @@ class View:
         places = zip(self._caches, self._lane.places, strict=True)
         return LaneMask([c.make_mask(p.num_rows, return_array, window_size) for c, p in places], window_size)
 
+    def calls(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Callable[[], LayerCall]]]:
+        """Yield each slot's caches, and a function for what a layer is given for its window."""
+
+        def call(number: int) -> LayerCall:
+            own_args = [self._of_slot(arg, number, LayerCall.HERE) for arg in args]
+            own = {key: self._of_slot(arg, number, LayerCall.HERE) for key, arg in kwargs.items()}
+            return LayerCall(own_args, own, self._lane.places[number].num_rows)
+
+        for number, caches in enumerate(self._caches):
+            yield caches, partial(call, number)
+
     def run(self, unit: RunLayer, args: Sequence[Any], kwargs: dict[str, Any], form: LaneForm) -> Any:
         """Run a unit over the lane; its arguments hold this view and arrays with the rows of all windows [1, sum L, D].
 
@@ -201,7 +214,7 @@ class View:
                 return _end_to_end(result)
             results |= zip(group.numbers, _split(result, len(group.numbers)), strict=True)
             if len(results) < len(self._caches):
-                kept = [cache for entry in self._caches for cache in _flat(entry) if isinstance(cache, KVCache)]
+                kept = [cache for entry in self._caches for cache in flat(entry) if isinstance(cache, KVCache)]
                 wait_for(kept, [_first(results[number]) for number in group.numbers])
         found = [results[number] for number in range(len(results))]
         if not isinstance(found[0], tuple | list):
@@ -240,7 +253,7 @@ class View:
         """Return the runs in which a unit goes over the lane; one of several windows is a batch."""
         if form is LaneForm.ALONE:
             candidates = []
-        elif any(isinstance(cache, KVCache) for cache in _flat(self._caches[0])):
+        elif any(isinstance(cache, KVCache) for cache in flat(self._caches[0])):
             candidates = self._runs
         else:
             candidates = self._lane.equal
@@ -250,7 +263,7 @@ class View:
 
     def _can_be_batch(self, run: Run) -> bool:
         """Return whether the run's positions count up, and its states, if any, have all begun or none has."""
-        has_state = any(isinstance(cache, RecurrentState) for cache in _flat(self._caches[0]))
+        has_state = any(isinstance(cache, RecurrentState) for cache in flat(self._caches[0]))
         return run.counts_up and (run.begin_alike or not has_state)
 
     def _run_group(self, run: Run, unit: RunLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -265,12 +278,12 @@ class View:
             stack.give_back()
         return result
 
-    def _of_slot(self, value: Any, number: int) -> Any:
-        """Return one slot's part of an argument: its own mask, cache, rows or position."""
+    def _of_slot(self, value: Any, number: int, caches: Any = None) -> Any:
+        """Return one slot's part of an argument: its own mask, caches (or these instead), rows or position."""
         if isinstance(value, LaneMask):
             return value.alone[number]
         if isinstance(value, View):
-            return value._caches[number]
+            return caches or value._caches[number]
         if value is self._lane.offset:
             place = self._lane.places[number]
             return place.base if place.positions is None else place.positions
@@ -367,14 +380,15 @@ def _runs(places: Sequence[LaneWindow]) -> Iterator[Run]:
 
 def _is_packed(entry: Any) -> bool:
     """Return whether all keys and values of an entry are where those of the slot's pack are."""
-    kept = [cache for cache in _flat(entry) if isinstance(cache, KVCache)]
+    kept = [cache for cache in flat(entry) if isinstance(cache, KVCache)]
     return bool(kept) and all(cache.can_be_packed for cache in kept)
 
 
-def _flat(entry: Any) -> Iterator[Any]:
+def flat(entry: Any) -> Iterator[Any]:
+    """Yield the members of nested tuples and lists."""
     if isinstance(entry, tuple | list):
         for part in entry:
-            yield from _flat(part)
+            yield from flat(part)
     else:
         yield entry
 

@@ -9,6 +9,7 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -17,9 +18,10 @@ import numpy as np
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from protos.brigade_pb2 import Cache
-from worker.compute.batching import Attention, Lane, LaneWindow, View
+from worker.compute.batching import Attention, Lane, LaneWindow, View, flat
 from worker.compute.grammar import Grammars
 from worker.errors import ModelError
+from worker.memory.layer_cache import LayerCall, RecurrentState
 from worker.memory.slot_caches import Caches
 from worker.model.build import Absent, build, tensors_of_module
 from worker.model.checkpoint import Checkpoint
@@ -83,7 +85,7 @@ class Shard:
         if len(places) == 1:
             place = places[0]
             place.caches.begin()
-            place.caches.reserve(place.num_rows, place.positions)
+            place.caches.reserve(place.num_rows, place.positions, has_drafts=place.has_drafts)
             h = self._cut.run(x, ids, place.caches.listed)
             place.caches.settle(place.base + place.num_rows)
             return h
@@ -194,6 +196,7 @@ class _StageGate:
         self._start, self._end = start, end
         self._info = info
         self.is_past = False  # whether only norm and head run
+        self._has_states = any(memory.state_arrays for entry in info.entries for memory in flat(entry))
         self.unit = _UnitGate()
         self.open: set[int] = set()  # layers that pass a lane on to units inside
 
@@ -201,10 +204,51 @@ class _StageGate:
         if index < self._start or self.is_past:
             assert self.incoming is not None
             return as_returned(self.incoming, self._info.shapes, self._info.returns[index])
+        if self._has_states:
+            _mind_states(run, args, kwargs)
         result = run(*args, **kwargs) if index in self.open else self.unit(index, run, args, kwargs)
         if index == self._end - 1:
             raise _Left(result)
         return result
+
+
+def _mind_states(run: RunLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Have a layer go through what stands of its slots' last windows, and its states note the windows that follow."""
+    given = (*args, *kwargs.values())
+    if view := next((value for value in given if isinstance(value, View)), None):
+        calls = view.calls(args, kwargs)
+    elif caches := next(
+        (value for value in given if any(isinstance(each, RecurrentState) for each in flat(value))), None
+    ):
+        calls = iter([(caches, partial(_call_of, caches, args, kwargs))])
+    else:
+        return
+    for caches, call in calls:
+        states = [cache for cache in flat(caches) if isinstance(cache, RecurrentState)]
+        again = [cut for state in states if (cut := state.take_again())]
+        if again:  # nothing asks for the result: only what the states need is computed
+            again_args, again_kwargs = again[0].arguments(_stand_ins(caches, again[0].num_rows))
+            run(*again_args, **again_kwargs)
+        for state in states:
+            state.note_window(call)
+
+
+def _call_of(caches: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> LayerCall:
+    """Return what a layer is given for the window of a single slot with these caches."""
+    num_rows = next(v.shape[1] for v in (*args, *kwargs.values()) if isinstance(v, mx.array) and v.ndim > 2)
+    here = {key: LayerCall.HERE if value is caches else value for key, value in kwargs.items()}
+    return LayerCall([LayerCall.HERE if value is caches else value for value in args], here, num_rows)
+
+
+def _stand_ins(caches: Any, num_rows: int) -> Any:
+    """Return these caches with empty ones in the place of those that hold rows."""
+    if isinstance(caches, tuple | list):
+        return tuple(_stand_ins(each, num_rows) for each in caches)
+    if isinstance(caches, RecurrentState):
+        return caches
+    empty = type(caches)(caches.window, caches.keep)
+    empty.reserve(num_rows, None)
+    return empty
 
 
 class _UnitGate:

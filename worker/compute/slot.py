@@ -47,7 +47,7 @@ class Slot:
         self.history.extend(window.tokens)
         self.num_unasked = 0 if asked_rows(window) else self.num_unasked + num_rows(window)
         positions = mx.array(list(window.positions), mx.int32) if window.positions else None
-        return LaneWindow(self.caches, base, num_rows(window), positions)
+        return LaneWindow(self.caches, base, num_rows(window), positions, has_drafts=window.wanted > 1)
 
     def next_place(self, base: int) -> LaneWindow:
         """Return where the row of one more token goes, after `base` tokens."""

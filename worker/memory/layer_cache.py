@@ -6,8 +6,9 @@ Shapes: B slots, H heads, L window length, K head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -110,7 +111,7 @@ class KVCache:
             raise CacheMismatch(f"cannot cut the cache to {length} tokens: it holds {held}")
         self.length = length
 
-    def reserve(self, num_rows: int, positions: mx.array | None) -> None:
+    def reserve(self, num_rows: int, positions: mx.array | None, *, has_drafts: bool = False) -> None:
         """Make room for a window of `num_rows` rows. `positions` [L] is None if they count up."""
         self._positions = positions
         held = self.length - self.dropped
@@ -350,10 +351,59 @@ def wait_for(caches: Sequence[KVCache], results: Sequence[mx.array]) -> None:
         rows.parts = tuple(mx.depends(list(rows.parts), list(results)))
 
 
-class RecurrentState(ArraysCache):
-    """A recurrent layer's state: it has no rows, so it can continue or restart, but not be cut in between.
+@dataclass(frozen=True)
+class LayerCall:
+    """A layer's arguments for one window of one slot; where its caches were, `HERE` stands."""
 
-    After a step of several slots their states lie side by side in a `StateStack` until something asks for one alone.
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    num_rows: int
+
+    HERE = object()
+
+    def first_rows(self, num_rows: int) -> LayerCall:
+        """Return the call for the window's first rows only."""
+
+        def cut(value: Any) -> Any:
+            if not isinstance(value, mx.array) or value.ndim < 2:
+                return value
+            if value.shape[:2] == (1, self.num_rows):
+                return value[:, :num_rows]
+            return "causal" if num_rows > 1 else None  # a mask, of attention that is never computed
+
+        kwargs = {key: cut(value) for key, value in self.kwargs.items()}
+        return LayerCall([cut(value) for value in self.args], kwargs, num_rows)
+
+    def arguments(self, caches: Any) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments with these caches in their place."""
+        args = [caches if value is self.HERE else value for value in self.args]
+        return args, {key: caches if value is self.HERE else value for key, value in self.kwargs.items()}
+
+
+@dataclass(frozen=True)
+class Passed:
+    """The last window of a state: what its layer was given, and where its arrays were before."""
+
+    call: LayerCall
+    place: Sequence[Any]
+
+    @property
+    def base(self) -> int:
+        """The state's length before the window."""
+        base: int = self.place[0]
+        return base
+
+    @property
+    def end(self) -> int:
+        return self.base + self.call.num_rows
+
+
+class RecurrentState(ArraysCache):
+    """A recurrent layer's state. It has no rows, so it can continue or restart, or be cut inside its last window.
+
+    For the latter it keeps what it was before that window, and what its layer was given: the layer goes through the
+    rows that stand once more, before its next rows. After a step of several slots their states lie side by side in a
+    `StateStack` until something asks for one alone.
     """
 
     has_room = True
@@ -364,6 +414,9 @@ class RecurrentState(ArraysCache):
         super().__init__(size=num_arrays)
         self.length = 0
         self._nbytes = 0  # a plain number: other threads read it
+        self._has_drafts = False  # the window that is about to come
+        self._window: Passed | None = None  # the last one, if it had drafts
+        self._num_again = 0  # its first rows, which stand but are not in the arrays
 
     @property
     def nbytes(self) -> int:
@@ -388,31 +441,52 @@ class RecurrentState(ArraysCache):
 
     def saved(self) -> tuple[Any, ...]:
         """Return all that a pass changes, for `restore`."""
-        arrays = list(self._arrays)  # a layer replaces those in the list
-        return self.length, self._nbytes, arrays, self.stack, self._slot
+        return *self._place(), self._window, self._num_again
 
     def restore(self, saved: tuple[Any, ...]) -> None:
         """Return to what `saved` returned."""
-        self.length, self._nbytes, self._arrays, self.stack, self._slot = saved
+        *place, self._window, self._num_again = saved
+        self._return_to(place)
+
+    def _place(self) -> tuple[Any, ...]:
+        arrays = list(self._arrays)  # a layer replaces those in the list
+        return self.length, self._nbytes, arrays, self.stack, self._slot
+
+    def _return_to(self, place: Sequence[Any]) -> None:
+        self.length, self._nbytes, arrays, self.stack, self._slot = place
+        self._arrays = list(arrays)
+
+    def take_again(self) -> LayerCall | None:
+        """Return what the layer has to go through before anything else: what stands of a window that was cut."""
+        num_rows, self._num_again = self._num_again, 0
+        return self._window.call.first_rows(num_rows) if self._window and num_rows else None
+
+    def note_window(self, call: Callable[[], LayerCall]) -> None:
+        """Note what the layer is about to be given, if it has drafts."""
+        self._window = Passed(call(), self._place()) if self._has_drafts else None
 
     def cut(self, length: int) -> None:
-        """Continue at `length` or restart at 0. Raises CacheMismatch for anything in between."""
+        """Continue at `length`, inside the last window or at its end, or restart at 0. Raises CacheMismatch."""
         if length == 0:
             self.cache = [None] * len(self._arrays)
-            self._nbytes = 0
+            self._nbytes, self._window, self._num_again = 0, None, 0
+        elif self._window and self._window.base <= length < min(self.length, self._window.end + 1):
+            self._return_to(self._window.place)
+            self._num_again = length - self.length
         elif length != self.length:
             raise CacheMismatch(f"a recurrent layer cannot be cut to {length} tokens: its state is at {self.length}")
         self.length = length
 
     def close(self) -> None:
         """Free its arrays, or leave those of its stack to the other slots."""
-        self.stack, self._arrays, self._nbytes = None, [None] * len(self._arrays), 0
+        self.stack, self._arrays, self._nbytes, self._window = None, [None] * len(self._arrays), 0, None
 
     def fork(self, length: int) -> RecurrentState:
         """Return a state that continues from `length`. Raises CacheMismatch as `cut` does."""
         other = RecurrentState(len(self._arrays))
         other.cache = list(self.cache)  # a layer replaces these arrays, it does not write to them
         other.length, other._nbytes = self.length, self._nbytes
+        other._window, other._num_again = self._window, self._num_again
         other.cut(length)
         return other
 
@@ -428,8 +502,9 @@ class RecurrentState(ArraysCache):
     def is_at(self, stack: StateStack, slot: int) -> bool:
         return self.stack is stack and self._slot == slot
 
-    def reserve(self, num_rows: int, positions: mx.array | None) -> None:
-        pass
+    def reserve(self, num_rows: int, positions: mx.array | None, *, has_drafts: bool = False) -> None:
+        """Prepare for a window, inside which the next one may cut."""
+        self._has_drafts = has_drafts
 
     def make_mask(self, num_rows: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         return None
@@ -441,7 +516,8 @@ class RecurrentState(ArraysCache):
         if length > self.length + 1:  # copies: a slice of a chunk's rows would hold all of them
             self.cache = [array if array is None else mx.contiguous(array) for array in self.cache]
         self.length = length
-        self._nbytes = sum(array.nbytes for array in self.arrays()) // (self.stack.num_slots if self.stack else 1)
+        nbytes = sum(array.nbytes for array in self.arrays()) // (self.stack.num_slots if self.stack else 1)
+        self._nbytes = nbytes * 2 if self._window else nbytes
 
 
 class StateStack(ArraysCache):

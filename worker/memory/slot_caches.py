@@ -108,11 +108,11 @@ class Caches:
         """Record that a pass begins or was undone: the caches' lengths are unknown until `settle` or `cut`."""
         self._settled = None
 
-    def reserve(self, num_rows: int, positions: mx.array | None) -> None:
-        """Make room for a window [L]. Rows that do not fit into the pack any more move out of it."""
+    def reserve(self, num_rows: int, positions: mx.array | None, *, has_drafts: bool = False) -> None:
+        """Make room for a window [L], inside which the next one may cut; rows beyond the pack leave it."""
         before = self.capacity
         for cache in self.own:
-            cache.reserve(num_rows, positions)
+            cache.reserve(num_rows, positions, has_drafts=has_drafts)
         if (pack := self.pack) and self.capacity != before:
             self._leave_pack()
             pack.thin_out()

@@ -28,6 +28,7 @@ class Memory:
     item: int = 2  # bytes per number
     state_arrays: int = 0  # the number of arrays of a state, which has no rows
     state_bytes: int = 0
+    is_outside: bool = False  # of what feeds the layers: no layer could bring this state back to an earlier token
 
     @property
     def row_bytes(self) -> int:
@@ -55,11 +56,6 @@ class CacheSpec:
     form: Form
     window: int | None = None  # None: nothing slides out
     keep: int = 0
-
-    @property
-    def takes_back(self) -> bool:
-        """Whether rows of the last window can be cut, as failed drafts require."""
-        return self.form is not Form.STATE
 
     @property
     def can_be_packed(self) -> bool:
@@ -101,8 +97,8 @@ class CacheSpec:
         return memory.state_bytes + seen * self.row_bytes(memory)
 
     def nbytes(self, memory: Memory, num_rows: int) -> int:
-        """Return the most bytes that it takes once `num_rows` have been written."""
-        return memory.state_bytes + self.capacity(num_rows) * self.row_bytes(memory)
+        """Return the most bytes that it takes once `num_rows` have been written; a state is kept twice."""
+        return 2 * memory.state_bytes + self.capacity(num_rows) * self.row_bytes(memory)
 
 
 def cache_spec(memory: Memory, cache: Cache) -> CacheSpec:

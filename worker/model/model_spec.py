@@ -83,12 +83,14 @@ class ModelSpec:
 
     @property
     def recurrent_layers(self) -> list[int]:
-        """The layers whose caches cannot take rows back, as failed drafts would require."""
-        return [
-            number
-            for number, layer in enumerate(self.layers)
-            if not all(cache_spec(memory, self.cache).takes_back for memory in layer.memories)
-        ]
+        """The layers that have a state, which can be cut inside the last window only."""
+        return [n for n, layer in enumerate(self.layers) if any(memory.state_arrays for memory in layer.memories)]
+
+    @property
+    def can_take_back(self) -> bool:
+        """Whether rows of the last window can be cut, as failed drafts require."""
+        memories = (memory for layer in self.layers for memory in layer.memories)
+        return not any(memory.state_arrays and memory.is_outside for memory in memories)
 
     @property
     def longest_chunk(self) -> int | None:

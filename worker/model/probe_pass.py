@@ -103,7 +103,7 @@ def probe(model: Any) -> ModelInfo:
         raise ModelError("its forward takes its layers apart instead of calling them")
     if [call.index for call in calls] != list(range(num_layers)):
         raise ModelError(f"it calls its layers in the order {_listed([call.index for call in calls])}")
-    owners = tuple(_owners(calls, caches))
+    owners = list(_owners(calls, caches))
     shapes = _travelling(calls, caches)
     hidden = [_first(call.result) for call in calls]
     if len({array.dtype for array in hidden}) > 1 or len({array.shape for array in hidden}) > 1:
@@ -116,8 +116,8 @@ def probe(model: Any) -> ModelInfo:
         vocab_size=logits.shape[-1],
         dtype=hidden[0].dtype,
         returns=tuple(len(call.result) if isinstance(call.result, tuple | list) else 0 for call in calls),
-        entries=tuple(map(_entry, caches)),
-        layer_of_entry=owners,
+        entries=tuple(_entry(cache, is_outside=owner is None) for cache, owner in zip(caches, owners, strict=True)),
+        layer_of_entry=tuple(owner or 0 for owner in owners),  # the embedding is where layer 0 is
         tied=False,
     )
     info = replace(
@@ -183,16 +183,19 @@ def _giver(value: Any, calls: Sequence[_Call], before: int) -> int | None:
     return None
 
 
-def _owners(calls: Sequence[_Call], caches: Sequence[Any]) -> Iterator[int]:
+def _owners(calls: Sequence[_Call], caches: Sequence[Any]) -> Iterator[int | None]:
+    """Yield the layer of each cache; None for the embedding's own."""
     for cache in caches:
         owners = [call.index for call in calls if call.takes(cache)]
         if len(owners) > 1:
             raise ModelError(f"layer {owners[1]} takes keys and values of layer {owners[0]}")
-        yield owners[0] if owners else 0  # the embedding's own cache: the embedding is where layer 0 is
+        yield owners[0] if owners else None
 
 
-def _entry(cache: Any) -> Entry:
-    return tuple(map(_memory, cache.caches)) if isinstance(cache, CacheList) else _memory(cache)
+def _entry(cache: Any, *, is_outside: bool) -> Entry:
+    several = cache.caches if isinstance(cache, CacheList) else [cache]
+    memories = tuple(replace(_memory(each), is_outside=is_outside) for each in several)
+    return memories if isinstance(cache, CacheList) else memories[0]
 
 
 def _memory(cache: Any) -> Memory:

@@ -97,10 +97,19 @@ def test_auto_is_diffusion_where_the_model_can_and_one_token_decoding_elsewhere(
     assert found == Decode(expected, 8, 0.3, 0.1)
 
 
+@pytest.mark.parametrize("kind", DIFFUSION)
+def test_a_model_with_recurrent_layers_reorders_no_rows_but_takes_drafts(kind: str) -> None:
+    hybrid = spec(layers=(FULL, FULL, RECURRENT, FULL, RECURRENT))
+    with pytest.raises(InputError, match=f"decode: {kind} .*tiny .*the first is layer 2\\b.*use ngram or ar$"):
+        suit(decode(kind), Cache(), hybrid)
+    assert suit(decode("ngram"), Cache(), hybrid).kind == "ngram"
+
+
 @pytest.mark.parametrize("kind", DRAFTING)
-def test_a_model_with_recurrent_layers_is_refused_by_the_first_of_them(kind: str) -> None:
-    with pytest.raises(InputError, match=f"decode: {kind} .*tiny .*the first is layer 2\\b.*cannot be cut.*use ar$"):
-        suit(decode(kind), Cache(), spec(layers=(FULL, FULL, RECURRENT, FULL, RECURRENT)))
+def test_a_state_outside_of_the_layers_takes_nothing_back(kind: str) -> None:
+    outside = LayerSpec(100, (Memory(state_arrays=1, state_bytes=10, is_outside=True),))
+    with pytest.raises(InputError, match=f"decode: {kind} .*tiny .*outside of its layers.*use ar$"):
+        suit(decode(kind), Cache(), spec(layers=(outside, FULL)))
 
 
 def test_a_model_without_a_mask_token_is_refused_and_told_what_it_can() -> None:

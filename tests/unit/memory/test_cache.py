@@ -10,7 +10,7 @@ from mlx_lm.models.base import create_causal_mask
 
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
 from worker.errors import CacheMismatch
-from worker.memory.layer_cache import Int8Cache, KVCache, RecurrentState, make_cache
+from worker.memory.layer_cache import Int8Cache, KVCache, LayerCall, RecurrentState, make_cache
 from worker.model.cache_spec import Memory
 
 
@@ -251,6 +251,35 @@ def test_a_recurrent_state_goes_on_where_it_is_or_begins_again_and_is_never_cut(
     state.cut(0)
     assert state.length == 0
     assert state.arrays() == [] and state[0] is None and state[1] is None
+
+
+def test_a_recurrent_state_is_cut_inside_its_last_window_and_its_layer_takes_the_rows_that_stand_again() -> None:
+    state, x, mask = RecurrentState(1), mx.arange(8.0).reshape(1, 4, 2), mx.zeros((4, 9))
+    state[0] = mx.zeros(1)
+    state.settle(5)
+    state.reserve(4, None, has_drafts=True)
+    state.note_window(lambda: LayerCall([x, mask], {"cache": LayerCall.HERE}, 4))
+    state[0] = mx.ones(1)
+    state.settle(9)
+    fork = state.fork(6)
+    for length in (8, 7):
+        state.cut(length)
+        assert state.length == length and state[0].item() == 0.0, "as before the window"
+    for length in (4, 10):
+        with pytest.raises(CacheMismatch):
+            state.cut(length)
+    again, none = state.take_again(), state.take_again()
+    assert again and none is None
+    (rows, no_mask), named = again.arguments(state)
+    assert rows.tolist() == x[:, :2].tolist() and no_mask == "causal" and named == {"cache": state}
+    assert fork.take_again().num_rows == 1  # type: ignore[union-attr]
+    state.cut(5)
+    assert state.take_again() is None and state[0].item() == 0.0
+    state.reserve(1, None)
+    state.note_window(lambda: LayerCall([x[:, :1]], {}, 1))
+    state.settle(6)
+    with pytest.raises(CacheMismatch, match="cut to 5 tokens"):
+        state.cut(5)
 
 
 def test_a_fork_takes_the_memory_of_its_part_and_goes_on_by_itself() -> None:

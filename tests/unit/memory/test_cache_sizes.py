@@ -132,8 +132,9 @@ def test_every_layer_of_a_real_lane_holds_what_is_reserved_for_it(
     checkpoint = open_folder(make_model(tmp_path / "model", family, dtype=dtype, config=config))
     spec, shard = replace(describe(checkpoint), cache=choice), Shard(checkpoint, 0, 4)
     slots = [shard.make_caches(choice) for _ in range(2)]
-    for base, count in ((0, 60), (60, 200), (260, 1)):
-        mx.eval(shard(mx.zeros((1, 2 * count), mx.int32), [LaneWindow(caches, base, count) for caches in slots]))
+    for base, count in ((0, 60), (60, 199), (259, 2)):
+        places = [LaneWindow(caches, base, count, has_drafts=count == 2) for caches in slots]
+        mx.eval(shard(mx.zeros((1, 2 * count), mx.int32), places))
     for caches in slots:
         assert [cache.nbytes for cache in caches.own] == [spec.reserved_bytes(i, i + 1, 261) for i in range(4)]
 
@@ -171,10 +172,8 @@ def test_up_to_the_length_that_is_named_a_cache_can_be_cut_anywhere_and_not_beyo
         assert not can_be_cut(limit + 1, keep + 1)
 
 
-@pytest.mark.parametrize(
-    ("kept", "takes_back", "rows_that_can_be_cut"),
-    [(memory(), True, None), (memory(window=9), True, 9), (STATE, False, 0)],
-)
-def test_what_each_kind_of_layer_can_do(kept: Memory, takes_back: bool, rows_that_can_be_cut: int | None) -> None:
-    spec = cache_spec(kept, FULL)
-    assert (spec.takes_back, spec.rows_that_can_be_cut) == (takes_back, rows_that_can_be_cut)
+@pytest.mark.parametrize(("kept", "rows_that_can_be_cut"), [(memory(), None), (memory(window=9), 9), (STATE, 0)])
+def test_up_to_which_length_each_kind_of_layer_can_be_cut_anywhere(
+    kept: Memory, rows_that_can_be_cut: int | None
+) -> None:
+    assert cache_spec(kept, FULL).rows_that_can_be_cut == rows_that_can_be_cut

@@ -29,7 +29,7 @@ RECURRENT = LayerSpec(7, (Memory(state_arrays=2, state_bytes=5 * MIB),))
         ((WHOLE,) * 36, INT8, 2100, 36 * 2304 * (2048 + 128) / MIB),  # never packed
         ((WHOLE,) * 36, ROTATING, 2100, 36 * 2048 * ROW / MIB),
         ((WHOLE, *[SLIDING] * 5) * 6, FULL, 2100, (6 * 4096 + 30 * 1536) * ROW / MIB),
-        ((WHOLE, *[RECURRENT] * 3) * 9, FULL, 2100, 9 * 4096 * ROW / MIB + 27 * 5),
+        ((WHOLE, *[RECURRENT] * 3) * 9, FULL, 2100, 9 * 4096 * ROW / MIB + 27 * 2 * 5),
     ],
 )
 def test_what_a_plan_says_fits_is_let_in_and_nothing_else(

@@ -1,0 +1,74 @@
+"""Drafts on models with recurrent layers, whose states are cut inside their last window: the tokens of `ar`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.decoding.decode_options import Decode
+from protos.brigade_pb2 import Sampling
+from tests.integration.conftest import Pass, running
+from tests.integration.many import request, together, tokens_of
+from tests.integration.many import two_lanes as two_lanes
+from tests.integration.windows import BIASED, SAMPLINGS, answer, assert_same_samples
+from tools.model_types.make import make_type
+
+CASES = [  # the sampling, tokens of the answer, and the most steps for them
+    (SAMPLINGS["greedy"], 30, 30),
+    (SAMPLINGS["penalties"], 30, 30),
+    (SAMPLINGS["biased"], 60, 40),  # of three tokens: some drafts hold, some do not
+    (Sampling(logit_bias={17: 40.0}, logprobs=2), 120, 25),
+]
+PROMPT = tokens_of(27)
+OTHERS = ("qwen3_next", "nemotron_h", "falcon_h1", "jamba", "mamba", "mamba2", "rwkv7", "kimi_linear", "lfm2")
+hybrids = pytest.mark.parametrize(
+    "name", ["qwen3_5", *(pytest.param(name, marks=pytest.mark.matrix) for name in OTHERS)]
+)
+
+
+@hybrids
+@pytest.mark.parametrize("layers", [(6,), (3, 3), (2, 2, 2)], ids=str)
+async def test_drafts_from_the_text_give_the_tokens_and_logprobs_of_one_token_decoding_in_fewer_steps(
+    tmp_path: Path, name: str, layers: tuple[int, ...]
+) -> None:
+    async with running(make_type(tmp_path / name, name), layers) as chain:
+        for how, num_tokens, most_steps in CASES:
+            more: dict[str, Any] = {"prompt": PROMPT, "num_tokens": num_tokens, "sampling": how}
+            expected = await answer(chain, "ar", **more)
+            found = await answer(chain, "ngram", **more)
+            assert_same_samples(found, expected, f"{name} {how}")
+            assert found.usage.num_steps <= most_steps
+
+
+@pytest.mark.usefixtures("two_lanes")
+@hybrids
+async def test_drafts_that_hold_and_fail_side_by_side_change_no_token(
+    tmp_path: Path, passes: list[Pass], name: str
+) -> None:
+    bias = dict(BIASED.logit_bias)
+    requests = [
+        request(tokens_of(11, 1), 24),
+        request(tokens_of(6, 4) * 5, 40, Decode("ngram"), logit_bias=bias),
+        request(tokens_of(25, 7), 30, Decode("ngram"), seed=3, temperature=1.0, logit_bias=bias),
+        request(tokens_of(9, 2) * 3, 20, Decode("ngram")),
+        request(tokens_of(19, 6), 30, seed=2, temperature=0.7),
+    ]
+    async with running(make_type(tmp_path / name, name), (2, 3, 1)) as chain:
+        alone = [
+            await answer(chain, "ar", prompt=each.prompt, num_tokens=each.max_tokens, sampling=each.sampling)
+            for each in requests
+        ]
+        found = await together(chain, requests)
+    assert [each.tokens for each in found] == [each.tokens for each in alone]
+    assert any(len(each.rows) > 1 and max(each.rows) > 1 for each in passes), "no drafts in a lane"
+
+
+async def test_a_prefix_that_ends_inside_the_last_drafts_is_reused(tmp_path: Path) -> None:
+    async with running(make_type(tmp_path / "qwen3_5", "qwen3_5"), (2, 4)) as chain:
+        first = request(tokens_of(9, 2) * 3, 40, Decode("ngram"), logit_bias=dict(BIASED.logit_bias))
+        [before] = await together(chain, [first])
+        text = (*first.prompt, *before.tokens)
+        follow_up = request((*text, 7, 8, 9), 20, Decode("ngram"))
+        expected = await answer(chain, "ar", prompt=follow_up.prompt, num_tokens=20, sampling=Sampling())
+        [found] = await together(chain, [follow_up])
+    assert found.tokens == expected.tokens
