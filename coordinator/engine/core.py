@@ -8,7 +8,8 @@ the main loop opens and closes sessions by calls that run between two steps, and
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections import deque
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -76,7 +77,7 @@ class EngineCore:
         self._is_closing = False
         self._idle = asyncio.Event()  # nothing is in flight, or no results will come back
         self._thread = chain.thread
-        self._outbox: list[tuple[OutputQueue, Session, Output | BaseException]] = []  # not yet on the main loop
+        self._outbox: deque[tuple[OutputQueue, Session, Output | BaseException]] = deque()  # for the main loop
         self._task: asyncio.Task[None] | None = None
         self._begin_epoch(chain)
 
@@ -142,14 +143,16 @@ class EngineCore:
             return
         self._outbox.append((queue, session, item))
         if len(self._outbox) == 1:
-            loop.call_soon(loop.call_soon, self._empty_outbox)
+            loop.call_soon(loop.call_soon, self._main.call_soon_threadsafe, self._empty_outbox)
 
     def _empty_outbox(self) -> None:
-        items, self._outbox = self._outbox, []
-        self._main.call_soon_threadsafe(_put_all, items)
+        while self._outbox:
+            queue, session, item = self._outbox.popleft()
+            queue.put_nowait((session, item))
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         """Fail every request, since the chain failed for good, or the engine has been left."""
+        self._empty_outbox()  # a thread that hangs would keep the end of an answer
         error = None if task.cancelled() else task.exception()
         self.failure = error or StageLost("the engine has shut down")
         for session in list(self.sessions):
@@ -180,7 +183,7 @@ class EngineCore:
         session.max_tokens = max(1, session.max_tokens - rows + self.costs.most_rows(session.request.cache, rows))
 
     def _chunk_rows(self, session: Session, num_unfed: int, beside_streams: bool) -> int:
-        """Return the most rows of the next prompt frame, which begins with the session's; so many are to be fed."""
+        """Return the most rows of a prompt frame with this session; all ready prompts have `num_unfed` to feed."""
         chain = self.chain
         rows = session.chunk or chain.costs.chunk_size(num_unfed, beside_streams=beside_streams)
         longest = replace(chain.spec, cache=session.request.cache).longest_chunk or rows
@@ -395,8 +398,3 @@ class EngineCore:
         self._send_all()
         while not self._idle.is_set():
             await self._idle.wait()
-
-
-def _put_all(items: Iterable[tuple[OutputQueue, Session, Output | BaseException]]) -> None:
-    for queue, session, item in items:
-        queue.put_nowait((session, item))

@@ -154,12 +154,14 @@ class Scheduler:
             return [], 0
         self._turn += 1
         first = ready[0] if self._turn % 2 else min(ready, key=lambda slot: slot.session.num_unfed)
-        chunk = self._chunk_rows(first.session, sum(slot.session.num_unfed for slot in ready), beside_streams)
+        num_unfed = sum(slot.session.num_unfed for slot in ready)
+        chunk = self._chunk_rows(first.session, num_unfed, beside_streams)
         chosen, room = [first], chunk - first.session.num_unfed
         for slot in ready:
-            if slot is not first and slot.session.num_unfed <= room:
+            rows = slot.session.num_unfed
+            if slot is not first and rows <= min(room, self._chunk_rows(slot.session, num_unfed, beside_streams)):
                 chosen.append(slot)
-                room -= slot.session.num_unfed
+                room -= rows
         return chosen, chunk
 
 

@@ -50,7 +50,6 @@ OF_MODELS = {
     "--decode diffusion": "mask_token_id",
     "--decode diffusion-fast": "mask",
     "--decode magic": "--decode: ",
-    "--model {hybrid} --decode ngram": "recurrent layers",
     "--model {hybrid} --decode diffusion": "recurrent layers",
     "--model {masked} --window 0": "--window: ",
     "--model {masked} --window x": "--window: ",

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from coordinator.decoding.decode_options import Decode
+from coordinator.engine.engine import Engine
 from protos.brigade_pb2 import Sampling
 from tests.integration.conftest import Pass, running
 from tests.integration.many import request, together, tokens_of
@@ -28,7 +29,7 @@ hybrids = pytest.mark.parametrize(
 
 @hybrids
 @pytest.mark.parametrize("layers", [(6,), (3, 3), (2, 2, 2)], ids=str)
-async def test_drafts_from_the_text_give_the_tokens_and_logprobs_of_one_token_decoding_in_fewer_steps(
+async def test_drafts_from_the_text_give_the_tokens_and_logprobs_of_one_token_decoding(
     tmp_path: Path, name: str, layers: tuple[int, ...]
 ) -> None:
     async with running(make_type(tmp_path / name, name), layers) as chain:
@@ -63,12 +64,15 @@ async def test_drafts_that_hold_and_fail_side_by_side_change_no_token(
     assert any(len(each.rows) > 1 and max(each.rows) > 1 for each in passes), "no drafts in a lane"
 
 
-async def test_a_prefix_that_ends_inside_the_last_drafts_is_reused(tmp_path: Path) -> None:
+async def test_a_conversation_goes_on_inside_the_last_drafts_of_an_answer(tmp_path: Path) -> None:
+    bias = dict(BIASED.logit_bias)
     async with running(make_type(tmp_path / "qwen3_5", "qwen3_5"), (2, 4)) as chain:
-        first = request(tokens_of(9, 2) * 3, 40, Decode("ngram"), logit_bias=dict(BIASED.logit_bias))
-        [before] = await together(chain, [first])
-        text = (*first.prompt, *before.tokens)
-        follow_up = request((*text, 7, 8, 9), 20, Decode("ngram"))
-        expected = await answer(chain, "ar", prompt=follow_up.prompt, num_tokens=20, sampling=Sampling())
-        [found] = await together(chain, [follow_up])
-    assert found.tokens == expected.tokens
+        for seed in range(1, 5):
+            async with Engine(chain) as engine:
+                first = request(tokens_of(9, seed) * 3, 30 + seed, Decode("ngram"), logit_bias=bias)
+                text = (*first.prompt, *(await engine.answer(first)).tokens)
+                follow_up = request((*text, 7, 8, 9), 12, Decode("ngram"))
+                found = await engine.answer(follow_up)
+            expected = await answer(chain, "ar", prompt=follow_up.prompt, num_tokens=12, sampling=Sampling())
+            assert found.tokens == expected.tokens
+            assert found.usage is not None and found.usage.num_reused >= len(text) - 1

@@ -77,7 +77,7 @@ def test_a_state_that_is_cut_wrongly_or_without_a_word_is_seen(tmp_path: Path, m
     chain = Chain(make_type(tmp_path, "mamba"))
     assert cut(chain) == "last"
     with monkeypatch.context() as patch:
-        patch.setattr(RecurrentState, "take_again", lambda state: None)
+        patch.setattr(RecurrentState, "take_replay", lambda state: None)
         assert "cut within a window: off by" in cut(chain)
     cut_state = RecurrentState.cut
     monkeypatch.setattr(RecurrentState, "cut", lambda state, length: cut_state(state, length) if length != 6 else None)

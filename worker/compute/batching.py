@@ -43,7 +43,7 @@ class LaneWindow:
     base: int
     num_rows: int
     positions: mx.array | None = None  # [L] int32; None if they count up from the base
-    has_drafts: bool = False  # which may fail: the next window may cut this one inside
+    has_drafts: bool = False  # some rows may be rejected, so the next window may cut inside this one
 
     @property
     def row_positions(self) -> mx.array:
@@ -85,6 +85,11 @@ class Lane:
     def split(self, rows: mx.array, axis: int = 1) -> list[mx.array]:
         """Split the rows of all windows into those of each window."""
         return rows.split(self._splits, axis=axis)
+
+    def rows_of(self, rows: mx.array, number: int) -> mx.array:
+        """Return a copy of one window's rows of those of all windows [1, sum L, ...]."""
+        first = sum(place.num_rows for place in self.places[:number])
+        return mx.contiguous(rows[:, first : first + self.places[number].num_rows])
 
     def settle(self) -> None:
         for place in self.places:
@@ -184,13 +189,13 @@ class View:
         places = zip(self._caches, self._lane.places, strict=True)
         return LaneMask([c.make_mask(p.num_rows, return_array, window_size) for c, p in places], window_size)
 
-    def calls(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Callable[[], LayerCall]]]:
+    def layer_calls(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Callable[[], LayerCall]]]:
         """Yield each slot's caches, and a function for what a layer is given for its window."""
 
         def call(number: int) -> LayerCall:
-            own_args = [self._of_slot(arg, number, LayerCall.HERE) for arg in args]
-            own = {key: self._of_slot(arg, number, LayerCall.HERE) for key, arg in kwargs.items()}
-            return LayerCall(own_args, own, self._lane.places[number].num_rows)
+            own_args = [self._recorded(arg, number) for arg in args]
+            own_kwargs = {key: self._recorded(arg, number) for key, arg in kwargs.items()}
+            return LayerCall(own_args, own_kwargs, self._lane.places[number].num_rows)
 
         for number, caches in enumerate(self._caches):
             yield caches, partial(call, number)
@@ -278,12 +283,18 @@ class View:
             stack.give_back()
         return result
 
-    def _of_slot(self, value: Any, number: int, caches: Any = None) -> Any:
-        """Return one slot's part of an argument: its own mask, caches (or these instead), rows or position."""
+    def _recorded(self, value: Any, number: int) -> Any:
+        """Return what a `LayerCall` keeps of an argument for one slot."""
+        if isinstance(value, View):
+            return LayerCall.HERE
+        return self._lane.rows_of(value, number) if self._holds_rows(value) else self._of_slot(value, number)
+
+    def _of_slot(self, value: Any, number: int) -> Any:
+        """Return one slot's part of an argument: its own mask, caches, rows or position."""
         if isinstance(value, LaneMask):
             return value.alone[number]
         if isinstance(value, View):
-            return caches or value._caches[number]
+            return value._caches[number]
         if value is self._lane.offset:
             place = self._lane.places[number]
             return place.base if place.positions is None else place.positions

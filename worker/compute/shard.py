@@ -205,18 +205,18 @@ class _StageGate:
             assert self.incoming is not None
             return as_returned(self.incoming, self._info.shapes, self._info.returns[index])
         if self._has_states:
-            _mind_states(run, args, kwargs)
+            _replay_and_record(run, args, kwargs)
         result = run(*args, **kwargs) if index in self.open else self.unit(index, run, args, kwargs)
         if index == self._end - 1:
             raise _Left(result)
         return result
 
 
-def _mind_states(run: RunLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Have a layer go through what stands of its slots' last windows, and its states note the windows that follow."""
+def _replay_and_record(run: RunLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Replay the accepted rows of each slot's last window, then have its states record the next one."""
     given = (*args, *kwargs.values())
     if view := next((value for value in given if isinstance(value, View)), None):
-        calls = view.calls(args, kwargs)
+        calls = view.layer_calls(args, kwargs)
     elif caches := next(
         (value for value in given if any(isinstance(each, RecurrentState) for each in flat(value))), None
     ):
@@ -225,12 +225,12 @@ def _mind_states(run: RunLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         return
     for caches, call in calls:
         states = [cache for cache in flat(caches) if isinstance(cache, RecurrentState)]
-        again = [cut for state in states if (cut := state.take_again())]
-        if again:  # nothing asks for the result: only what the states need is computed
-            again_args, again_kwargs = again[0].arguments(_stand_ins(caches, again[0].num_rows))
-            run(*again_args, **again_kwargs)
+        replays = [replay for state in states if (replay := state.take_replay())]
+        if replays:  # nothing asks for the result: only what the states need is computed
+            replay_args, replay_kwargs = replays[0].arguments(_with_empty_rows(caches, replays[0].num_rows))
+            run(*replay_args, **replay_kwargs)
         for state in states:
-            state.note_window(call)
+            state.record_window(call)
 
 
 def _call_of(caches: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> LayerCall:
@@ -240,10 +240,10 @@ def _call_of(caches: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> LayerC
     return LayerCall([LayerCall.HERE if value is caches else value for value in args], here, num_rows)
 
 
-def _stand_ins(caches: Any, num_rows: int) -> Any:
+def _with_empty_rows(caches: Any, num_rows: int) -> Any:
     """Return these caches with empty ones in the place of those that hold rows."""
     if isinstance(caches, tuple | list):
-        return tuple(_stand_ins(each, num_rows) for each in caches)
+        return tuple(_with_empty_rows(each, num_rows) for each in caches)
     if isinstance(caches, RecurrentState):
         return caches
     empty = type(caches)(caches.window, caches.keep)

@@ -353,26 +353,33 @@ def wait_for(caches: Sequence[KVCache], results: Sequence[mx.array]) -> None:
 
 @dataclass(frozen=True)
 class LayerCall:
-    """A layer's arguments for one window of one slot; where its caches were, `HERE` stands."""
+    """A layer's arguments for one window of one slot: rows [1, L, ...] and others; `HERE` stands for its caches."""
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    num_rows: int
+    num_rows: int  # L
 
     HERE = object()
 
     def first_rows(self, num_rows: int) -> LayerCall:
-        """Return the call for the window's first rows only."""
+        """Return the call for the window's first rows only.
+
+        Other arrays of two or more dimensions are taken for masks, of attention whose result nothing asks for.
+        """
 
         def cut(value: Any) -> Any:
             if not isinstance(value, mx.array) or value.ndim < 2:
                 return value
             if value.shape[:2] == (1, self.num_rows):
                 return value[:, :num_rows]
-            return "causal" if num_rows > 1 else None  # a mask, of attention that is never computed
+            return "causal" if num_rows > 1 else None
 
         kwargs = {key: cut(value) for key, value in self.kwargs.items()}
         return LayerCall([cut(value) for value in self.args], kwargs, num_rows)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, mx.array)]
 
     def arguments(self, caches: Any) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments with these caches in their place."""
@@ -381,29 +388,20 @@ class LayerCall:
 
 
 @dataclass(frozen=True)
-class Passed:
-    """The last window of a state: what its layer was given, and where its arrays were before."""
+class LastWindow:
+    """A window with drafts: what the layer was given for it, and the state before."""
 
     call: LayerCall
-    place: Sequence[Any]
-
-    @property
-    def base(self) -> int:
-        """The state's length before the window."""
-        base: int = self.place[0]
-        return base
-
-    @property
-    def end(self) -> int:
-        return self.base + self.call.num_rows
+    base: int
+    arrays: Sequence[mx.array | None]
 
 
 class RecurrentState(ArraysCache):
-    """A recurrent layer's state. It has no rows, so it can continue or restart, or be cut inside its last window.
+    """A recurrent layer's state. It has no rows: it can continue, restart, or be cut inside a last window with drafts.
 
-    For the latter it keeps what it was before that window, and what its layer was given: the layer goes through the
-    rows that stand once more, before its next rows. After a step of several slots their states lie side by side in a
-    `StateStack` until something asks for one alone.
+    For the latter it keeps what it was before that window, and what its layer was given: before its next rows the layer
+    replays those that were accepted. After a step of several slots their states lie side by side in a `StateStack`
+    until something asks for one alone.
     """
 
     has_room = True
@@ -415,8 +413,8 @@ class RecurrentState(ArraysCache):
         self.length = 0
         self._nbytes = 0  # a plain number: other threads read it
         self._has_drafts = False  # the window that is about to come
-        self._window: Passed | None = None  # the last one, if it had drafts
-        self._num_again = 0  # its first rows, which stand but are not in the arrays
+        self._window: LastWindow | None = None  # if it had drafts
+        self._num_to_replay = 0  # its first rows: accepted, but not in the arrays
 
     @property
     def nbytes(self) -> int:
@@ -441,38 +439,40 @@ class RecurrentState(ArraysCache):
 
     def saved(self) -> tuple[Any, ...]:
         """Return all that a pass changes, for `restore`."""
-        return *self._place(), self._window, self._num_again
+        arrays = list(self._arrays)  # a layer replaces those in the list
+        return self.length, self._nbytes, arrays, self.stack, self._slot, self._window, self._num_to_replay
 
     def restore(self, saved: tuple[Any, ...]) -> None:
         """Return to what `saved` returned."""
-        *place, self._window, self._num_again = saved
-        self._return_to(place)
+        self.length, self._nbytes, self._arrays, self.stack, self._slot, self._window, self._num_to_replay = saved
 
-    def _place(self) -> tuple[Any, ...]:
-        arrays = list(self._arrays)  # a layer replaces those in the list
-        return self.length, self._nbytes, arrays, self.stack, self._slot
-
-    def _return_to(self, place: Sequence[Any]) -> None:
-        self.length, self._nbytes, arrays, self.stack, self._slot = place
-        self._arrays = list(arrays)
-
-    def take_again(self) -> LayerCall | None:
-        """Return what the layer has to go through before anything else: what stands of a window that was cut."""
-        num_rows, self._num_again = self._num_again, 0
+    def take_replay(self) -> LayerCall | None:
+        """Return what the layer has to replay before anything else: the accepted rows of a window that was cut."""
+        num_rows, self._num_to_replay = self._num_to_replay, 0
         return self._window.call.first_rows(num_rows) if self._window and num_rows else None
 
-    def note_window(self, call: Callable[[], LayerCall]) -> None:
-        """Note what the layer is about to be given, if it has drafts."""
-        self._window = Passed(call(), self._place()) if self._has_drafts else None
+    @property
+    def recorded(self) -> list[mx.array]:
+        """What has to be evaluated with a step, or it would hold the rows of other slots."""
+        return self._window.call.arrays if self._window else []
+
+    def record_window(self, call: Callable[[], LayerCall]) -> None:
+        """Record what the layer is about to be given, if that has drafts."""
+        # its own arrays: those of a stack would keep the states of other slots
+        self._window = LastWindow(call(), self.length, list(self.cache)) if self._has_drafts else None
 
     def cut(self, length: int) -> None:
-        """Continue at `length`, inside the last window or at its end, or restart at 0. Raises CacheMismatch."""
+        """Continue at `length`, restart at 0, or take back rows of a last window with drafts.
+
+        Raises:
+            CacheMismatch: rows before that window would have to be taken back.
+        """
         if length == 0:
             self.cache = [None] * len(self._arrays)
-            self._nbytes, self._window, self._num_again = 0, None, 0
-        elif self._window and self._window.base <= length < min(self.length, self._window.end + 1):
-            self._return_to(self._window.place)
-            self._num_again = length - self.length
+            self._nbytes, self._window, self._num_to_replay = 0, None, 0
+        elif self._window and self._window.base <= length < self.length:
+            self.cache = list(self._window.arrays)
+            self._num_to_replay = length - self._window.base
         elif length != self.length:
             raise CacheMismatch(f"a recurrent layer cannot be cut to {length} tokens: its state is at {self.length}")
         self.length = length
@@ -486,7 +486,7 @@ class RecurrentState(ArraysCache):
         other = RecurrentState(len(self._arrays))
         other.cache = list(self.cache)  # a layer replaces these arrays, it does not write to them
         other.length, other._nbytes = self.length, self._nbytes
-        other._window, other._num_again = self._window, self._num_again
+        other._window, other._num_to_replay = self._window, self._num_to_replay
         other.cut(length)
         return other
 

@@ -46,7 +46,7 @@ class Caches:
                 alike[_kind(entry)] = _make(entry, self._cache)
                 self._counting += members(alike[_kind(entry)])
             self.listed.append(own.get(number, alike[_kind(entry)]))
-        # states cannot be cut
+        # what is saved before a step is launched
         self.states = [each for each in (*self.own, *self._counting) if isinstance(each, RecurrentState)]
         packable = {n: cache for n, cache in enumerate(self.own) if isinstance(cache, KVCache) and cache.can_be_packed}
         self.packable = list(packable.values())
@@ -70,7 +70,8 @@ class Caches:
 
     def state_arrays(self) -> list[mx.array]:
         """Return the recurrent states: no other result of a pass depends on them, and they hold what they depend on."""
-        return [array for cache in self.own if isinstance(cache, RecurrentState) for array in cache.arrays()]
+        states = [cache for cache in self.own if isinstance(cache, RecurrentState)]
+        return [array for state in states for array in (*state.arrays(), *state.recorded)]
 
     def saved(self) -> tuple[Any, ...]:
         """Return all that a pass changes, for `restore`. It shares the arrays, which keeps them from being reused."""

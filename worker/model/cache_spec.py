@@ -28,7 +28,7 @@ class Memory:
     item: int = 2  # bytes per number
     state_arrays: int = 0  # the number of arrays of a state, which has no rows
     state_bytes: int = 0
-    is_outside: bool = False  # of what feeds the layers: no layer could bring this state back to an earlier token
+    of_embedding: bool = False  # no layer could replay such a state
 
     @property
     def row_bytes(self) -> int:
@@ -97,8 +97,9 @@ class CacheSpec:
         return memory.state_bytes + seen * self.row_bytes(memory)
 
     def nbytes(self, memory: Memory, num_rows: int) -> int:
-        """Return the most bytes that it takes once `num_rows` have been written; a state is kept twice."""
-        return 2 * memory.state_bytes + self.capacity(num_rows) * self.row_bytes(memory)
+        """Return the most bytes that it takes once `num_rows` have been written."""
+        num_states = 1 if memory.of_embedding else 2  # the other one is from before the last window
+        return num_states * memory.state_bytes + self.capacity(num_rows) * self.row_bytes(memory)
 
 
 def cache_spec(memory: Memory, cache: Cache) -> CacheSpec:

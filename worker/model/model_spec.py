@@ -90,7 +90,7 @@ class ModelSpec:
     def can_take_back(self) -> bool:
         """Whether rows of the last window can be cut, as failed drafts require."""
         memories = (memory for layer in self.layers for memory in layer.memories)
-        return not any(memory.state_arrays and memory.is_outside for memory in memories)
+        return not any(memory.state_arrays and memory.of_embedding for memory in memories)
 
     @property
     def longest_chunk(self) -> int | None:

@@ -116,7 +116,7 @@ def probe(model: Any) -> ModelInfo:
         vocab_size=logits.shape[-1],
         dtype=hidden[0].dtype,
         returns=tuple(len(call.result) if isinstance(call.result, tuple | list) else 0 for call in calls),
-        entries=tuple(_entry(cache, is_outside=owner is None) for cache, owner in zip(caches, owners, strict=True)),
+        entries=tuple(_entry(cache, of_embedding=owner is None) for cache, owner in zip(caches, owners, strict=True)),
         layer_of_entry=tuple(owner or 0 for owner in owners),  # the embedding is where layer 0 is
         tied=False,
     )
@@ -192,9 +192,9 @@ def _owners(calls: Sequence[_Call], caches: Sequence[Any]) -> Iterator[int | Non
         yield owners[0] if owners else None
 
 
-def _entry(cache: Any, *, is_outside: bool) -> Entry:
+def _entry(cache: Any, *, of_embedding: bool) -> Entry:
     several = cache.caches if isinstance(cache, CacheList) else [cache]
-    memories = tuple(replace(_memory(each), is_outside=is_outside) for each in several)
+    memories = tuple(replace(_memory(each), of_embedding=of_embedding) for each in several)
     return memories if isinstance(cache, CacheList) else memories[0]
 
 

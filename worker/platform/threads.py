@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 _MOST_TRACED = 100  # frames that an exception keeps; one that is raised repeatedly would collect them
 _given_up: list[threading.Thread] = []
-_idle: "list[CallThread]" = []  # of `run_in_thread`
+_idle: "list[CallThread]" = []  # threads of `run_in_thread` that wait for another call
+_MOST_IDLE = 8
 _Job = tuple[Callable[[], Any], asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
 
 
@@ -85,10 +86,10 @@ async def run_in_thread(call: Callable[[], T]) -> T:
     try:
         return await future
     finally:
-        if future.cancelled():
-            thread.close(timeout_s=0)
-        else:
+        if future.done() and not future.cancelled() and len(_idle) < _MOST_IDLE:
             _idle.append(thread)
+        else:
+            thread.close(timeout_s=0)
 
 
 def _run(job: _Job) -> None:

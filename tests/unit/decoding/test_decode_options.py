@@ -107,7 +107,7 @@ def test_a_model_with_recurrent_layers_reorders_no_rows_but_takes_drafts(kind: s
 
 @pytest.mark.parametrize("kind", DRAFTING)
 def test_a_state_outside_of_the_layers_takes_nothing_back(kind: str) -> None:
-    outside = LayerSpec(100, (Memory(state_arrays=1, state_bytes=10, is_outside=True),))
+    outside = LayerSpec(100, (Memory(state_arrays=1, state_bytes=10, of_embedding=True),))
     with pytest.raises(InputError, match=f"decode: {kind} .*tiny .*outside of its layers.*use ar$"):
         suit(decode(kind), Cache(), spec(layers=(outside, FULL)))
 

@@ -258,7 +258,7 @@ def test_a_recurrent_state_is_cut_inside_its_last_window_and_its_layer_takes_the
     state[0] = mx.zeros(1)
     state.settle(5)
     state.reserve(4, None, has_drafts=True)
-    state.note_window(lambda: LayerCall([x, mask], {"cache": LayerCall.HERE}, 4))
+    state.record_window(lambda: LayerCall([x, mask], {"cache": LayerCall.HERE}, 4))
     state[0] = mx.ones(1)
     state.settle(9)
     fork = state.fork(6)
@@ -268,15 +268,15 @@ def test_a_recurrent_state_is_cut_inside_its_last_window_and_its_layer_takes_the
     for length in (4, 10):
         with pytest.raises(CacheMismatch):
             state.cut(length)
-    again, none = state.take_again(), state.take_again()
+    again, none = state.take_replay(), state.take_replay()
     assert again and none is None
     (rows, no_mask), named = again.arguments(state)
     assert rows.tolist() == x[:, :2].tolist() and no_mask == "causal" and named == {"cache": state}
-    assert fork.take_again().num_rows == 1  # type: ignore[union-attr]
+    assert fork.take_replay().num_rows == 1  # type: ignore[union-attr]
     state.cut(5)
-    assert state.take_again() is None and state[0].item() == 0.0
+    assert state.take_replay() is None and state[0].item() == 0.0
     state.reserve(1, None)
-    state.note_window(lambda: LayerCall([x[:, :1]], {}, 1))
+    state.record_window(lambda: LayerCall([x[:, :1]], {}, 1))
     state.settle(6)
     with pytest.raises(CacheMismatch, match="cut to 5 tokens"):
         state.cut(5)

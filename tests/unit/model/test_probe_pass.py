@@ -92,7 +92,7 @@ def test_caches_go_to_the_layers_that_take_them_and_the_embeddings_own_to_the_fi
     found = probe(model)
     window = Memory(5, HEADS, WIDTH // HEADS, WIDTH // HEADS, 4)
     states = (
-        Memory(state_arrays=1, state_bytes=WIDTH * 4, is_outside=True),
+        Memory(state_arrays=1, state_bytes=WIDTH * 4, of_embedding=True),
         Memory(state_arrays=2, state_bytes=2 * WIDTH * 4),
     )
     assert found.entries == (states[0], window, (FULL, states[1]), Memory())

@@ -124,7 +124,7 @@ def test_nothing_that_a_call_took_or_made_is_kept_while_the_thread_waits_for_the
     assert taken.wait(2) and made.wait(2)
 
 
-def test_background_calls_share_threads_except_one_that_nobody_waits_for() -> None:
+def test_background_calls_share_threads_except_a_cancelled_one() -> None:
     entered, leave = threading.Event(), threading.Event()
 
     async def work() -> tuple[set[int], int]:
