@@ -17,9 +17,10 @@ from tools.model_types.make import make_type
 CASES = [  # the sampling, tokens of the answer, and the most steps for them
     (SAMPLINGS["greedy"], 30, 30),
     (SAMPLINGS["penalties"], 30, 30),
-    (SAMPLINGS["biased"], 60, 59),  # of three tokens: some drafts hold, some do not
+    (SAMPLINGS["biased"], 60, 40),  # of three tokens: some drafts hold, some do not
     (Sampling(logit_bias={17: 40.0}, logprobs=2), 120, 25),
 ]
+IRREGULAR = ("qwen3_next", "falcon_h1", "mamba", "mamba2")  # their text of three tokens seldom repeats itself
 PROMPT = tokens_of(27)
 OTHERS = ("qwen3_next", "nemotron_h", "falcon_h1", "jamba", "mamba", "mamba2", "rwkv7", "kimi_linear", "lfm2")
 hybrids = pytest.mark.parametrize(
@@ -38,7 +39,9 @@ async def test_drafts_from_the_text_give_the_tokens_and_logprobs_of_one_token_de
             expected = await answer(chain, "ar", **more)
             found = await answer(chain, "ngram", **more)
             assert_same_samples(found, expected, f"{name} {how}")
-            assert found.usage.num_steps <= most_steps
+            assert found.usage.num_steps <= (
+                num_tokens - 1 if how == SAMPLINGS["biased"] and name in IRREGULAR else most_steps
+            )
 
 
 @pytest.mark.usefixtures("two_lanes")
