@@ -23,10 +23,12 @@ from worker.compute.slot import Slot
 from worker.errors import BrigadeError, CacheMismatch, FrameError, SamplingError
 from worker.memory.history import History
 from worker.memory.slot_caches import close_all
+from worker.model.cache_spec import ROW_BLOCK
 from worker.model.describe import DTYPES
 
 _SHORT_BEGIN = 0.5  # the share of a step's time below which `begin` counts as short
 _SHORT_STEP_NS = 20_000_000
+_COUNT_NS = 50_000_000  # between two counts of cache bytes while no slot opens, closes or grows
 _LONG_PROMPT = 2048  # rows: the buffers that shorter ones leave to the next frames are few
 _SCORED_ROWS = 128  # whose logits exist at the same time
 _WEIGHT = 0.2  # of a new observation in the running mean
@@ -52,6 +54,8 @@ class Executor:
         self._node = node
         self._checks_finite = checks_finite
         self._slots: dict[int, Slot] = {}
+        self.cache_bytes = 0  # between two steps, counted now and then; other threads read it
+        self._counted_at = 0  # nanoseconds
         self._idle_since = 0  # when the device last ran out of work, nanoseconds
         self._begin_share = 1.0  # the share of a step's time that `begin` takes
         self._step_ns = 0  # the last step's time
@@ -79,16 +83,12 @@ class Executor:
     def weight_bytes(self) -> int:
         return self._shard.nbytes
 
-    @property
-    def cache_bytes(self) -> int:
-        slots = list(self._slots.values())  # a copy: called on another thread while a step opens and closes slots
-        return sum(slot.caches.nbytes for slot in slots)
-
     def close(self) -> None:
         """Free all slots."""
         self._ahead.clear()
         slots = list(self._slots.values())
         self._slots.clear()
+        self.cache_bytes = 0
         close_all([slot.caches for slot in slots])
 
     def check(self, frame: Frame) -> None:
@@ -197,6 +197,9 @@ class Executor:
         output = result_of(step) if self._shard.is_last else next_frame(step)
         step.timing.sampled = time.monotonic_ns() if self._shard.is_last else step.timing.computed
         self._idle_since = step.timing.sampled
+        if step.changes_bytes or step.timing.sampled > self._counted_at + _COUNT_NS:
+            self.cache_bytes = sum(slot.caches.nbytes for slot in self._slots.values())
+            self._counted_at = step.timing.sampled
         output.timings.extend([*step.frame.timings, step.timing])
         output.failures.extend([*step.frame.failures, *step.failures])
         failed = {failure.slot for failure in step.failures}
@@ -349,6 +352,11 @@ class Executor:
             mx.eval(step.pending)
 
 
+def _enters_block(window: Window) -> bool:
+    """Return whether the window's rows go beyond those that caches with room for its base certainly have room for."""
+    return -(-window.base // ROW_BLOCK) < -(-(window.base + num_rows(window)) // ROW_BLOCK)
+
+
 @dataclass
 class Step:
     """A frame that has begun: its layers are done once `pending` is evaluated; draws and scores follow."""
@@ -364,6 +372,11 @@ class Step:
     draws: list[tuple[Window, Draws]] = field(default_factory=list)
     scores: list[tuple[Window, TokenScores]] = field(default_factory=list)
     checks: list[tuple[int, mx.array]] = field(default_factory=list)  # slots, and whether their values are finite
+
+    @property
+    def changes_bytes(self) -> bool:
+        """Whether slots open, close or get larger buffers."""
+        return bool(self.frame.opened or self.frame.closed) or any(map(_enters_block, self.windows))
 
 
 def next_frame(step: Step) -> Frame:

@@ -71,7 +71,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its own part of the buffers; other threads read this."""
+        """The bytes of its own part of the buffers."""
         return sum(rows.nbytes // rows.num_slots for rows in (self._keys, self._values))
 
     @property
@@ -246,7 +246,7 @@ class Rows:
     def __init__(self, num_slots: int = 1, capacity: int = 0) -> None:
         self.num_slots, self.capacity = num_slots, capacity
         self.parts: Parts = ()
-        self.nbytes = 0  # a plain number: other threads read it
+        self.nbytes = 0
 
     def encode(self, rows: mx.array) -> Parts:
         return (rows,)
@@ -411,7 +411,7 @@ class RecurrentState(ArraysCache):
         self._slot = 0  # its number there
         super().__init__(size=num_arrays)
         self.length = 0
-        self._nbytes = 0  # a plain number: other threads read it
+        self._nbytes = 0
         self._has_drafts = False  # the window that is about to come
         self._window: LastWindow | None = None  # if it had drafts
         self._num_to_replay = 0  # its first rows: accepted, but not in the arrays

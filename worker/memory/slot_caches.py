@@ -56,7 +56,7 @@ class Caches:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its buffers and of its share of its pack's unused ones; other threads read this."""
+        """The bytes of its buffers and of its share of its pack's unused ones."""
         nbytes, pack = sum(cache.nbytes for cache in self.own), self.pack
         if pack:
             unused = len(pack.slots) / max(1, len(pack.members)) - 1
