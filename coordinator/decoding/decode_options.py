@@ -3,8 +3,9 @@
 import math
 from dataclasses import dataclass, replace
 
-from coordinator.decoding.decoders import Autoregressive, Decoder, Fill, LosslessDiffusion, PromptLookup
-from coordinator.decoding.window_lengths import LENGTHS, WindowChooser
+from coordinator.decoding.decoders import Decoder, Fill, Masks, Text, Verified
+from coordinator.decoding.suffix_automaton import EndedTexts, TextSearch
+from coordinator.decoding.window_lengths import LENGTHS, MASK_WINDOWS, TEXT_WINDOWS, WindowChooser
 from coordinator.planning.costs import StepCosts
 from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, CACHE_ROTATING, Cache
 from worker.errors import InputError
@@ -26,15 +27,25 @@ class Decode:
     entropy_threshold: float = 0.4
     position_penalty: float = 0.02
 
-    def make_decoder(self, eos: frozenset[int], costs: StepCosts) -> Decoder:
-        """Return a new decoder; the `costs` of the chain's steps decide on the window if none is given."""
+    @property
+    def reads_text(self) -> bool:
+        """Whether drafts come from the text."""
+        return self.kind == "ngram"
+
+    def make_decoder(self, eos: frozenset[int], costs: StepCosts, ended: EndedTexts | None = None) -> Decoder:
+        """Return a new decoder.
+
+        Args:
+            costs: of the chain's steps: they decide on the window if none is given.
+            ended: answers of other requests, to draft from.
+        """
         if self.kind == "ngram":
-            return PromptLookup()
+            return Verified(Text(WindowChooser(costs, TEXT_WINDOWS), TextSearch(ended)))
         if self.kind == "diffusion":
-            return LosslessDiffusion(WindowChooser(costs, self.window), eos)
+            return Verified(Masks(WindowChooser(costs, MASK_WINDOWS, self.window), eos))
         if self.kind == "diffusion-fast":
             return Fill(self.window or _FILL_WINDOW, self.entropy_threshold, self.position_penalty, eos)
-        return Autoregressive()
+        return Verified()
 
 
 def make_decode(kind: str, window: str, entropy_threshold: float, position_penalty: float) -> Decode:

@@ -9,7 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from coordinator.decoding.window_lengths import SMALLEST, WindowChooser, mask_count, most_masks, most_padding
+from coordinator.decoding.suffix_automaton import TextSearch
+from coordinator.decoding.window_lengths import (
+    MASK_WINDOWS,
+    WindowChooser,
+    largest_within,
+    mask_count,
+    most_masks,
+    most_padding,
+)
 from protos.brigade_pb2 import Sample
 
 Fills = Sequence[tuple[int, Sample]]  # positions and their tokens
@@ -84,87 +92,107 @@ def verify_drafts(drafts: Sequence[int], samples: Sequence[Sample]) -> Accepted:
     return Accepted(list(samples[: num_equal + 1]), num_equal)
 
 
-class Autoregressive:
-    """One token per step."""
+class Source(Protocol):
+    """What a session tries next beyond its known tokens."""
 
-    tail = 0
-    num_ahead = 0
+    @property
+    def tail(self) -> int:
+        """As `Decoder.tail`."""
+        ...
+
+    @property
+    def num_ahead(self) -> int:
+        """As `Decoder.num_ahead`."""
+        ...
+
+    def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int) -> Proposal | None:
+        """Return what to try, as `Decoder.propose`, or None to leave the step to the next source."""
+        ...
+
+    def learn(self, num_held: int, proposal: Proposal, guesses: Sequence[Sample]) -> None:
+        """Learn from the answer to its proposal, of which so many drafts held."""
+        ...
+
+    def forget(self) -> None:
+        """Forget what was to be tried next: the session went on without it."""
+        ...
+
+
+class Verified:
+    """Drafts of one source or another, each verified: the tokens of one-token decoding.
+
+    Without a source it makes one token per step.
+    """
+
     fills: Fills = ()
 
+    def __init__(self, *sources: Source) -> None:
+        """The first source that has something to try makes the proposal."""
+        self._sources = sources
+        self._source: Source | None = None  # of the present proposal
+        self.num_ahead = max((source.num_ahead for source in sources), default=0)
+
+    @property
+    def tail(self) -> int:
+        return max((source.tail for source in self._sources), default=0)
+
     def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int = 1) -> Proposal:
+        for source in self._sources:
+            if proposal := source.propose(tokens, num_unfed, room, num_together):
+                self._source = source
+                return proposal
+        self._source = None
         return Proposal()
 
     def accept(self, proposal: Proposal, samples: Sequence[Sample], guesses: Sequence[Sample]) -> Accepted:
-        return Accepted(list(samples))
-
-    def rewind(self) -> None:
-        pass
-
-    def restore(self, fills: Fills) -> None:
-        assert not fills
-
-
-class PromptLookup:
-    """Drafts copied from where the last tokens stood before (prompt lookup decoding); backs off while they fail."""
-
-    tail = 0
-    num_ahead = 0  # a draft stands where a token may become known
-    fills: Fills = ()
-    _SIZES = (3, 7, 15)  # of drafts: with the last token a window of 4, 8 or 16 rows
-    _NGRAM = 3  # tokens that must have stood there before
-    _LONGEST_PAUSE = 32  # steps
-
-    def __init__(self) -> None:
-        self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> where it last ended
-        self._indexed = 0
-        self._size = 0  # index into _SIZES
-        self._pause = 0  # steps until drafts are tried again
-        self._failures = 0  # in a row
-
-    def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int = 1) -> Proposal:
-        found = self._find(tokens)
-        if num_unfed > 1 or found is None:
-            return Proposal()
-        if self._pause:
-            self._pause -= 1
-            return Proposal()
-        size = max((size for size in self._SIZES[: self._size + 1] if size < room), default=0)
-        period = len(tokens) - found  # a longer draft repeats the period: a loop often continues
-        return Proposal(drafts=tuple(tokens[found + i % period] for i in range(size)))
-
-    def accept(self, proposal: Proposal, samples: Sequence[Sample], guesses: Sequence[Sample]) -> Accepted:
         accepted = verify_drafts(proposal.drafts, samples)
-        if proposal.drafts:
-            self._learn(accepted.num_cached, len(proposal.drafts))
+        for source in self._sources:
+            if source is self._source:
+                source.learn(accepted.num_cached, proposal, guesses)
+            else:
+                source.forget()
         return accepted
 
     def rewind(self) -> None:
-        pass  # the drafts depend on the known tokens only
+        for source in self._sources:
+            source.forget()
 
     def restore(self, fills: Fills) -> None:
         assert not fills
 
-    def _find(self, tokens: Sequence[int]) -> int | None:
-        """Return where the last n-gram ended before; its continuation follows there."""
-        n = self._NGRAM
-        for end in range(max(n, self._indexed), len(tokens)):  # the last one itself is looked up, then indexed
-            self._ends[tuple(tokens[end - n : end])] = end
-        self._indexed = len(tokens)
-        return self._ends.get(tuple(tokens[-n:]))
 
-    def _learn(self, num_equal: int, num_drafts: int) -> None:
-        if num_equal == num_drafts:
-            self._size = min(self._size + 1, len(self._SIZES) - 1)
-        elif num_equal < num_drafts // 2:
-            self._size = max(self._size - 1, 0)
-        self._failures = 0 if num_equal else self._failures + 1
-        self._pause = min(self._LONGEST_PAUSE, 2**self._failures - 1) if self._failures else 0
+class Text:
+    """Drafts copied from where the last tokens stood before, in this text or in another answer."""
+
+    tail = 0
+    num_ahead = 0  # a draft stands where a token may become known
+
+    def __init__(self, chooser: WindowChooser, search: TextSearch, least: int = 2) -> None:
+        """`least` is how many of the last tokens must have stood there: at most as many are drafted."""
+        self._chooser = chooser
+        self._search = search
+        self._least = least
+
+    def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int) -> Proposal | None:
+        length = self._search.find(tokens)
+        if num_unfed > 1 or length < self._least:
+            return None
+        window = self._chooser.choose(num_together, most=1 + min(length, room - 1))
+        if window < 2:
+            self._chooser.observe_drafts(0, 0)
+            return None
+        drafts = self._search.drafts(window - 1)
+        return Proposal(drafts=tuple(drafts[: largest_within(1 + len(drafts)) - 1])) if drafts else None
+
+    def learn(self, num_held: int, proposal: Proposal, guesses: Sequence[Sample]) -> None:
+        self._chooser.observe_drafts(num_held, len(proposal.drafts))
+
+    def forget(self) -> None:
+        pass  # the drafts depend on the known tokens only
 
 
-class LosslessDiffusion:
-    """Drafts from MASK rows, verified by the token rows of the next window (same-forward verification, as in TiDAR)."""
-
-    fills: Fills = ()
+class Masks:
+    """Drafts from MASK rows of the window before (same-forward verification, as in TiDAR)."""
 
     def __init__(self, chooser: WindowChooser, eos: frozenset[int]) -> None:
         """`chooser` says how many MASK rows to aim at; as many tokens are fed at most."""
@@ -179,28 +207,24 @@ class LosslessDiffusion:
     def tail(self) -> int:
         return self._choose(1)
 
-    def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int = 1) -> Proposal:
+    def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int) -> Proposal:
         window = self._choose(num_together)
-        drafts = tuple(self._drafts[: min(window or SMALLEST, room) - 1])  # also the last window's, if this is none
+        most = window or MASK_WINDOWS.smallest  # drafts of the last window count even if this one is none
+        drafts = tuple(self._drafts[: min(most, room) - 1])
         ends = not window or (drafts and drafts[-1] in self._eos)
         num_masks = 0 if ends else mask_count(num_unfed + len(drafts), window)
         first = len(tokens) + len(drafts)
         return Proposal(drafts=drafts, masks=tuple(range(first, first + num_masks)))
 
-    def accept(self, proposal: Proposal, samples: Sequence[Sample], guesses: Sequence[Sample]) -> Accepted:
-        accepted = verify_drafts(proposal.drafts, samples)
+    def learn(self, num_held: int, proposal: Proposal, guesses: Sequence[Sample]) -> None:
         self._window = None
-        self._chooser.observe_drafts(accepted.num_cached, len(proposal.drafts))
-        whole = accepted.num_cached == len(proposal.drafts)
+        self._chooser.observe_drafts(num_held, len(proposal.drafts))
+        whole = num_held == len(proposal.drafts)
         # the first guess is for the place that the last sample took; after a rejection all are for another text
         self._drafts = until_eos([guess.token for guess in guesses[1:]], self._eos) if whole else []
-        return accepted
 
-    def rewind(self) -> None:
+    def forget(self) -> None:
         self._drafts, self._window = [], None
-
-    def restore(self, fills: Fills) -> None:
-        assert not fills
 
     def _choose(self, num_together: int) -> int:
         """Return the step's window, chosen once: choosing costs more than all other work for a window."""

@@ -1,11 +1,14 @@
-"""Window lengths: only a few, so that the costs of all of them are soon measured. Pure."""
+"""Window lengths, and the choice among them by measured costs. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
+from operator import mul
 
 from coordinator.planning.costs import StepCosts
 
-LENGTHS = (1, 2, 4, 8, 16, 32, 64, 256)  # rows
+LENGTHS = (1, 2, 4, 8, 16, 32, 64, 256)  # rows: only a few, so that the costs of all of them are soon measured
 
 
 def largest_within(num_rows: int) -> int:
@@ -39,65 +42,95 @@ def most_padding(num_rows: int) -> int:
     return max(padded(rows) - rows for rows in range(1, num_rows + 1))
 
 
-_CANDIDATES = (4, 8, 16, 32)
-_FIRST = 16
+@dataclass(frozen=True)
+class WindowKind:
+    """The windows that one source of drafts makes. A window of W tokens holds a known one and W - 1 drafts."""
+
+    windows: tuple[int, ...]  # to choose from, ascending
+    rows_per_token: int  # rows of a step per token of its window
+    first: int  # the window while nothing is measured
+
+    @property
+    def smallest(self) -> int:
+        return self.windows[0]
+
+
+MASK_WINDOWS = WindowKind((4, 8, 16, 32), rows_per_token=2, first=16)  # as many MASK rows beside the tokens
+TEXT_WINDOWS = WindowKind((2, 4, 8, 16), rows_per_token=1, first=16)
+
 _LONGEST_PAUSE = 32  # steps
 _SURE = 0.995  # drafts that always hold
 _WEIGHT = 0.2  # of a new observation
-
-SMALLEST = _CANDIDATES[0]
+_COMMON = 0.2  # weight of what all drafts did, in the share of those at one place
 
 
 class WindowChooser:
     """Chooses the window that yields most tokens per second for a request, unless it is fixed.
 
-    With drafts that hold with probability p each, a window of W yields 1 + p + ... + p^(W-1) tokens per step; its rows
-    are the drafts and as many MASK rows, 2 W in all. Where no window pays, none is made: one token per step. Where one
-    would pay with drafts that hold, a small one is tried now and then, more rarely each time that its drafts fail.
+    If the j-th draft holds in a share s_j of the steps, a window of W tokens yields 1 + s_1 + ... + s_(W-1). Where no
+    window pays, none is made: one token per step. Where one would pay with drafts that hold, a small one is tried now
+    and then, more rarely each time that its drafts fail.
     """
 
-    def __init__(self, costs: StepCosts, fixed: int | None = None) -> None:
+    def __init__(self, costs: StepCosts, kind: WindowKind = MASK_WINDOWS, fixed: int | None = None) -> None:
         self._costs = costs
+        self._kind = kind
         self._fixed = fixed
-        self._held = 0.8 * _WEIGHT
-        self._tried = 1.0 * _WEIGHT  # before anything is known: of one draft, four fifths held
+        num_places = max(self.windows)
+        # How often the draft at each place was looked at and held, with the weights of older steps fading. A draft
+        # counts where all before it held. Before anything is known, four fifths of one draft held.
+        self._held = [0.8 * _WEIGHT, *[0.0] * (num_places - 1)]
+        self._tried = [_WEIGHT, *[0.0] * (num_places - 1)]
         self._failures = 0  # in a row
         self._pause = 0  # steps until a window that does not pay is tried
 
     @property
     def windows(self) -> tuple[int, ...]:
         """All windows that it may choose, besides none."""
-        return _CANDIDATES if self._fixed is None else (self._fixed,)
+        return self._kind.windows if self._fixed is None else (self._fixed,)
 
     def observe_drafts(self, num_held: int, num_drafts: int) -> None:
         """Record a step's number of drafts, and how many held before the first that did not."""
         if not num_drafts:
             self._pause = self._pause - 1 if self._pause else 1  # what a tried window guesses is verified first
             return
-        self._held = (1 - _WEIGHT) * self._held + _WEIGHT * num_held
-        self._tried = (1 - _WEIGHT) * self._tried + _WEIGHT * min(num_held + 1, num_drafts)
+        for counts, number in (self._held, num_held), (self._tried, min(num_held + 1, num_drafts)):
+            counts[:] = [(1 - _WEIGHT) * count + _WEIGHT * (place < number) for place, count in enumerate(counts)]
         self._failures = 0 if num_held > num_drafts // 2 else self._failures + 1
         self._pause = min(_LONGEST_PAUSE, 2**self._failures - 1)
 
-    def choose(self, num_together: int = 1) -> int:
-        """Return the window for the next step in MASK rows; 0 for none.
+    def choose(self, num_together: int = 1, most: int | None = None) -> int:
+        """Return the window for the next step, at most `most` tokens if that is given; 0 for none.
 
         `num_together` sessions share the step, and all are taken to be alike.
         """
         if self._fixed is not None:
-            return self._fixed
+            return self._fixed if most is None else min(self._fixed, most)
+        windows = [window for window in self._kind.windows if most is None or window <= most]
+        if not windows:
+            return 0
         if not self._costs.is_known:
-            return _FIRST
+            return min(self._kind.first, windows[-1])
+        rows = self._kind.rows_per_token * num_together
         without = 1 / self._costs.seconds(num_together)
-        step_s = {window: self._costs.seconds(2 * window * num_together) for window in _CANDIDATES}
-        speed, window = _best(min(_SURE, self._held / self._tried), step_s)
+        step_s = [self._costs.seconds(window * rows) for window in windows]
+        speed, window = _best(self._shares(), windows, step_s)
         if speed > without:
             return window
-        may_pay = _best(_SURE, step_s)[0] > without
-        return SMALLEST if may_pay and not self._pause else 0
+        may_pay = _best([_SURE] * max(windows), windows, step_s)[0] > without
+        return windows[0] if may_pay and not self._pause else 0
+
+    def _shares(self) -> list[float]:
+        """Return for each place how likely its draft holds if those before it do."""
+        common = sum(self._held) / sum(self._tried)
+        pairs = zip(self._held, self._tried, strict=True)
+        return [min(_SURE, (held + _COMMON * common) / (tried + _COMMON)) for held, tried in pairs]
 
 
-def _best(held: float, step_s: Mapping[int, float]) -> tuple[float, int]:
-    """Return the most tokens per second and its window, if a draft holds with probability `held`."""
-    speeds = ((1 - held**window) / (1 - held) / seconds for window, seconds in step_s.items())
-    return max(zip(speeds, step_s, strict=True), key=lambda pair: pair[0])
+def _best(shares: Sequence[float], windows: Sequence[int], step_s: Sequence[float]) -> tuple[float, int]:
+    """Return the most tokens per second and its window, if a draft holds with the share of its place."""
+    tokens = list(accumulate(accumulate(shares, mul), initial=1.0))
+    return max(
+        ((tokens[window - 1] / seconds, window) for window, seconds in zip(windows, step_s, strict=True)),
+        key=lambda pair: pair[0],
+    )

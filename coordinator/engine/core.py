@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.step_timeouts import ArrivedResult
+from coordinator.decoding.suffix_automaton import EndedTexts
 from coordinator.engine.quarantine import MOST_LOSSES, Quarantine
 from coordinator.engine.stats import Stats
 from coordinator.planning.costs import LaneChooser
@@ -72,6 +73,7 @@ class EngineCore:
         self._stats = stats
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s
+        self._ended_texts = EndedTexts()  # to draft from
         self._deadlines: dict[Session, asyncio.TimerHandle] = {}  # of sessions that wait for memory or their readers
         self._quarantine: Quarantine[Session] = Quarantine()
         self._is_closing = False
@@ -108,7 +110,7 @@ class EngineCore:
         """Return the session of a request, whose outputs go to the queue; `submit` starts it."""
         return Session(
             request,
-            request.decode.make_decoder(request.eos, self.chain.costs.steps),
+            request.decode.make_decoder(request.eos, self.chain.costs.steps, self._ended_texts),
             chunk=chunk,
             put=partial(self._put, queue),
             started=time.monotonic_ns(),
@@ -227,6 +229,8 @@ class EngineCore:
     def _forget(self, session: Session, *, keep: bool) -> None:
         """Remove a session; call `_send_all` afterwards. No slot is kept while a node drains."""
         self._end_deadline(session)
+        if session in self.sessions and session.request.decode.reads_text:
+            self._ended_texts.add(session.generated)
         self.sessions.pop(session, None)
         self.scheduler.close(session, keep=keep and self.chain.draining is None)
         self._release_next(session)

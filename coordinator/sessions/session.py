@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 
-from coordinator.decoding.decoders import Autoregressive, Decoder, Proposal
+from coordinator.decoding.decoders import Decoder, Proposal, Verified
 from coordinator.decoding.window_lengths import padded
 from coordinator.sessions.output import Output, Scored, Token, Usage
 from coordinator.sessions.request import Request
@@ -75,7 +75,7 @@ class Session:
         self.is_paused = False  # the reader is far behind
         self.begun = 0  # when its first frame was sent
         self.history = History(request.prompt)
-        self._decoder = decoder or Autoregressive()
+        self._decoder = decoder or Verified()
         self._proposal: Proposal | None = None  # sent and not answered
         # Indices of the first token without a requested score, and without a known one.
         self._asked_scores = self._known_scores = request.score_from or len(request.prompt)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from coordinator.decoding.decoders import Autoregressive, Decoder, Fill, LosslessDiffusion, PromptLookup
-from coordinator.decoding.window_lengths import WindowChooser
+from coordinator.decoding.decoders import Decoder, Fill, Masks, Text, Verified
+from coordinator.decoding.suffix_automaton import TextSearch
+from coordinator.decoding.window_lengths import TEXT_WINDOWS, WindowChooser
 from coordinator.planning.costs import StepCosts
 from coordinator.sessions.admission import CacheCosts
 from coordinator.sessions.output import NO_TOKENS, KnownTokens
@@ -310,11 +311,21 @@ class Rig:
         assert not any(self.scheduler.slots.promised)
 
 
+def masked(chooser: WindowChooser, eos: frozenset[int] = frozenset()) -> Decoder:
+    """Drafts from MASK rows."""
+    return Verified(Masks(chooser, eos))
+
+
+def from_text(costs: StepCosts | None = None) -> Decoder:
+    """Drafts from the text."""
+    return Verified(Text(WindowChooser(costs or StepCosts(), TEXT_WINDOWS), TextSearch()))
+
+
 def decoders(eos: frozenset[int] = frozenset(), window: int = 8) -> dict[str, Callable[[], Decoder]]:
     """One of each kind, with windows of this size where it has any."""
     return {
-        "ar": Autoregressive,
-        "ngram": PromptLookup,
-        "diffusion": lambda: LosslessDiffusion(WindowChooser(StepCosts(), window), eos),
+        "ar": Verified,
+        "ngram": from_text,
+        "diffusion": lambda: masked(WindowChooser(StepCosts(), fixed=window), eos),
         "diffusion-fast": lambda: Fill(window, 0.4, 0.02, eos),
     }

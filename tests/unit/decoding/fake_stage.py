@@ -4,12 +4,12 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from coordinator.decoding.decoders import Autoregressive, Decoder, Fill, LosslessDiffusion, PromptLookup
+from coordinator.decoding.decoders import Decoder, Fill, Verified
 from coordinator.decoding.window_lengths import WindowChooser
 from coordinator.planning.costs import StepCosts
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import Sample, Window
-from tests.unit.fake_chain import VOCAB, make_session, next_token
+from tests.unit.fake_chain import VOCAB, from_text, make_session, masked, next_token
 from worker.compute.executor import num_rows
 from worker.memory.history import History
 
@@ -97,7 +97,7 @@ def opened(
 
 
 def fixed(window: int) -> WindowChooser:
-    return WindowChooser(StepCosts(), window)
+    return WindowChooser(StepCosts(), fixed=window)
 
 
 def oracle(text: Sequence[int], quality: float, numbers: random.Random) -> Guess:
@@ -112,8 +112,8 @@ def oracle(text: Sequence[int], quality: float, numbers: random.Random) -> Guess
 
 def decoders(eos: frozenset[int] = frozenset()) -> dict[str, Callable[[], Decoder]]:
     return {
-        "ar": Autoregressive,
-        "ngram": PromptLookup,
-        "diffusion": lambda: LosslessDiffusion(fixed(16), eos),
+        "ar": Verified,
+        "ngram": from_text,
+        "diffusion": lambda: masked(fixed(16), eos),
         "diffusion-fast": lambda: Fill(16, 1e9, 0.02, eos),  # with right guesses: the text, a window at a time
     }

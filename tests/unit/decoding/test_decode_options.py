@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from coordinator.decoding.decode_options import KINDS, Decode, make_cache_choice, make_decode, suit
-from coordinator.decoding.decoders import Autoregressive, Fill, LosslessDiffusion, PromptLookup
 from coordinator.planning.costs import StepCosts
 from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
 from worker.errors import InputError
@@ -52,13 +51,16 @@ def test_a_value_that_no_decoder_can_have_is_refused_by_the_name_of_its_paramete
 
 
 @pytest.mark.parametrize(
-    ("kind", "decoder"),
-    [("ar", Autoregressive), ("ngram", PromptLookup), ("diffusion", LosslessDiffusion), ("diffusion-fast", Fill)],
+    ("kind", "has_drafts", "has_masks"),
+    [("ar", False, False), ("ngram", True, False), ("diffusion", False, True), ("diffusion-fast", False, True)],
 )
-def test_each_kind_makes_a_decoder_of_its_own_for_every_session(kind: str, decoder: type) -> None:
+def test_each_kind_makes_a_decoder_of_its_own_for_every_session(kind: str, has_drafts: bool, has_masks: bool) -> None:
     for window in ("auto", "5"):
         one, other = (decode(kind, window).make_decoder(frozenset(), StepCosts()) for _ in range(2))
-        assert type(one) is type(other) is decoder and (one is not other or kind == "ar")
+        assert one is not other
+        proposal = one.propose([1, 2, 3, 4] * 3, 1, 99)
+        assert (bool(proposal.drafts), bool(proposal.masks)) == (has_drafts, has_masks)
+        assert proposal.verifies == (kind != "diffusion-fast")
     assert decode(kind, "8", 0.0, 0.1) == Decode(kind, 8, 0.0, 0.1)
     assert decode("auto", "auto").window is None
 

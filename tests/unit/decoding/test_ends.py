@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from coordinator.decoding.decoders import LosslessDiffusion, until_eos
+from coordinator.decoding.decoders import until_eos
 from coordinator.sessions.scheduler import Scheduler
 from coordinator.sessions.session import repeats
 from protos.brigade_pb2 import Result
 from tests.unit.decoding.fake_stage import FakeStage, decoders, fixed, opened, oracle, run
-from tests.unit.fake_chain import costs_per_row, make_session, plain_answer, prompt_of
+from tests.unit.fake_chain import costs_per_row, make_session, masked, plain_answer, prompt_of
 
 
 @pytest.mark.parametrize("kind", decoders())
@@ -34,7 +34,7 @@ def test_a_draft_that_ends_the_sequence_is_the_last_draft_and_needs_no_masks() -
     prompt = prompt_of(6, seed=4)
     text = plain_answer(prompt, 50)
     eos = frozenset({text[9]})
-    session = opened(prompt, 50, eos, LosslessDiffusion(fixed(16), eos))
+    session = opened(prompt, 50, eos, masked(fixed(16), eos))
     last = run(session, FakeStage(oracle([*prompt, *text], 1.0, random.Random(0))))[-1]
     assert last.window.tokens[-1] == text[9] and last.window.guessed == 0
     assert until_eos([3, 4, 5, 4], frozenset({4, 5})) == [3, 4]
@@ -46,7 +46,7 @@ def test_a_stop_inside_a_window_drops_the_rest_of_it() -> None:
     prompt = prompt_of(6)
     text = plain_answer(prompt, 40)
     scheduler = Scheduler(num_stages=2, costs=costs_per_row())
-    session = make_session(prompt, 40, decoder=LosslessDiffusion(fixed(8), frozenset()), chunk=16)
+    session = make_session(prompt, 40, decoder=masked(fixed(8), frozenset()), chunk=16)
     scheduler.submit(session)
     stage = FakeStage(oracle([*prompt, *text], 1.0, random.Random(0)))
     while len(session.generated) < 3:

@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from coordinator.decoding.decoders import Decoder, Fill, LosslessDiffusion
+from coordinator.decoding.decoders import Decoder, Fill
 from coordinator.decoding.window_lengths import LENGTHS, largest_within, mask_count, padded
 from tests.unit.decoding.fake_stage import FakeStage, decoders, fixed, opened, oracle, positions, run
-from tests.unit.fake_chain import VOCAB, plain_answer, prompt_of
+from tests.unit.fake_chain import VOCAB, masked, plain_answer, prompt_of
 from worker.compute.header import num_rows
 
 MASK = VOCAB - 1  # an id like any other in these tests: windows know their MASK rows by number, not by id
@@ -38,7 +38,7 @@ def test_windows_with_mask_rows_have_eight_lengths_whatever_the_decoder_and_the_
         text = [*prompt, *plain_answer(prompt, 5)]
         made: list[Decoder] = []
         for window in (1, 2, 5, 16, 32, 48, 128) if num_prompt % 16 < 2 else (4, 16):
-            made += [LosslessDiffusion(fixed(window), frozenset()), Fill(window, 0.5, 0.02, frozenset())]
+            made += [masked(fixed(window), frozenset()), Fill(window, 0.5, 0.02, frozenset())]
         for decoder in made:
             for chunk in (24, 256):
                 session = opened(prompt, 5, decoder=deepcopy(decoder), chunk=chunk)
@@ -52,7 +52,7 @@ def test_windows_with_mask_rows_have_eight_lengths_whatever_the_decoder_and_the_
 def test_no_more_known_tokens_share_a_window_with_a_proposal_than_the_decoder_allows(window: int) -> None:
     """A prompt of exactly 64 tokens would else make a window of 80 rows, padded to 256."""
     for num_prompt in (*range(1, 70), 128, 256, 512):
-        for decoder in (LosslessDiffusion(fixed(window), frozenset()), Fill(window, 0.5, 0.02, frozenset())):
+        for decoder in (masked(fixed(window), frozenset()), Fill(window, 0.5, 0.02, frozenset())):
             session = opened(prompt_of(num_prompt), 4, decoder=decoder)
             for step in run(session, FakeStage()):
                 assert step.is_chunk or step.num_unfed <= window

@@ -8,11 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coordinator.decoding.decode_options import Decode
-from coordinator.decoding.decoders import Decoder, Fill, LosslessDiffusion, PromptLookup
+from coordinator.decoding.decoders import Decoder, Fill
 from coordinator.decoding.window_lengths import WindowChooser
 from coordinator.planning.costs import StepCosts
 from coordinator.sessions.scheduler import Scheduler
-from tests.unit.fake_chain import FakeChain, Rig, costs_per_row, make_session, prompt_of
+from tests.unit.fake_chain import FakeChain, Rig, costs_per_row, from_text, make_session, masked, prompt_of
 
 WINDOWS = (1, 2, 3, 4, 5, 8, 13, 16, 21, 32, 48)
 LARGE = (64, 100, 128)
@@ -49,8 +49,8 @@ def test_what_a_fixed_window_reserves_is_what_the_worst_prompt_needs(kind: str, 
 
 
 def test_auto_reserves_less_than_64_rows_and_a_draft_from_the_text_none() -> None:
-    assert LosslessDiffusion(WindowChooser(StepCosts()), frozenset()).num_ahead == 47
-    assert PromptLookup().num_ahead == 0
+    assert masked(WindowChooser(StepCosts()), frozenset()).num_ahead == 47
+    assert from_text().num_ahead == 0
     assert [Fill(window, 0.4, 0.02, frozenset()).num_ahead for window in (4, 16, 64)] == [3, 15, 191]
 
 
@@ -63,7 +63,7 @@ def test_however_costs_and_company_change_auto_writes_no_row_that_was_not_promis
         rig.submit(
             prompt_of(numbers.choice([1, 5, 16, 17, 33, 70]), seed=seed),
             numbers.randint(1, 40),
-            decoder=LosslessDiffusion(WindowChooser(costs), frozenset()),
+            decoder=masked(WindowChooser(costs), frozenset()),
         )
         for seed in range(numbers.randint(1, 4))
     ]
@@ -84,7 +84,7 @@ def test_a_window_that_pays_only_in_company_is_not_added_to_a_prompt_that_came_w
         costs.observe(num_rows, seconds)
         costs.observe(num_rows, seconds)
     assert WindowChooser(costs).choose(1) == 0 < WindowChooser(costs).choose(2)
-    decoders = [LosslessDiffusion(WindowChooser(costs), frozenset()) for _ in range(2)]
+    decoders = [masked(WindowChooser(costs), frozenset()) for _ in range(2)]
     sessions = [rig.submit(prompt_of(70, seed=seed), 5, decoder=decoder) for seed, decoder in enumerate(decoders)]
     rig.run(*sessions)
     assert len(rig.chain.frames[0].windows) == 2
@@ -104,12 +104,12 @@ def test_a_window_is_chosen_once_per_session_and_step(monkeypatch: pytest.Monkey
     monkeypatch.setattr(WindowChooser, "choose", count)
     rig, costs = Rig(num_stages=2, chunk=8), StepCosts()
     sessions = [
-        rig.submit(prompt_of(3, seed=seed), 1000, decoder=LosslessDiffusion(WindowChooser(costs), frozenset()))
+        rig.submit(prompt_of(3, seed=seed), 1000, decoder=masked(WindowChooser(costs), frozenset()))
         for seed in range(64)
     ]
     while not all(session.num_generated for session in sessions):
         rig.step()
-    rig.submit(prompt_of(900), 5, decoder=LosslessDiffusion(WindowChooser(costs), frozenset()))
+    rig.submit(prompt_of(900), 5, decoder=masked(WindowChooser(costs), frozenset()))
     num_choices = num_windows = 0
     for _ in range(12):
         frames = rig.send_all()

@@ -5,12 +5,12 @@ from collections import Counter
 
 import pytest
 
-from coordinator.decoding.decoders import Fill, LosslessDiffusion, PromptLookup, verify_drafts
+from coordinator.decoding.decoders import Fill, verify_drafts
 from coordinator.decoding.window_lengths import LENGTHS, WindowChooser, padded
 from coordinator.planning.costs import StepCosts
 from protos.brigade_pb2 import Sample
 from tests.unit.decoding.fake_stage import FakeStage, fixed, opened, oracle, positions, run
-from tests.unit.fake_chain import plain_answer, prompt_of
+from tests.unit.fake_chain import from_text, masked, plain_answer, prompt_of
 from worker.compute.header import num_rows
 
 
@@ -44,7 +44,7 @@ def test_windows_that_come_and_go_change_no_token(quality: float) -> None:
     for seed in range(4):
         prompt = prompt_of(numbers.randint(1, 100), seed)
         expected = plain_answer(prompt, 80)
-        session = opened(prompt, 80, decoder=LosslessDiffusion(WindowChooser(costs), frozenset()))
+        session = opened(prompt, 80, decoder=masked(WindowChooser(costs), frozenset()))
         stage = FakeStage(oracle([*prompt, *expected], quality, numbers))
         while session.finish_reason is None:
             num_unfed, window = session.num_unfed, session.next_window(numbers.choice([1, 1, 1, 8]))
@@ -64,7 +64,7 @@ def test_lossless_diffusion_gives_the_tokens_of_one_token_decoding_however_good_
         numbers = random.Random(f"{window} {quality} {seed}")
         prompt, N = prompt_of(numbers.randint(1, 100), seed), numbers.randint(1, 60)
         expected = plain_answer(prompt, N)
-        decoder = LosslessDiffusion(WindowChooser(StepCosts(), window), frozenset())
+        decoder = masked(WindowChooser(StepCosts(), fixed=window), frozenset())
         session = opened(prompt, N, decoder=decoder, chunk=numbers.choice([1, 4, 256]))
         found = run(session, FakeStage(oracle([*prompt, *expected], quality, numbers)))
         assert session.generated == expected and session.finish_reason == "length"
@@ -79,7 +79,7 @@ def test_guesses_that_are_all_right_yield_nearly_a_window_per_step_after_any_pro
     for num_prompt in (1, 2, 3, 4, 8, 13, 16, 24, 32):
         prompt = prompt_of(num_prompt)
         expected = plain_answer(prompt, 160)
-        session = opened(prompt, 160, decoder=LosslessDiffusion(fixed(window), frozenset()))
+        session = opened(prompt, 160, decoder=masked(fixed(window), frozenset()))
         found = run(session, FakeStage(oracle([*prompt, *expected], 1.0, random.Random(0))))
         num_steps = sum(1 for step in found if not step.is_chunk)
         assert num_steps <= 160 / window * 1.1 + 2, f"prompt of {num_prompt}"
@@ -91,7 +91,7 @@ def test_a_verifying_window_has_no_more_rows_than_drafts_and_as_many_masks(windo
     for num_prompt in sorted({1, 2, 3, 7, 8, window, window + 1, 2 * window}):
         prompt = prompt_of(num_prompt)
         expected = plain_answer(prompt, 40)
-        session = opened(prompt, 40, decoder=LosslessDiffusion(fixed(window), frozenset()))
+        session = opened(prompt, 40, decoder=masked(fixed(window), frozenset()))
         for step in run(session, FakeStage(oracle([*prompt, *expected], quality, random.Random(1)))):
             if not step.is_chunk:
                 assert len(step.window.tokens) <= window
@@ -103,7 +103,7 @@ def test_a_verifying_window_has_no_more_rows_than_drafts_and_as_many_masks(windo
 def test_no_draft_goes_beyond_what_may_still_become_known(quality: float) -> None:
     prompt = prompt_of(9)
     expected = plain_answer(prompt, 37)
-    for decoder in (LosslessDiffusion(fixed(16), frozenset()), PromptLookup(), Fill(16, 3.0, 0.0, frozenset())):
+    for decoder in (masked(fixed(16), frozenset()), from_text(), Fill(16, 3.0, 0.0, frozenset())):
         session = opened(prompt, 37, decoder=decoder)
         for step in run(session, FakeStage(oracle([*prompt, *expected], quality, random.Random(2)))):
             if step.window.wanted > 1:
@@ -112,7 +112,7 @@ def test_no_draft_goes_beyond_what_may_still_become_known(quality: float) -> Non
 
 
 def test_after_a_rejection_nothing_of_the_old_guesses_is_drafted() -> None:
-    decoder = LosslessDiffusion(fixed(4), frozenset())
+    decoder = masked(fixed(4), frozenset())
     proposal = decoder.propose([1], 1, 99)
     decoder.accept(proposal, [Sample(token=5)], [Sample(token=token) for token in (5, 6, 7)])
     proposal = decoder.propose([1, 5], 1, 99)

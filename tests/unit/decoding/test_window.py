@@ -21,7 +21,7 @@ def costs_of(seconds_by_rows: dict[int, float]) -> StepCosts:
 
 def chooser(costs: StepCosts | dict[int, float], held: float | None = None, fixed: int | None = None) -> WindowChooser:
     """One on a chain with these costs, where so large a part of drafts hold."""
-    made = WindowChooser(costs if isinstance(costs, StepCosts) else costs_of(costs), fixed)
+    made = WindowChooser(costs if isinstance(costs, StepCosts) else costs_of(costs), fixed=fixed)
     if held is not None:
         observe(made, held)
     return made

@@ -2,12 +2,12 @@
 
 import pytest
 
-from coordinator.decoding.decoders import Fill, LosslessDiffusion, PromptLookup
+from coordinator.decoding.decoders import Fill
 from coordinator.decoding.window_lengths import WindowChooser
 from coordinator.planning.costs import StepCosts
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, Cache
-from tests.unit.fake_chain import Rig, plain_answer, prompt_of
+from tests.unit.fake_chain import Rig, from_text, masked, plain_answer, prompt_of
 from worker.errors import InputError, QueueFull
 
 TEXT = prompt_of(200, seed=77)
@@ -31,7 +31,7 @@ def test_what_could_never_fit_is_refused_with_the_node_that_is_too_small() -> No
     rig.submit(prompt_of(100), 100, cache=Cache(kind=CACHE_INT8))  # half as large
     assert rig.scheduler.slots.promised == rig.costs.budgets
     rig = Rig(budget=52)
-    for decoder in (LosslessDiffusion(WindowChooser(StepCosts(), 4), frozenset()), Fill(4, 0.4, 0.02, frozenset())):
+    for decoder in (masked(WindowChooser(StepCosts(), fixed=4), frozenset()), Fill(4, 0.4, 0.02, frozenset())):
         with pytest.raises(InputError):
             rig.submit(prompt_of(40), 10, decoder=decoder)  # whose MASK rows need room too
     rig.submit(prompt_of(40), 10)
@@ -264,7 +264,7 @@ def test_a_kept_slot_has_room_for_the_drafts_that_were_rejected_last() -> None:
     start, rest = prompt_of(3), prompt_of(9)
     prompt = next(p for x in range(5000) if plain_answer(p := [*start, x % 50, x // 50, *rest, *start], 1) == [x % 50])
     rig = Rig(num_stages=1, keep=True, chunk=64)
-    rig.answer(prompt, 40, eos=frozenset({plain_answer(prompt, 2)[1]}), decoder=PromptLookup())
+    rig.answer(prompt, 40, eos=frozenset({plain_answer(prompt, 2)[1]}), decoder=from_text())
     held, promised = rig.chain.held(rig.costs.bytes_of), rig.scheduler.slots.promised
     assert held <= promised
 

@@ -8,13 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coordinator.decoding.decoders import LosslessDiffusion
 from coordinator.decoding.window_lengths import WindowChooser
 from coordinator.planning.costs import StepCosts
 from coordinator.sessions.output import NO_TOKENS, KnownTokens
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import Sample, Sampling
-from tests.unit.fake_chain import VOCAB, Rig, costs_per_row, decoders, make_session, plain_answer, prompt_of
+from tests.unit.fake_chain import VOCAB, Rig, costs_per_row, decoders, make_session, masked, plain_answer, prompt_of
 from worker.errors import FrameError, InputError
 
 
@@ -141,7 +140,7 @@ def test_what_is_known_is_fed_as_prompt_chunks_under_the_new_epoch(kind: str) ->
 
 def test_drafts_of_a_lost_step_are_not_proposed_beside_many_tokens() -> None:
     """A proposal's tokens and its drafts share the rows that were promised."""
-    decoder = LosslessDiffusion(WindowChooser(StepCosts(), 4), frozenset())
+    decoder = masked(WindowChooser(StepCosts(), fixed=4), frozenset())
     guesses = [Sample(token=token) for token in (5, 6, 7)]
     decoder.accept(decoder.propose([1], 1, 99), guesses[:1], guesses)
     assert deepcopy(decoder).propose([1, 5], 1, 99).drafts == (6, 7)

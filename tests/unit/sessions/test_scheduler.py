@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from coordinator.decoding.decoders import Autoregressive, Proposal
+from coordinator.decoding.decoders import Proposal, Verified
 from coordinator.sessions.scheduler import Scheduler
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import Frame
@@ -34,10 +34,11 @@ def is_chunk_of(frame: Frame, session: Session) -> bool:
     return any(window.slot == session.slot and not window.wanted for window in frame.windows)
 
 
-class Counting(Autoregressive):
+class Counting(Verified):
     """One token per step, which notes how many sessions share its steps."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.num_together: list[int] = []
 
     def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int = 1) -> Proposal:
