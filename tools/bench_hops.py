@@ -47,8 +47,12 @@ PROMPTS = (
     "What is the capital of France?",
     "Write a Python function that multiplies a number by 12.",
 )
-AR, AUTO = Decode("ar"), Decode("diffusion")
-DRAFTING = (Decode("ngram"), AUTO, Decode("diffusion", 16), Decode("diffusion", 32), Decode("diffusion-fast"))
+AR = Decode("ar")
+LEARNING = (Decode("diffusion"), Decode("draft"))  # they choose for themselves
+DRAFTING = (
+    *(Decode("ngram"), *LEARNING, Decode("draft", num_drafts=3), Decode("draft", num_drafts=7)),
+    *(Decode("diffusion", 16), Decode("diffusion", 32), Decode("diffusion-fast")),
+)
 _WARM_UP_TOKENS = 12  # of each decoder, not counted
 
 
@@ -78,9 +82,10 @@ def main(
     workers: Annotated[int, typer.Option(min=1, max=16, help="Worker processes beside the coordinator.")] = 2,
     model: Annotated[str, typer.Option(help="As for `brigade generate`; the prompts suit `demo`.")] = "demo",
     max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens per answer.")] = 256,
+    draft_model: Annotated[str | None, typer.Option(help="As for `brigade generate`.")] = None,
 ) -> None:
     """Tokens per second of every decoder over slow hops, all in one run."""
-    options = cluster_options(None, model, workers, None, None)
+    options = cluster_options(None, model, workers, None, None, draft_model=draft_model)
     rows, layers = uvloop.run(measure(options, delay_ms / 1e3, max_tokens))
     _print(rows, layers, delay_ms)
 
@@ -91,7 +96,7 @@ async def measure(options: ClusterOptions, delay_s: float, max_tokens: int) -> t
     The decoders take turns at each prompt. What a chain learns of its steps is kept from one prompt to the next, and
     only for the windows that choose for themselves.
     """
-    checkpoint, spec = await read_model(options.model)
+    checkpoint, spec = await read_model(options.model, options.draft_model)
     tokenizer = Tokenizer(checkpoint)
     eos = eos_ids(checkpoint.config, checkpoint.generation_config) | tokenizer.eos
     decodes = [AR, *(decode for decode in DRAFTING if _is_able(decode, spec))]
@@ -103,7 +108,7 @@ async def measure(options: ClusterOptions, delay_s: float, max_tokens: int) -> t
             for row, decode in zip(rows, decodes, strict=True):
                 request = Request(ids, max_tokens if number else _WARM_UP_TOKENS, decode=decode, eos=eos)
                 check_request(request, spec)
-                chain.costs = costs if decode == AUTO else ChainCosts(chain.num_stages)
+                chain.costs = costs if decode in LEARNING else ChainCosts(chain.num_stages)
                 answer = await generate_once(chain, request)
                 if number:
                     row.add(answer)
@@ -130,12 +135,16 @@ async def open_slow_chain(
 def _is_able(decode: Decode, spec: ModelSpec) -> bool:
     if decode.kind == "ngram":
         return spec.can_take_back
+    if decode.kind == "draft":
+        return spec.drafter is not None
     return spec.mask_token is not None and not spec.recurrent_layers
 
 
 def _name(decode: Decode) -> str:
     if decode.kind == "diffusion":
         return f"diffusion, {decode.window or 'auto'}"
+    if decode.kind == "draft":
+        return f"draft, {decode.num_drafts or 'auto'}"
     return decode.kind
 
 

@@ -90,7 +90,9 @@ class PricedCosts(ChainCosts):
         for num_rows in (64, 64, 1, 1):
             self.observe(num_rows, [0.0] * num_stages, 0.0, was_alone=True)
 
-    def observe(self, num_rows: int, stages_s: Sequence[float], took_s: float, *, was_alone: bool) -> None:
+    def observe(
+        self, num_rows: int, stages_s: Sequence[float], took_s: float, drafting_s: float = 0.0, *, was_alone: bool
+    ) -> None:
         super().observe(num_rows, stages_s, self._prices.seconds(num_rows), was_alone=was_alone)
 
 

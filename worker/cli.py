@@ -18,6 +18,7 @@ _MODEL = (
     "cluster.yaml; the bundled model is always there)"
 )
 _KEYS = "Without --config: the folder of the certificate NAME.pem that `brigade keys issue NAME` made."
+_DRAFT_MODEL = "A copy of the small model that drafts. (default: the coordinator sends it)"
 Announce = Annotated[
     bool | None,
     typer.Option(
@@ -43,6 +44,7 @@ def worker(
     bind: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where to listen.")] = None,
     keys: Annotated[Path | None, typer.Option(metavar="FOLDER", help=_KEYS)] = None,
     model: Annotated[str | None, typer.Option(metavar="PATH_OR_REPO", help=_MODEL)] = None,
+    draft_model: Annotated[str | None, typer.Option(metavar="PATH_OR_REPO", help=_DRAFT_MODEL)] = None,
     announce: Announce = None,
     keep_alive: KeepAlive = None,
     follow_parent: Annotated[bool, typer.Option(hidden=True)] = False,
@@ -69,8 +71,9 @@ def worker(
         known = ", ".join(worker.name for worker in cluster.workers)
         expected = f"one of: {known}" if known else "an entry under `workers:` there"
         raise ConfigError(f"{found}: expected {expected}")
-    if model is not None:
-        require_model(model)
+    for named in (model, draft_model):
+        if named is not None:
+            require_model(named)
     binds = (bind,) if bind else entry.addresses if entry else (DEFAULT_BIND,)
     _, port = split_address(binds[0])
 
@@ -86,7 +89,7 @@ def worker(
         binds,
         Network.of(cluster, name, Role.WORKER, partial(_warn, name)),
         cluster=cluster if config else None,
-        sources=ModelSources.of(cluster, name, model),
+        sources=ModelSources.of(cluster, name, model, draft_model),
         memory_bytes=entry.memory if entry else None,
         announces=cluster.announce if announce is None else announce,
         keep_alive_s=keep_alive,

@@ -194,6 +194,7 @@ class ClusterConfig(_Section):
     """cluster.yaml. Only `load_cluster` checks that its values agree with each other."""
 
     model: ModelPlace | None = None  # a folder, a hub repository (owner/name), or "demo"
+    draft_model: ModelPlace | None = None  # a small model with the same tokenizer, which drafts on the last node
     models: Annotated[tuple[_Folder, ...], _FromList] = ()  # a worker's folders of models
     pull: Literal["coordinator", "hub", "none"] = "coordinator"  # where a worker gets missing parts of a model
     pull_limit: Size | None = None  # bytes that a worker keeps of what coordinators have sent

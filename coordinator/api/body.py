@@ -88,6 +88,7 @@ class Sampled(Section):
     window: str | int = "auto"
     entropy_threshold: float = Decode.entropy_threshold
     position_penalty: float = Decode.position_penalty
+    num_draft_tokens: int | str = "auto"
     kv: str = "full"
     max_kv_size: int | None = None
 
@@ -102,7 +103,10 @@ class Sampled(Section):
         return RequestSpec(
             prompt,
             sampling=sampling,
-            decode=make_decode(self.decode, str(self.window), self.entropy_threshold, self.position_penalty),
+            decode=make_decode(
+                *(self.decode, str(self.window), self.entropy_threshold, self.position_penalty),
+                num_drafts=str(self.num_draft_tokens),
+            ),
             cache=make_cache_choice(self.kv, self.max_kv_size),
             ignore_eos=self.ignore_eos,
             repeat_guard=self.repeat_guard,

@@ -92,6 +92,7 @@ async def serve(options: ClusterOptions, serving: ServeOptions) -> None:
     stats = Stats(log_request)
     inputs = await InputProcessor.read(
         options.model,
+        options.draft_model,
         trust_remote_code=options.trust_remote_code,
         sampling=serving.sampling,
         max_tokens=serving.limits.max_tokens,

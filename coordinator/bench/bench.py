@@ -97,7 +97,7 @@ async def measure(options: ClusterOptions, workload: Workload) -> Bench:
         InputError: the model cannot serve such requests, or no case fits in memory.
         BrigadeError: the cluster failed before anything was measured.
     """
-    checkpoint, spec = await read_model(options.model)
+    checkpoint, spec = await read_model(options.model, options.draft_model)
     for split in workload.splits:
         check_split(spec, 1 + options.num_workers, split)
     workload = _suited(workload, spec)

@@ -153,7 +153,7 @@ async def measure_failover(options: ClusterOptions, contexts: Sequence[int], num
         InputError: the model has room for none of them. ConfigError: it cannot be split so, or does not fit.
         BrigadeError: a chain was not opened again.
     """
-    checkpoint, spec = await read_model(options.model)
+    checkpoint, spec = await read_model(options.model, options.draft_model)
     check_split(spec, 1 + options.num_workers, None)
     contexts = _fitting(contexts, spec)
     rows: list[FailoverRow] = []

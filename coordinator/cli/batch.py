@@ -103,7 +103,7 @@ async def run_batch(options: ClusterOptions, source: Path, target: Path, max_tok
         if not entries:
             return code
         inputs = await InputProcessor.read(
-            options.model, trust_remote_code=options.trust_remote_code, max_tokens=max_tokens
+            options.model, options.draft_model, trust_remote_code=options.trust_remote_code, max_tokens=max_tokens
         )
         async with open_engine(
             inputs, options, options.context, max_waiting=_MOST_AT_ONCE, max_wait_s=_MAX_WAIT_S

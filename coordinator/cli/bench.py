@@ -77,14 +77,15 @@ def bench(
     """
     local, model = cluster.local, cluster.model
     if failover:
-        others = ("config", "layers", "objective", "concurrency", "num_tokens", "decode", "wide", "plot")
+        others = ("config", "draft_model", "layers", "objective", "concurrency", "num_tokens", "decode", "wide", "plot")
         refuse_flags(ctx, others, "not expected with --failover, which loses workers of --local in one answer by ar")
         if local == 0:
             raise InputError("local", "expected at least one worker, which is lost, got 0")
         contexts = (num_prompt,) if "num_prompt" in given_flags(ctx) else None
         return run_failover(cluster_options(None, model, local or 1, None, None), contexts, num_trials, as_json=as_json)
     config = find_config(cluster.config)
-    options = cluster_options(config, model, 1 if config is None and local is None else local, None, None)
+    local = 1 if config is None and local is None else local
+    options = cluster_options(config, model, local, None, None, draft_model=cluster.draft_model)
     if layers and not options.num_workers:
         raise InputError("layers", "expected workers to split the model over, found none; use --local N or --config")
     decodes = tuple(

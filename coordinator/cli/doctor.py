@@ -97,7 +97,7 @@ def smoke(
 
     Without a second Mac: brigade smoke --local 2
     """
-    typed = {"--config": cluster.config, "--model": cluster.model}
+    typed = {"--config": cluster.config, "--model": cluster.model, "--draft-model": cluster.draft_model}
     given = " ".join(f"{name} {shlex.quote(str(value))}" for name, value in typed.items() if value is not None)
     return run_smoke(cluster.options(), given, as_json=as_json)
 

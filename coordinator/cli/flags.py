@@ -69,6 +69,13 @@ class ClusterFlags:
 
     config: Config = None
     model: Model = None
+    draft_model: Annotated[
+        str | None,
+        _cluster(
+            metavar="FOLDER_OR_REPO",
+            help="A small model with the same tokenizer, which drafts on the last node: several tokens per step.",
+        ),
+    ] = None
     local: Annotated[
         int | None,
         _cluster(
@@ -132,11 +139,12 @@ class ClusterFlags:
             self.trust_remote_code,
             self.check_finite,
             Limits(self.rejoin_timeout, self.recovery_timeout),
+            self.draft_model,
         )
         return replace(options, objective=self.objective)
 
 
-MODEL = ("config", "model")  # fields of ClusterFlags, for commands that do not take all of them
+MODEL = ("config", "model", "draft_model")  # fields of ClusterFlags, for commands that do not take all of them
 SPLIT = (*MODEL, "local", "layers", "context")
 TEXT = (*SPLIT, "trust_remote_code")
 SERVING = (*TEXT, "check_finite", "rejoin_timeout", "recovery_timeout")
@@ -164,7 +172,7 @@ class ServerFlags:
 
 
 _NOT_WITH_SERVER = {
-    ("config", "model", "local", "layers"): "which has its model loaded",
+    ("config", "model", "draft_model", "local", "layers"): "which has its model loaded",
     ("stats", "trace"): "whose API reports no stages",
     ("journal",): "which keeps no journal for its clients",
     ("logprobs",): "which sends no token ids; its /v1 routes return logprobs by the tokens' text",
@@ -216,10 +224,11 @@ class DecodeFlags:
         str,
         _windows(
             "--decode",
-            metavar="auto|ar|ngram|diffusion|diffusion-fast",
-            help="`ar`: one token per step. `ngram`: drafts from the text so far, verified. `diffusion`: diffusion "
-            "windows, verified: the tokens of `ar`, several per step. `diffusion-fast`: WeDLM's decoder, lossy. "
-            "`auto`: `diffusion` if the checkpoint has mask-trained weights, else `ar`.",
+            metavar="auto|ar|ngram|draft|diffusion|diffusion-fast",
+            help="`ar`: one token per step. `ngram`: drafts from the text so far, `draft`: by --draft-model, and "
+            "`diffusion`: from diffusion windows, all verified: the tokens of `ar`, several per step. "
+            "`diffusion-fast`: WeDLM's decoder, lossy. `auto`: `draft` with a --draft-model, `diffusion` if the "
+            "checkpoint has mask-trained weights, else `ar`.",
         ),
     ] = "auto"
     window: Annotated[
@@ -230,6 +239,9 @@ class DecodeFlags:
             "chooses by measured step times.",
         ),
     ] = "auto"
+    num_draft_tokens: Annotated[
+        str, _windows(metavar="K|auto", help="draft, ngram: drafts per step. `auto` chooses by measured step times.")
+    ] = "auto"
     entropy_threshold: Annotated[
         float, _windows(help="diffusion-fast: fill where the entropy is below this, nats.")
     ] = Decode.entropy_threshold
@@ -239,7 +251,8 @@ class DecodeFlags:
 
     def decoder(self) -> Decode:
         """Raises InputError for a value out of range."""
-        return make_decode(self.decode, self.window, self.entropy_threshold, self.position_penalty)
+        lengths = self.window, self.entropy_threshold, self.position_penalty
+        return make_decode(self.decode, *lengths, self.num_draft_tokens)
 
 
 @dataclass(frozen=True)

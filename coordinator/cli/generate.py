@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 _PROMPTS = {"text": "the argument", "prompt": "--prompt", "prompt_tokens": "--prompt-tokens"}
 _SERVER_FIELDS = (
-    "max_tokens", "stop", "ignore_eos", "decode", "window", "entropy_threshold", "position_penalty", "repeat_guard",
-    "kv", "max_kv_size",
+    "max_tokens", "stop", "ignore_eos", "decode", "window", "num_draft_tokens", "entropy_threshold", "position_penalty",
+    "repeat_guard", "kv", "max_kv_size",
 )  # fmt: skip
 _ZERO_COUNTS = ("temperature", "seed")  # sampling parameters for which 0 does not mean off
 
@@ -201,7 +201,7 @@ async def prepare(asked: GenerateOptions, options: ClusterOptions) -> Prepared:
         require_writable("trace", asked.output.trace)
     needs_text = asked.prompt is not None or bool(asked.spec.stops)
     inputs = await InputProcessor.read(
-        options.model, trust_remote_code=options.trust_remote_code, needs_text=needs_text
+        options.model, options.draft_model, trust_remote_code=options.trust_remote_code, needs_text=needs_text
     )
     spec = replace(asked.spec, prompt=asked.require_prompt(has_template=inputs.has_chat_template))
     try:
@@ -368,7 +368,7 @@ async def _resume(asked: GenerateOptions, options: ClusterOptions, journal: Jour
     from coordinator.engine.tokenizer import Tokenizer
 
     header = journal.header
-    checkpoint, spec = await read_model(options.model)
+    checkpoint, spec = await read_model(options.model, options.draft_model)
     await run_in_thread(partial(_check_model, header, checkpoint))
     request = replace(header.request, known=journal.known)
     tokenizer = Tokenizer(checkpoint, trust_remote_code=options.trust_remote_code) if header.has_text else None
@@ -414,6 +414,7 @@ def _pairs(asked: GenerateOptions, request: Request, prompt: tuple[int, ...] | N
         ("kv", CacheKind.Name(spec.cache.kind), CacheKind.Name(request.cache.kind)),
         ("max_kv_size", spec.cache.size, request.cache.size),
         ("decode", spec.decode.kind, request.decode.kind if spec.decode.kind != "auto" else "auto"),
+        ("num_draft_tokens", spec.decode.num_drafts, request.decode.num_drafts),
         *(
             (name, getattr(spec.decode, name), getattr(request.decode, name))
             for name in ("window", "entropy_threshold", "position_penalty")

@@ -239,7 +239,7 @@ async def run_plan(
     if to_write is not None:
         require_changeable(to_write)
     assumed = None if macs is None else read_nodes(macs)
-    checkpoint, spec = await read_model(options.model)
+    checkpoint, spec = await read_model(options.model, options.draft_model)
     if options.given_context and options.given_context > spec.context:
         say(f"note: planned for {spec.context} tokens: {spec.name} has no room for {options.given_context}")
     if assumed is not None:

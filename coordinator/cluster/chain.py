@@ -245,7 +245,9 @@ class Chain:
         """Start stage 0 and the hop to the first worker, and watch every part of the chain."""
         own = self._own
         assert own.shard is not None
-        engine = Executor(own.shard, 0, self.spec.dtype, checks_finite=self.deployment.check_finite)
+        engine = Executor(
+            *(own.shard, 0, self.spec.dtype), checks_finite=self.deployment.check_finite, drafter=own.drafter
+        )
         stage = Stage(engine, self.epoch, self.peers[0].wire if self.peers else PLAIN)
         self._stack.push_async_callback(_stop, stage)
         link = None
@@ -358,6 +360,8 @@ class Chain:
             request.successor_name = successor.name
             request.successor, *others = successor.addresses
             request.successor_fallbacks.extend(others)
+        elif drafter := self.deployment.drafter_request():
+            request.drafter.CopyFrom(drafter)
         return request
 
 

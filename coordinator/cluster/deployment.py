@@ -10,11 +10,12 @@ from coordinator.cluster.weights import known_digests, load_pushing
 from coordinator.planning.plan import Plan
 from protos.brigade_pb2 import Contents, Coordinator, LoadProgress, LoadRequest
 from worker.compute.shard import Shard
+from worker.drafters.small_model import SmallModel
 from worker.model.checkpoint import Checkpoint
 from worker.model.contents import contents_of
 from worker.model.model_spec import ModelSpec
 from worker.node.loading import load_shard
-from worker.platform.mlx_memory import forget_peak
+from worker.platform.mlx_memory import forget_peak, keep_within
 from worker.platform.threads import MlxThread, run_in_thread
 
 
@@ -28,6 +29,11 @@ class Deployment:
     peers: Sequence[Peer]
     check_finite: bool = False  # have every stage check its output for NaN and infinities
     feeds: bool = True  # send the workers the weights that they lack
+
+    @property
+    def drafter(self) -> Checkpoint | None:
+        """The small model that drafts on the last stage."""
+        return self.checkpoint.drafter if self.spec.drafter else None
 
     @property
     def coordinator(self) -> Coordinator:
@@ -59,6 +65,25 @@ class Deployment:
             },
         )
 
+    def drafter_request(
+        self, contents: Contents | None = None, digests: Mapping[int, str] | None = None
+    ) -> LoadRequest | None:
+        """Return the request for the drafter to the worker of the last stage; None without a drafter."""
+        if (drafter := self.drafter) is None or self.spec.drafter is None:
+            return None
+        return LoadRequest(
+            model=drafter.name,
+            fingerprint=drafter.fingerprint,
+            end=self.spec.drafter.num_layers,
+            num_layers=self.spec.drafter.num_layers,
+            dtype=self.spec.drafter.dtype,
+            contents=contents,
+            coordinator=self.coordinator,
+            memory_bytes=self.plan.assignments[-1].memory_bytes,
+            digests=digests or {},
+            is_drafter=True,
+        )
+
 
 @dataclass(frozen=True)
 class OwnCopy:
@@ -84,6 +109,11 @@ async def load_worker(deployment: Deployment, stage: int, known: OwnCopy, progre
     request = deployment.load_request(stage, known.contents, known.digests)
     report = partial(progress, peer.name)
     await load_pushing(peer, request, deployment.checkpoint, report, feeds=deployment.feeds)
+    if stage == len(deployment.peers) and (drafter := deployment.drafter):
+        own = await OwnCopy.of(drafter)
+        asked = deployment.drafter_request(own.contents, own.digests)
+        assert asked is not None
+        await load_pushing(peer, asked, drafter, report, feeds=deployment.feeds)
 
 
 class OwnNode:
@@ -96,6 +126,8 @@ class OwnNode:
         """
         self.thread = thread or MlxThread()
         self.shard: Shard | None = None
+        self.drafter: SmallModel | None = None  # if this is the last stage, too
+        self._drafter_source: Checkpoint | None = None
         self._source: Checkpoint | None = None  # of the shard; fine-tunes of one model may differ in their weights only
         self._closes_thread = thread is None
         self._keeps_to_plan = keeps_to_plan
@@ -113,8 +145,16 @@ class OwnNode:
         Raises:
             BrigadeError: the layers cannot be read.
         """
-        own = deployment.plan.assignments[0]
-        held = self.shard
+        is_last = len(deployment.plan.assignments) == 1
+        source = deployment.drafter if is_last else None
+        if source is not self._drafter_source:
+            self.drafter = self._drafter_source = None  # frees its memory
+        await self._load_layers(deployment, progress)
+        if source and self.drafter is None:
+            await self._load_drafter(source, deployment, progress)
+
+    async def _load_layers(self, deployment: Deployment, progress: NodeProgress) -> None:
+        own, held = deployment.plan.assignments[0], self.shard
         if held and self._source is deployment.checkpoint and (held.start, held.end) == (own.start, own.end):
             progress(own.name, LoadProgress(phase="kept", done=held.nbytes, total=held.nbytes))
             return
@@ -131,3 +171,15 @@ class OwnNode:
         )
         await self.thread.run(forget_peak)
         self._source = deployment.checkpoint
+
+    async def _load_drafter(self, source: Checkpoint, deployment: Deployment, progress: NodeProgress) -> None:
+        """Load the drafter beside the layers, which are all layers of the model."""
+        own, spec = deployment.plan.assignments[0], deployment.spec
+        assert spec.drafter is not None and self.shard is not None
+        shard = await load_shard(source, 0, spec.drafter.num_layers, self.thread, partial(progress, own.name))
+        self.drafter, self._drafter_source = (
+            SmallModel(shard, spec.drafter.context, spec.vocab_size, spec.mask_token),
+            source,
+        )
+        memory_bytes = own.memory_bytes if self._keeps_to_plan else 0
+        await self.thread.run(partial(keep_within, memory_bytes, self.shard.nbytes + shard.nbytes))

@@ -20,16 +20,17 @@ _STOP_S = 5.0
 class LocalWorker:
     """A `python -m worker` process on a free loopback port. It ends by itself when this process is gone."""
 
-    def __init__(self, name: str, model: str, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, name: str, model: str, draft_model: str | None, process: asyncio.subprocess.Process) -> None:
         self.name = name
         self.model = model
+        self.draft_model = draft_model
         self.address = ""
         self.started_s = 0.0  # how long it took to start
         self._process = process
 
     @classmethod
-    async def start(cls, name: str, model: str) -> "LocalWorker":
-        """Start the process and wait until it listens; `model` is the user's name for the model to load.
+    async def start(cls, name: str, model: str, draft_model: str | None = None) -> "LocalWorker":
+        """Start the process and wait until it listens; the models to load are named as the user does.
 
         Raises:
             StageLost: it ended, or did not listen in time.
@@ -39,12 +40,13 @@ class LocalWorker:
             sys.executable,
             "-P",  # do not run a folder named `worker` in the current directory
             *("-m", "worker", "--name", name, "--model", model, "--bind", "127.0.0.1:0", "--follow-parent"),
+            *(("--draft-model", draft_model) if draft_model else ()),
             env=os.environ | {"PYTHONPATH": search_path()},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the coordinator: it ends its workers in order
         )
-        local = cls(name, model, process)
+        local = cls(name, model, draft_model, process)
         try:
             local.address = await local._wait_listening()
         finally:
@@ -98,7 +100,7 @@ _SOUND_S = 20.0  # a process that has run for so long did not end because it was
 
 async def keep_running(worker: LocalWorker, say: Callable[[str], None]) -> AsyncIterator[LocalWorker | None]:
     """Start the worker again whenever it ends: yield None once it has ended, and then the process in its place."""
-    name, model, pause_s = worker.name, worker.model, _FIRST_PAUSE_S
+    name, model, draft_model, pause_s = worker.name, worker.model, worker.draft_model, _FIRST_PAUSE_S
     running: LocalWorker | None = worker
     while True:
         began, how = time.monotonic(), "did not start"
@@ -112,5 +114,5 @@ async def keep_running(worker: LocalWorker, say: Callable[[str], None]) -> Async
         await asyncio.sleep(max(0.0, pause_s - ran_s))
         pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
         with contextlib.suppress(StageLost, OSError):  # OSError: no memory or process left; the next try may find some
-            running = await LocalWorker.start(name, model)
+            running = await LocalWorker.start(name, model, draft_model)
             yield running

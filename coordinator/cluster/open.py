@@ -23,7 +23,7 @@ from coordinator.planning.recovery import Limits
 from coordinator.planning.speeds import NO_SPEEDS, Survey
 from protos.brigade_pb2 import Coordinator
 from worker.config import ClusterConfig, CoordinatorConfig, is_loopback, split_address
-from worker.errors import BrigadeError, ConfigError
+from worker.errors import BrigadeError, ConfigError, InputError
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import describe
 from worker.model.families import is_tested
@@ -54,7 +54,7 @@ async def open_nodes(options: ClusterOptions, spec: ModelSpec, *, keep: bool = T
             network = Network.of(options.cluster, name, Role.COORDINATOR, warn)
             peers = [Peer(each.name, each.addresses, network, say) for each in options.cluster.workers]
         else:
-            local = await start_local(options.worker_names, options.model, stack)
+            local = await start_local(options.worker_names, options.model, stack, options.draft_model)
             peers = [Peer(worker.name, [worker.address], network) for worker in local]
         async with Nodes(peers, options.cluster) as nodes:
             if keep:
@@ -69,17 +69,36 @@ async def open_peers(options: ClusterOptions, spec: ModelSpec) -> AsyncIterator[
         yield nodes.peers(nodes.workers)
 
 
-async def read_model(model: str) -> tuple[Checkpoint, ModelSpec]:
+async def read_model(model: str, draft_model: str | None = None) -> tuple[Checkpoint, ModelSpec]:
     """Read a model's configuration and headers only; warns if no test covers its type.
 
+    Args:
+        draft_model: the small model that is to draft for it.
     Raises:
-        ModelError: it is missing, damaged, or not supported.
+        ModelError: it is missing, damaged, or not supported. InputError: the other one cannot draft for it.
     """
-    checkpoint = await run_in_thread(lambda: open_checkpoint(model))
-    spec = await run_in_thread(lambda: describe(checkpoint))
+    drafter = await run_in_thread(partial(open_checkpoint, draft_model)) if draft_model else None
+    checkpoint = replace(await run_in_thread(partial(open_checkpoint, model)), drafter=drafter)
+    spec = await run_in_thread(partial(describe, checkpoint))
+    if drafter:
+        spec = replace(spec, drafter=await run_in_thread(partial(describe, drafter)))
+        await run_in_thread(partial(check_drafter, checkpoint, spec))
     if not is_tested(checkpoint.config):
         say(f"note: no test has seen a {spec.family} model yet; compare with `brigade verify` before you rely on it")
     return checkpoint, spec
+
+
+def check_drafter(checkpoint: Checkpoint, spec: ModelSpec) -> None:
+    """Check that the small model can draft for the model. Raises InputError if it cannot."""
+    small, drafter = spec.drafter, checkpoint.drafter
+    assert small is not None and drafter is not None
+    if not small.can_take_back:
+        raise InputError("draft_model", f"{small.name} has a state outside of its layers, which cannot return to one")
+    ours, theirs = checkpoint.vocabulary(), drafter.vocabulary()
+    other = next((token for token in sorted(ours.keys() & theirs.keys()) if ours[token] != theirs[token]), None)
+    found = "" if other is None else f" (the first difference: token {other}, {ours[other]!r} and {theirs[other]!r})"
+    if found or (not (ours and theirs) and checkpoint.fingerprint.tokenizer != drafter.fingerprint.tokenizer):
+        raise InputError("draft_model", f"expected the tokenizer of {spec.name}, {small.name} has another one{found}")
 
 
 async def ask_nodes(cluster: ClusterConfig, peers: Sequence[Peer]) -> list[Node]:
@@ -294,9 +313,11 @@ async def joined(
         yield await cluster.open(progress)
 
 
-async def start_local(names: Sequence[str], model: str, stack: AsyncExitStack) -> list[LocalWorker]:
+async def start_local(
+    names: Sequence[str], model: str, stack: AsyncExitStack, draft_model: str | None = None
+) -> list[LocalWorker]:
     """Start worker processes of these names for this model; the stack ends them."""
-    starts = [asyncio.create_task(LocalWorker.start(name, model)) for name in names]
+    starts = [asyncio.create_task(LocalWorker.start(name, model, draft_model)) for name in names]
 
     async def stop_all() -> None:
         for start in starts:

@@ -32,6 +32,7 @@ class ClusterOptions:
     by_speed: bool = True  # plan by the measured speeds of nodes, if they are different machines
     may_be_alone: bool = True  # the plan may leave all workers out
     given_context: int | None = None  # by a flag or the file; None: by neither
+    draft_model: str | None = None  # a small model that drafts on the last stage
 
     def __post_init__(self) -> None:
         names = [self.cluster.coordinator.name, *self.worker_names]
@@ -72,6 +73,7 @@ def cluster_options(
     trust_remote_code: bool = False,
     check_finite: bool = False,
     limits: Limits = USUAL,
+    draft_model: str | None = None,
 ) -> ClusterOptions:
     """Return the options from a file, if there is one, and from flags, which take precedence.
 
@@ -93,4 +95,5 @@ def cluster_options(
         check_finite,
         limits,
         given_context=given_context,
+        draft_model=draft_model or cluster.draft_model,
     )

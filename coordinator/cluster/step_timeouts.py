@@ -10,6 +10,7 @@ from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import Frame, Opening, Result, Sampling
 from worker.compute.header import asked_of, num_rows
 from worker.errors import StageLost
+from worker.model.model_spec import MOST_DRAFTS
 from worker.platform.machine import SleepWatch, asleep_s
 
 _TICK_S = 0.25
@@ -76,7 +77,9 @@ class StepTimeouts:
         for session in frame.opened:
             self._traits[session.slot] = _traits(session)
         rows = sum(len(window.tokens) + window.masks for window in frame.windows)
+        drafts = max((window.drafts for window in frame.windows), default=0)
         kind: set[Hashable] = {("rows", rows.bit_length()), ("windows", len(frame.windows).bit_length())}
+        kind |= {("drafts", drafts.bit_length())} if drafts else set()
         for window in frame.windows:
             asked = (window.wanted + window.guessed).bit_length()
             kind |= {(asked, trait) for trait in self._traits.get(window.slot, ())}
@@ -102,6 +105,7 @@ _SAMPLERS = [field.name for field in Sampling.DESCRIPTOR.fields if field.name !=
 def _traits(session: Opening) -> StepKind:
     """Return the kind of the session's cache, and every part of the sampler that it uses."""
     used = [name for name in _SAMPLERS if getattr(session.sampling, name)]
+    used += ["drafted"] if session.drafted else []
     return frozenset([("cache", session.cache.kind), "sampler", *used])
 
 
@@ -119,6 +123,8 @@ class Sent:
     at: float  # seconds, monotonic
     is_alone: bool  # so far
     alternatives: dict[int, int]  # by slot: the most that each sample may have
+    num_drafts: int = 0  # that its largest window asks for
+    num_drafting: int = 0  # windows that ask for drafts
 
 
 @dataclass(frozen=True)
@@ -176,7 +182,17 @@ class Flight:
         rows, asked = sum(map(num_rows, frame.windows)), {w.slot: asked_of(w) for w in frame.windows}
         self._logprobs |= {session.slot: session.sampling.logprobs for session in frame.opened}
         alternatives = {slot: logprobs - 1 for slot in asked if (logprobs := self._logprobs.get(slot))}
-        self._sent[frame.step] = Sent(rows, asked, kind, time.monotonic(), not self._sent, alternatives)
+        drafts = [window.drafts for window in frame.windows if window.drafts]
+        self._sent[frame.step] = Sent(
+            num_rows=rows,
+            asked=asked,
+            kind=kind,
+            at=time.monotonic(),
+            is_alone=not self._sent,
+            alternatives=alternatives,
+            num_drafts=max(drafts, default=0),
+            num_drafting=len(drafts),
+        )
         if self.awaited is None:
             self._publish()
 
@@ -195,7 +211,11 @@ class Flight:
         self._last_result = arrival.at / 1e9
         if sent.num_rows:
             stages_s = [(timing.sampled - timing.started) / 1e9 for timing in arrival.result.timings]
-            self.costs.observe(sent.num_rows, stages_s, arrival.took_s, was_alone=sent.is_alone)
+            last = arrival.result.timings[-1]
+            drafting_s = min(max(0, last.drafted - last.sampled) / 1e9, arrival.took_s)
+            self.costs.observe(sent.num_rows, stages_s, arrival.took_s, drafting_s, was_alone=sent.is_alone)
+            if sent.num_drafts and sent.num_rows <= (1 + MOST_DRAFTS) * sent.num_drafting:  # else it read a prompt
+                self.costs.drafting.observe(sent.num_drafts, sent.num_drafting, drafting_s)
         self._publish()
 
     def _publish(self) -> None:
@@ -203,7 +223,8 @@ class Flight:
             self.awaited = None
             return
         step, sent = next(iter(self._sent.items()))
-        allowed_s = self._timeouts.allowed_s(sent.kind, self.costs.passage_s(sent.num_rows))
+        drafting_s = self.costs.drafting.seconds(sent.num_drafts, sent.num_drafting)
+        allowed_s = self._timeouts.allowed_s(sent.kind, self.costs.passage_s(sent.num_rows) + drafting_s)
         since = max(self._last_result, sent.at)
         self.awaited = Awaited(step, since, allowed_s, is_new=not self._timeouts.is_known(sent.kind))
 

@@ -3,44 +3,58 @@
 import math
 from dataclasses import dataclass, replace
 
-from coordinator.decoding.decoders import Decoder, Fill, Masks, Text, Verified
+from coordinator.decoding.decoders import Decoder, Drafted, Fill, Masks, Text, Verified
 from coordinator.decoding.suffix_automaton import EndedTexts, TextSearch
-from coordinator.decoding.window_lengths import LENGTHS, MASK_WINDOWS, TEXT_WINDOWS, WindowChooser
-from coordinator.planning.costs import StepCosts
+from coordinator.decoding.window_lengths import DRAFTER_WINDOWS, LENGTHS, MASK_WINDOWS, TEXT_WINDOWS, WindowChooser
+from coordinator.planning.costs import DraftingCosts, StepCosts
 from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, CACHE_ROTATING, Cache
 from worker.errors import InputError
-from worker.model.model_spec import ModelSpec
+from worker.model.model_spec import MOST_DRAFTS, ModelSpec
 
-KINDS = ("auto", "ar", "ngram", "diffusion", "diffusion-fast")
+KINDS = ("auto", "ar", "ngram", "draft", "diffusion", "diffusion-fast")
 _CACHES = {"full": CACHE_FULL, "rotating": CACHE_ROTATING, "int8": CACHE_INT8}
 _FILL_WINDOW = 16  # of diffusion-fast, whose text depends on it: never chosen by measurement
 _LARGEST_WINDOW = LENGTHS[-1] // 2  # MASK rows and as many drafts still make one of the lengths
+_LONG_MATCH = 8  # tokens that must have stood in the text for its drafts to be tried before a drafter's
 _KEEP = 4  # tokens at the beginning that a rotating cache never lets go of, as in mlx-lm
 
 
 @dataclass(frozen=True)
 class Decode:
-    """A decoder and its window: MASK rows, None to choose by measurement; threshold in nats, penalty per position."""
+    """A decoder and its numbers: MASK rows, drafts (None: chosen by measurement), nats, nats per position."""
 
     kind: str = "ar"
     window: int | None = None
     entropy_threshold: float = 0.4
     position_penalty: float = 0.02
+    num_drafts: int | None = None
 
     @property
     def reads_text(self) -> bool:
         """Whether drafts come from the text."""
-        return self.kind == "ngram"
+        return self.kind in ("ngram", "draft")
 
-    def make_decoder(self, eos: frozenset[int], costs: StepCosts, ended: EndedTexts | None = None) -> Decoder:
+    def make_decoder(
+        self,
+        eos: frozenset[int],
+        costs: StepCosts,
+        drafting: DraftingCosts | None = None,
+        ended: EndedTexts | None = None,
+    ) -> Decoder:
         """Return a new decoder.
 
         Args:
-            costs: of the chain's steps: they decide on the window if none is given.
+            costs, drafting: of the chain's steps and its drafter: they decide on windows and drafts that are not given.
             ended: answers of other requests, to draft from.
         """
+        fixed = None if self.num_drafts is None else 1 + self.num_drafts
         if self.kind == "ngram":
-            return Verified(Text(WindowChooser(costs, TEXT_WINDOWS), TextSearch(ended)))
+            return Verified(Text(WindowChooser(costs, TEXT_WINDOWS, fixed), TextSearch(ended)))
+        if self.kind == "draft":
+            drafted = Drafted(WindowChooser(costs, DRAFTER_WINDOWS, fixed, drafting), eos)
+            if fixed:
+                return Verified(drafted)
+            return Verified(Text(WindowChooser(costs, TEXT_WINDOWS), TextSearch(ended), least=_LONG_MATCH), drafted)
         if self.kind == "diffusion":
             return Verified(Masks(WindowChooser(costs, MASK_WINDOWS, self.window), eos))
         if self.kind == "diffusion-fast":
@@ -48,7 +62,9 @@ class Decode:
         return Verified()
 
 
-def make_decode(kind: str, window: str, entropy_threshold: float, position_penalty: float) -> Decode:
+def make_decode(
+    kind: str, window: str, entropy_threshold: float, position_penalty: float, num_drafts: str = "auto"
+) -> Decode:
     """Return the decoder that flags choose. Raises InputError, naming the parameter, for an invalid value."""
     if kind not in KINDS:
         raise InputError("decode", f"expected one of {', '.join(KINDS)}, got {kind!r}")
@@ -57,7 +73,11 @@ def make_decode(kind: str, window: str, entropy_threshold: float, position_penal
     for field, value in (("entropy_threshold", entropy_threshold), ("position_penalty", position_penalty)):
         if not (math.isfinite(value) and value >= 0):
             raise InputError(field, f"expected a number from 0, got {value:g}")
-    return Decode(kind, None if window == "auto" else int(window), entropy_threshold, position_penalty)
+    if num_drafts != "auto" and not (num_drafts.isdecimal() and 1 <= int(num_drafts[:9]) <= MOST_DRAFTS):
+        expected = f"expected a whole number from 1 to {MOST_DRAFTS} or `auto`"
+        raise InputError("num_draft_tokens", f"{expected}, got {num_drafts!r}")
+    lengths = [None if number == "auto" else int(number) for number in (window, num_drafts)]
+    return Decode(kind, lengths[0], entropy_threshold, position_penalty, lengths[1])
 
 
 def make_cache_choice(kind: str, max_kv_size: int | None) -> Cache:
@@ -77,12 +97,13 @@ def suit(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
     """Return the decoder for this model, with `auto` resolved.
 
     Raises:
-        InputError: the model has no MASK token, a layer that cannot be cut, or no room for the window.
+        InputError: the model has no MASK token, no drafter, a layer that cannot be cut, or no room for the window.
     """
     if decode.kind == "auto":
         has_room = decode.window is not None or _room(cache, spec) > _FILL_WINDOW
         able = spec.mask_token is not None and not spec.recurrent_layers and has_room
-        decode = replace(decode, kind="diffusion" if able else "ar")
+        has_drafter = spec.drafter is not None and spec.can_take_back
+        decode = replace(decode, kind="draft" if has_drafter else "diffusion" if able else "ar")
     if decode.kind == "ar":
         return decode
     if not spec.can_take_back:
@@ -91,7 +112,9 @@ def suit(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
             f"{decode.kind} needs to take rows back, but {spec.name} has a state outside of its layers, "
             "which cannot be cut; use ar",
         )
-    if decode.kind == "ngram":
+    if decode.kind == "draft" and spec.drafter is None:
+        raise InputError("decode", "draft needs a small model of the same tokenizer; name one with --draft-model")
+    if decode.kind in ("ngram", "draft"):
         return decode
     if spec.recurrent_layers:
         raise InputError(

@@ -19,6 +19,7 @@ from coordinator.decoding.window_lengths import (
     most_padding,
 )
 from protos.brigade_pb2 import Sample
+from worker.compute.header import num_held
 
 Fills = Sequence[tuple[int, Sample]]  # positions and their tokens
 
@@ -30,6 +31,7 @@ class Proposal:
     drafts: tuple[int, ...] = ()
     fills: tuple[tuple[int, int], ...] = ()  # (position, token), ascending
     masks: tuple[int, ...] = ()  # positions of the MASK rows to guess, ascending
+    asked: int = 0  # drafts for the last stage's drafter to make after what holds
     verifies: bool = True  # whether each token row from the last known one on samples its next token
 
 
@@ -86,14 +88,12 @@ def verify_drafts(drafts: Sequence[int], samples: Sequence[Sample]) -> Accepted:
     those of one-token decoding: greedy and sampled alike. For a draft taken as certain this is the accept/resample
     rule of speculative sampling (Leviathan et al., arXiv 2211.17192).
     """
-    num_equal = 0
-    while num_equal < len(drafts) and drafts[num_equal] == samples[num_equal].token:
-        num_equal += 1
+    num_equal = num_held(drafts, [sample.token for sample in samples])
     return Accepted(list(samples[: num_equal + 1]), num_equal)
 
 
 class Source(Protocol):
-    """What a session tries next beyond its known tokens."""
+    """Proposes what a session tries next beyond its known tokens."""
 
     @property
     def tail(self) -> int:
@@ -182,7 +182,11 @@ class Text:
             self._chooser.observe_drafts(0, 0)
             return None
         drafts = self._search.drafts(window - 1)
-        return Proposal(drafts=tuple(drafts[: largest_within(1 + len(drafts)) - 1])) if drafts else None
+        if not drafts:
+            self._chooser.observe_drafts(0, 0)
+            return None
+        count = len(drafts) if self._chooser.is_fixed else largest_within(1 + len(drafts)) - 1
+        return Proposal(drafts=tuple(drafts[:count]))
 
     def learn(self, num_held: int, proposal: Proposal, guesses: Sequence[Sample]) -> None:
         self._chooser.observe_drafts(num_held, len(proposal.drafts))
@@ -231,6 +235,30 @@ class Masks:
         if self._window is None:
             self._window = self._chooser.choose(num_together)
         return self._window
+
+
+class Drafted:
+    """Drafts that the last stage's drafter made after what held of the window before."""
+
+    tail = 0
+    num_ahead = 0
+
+    def __init__(self, chooser: WindowChooser, eos: frozenset[int]) -> None:
+        self._chooser = chooser
+        self._eos = eos
+        self._drafts: list[int] = []
+
+    def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int) -> Proposal | None:
+        window = self._chooser.choose(num_together)
+        # after this step at least one more token is known, and one more must have room after the drafts
+        return Proposal(drafts=tuple(self._drafts[: room - 1]), asked=max(0, min(window - 1, room - 2)))
+
+    def learn(self, num_held: int, proposal: Proposal, guesses: Sequence[Sample]) -> None:
+        self._chooser.observe_drafts(num_held, len(proposal.drafts))
+        self._drafts = until_eos([guess.token for guess in guesses], self._eos)
+
+    def forget(self) -> None:
+        self._drafts = []
 
 
 class Fill:

@@ -111,24 +111,29 @@ class EndedTexts:
 class TextSearch:
     """Finds what followed the last tokens of one session before: in its own text, or in answers that have ended."""
 
-    _MOST_AT_ONCE = 2048  # tokens of a long prompt that are indexed per step, so that no step waits for all of them
+    _MOST_AT_ONCE = 512  # tokens of a long prompt that are indexed per step: two milliseconds
+    _MOST = 1 << 15  # tokens of a prompt that are indexed, the last ones: an automaton takes 400 bytes for each
 
     def __init__(self, ended: EndedTexts | None = None) -> None:
         self._own = SuffixAutomaton()
         self._ended = ended.automaton if ended else SuffixAutomaton()
         self._state, self._length = 0, 0  # of the longest suffix that stands in the ended answers
         self._match, self._is_own = NO_MATCH, True
+        self._num_skipped: int | None = None  # leading tokens that are not indexed; None before the first search
 
     def find(self, tokens: Sequence[int]) -> int:
         """Find the longest suffix of these tokens that stood before, and return its length.
 
         The tokens begin with those of the last call.
         """
-        new = tokens[len(self._own.tokens) :][: self._MOST_AT_ONCE]
+        if self._num_skipped is None:
+            self._num_skipped = max(0, len(tokens) - self._MOST)
+        begin = self._num_skipped + len(self._own.tokens)
+        new = tokens[begin : begin + self._MOST_AT_ONCE]
         self._own.extend(new)
         for token in new:
             self._state, self._length = self._ended.step(self._state, self._length, token)
-        if len(self._own.tokens) < len(tokens):
+        if begin + len(new) < len(tokens):
             return 0
         if new:
             self._match, self._is_own = self._own.find_repeat(), True

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from operator import mul
+from operator import add, mul
 
-from coordinator.planning.costs import StepCosts
+from coordinator.planning.costs import DraftingCosts, StepCosts
 
 LENGTHS = (1, 2, 4, 8, 16, 32, 64, 256)  # rows: only a few, so that the costs of all of them are soon measured
 
@@ -57,6 +57,7 @@ class WindowKind:
 
 MASK_WINDOWS = WindowKind((4, 8, 16, 32), rows_per_token=2, first=16)  # as many MASK rows beside the tokens
 TEXT_WINDOWS = WindowKind((2, 4, 8, 16), rows_per_token=1, first=16)
+DRAFTER_WINDOWS = WindowKind((2, 4, 8, 16), rows_per_token=1, first=4)
 
 _LONGEST_PAUSE = 32  # steps
 _SURE = 0.995  # drafts that always hold
@@ -72,8 +73,21 @@ class WindowChooser:
     and then, more rarely each time that its drafts fail.
     """
 
-    def __init__(self, costs: StepCosts, kind: WindowKind = MASK_WINDOWS, fixed: int | None = None) -> None:
+    def __init__(
+        self,
+        costs: StepCosts,
+        kind: WindowKind = MASK_WINDOWS,
+        fixed: int | None = None,
+        drafting: DraftingCosts | None = None,
+    ) -> None:
+        """
+        Args:
+            costs: of steps without drafting.
+            fixed: the window, if it is not to be chosen.
+            drafting: what a drafter costs; None without one.
+        """
         self._costs = costs
+        self._drafting = drafting or DraftingCosts()
         self._kind = kind
         self._fixed = fixed
         num_places = max(self.windows)
@@ -88,6 +102,10 @@ class WindowChooser:
     def windows(self) -> tuple[int, ...]:
         """All windows that it may choose, besides none."""
         return self._kind.windows if self._fixed is None else (self._fixed,)
+
+    @property
+    def is_fixed(self) -> bool:
+        return self._fixed is not None
 
     def observe_drafts(self, num_held: int, num_drafts: int) -> None:
         """Record a step's number of drafts, and how many held before the first that did not."""
@@ -113,11 +131,13 @@ class WindowChooser:
             return min(self._kind.first, windows[-1])
         rows = self._kind.rows_per_token * num_together
         without = 1 / self._costs.seconds(num_together)
-        step_s = [self._costs.seconds(window * rows) for window in windows]
-        speed, window = _best(self._shares(), windows, step_s)
+        rows_s = [self._costs.seconds(window * rows) for window in windows]
+        drafting_s = [self._drafting.seconds(window - 1, num_together) for window in windows]
+        speed, window = _best(self._shares(), windows, list(map(add, rows_s, drafting_s)))
         if speed > without:
             return window
-        may_pay = _best([_SURE] * max(windows), windows, step_s)[0] > without
+        # whatever drafting seems to cost: only where it goes on is that measured again
+        may_pay = _best([_SURE] * max(windows), windows, rows_s)[0] > without
         return windows[0] if may_pay and not self._pause else 0
 
     def _shares(self) -> list[float]:

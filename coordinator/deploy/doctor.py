@@ -78,7 +78,7 @@ class Examination:
 async def examine_cluster(options: ClusterOptions, begin: Begin = lambda step: None) -> Examination:
     """Collect and check. A node that cannot be asked, or a model that cannot be read, is a finding, not an error."""
     try:
-        _, spec = await read_model(options.model)
+        _, spec = await read_model(options.model, options.draft_model)
         model = ModelInUse(spec, context=min(options.context, spec.context), layers=options.cluster.layers)
     except BrigadeError as error:
         model = ModelInUse(refusal=error.message)

@@ -74,7 +74,7 @@ async def try_cluster(options: ClusterOptions) -> ChainTrial:
         NodeBusy: a worker serves another coordinator, and was left alone. BrigadeError: a node failed.
     """
     began = time.monotonic()
-    checkpoint, spec = await read_model(options.model)
+    checkpoint, spec = await read_model(options.model, options.draft_model)
     request = Request(tuple(token % spec.vocab_size for token in range(1, _PROMPT + 1)), NUM_TOKENS)
     async with open_chain(options, checkpoint, spec, options.context, every_node=True) as chain:
         opened = time.monotonic()

@@ -110,7 +110,9 @@ class EngineCore:
         """Return the session of a request, whose outputs go to the queue; `submit` starts it."""
         return Session(
             request,
-            request.decode.make_decoder(request.eos, self.chain.costs.steps, self._ended_texts),
+            request.decode.make_decoder(
+                request.eos, self.chain.costs.steps, self.chain.costs.drafting, self._ended_texts
+            ),
             chunk=chunk,
             put=partial(self._put, queue),
             started=time.monotonic_ns(),

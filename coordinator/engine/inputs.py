@@ -135,17 +135,24 @@ class InputProcessor:
 
     @classmethod
     async def read(
-        cls, model: str, *, trust_remote_code: bool = False, needs_text: bool = True, **usual: Unpack[Usual]
+        cls,
+        model: str,
+        draft_model: str | None = None,
+        *,
+        trust_remote_code: bool = False,
+        needs_text: bool = True,
+        **usual: Unpack[Usual],
     ) -> Self:
         """Read the model's configuration and tokenizer, but no weights.
 
         Args:
+            draft_model: the small model that is to draft for it.
             needs_text: fail for a model without a tokenizer.
             usual: see the arguments of the same names above.
         Raises:
             ModelError: there is no such model, or it cannot be read.
         """
-        checkpoint, spec = await read_model(model)
+        checkpoint, spec = await read_model(model, draft_model)
         find = Tokenizer if needs_text else find_tokenizer
         return cls(checkpoint, spec, find(checkpoint, trust_remote_code=trust_remote_code), **usual)
 

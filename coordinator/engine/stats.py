@@ -309,6 +309,7 @@ class StageTimes:
             self._spend("decode", min(here.started, passage.returned))
             self._spend(compute, min(here.computed, passage.returned))
             self._spend("head + sampling", min(here.sampled, passage.returned))
+            self._spend("drafting", min(here.drafted, passage.returned))
             self._spend("encode", min(here.sent, passage.returned))
             worked.append(_count(totals, here, left))
             left = here.sent

@@ -81,27 +81,49 @@ class StepCosts:
         )
 
 
+class DraftingCosts:
+    """The seconds that a chain's drafter takes in a step, by drafts per slot and by slots that want some."""
+
+    def __init__(self) -> None:
+        self._by_slots: dict[int, StepCosts] = {}
+
+    def observe(self, num_drafts: int, num_slots: int, seconds: float) -> None:
+        """Learn the seconds of drafting in one step."""
+        self._by_slots.setdefault(_rounded(num_slots), StepCosts()).observe(num_drafts, seconds)
+
+    def seconds(self, num_drafts: int, num_slots: int) -> float:
+        """Return the expected seconds; those of the nearest known number of slots, and 0 while none is known."""
+        known = [slots for slots, costs in self._by_slots.items() if costs.is_known]
+        if not num_drafts or not known:
+            return 0.0
+        nearest = min(known, key=lambda slots: abs(slots - num_slots))
+        return self._by_slots[nearest].seconds(num_drafts)
+
+
 class ChainCosts:
     """The costs of one chain: of steps that were alone in it, of each stage, and of all hops together."""
 
     def __init__(self, num_stages: int, measured: Mapping[int, Sequence[float]] | None = None) -> None:
         """`measured` are the seconds of each stage, by number of rows, if nodes have measured themselves."""
         by_rows = (measured or {}).items()
-        self.steps = StepCosts()
+        self.steps = StepCosts()  # without drafting
+        self.drafting = DraftingCosts()
         self._stages = [StepCosts({rows: found[stage] for rows, found in by_rows}) for stage in range(num_stages)]
         self._hops_s: dict[int, float] = {}  # of all hops together, by number of rows: long prompts take longer
         self._lately_s: dict[int, float] = {}  # of recent passages, by the bits of their number of rows
 
-    def observe(self, num_rows: int, stages_s: Sequence[float], took_s: float, *, was_alone: bool) -> None:
-        """Learn from one frame: the seconds of each stage, and those from sending to result."""
+    def observe(
+        self, num_rows: int, stages_s: Sequence[float], took_s: float, drafting_s: float = 0.0, *, was_alone: bool
+    ) -> None:
+        """Learn from one frame: the seconds of each stage, those from sending to result, and those of its drafter."""
         for stage, seconds in zip(self._stages, stages_s, strict=True):
             stage.observe(num_rows, seconds)
         if was_alone:
-            self.steps.observe(num_rows, took_s)
-            hops_s, size = max(0.0, took_s - sum(stages_s)), _rounded(num_rows)
+            self.steps.observe(num_rows, took_s - drafting_s)
+            hops_s, size = max(0.0, took_s - drafting_s - sum(stages_s)), _rounded(num_rows)
             known_s = self._hops_s.get(size, hops_s)
             self._hops_s[size] = known_s + _WEIGHT * (hops_s - known_s)
-        bits, passage_s = num_rows.bit_length(), took_s if was_alone else sum(stages_s)
+        bits, passage_s = num_rows.bit_length(), took_s if was_alone else sum(stages_s) + drafting_s
         self._lately_s[bits] = max(passage_s, self._lately_s.get(bits, 0.0) / 2)
 
     def stages_s(self, num_rows: int) -> list[float]:

@@ -90,6 +90,7 @@ class Plan:
     assignments: tuple[Assignment, ...]
     context: int
     num_sessions: int = 1
+    has_drafter: bool = False  # the last node holds one beside its layers
 
     @property
     def fits(self) -> bool:
@@ -121,7 +122,7 @@ def assign(spec: ModelSpec, nodes: Sequence[Node], layers: Sequence[int], contex
         )
         for node, start, end in zip(nodes, [0, *ends], ends, strict=False)
     )
-    return Plan(tuple(assignments), context, num_sessions)
+    return Plan(tuple(assignments), context, num_sessions, has_drafter=spec.drafter is not None)
 
 
 def check_split(spec: ModelSpec, num_nodes: int, layers: Sequence[int] | None) -> None:
@@ -152,9 +153,10 @@ def require_fit(plan: Plan, spec: ModelSpec) -> None:
         rows.append((a.name, f"[{a.start}, {a.end})", *map(format_bytes, sizes), missing))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+    others = "or a quantised model, or leave out --draft-model" if spec.drafter else "or a quantised model"
     raise ConfigError(
         f"{spec.name} with {sessions}{plan.context} tokens of context does not fit: {lacking}. "
-        "Use more nodes, fewer tokens (--context, of bench -p and -g) or a quantised model.\n" + "\n".join(table)
+        f"Use more nodes, fewer tokens (--context, of bench -p and -g) {others}.\n" + "\n".join(table)
     )
 
 

@@ -82,14 +82,17 @@ class Planner:
     layers: Sequence[int] | None = None  # that the user gave, for the plan over all configured nodes
 
     def best(self, nodes: Sequence[Node]) -> Plan | None:
-        """Return the best plan over these nodes, or None if none fits."""
+        """Return the best plan over these nodes, without the drafter if it fits only so, or None if none fits."""
         if {node.name for node in nodes} == set(self.whole.names):
             return self.whole
         if len(nodes) > self.spec.num_layers:
             return None
         layers = self.layers if self.layers is not None and len(self.layers) == len(nodes) else None
-        found = plan(self.spec, nodes, self.speeds, replace(self.objective, layers=layers))
-        return found if found.fits else None
+        return self._fitting(nodes, self.speeds, replace(self.objective, layers=layers))
+
+    def _fitting(self, nodes: Sequence[Node], speeds: Survey, objective: Objective) -> Plan | None:
+        specs = [self.spec, replace(self.spec, drafter=None)] if self.spec.drafter else [self.spec]
+        return next((found for spec in specs if (found := plan(spec, nodes, speeds, objective)).fits), None)
 
     def without_growth(self, present: Plan, best: Plan) -> Plan | None:
         """Return a plan over the nodes of `best` in which no node of the present plan holds a layer that it lacks."""
@@ -97,8 +100,7 @@ class Planner:
         if layers is None:
             return None
         nodes = [Node(each.name, each.memory_bytes) for each in best.assignments]
-        found = plan(self.spec, nodes, NO_SPEEDS, Objective(present.context, layers=layers))
-        return found if found.fits else None
+        return self._fitting(nodes, NO_SPEEDS, Objective(present.context, layers=layers))
 
 
 def _layers_without_growth(present: Plan, best: Plan) -> list[int] | None:

@@ -75,7 +75,7 @@ async def verify(
         InputError: the model cannot serve such requests, or this decoder has no reference here.
         BrigadeError: the cluster failed.
     """
-    checkpoint, spec = await read_model(options.model)
+    checkpoint, spec = await read_model(options.model, options.draft_model)
     decode = suit(decode, Cache(), spec)
     if stream and decode.kind == _NOT_IN_MLX_LM:
         raise InputError("stream", f"{_ONLY_WHOLE}; leave it out, or use diffusion")

@@ -228,7 +228,9 @@ class Slots:
 
     def _opening(self, slot: SessionSlot) -> Opening:
         session = slot.session
-        opening = Opening(slot=slot.number, sampling=session.request.sampling, cache=session.request.cache)
+        request = session.request
+        is_drafted = request.decode.kind == "draft"
+        opening = Opening(slot=slot.number, sampling=request.sampling, cache=request.cache, drafted=is_drafted)
         if slot.state is SlotState.TAKEN_OVER:
             opening.fork_of = slot.number
         else:

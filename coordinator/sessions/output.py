@@ -74,6 +74,7 @@ class Usage:
     still_s: float = 0.0  # seconds without a token because of these losses
     num_generated: int = 0  # tokens of the answer, without those of a journal
     begun: int = 0  # when its first frame was sent
+    drafts_held: Sequence[float] = ()  # by place: the share of steps in which that draft held, of those that had one
 
 
 @dataclass(slots=True)

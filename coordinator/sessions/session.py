@@ -79,6 +79,8 @@ class Session:
         self._proposal: Proposal | None = None  # sent and not answered
         # Indices of the first token without a requested score, and without a known one.
         self._asked_scores = self._known_scores = request.score_from or len(request.prompt)
+        self._num_tried: list[int] = []  # by place, the steps with a draft there
+        self._num_held: list[int] = []  # and those in which it held
         self._new_scores: list[Scored] = []
         self._put = put
         self._num_put = self._num_taken = 0  # outputs for the reader, each counted by one thread
@@ -211,6 +213,7 @@ class Session:
         num_rows = len(window.tokens) + len(proposal.masks)
         window.wanted = 1 + len(proposal.drafts) if proposal.verifies else 0
         window.guessed = len(proposal.masks)
+        window.drafts = proposal.asked
         window.masks = window.guessed + padded(num_rows) - num_rows if proposal.masks else 0
         if proposal.fills:
             fills = [at for at, _ in proposal.fills]
@@ -234,7 +237,13 @@ class Session:
             return []
         assert self._proposal is not None
         accepted = self._decoder.accept(self._proposal, samples, guesses)
-        self._proposal = None
+        num_drafts, self._proposal = len(self._proposal.drafts), None
+        missing = [0] * (num_drafts - len(self._num_tried))
+        self._num_tried += missing
+        self._num_held += missing
+        for place in range(num_drafts):
+            self._num_tried[place] += 1
+            self._num_held[place] += place < accepted.num_cached
         self.fed += accepted.num_cached
         num_taken, reason = 0, ""
         for num_taken, sample in enumerate(accepted.samples, 1):  # noqa: B007 - used below
@@ -323,6 +332,7 @@ class Session:
         output.usage = Usage(
             self.num_prompt, self._started, self.num_reused, output.num_steps, output.num_rows, legs,
             self._num_recoveries, self._still_ns / 1e9, self._num_read, self.begun,
+            [held / tried for held, tried in zip(self._num_held, self._num_tried, strict=True)],
         )  # fmt: skip
 
 

@@ -20,10 +20,11 @@ PARTS = (
     "decode",
     "worker compute",
     "head + sampling",
+    "drafting",
     "encode",
     "return",
 )
-_COMPUTING = ("decode", "coordinator compute", "worker compute", "head + sampling", "encode")
+_COMPUTING = ("decode", "coordinator compute", "worker compute", "head + sampling", "drafting", "encode")
 
 
 class Moments(NamedTuple):
@@ -34,6 +35,7 @@ class Moments(NamedTuple):
     started: int
     computed: int
     sampled: int
+    drafted: int
     sent: int
 
 
@@ -49,7 +51,7 @@ class Passage:
     @classmethod
     def of(cls, result: Result, returned: int, num_rows: int) -> "Passage":
         """Copy the result's records: a reference to them would keep the whole result message in memory."""
-        timings = tuple(Moments(t.received, t.taken, t.started, t.computed, t.sampled, t.sent) for t in result.timings)
+        timings = tuple(Moments(*(getattr(t, name) for name in Moments._fields)) for t in result.timings)
         return cls(timings, returned, num_rows, result.step)
 
 
@@ -161,7 +163,7 @@ def spans(passage: Passage, offsets: Sequence[int]) -> list[tuple[str, int, int,
     tiles = []
     left = None
     for stage, timing in enumerate(passage.timings):
-        received, taken, started, computed, sampled, sent = (moment - offsets[stage] for moment in timing)
+        received, taken, started, computed, sampled, drafted, sent = (moment - offsets[stage] for moment in timing)
         if left is not None:
             tiles.append(("wire", stage, left, received))
         compute = "worker compute" if stage else "coordinator compute"
@@ -170,7 +172,8 @@ def spans(passage: Passage, offsets: Sequence[int]) -> list[tuple[str, int, int,
             ("decode", stage, taken, started),
             (compute, stage, started, computed),
             ("head + sampling", stage, computed, sampled),
-            ("encode", stage, sampled, sent),
+            ("drafting", stage, sampled, drafted),
+            ("encode", stage, drafted, sent),
         ]
         left = sent
     assert left is not None

@@ -30,8 +30,9 @@ from tests.tiny import make_model
 from worker.compute.ahead import StepsAhead
 from worker.compute.batching import LaneWindow
 from worker.compute.shard import Shard
-from worker.model.checkpoint import open_folder
+from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.describe import describe
+from worker.model.model_spec import ModelSpec
 from worker.node.loading import open_checkpoint
 from worker.node.log import worker_log
 from worker.node.model_sources import Headers, ModelSources, Opening
@@ -143,13 +144,23 @@ async def serving(
         yield nodes
 
 
+def opened_folder(folder: Path, drafter: Path | None = None) -> tuple[Checkpoint, ModelSpec]:
+    """A model, perhaps with a small one that drafts for it."""
+    checkpoint = replace(open_folder(folder), drafter=open_folder(drafter) if drafter else None)
+    spec = describe(checkpoint)
+    return checkpoint, replace(spec, drafter=describe(checkpoint.drafter)) if checkpoint.drafter else spec
+
+
 @asynccontextmanager
 async def opened(
-    folder: Path, layers: Sequence[int], nodes: Sequence[RunningNode], network: Network = NETWORK
+    folder: Path,
+    layers: Sequence[int],
+    nodes: Sequence[RunningNode],
+    network: Network = NETWORK,
+    drafter: Path | None = None,
 ) -> AsyncIterator[Chain]:
-    """The model's layers over a coordinator and these nodes, joined and warm."""
-    checkpoint = open_folder(folder)
-    spec = describe(checkpoint)
+    """The model's layers over a coordinator and these nodes, joined and warm, perhaps with a drafter."""
+    checkpoint, spec = opened_folder(folder, drafter)
     async with AsyncExitStack() as stack:
         peers = [node.peer(network) for node in nodes]
         for peer in peers:
@@ -160,9 +171,9 @@ async def opened(
 
 
 @asynccontextmanager
-async def running(folder: Path, layers: Sequence[int]) -> AsyncIterator[Chain]:
+async def running(folder: Path, layers: Sequence[int], drafter: Path | None = None) -> AsyncIterator[Chain]:
     """The model's layers over a coordinator and fresh nodes."""
-    async with serving(len(layers) - 1) as nodes, opened(folder, layers, nodes) as chain:
+    async with serving(len(layers) - 1) as nodes, opened(folder, layers, nodes, drafter=drafter) as chain:
         yield chain
 
 

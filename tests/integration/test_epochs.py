@@ -17,13 +17,11 @@ from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS
 from protos.brigade_pb2 import Frame, Opening, Result, StatusReply
-from tests.integration.conftest import Models, RunningNode, receive, running, send, serving
+from tests.integration.conftest import Models, RunningNode, opened_folder, receive, running, send, serving
 from tests.integration.many import Live, request, solo, tokens_of, until
 from tests.integration.upstream import window_of
 from worker.compute.shard import Shard
 from worker.errors import BrigadeError, EngineHung, FrameError, StageLost
-from worker.model.checkpoint import open_folder
-from worker.model.describe import describe
 
 Held = Callable[[], None]
 
@@ -59,9 +57,8 @@ async def load_all(own: OwnNode, deployment: Deployment) -> None:
 
 
 @asynccontextmanager
-async def loaded(folder: Path, layers: Sequence[int]) -> AsyncIterator[Cluster]:
-    checkpoint = open_folder(folder)
-    spec = describe(checkpoint)
+async def loaded(folder: Path, layers: Sequence[int], drafter: Path | None = None) -> AsyncIterator[Cluster]:
+    checkpoint, spec = opened_folder(folder, drafter)
     async with serving(len(layers) - 1) as nodes, AsyncExitStack() as stack, OwnNode() as own:
         peers = [node.peer() for node in nodes]
         for peer in peers:

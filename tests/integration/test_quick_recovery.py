@@ -62,7 +62,7 @@ async def test_a_chain_without_the_lost_node_waits_for_no_rejoin_and_measures_an
         await lose(rig, 1, comes_back=False)
         await live.answer()
         assert rig.cluster.chain.costs is not costs
-    assert asked == [{"node-1"}]
+    assert {*map(frozenset, asked)} == {frozenset({"node-1"})}  # again if loading takes long
     assert warm_up_rows(frames, 2) == [64, 64, 1, 1]
 
 

@@ -33,6 +33,7 @@ class Begun:
 
     def __init__(self, header: Frame) -> None:
         self.frame = header
+        self.has_drafting = False
 
 
 class HeldEngine:

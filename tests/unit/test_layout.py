@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("protos", "worker", "coordinator", "tools")  # each may import itself and what stands left of it
 ROOMS = {  # likewise; what stands beside the rooms (errors, config) may be imported by all of them
-    "worker": ("platform", "model", "memory", "compute", "node"),
+    "worker": ("platform", "model", "memory", "compute", "drafters", "node"),
     "coordinator": tuple(
         ["planning", "decoding", "sessions", "cluster", "engine", "api", "deploy", "bench", "quality", "cli"]
     ),

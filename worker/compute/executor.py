@@ -15,6 +15,7 @@ import mlx.core as mx
 from protos.brigade_pb2 import DType, Failure, Frame, Opening, Result, Sampling, Timing, Window
 from worker.compute.ahead import Placeholder, Ready, StepOutputs, StepsAhead, is_one_token
 from worker.compute.batching import LaneWindow
+from worker.compute.drafting import Drafter, add_drafts
 from worker.compute.grammar import Guide
 from worker.compute.header import asked_rows, check_header, head_rows, num_rows
 from worker.compute.sampling import Draws, TokenScores
@@ -41,18 +42,29 @@ class Executor:
     between the two, so that the device has work while graphs are built and results are copied out.
     """
 
-    def __init__(self, shard: Shard, stage: int, dtype: DType, node: str = "", *, checks_finite: bool = False) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        stage: int,
+        dtype: DType,
+        node: str = "",
+        *,
+        checks_finite: bool = False,
+        drafter: Drafter | None = None,
+    ) -> None:
         """Start with no slots.
 
         Args:
             node: this worker's name, which failures carry; empty on the coordinator.
             checks_finite: whether a window fails if its output holds NaN or infinities, before another stage sees it.
+            drafter: of the last stage.
         """
         self._shard = shard
         self._stage = stage
         self._dtype = dtype
         self._node = node
         self._checks_finite = checks_finite
+        self._drafter = drafter
         self._slots: dict[int, Slot] = {}
         self.cache_bytes = 0  # between two steps, counted now and then; other threads read it
         self._counted_at = 0  # nanoseconds
@@ -81,7 +93,7 @@ class Executor:
 
     @property
     def weight_bytes(self) -> int:
-        return self._shard.nbytes
+        return self._shard.nbytes + (self._drafter.nbytes if self._drafter else 0)
 
     def close(self) -> None:
         """Free all slots."""
@@ -89,7 +101,7 @@ class Executor:
         slots = list(self._slots.values())
         self._slots.clear()
         self.cache_bytes = 0
-        close_all([slot.caches for slot in slots])
+        _close(slots)
 
     def check(self, frame: Frame) -> None:
         """Raise FrameError unless this header is valid for this stage. Any thread may call it."""
@@ -172,6 +184,7 @@ class Executor:
             else:
                 step.pending = [h, *states]
                 mx.async_eval(step.pending)
+        step.has_drafting = any(self._has_drafting(window) for window in step.windows)
         if step.windows and not ready:
             step.begun = time.monotonic_ns()
         return step
@@ -196,10 +209,14 @@ class Executor:
         self._step_ns = step.timing.computed - step.timing.started
         output = result_of(step) if self._shard.is_last else next_frame(step)
         step.timing.sampled = time.monotonic_ns() if self._shard.is_last else step.timing.computed
-        self._idle_since = step.timing.sampled
-        if step.changes_bytes or step.timing.sampled > self._counted_at + _COUNT_NS:
-            self.cache_bytes = sum(slot.caches.nbytes for slot in self._slots.values())
-            self._counted_at = step.timing.sampled
+        step.timing.drafted = step.timing.sampled
+        if step.has_drafting and isinstance(output, Result):
+            add_drafts(self._drafter, step.windows, self._slots, output)
+            step.timing.drafted = time.monotonic_ns()
+        self._idle_since = step.timing.drafted
+        if step.changes_bytes or step.timing.drafted > self._counted_at + _COUNT_NS:
+            self.cache_bytes = sum(slot.nbytes for slot in self._slots.values())
+            self._counted_at = step.timing.drafted
         output.timings.extend([*step.frame.timings, step.timing])
         output.failures.extend([*step.frame.failures, *step.failures])
         failed = {failure.slot for failure in step.failures}
@@ -212,8 +229,10 @@ class Executor:
         frame = step.frame
         bases = {window.slot: window.base for window in frame.windows}
         fresh = {session.slot: self._open(step, session, bases.get(session.slot, 0)) for session in frame.opened}
+        for session in frame.opened:
+            fresh[session.slot].is_drafted = session.drafted and self._drafter is not None
         ended = [self._slots.pop(number, None) for number in (*frame.closed, *fresh)]
-        close_all([slot.caches for slot in ended if slot])
+        _close([slot for slot in ended if slot])
         self._slots.update(fresh)
 
     def _open(self, step: Step, session: Opening, length: int) -> Slot:
@@ -242,7 +261,13 @@ class Executor:
             raise CacheMismatch(
                 f"expected {length} tokens to copy from slot {session.fork_of}, but it holds only {held}"
             )
-        return source.fork(length, session.sampling, self._guide(session.sampling))
+        is_drafted = session.drafted and self._drafter is not None
+        return source.fork(length, session.sampling, self._guide(session.sampling), is_drafted=is_drafted)
+
+    def _has_drafting(self, window: Window) -> bool:
+        """Return whether drafts follow this window on the last stage, or its drafter reads it."""
+        is_chunk = not (window.wanted or window.masks)
+        return self._shard.is_last and bool(window.drafts or (is_chunk and self._slots[window.slot].is_drafted))
 
     def _guide(self, sampling: Sampling) -> Guide | None:
         has_grammar = self._shard.is_last and sampling.HasField("grammar")
@@ -365,6 +390,7 @@ class Step:
     timing: Timing
     begun: int = 0  # when `begin` returned, nanoseconds
     is_under_way: bool = False  # launched before its frame arrived
+    has_drafting: bool = False  # a drafter has work with it: no later step may begin before it is finished
     ends_long_prompt: bool = False
     windows: list[Window] = field(default_factory=list)  # of the frame, those that have not failed here
     failures: list[Failure] = field(default_factory=list)  # of this stage
@@ -377,6 +403,13 @@ class Step:
     def changes_bytes(self) -> bool:
         """Whether slots open, close or get larger buffers."""
         return bool(self.frame.opened or self.frame.closed) or any(map(_enters_block, self.windows))
+
+
+def _close(slots: Sequence[Slot]) -> None:
+    close_all([slot.caches for slot in slots])
+    for slot in slots:
+        if slot.drafting:
+            slot.drafting.close()
 
 
 def next_frame(step: Step) -> Frame:

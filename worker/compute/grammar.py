@@ -43,9 +43,28 @@ class Guide:
         """
         self._matcher = matcher
         self._on_excess = on_excess
-        self._begins = begins
+        self.begins = begins
         self._vocab_size = vocab_size
         self._taken: list[int] = []
+
+    def copy(self) -> "Guide":
+        """Return another matcher at the same place."""
+        other = Guide(self._matcher.deep_copy(), self.begins, self._vocab_size, self._on_excess)
+        other._taken = list(self._taken)
+        return other
+
+    def allowed_next(self, answer: Sequence[int]) -> mx.array | None:
+        """Return which tokens may follow an answer that ends with drafts, [V] bool; None if the grammar forbids those.
+
+        Raises:
+            SamplingError: the grammar is too complex.
+        """
+        return mx.array(self._allowed_here()) if self._go_to(answer, is_draft=True) else None
+
+    def _allowed_here(self) -> np.ndarray:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._require_sound()
+        return np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
 
     def allowed(self, tokens: Sequence[int], known: Sequence[int], num_wanted: int) -> mx.array:
         """Return which tokens may be chosen for each row, [N, V] bool.
@@ -59,11 +78,9 @@ class Guide:
         """
         rows = np.ones((len(known), self._vocab_size), bool)
         for row, length in enumerate(known[:num_wanted]):
-            if not self._go_to(tokens[self._begins : length], is_draft=row > 0):
+            if not self._go_to(tokens[self.begins : length], is_draft=row > 0):
                 break  # rows after a draft that the grammar forbids are never used
-            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-            rows[row] = np.unpackbits(bits, bitorder="little")[: self._vocab_size]
-            self._require_sound()
+            rows[row] = self._allowed_here()
         return mx.array(rows)
 
     def require_beginning(self) -> None:

@@ -6,6 +6,7 @@ from operator import sub
 
 from protos.brigade_pb2 import CACHE_ROTATING, CacheKind, DType, Frame, Grammar, Result, Sample, Score, Window
 from worker.errors import FrameError
+from worker.model.model_spec import MOST_DRAFTS
 
 _MOST_SLOTS = 1 << 16  # in one frame: the event loop looks at each
 _MOST_SHOWN = 64  # numbers in a message
@@ -63,8 +64,16 @@ def check_header(frame: Frame, stage: int, hidden_size: int, dtype: DType) -> No
 
 
 def asked_of(window: Window) -> tuple[int, ...]:
-    """Return how many samples, guesses and scores answer a window."""
-    return window.wanted, window.guessed, len(window.targets)
+    """Return how many samples, guesses and scores answer a window; a draft counts as a guess."""
+    return window.wanted, window.guessed + window.drafts, len(window.targets)
+
+
+def num_held(drafts: Sequence[int], samples: Sequence[int]) -> int:
+    """Return how many leading drafts equal the tokens that were drawn in their places."""
+    num_equal = 0
+    while num_equal < len(drafts) and drafts[num_equal] == samples[num_equal]:
+        num_equal += 1
+    return num_equal
 
 
 def check_result(
@@ -154,5 +163,8 @@ def _check_windows(frame: Frame) -> None:
         if window.guessed > window.masks:
             expected = f"expected at most {window.masks} guesses, as many as MASK rows"
             raise FrameError(f"{expected}, got {window.guessed} {found}")
+        if window.drafts and (window.masks or not window.wanted or window.drafts > MOST_DRAFTS):
+            expected = f"expected at most {MOST_DRAFTS} drafts, after sampled rows and without MASK rows"
+            raise FrameError(f"{expected}, got {window.drafts} {found}")
         if len(window.positions) not in (0, num_rows(window)):
             raise FrameError(f"expected {num_rows(window)} positions or none, got {len(window.positions)} {found}")

@@ -22,7 +22,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _LOW_64 = (1 << 64) - 1
 _LOW_32 = (1 << 32) - 1
 _HALF_A_STEP = 2.0**-33  # MLX's uniform numbers near 0 are multiples of 2^-32
-_CONTEXT = 20  # tokens that penalties look back at, as in mlx-lm
+CONTEXT = 20  # tokens that penalties look back at, as in mlx-lm
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,11 @@ class Sampler:
             self._processors = make_logits_processors(
                 logit_bias=dict(sampling.logit_bias),
                 repetition_penalty=sampling.repetition_penalty,
-                repetition_context_size=_CONTEXT,
+                repetition_context_size=CONTEXT,
                 presence_penalty=sampling.presence_penalty,
-                presence_context_size=_CONTEXT,
+                presence_context_size=CONTEXT,
                 frequency_penalty=sampling.frequency_penalty,
-                frequency_context_size=_CONTEXT,
+                frequency_context_size=CONTEXT,
             )
 
     @property
@@ -108,11 +108,15 @@ class Sampler:
     @cached_property
     def kind(self) -> bytes | None:
         """A key that is equal for samplers that differ in their seeds only; None if `draw` is not enough for them."""
-        if self._processors or self._sampling.logprobs:
-            return None
+        return None if self._processors or self._sampling.logprobs else self.draw_kind
+
+    @cached_property
+    def draw_kind(self) -> bytes:
+        """A key that is equal for samplers for which one call of `draw` can draw."""
         alike = Sampling()
         alike.CopyFrom(self._sampling)
-        alike.ClearField("seed")
+        for field in ("seed", "logprobs", "grammar"):
+            alike.ClearField(field)
         return alike.SerializeToString(deterministic=True)
 
     def draw(self, logits: mx.array, seeds: Sequence[int], positions: Sequence[int]) -> Draws:
@@ -145,7 +149,7 @@ class Sampler:
         if self._processors:
             rows = zip(logits.split(len(positions)), known, strict=True)
             logits = mx.concatenate(
-                [self._process(row, tokens[max(0, length - _CONTEXT) : length]) for row, length in rows]
+                [self._process(row, tokens[max(0, length - CONTEXT) : length]) for row, length in rows]
             )
         logprobs = _normalised(logits)
         drawn = self._draw(logprobs, [random_key(self.seed, position) for position in positions])

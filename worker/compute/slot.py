@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from protos.brigade_pb2 import Sampling, Window
 from worker.compute.batching import LaneWindow
+from worker.compute.drafting import SlotDrafting
 from worker.compute.grammar import Guide
 from worker.compute.header import asked_rows, num_rows
 from worker.compute.sampling import Draws, Sampler
@@ -24,10 +25,19 @@ class Slot:
         self.sampler = Sampler(sampling)
         self.guide = guide
         self.num_unasked = 0  # rows of prompt chunks since the last sampled row
+        self.is_drafted = False  # whether a drafter reads its prompt chunks
+        self.drafting: SlotDrafting | None = None  # what the drafter holds of it
 
-    def fork(self, length: int, sampling: Sampling, guide: Guide | None = None) -> Slot:
+    def fork(self, length: int, sampling: Sampling, guide: Guide | None = None, *, is_drafted: bool = False) -> Slot:
         """Return a slot that continues from the first `length` tokens. Raises CacheMismatch if the caches cannot."""
-        return Slot(self.caches.fork(length), self.history.fork(length), sampling, guide)
+        other = Slot(self.caches.fork(length), self.history.fork(length), sampling, guide)
+        other.drafting = self.drafting.fork(length) if self.drafting and is_drafted else None
+        return other
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its caches, with those of the drafter."""
+        return self.caches.nbytes + (self.drafting.nbytes if self.drafting else 0)
 
     def begin(self, window: Window) -> LaneWindow:
         """Cut to the window's base, take its tokens and return where its rows go.

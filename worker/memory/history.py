@@ -44,6 +44,11 @@ class History:
 
     def num_shared(self, other: "History", limit: int) -> int:
         """Return how many leading tokens, at most `limit`, both histories share."""
+        found = self.num_alike(other, limit)
+        return found if self.tokens[:found] == other.tokens[:found] else 0  # hashes may collide, tokens may not
+
+    def num_alike(self, other: "History", limit: int) -> int:
+        """Return how many leading tokens, at most `limit`, both histories share as far as their hashes tell."""
         low, high = 0, min(limit, len(self), len(other))
         while low < high:
             middle = (low + high + 1) // 2
@@ -51,4 +56,4 @@ class History:
                 low = middle
             else:
                 high = middle - 1
-        return low if self.tokens[:low] == other.tokens[:low] else 0  # hashes may collide, tokens may not
+        return low

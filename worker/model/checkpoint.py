@@ -34,6 +34,7 @@ class Checkpoint:
     tensors: Mapping[str, TensorInfo]
     download: Download | None = None
     hub_hashes: Mapping[str, str] = field(default_factory=dict)  # the hub's own hashes of weight files, here or not
+    drafter: "Checkpoint | None" = None  # the small model that is to draft for it
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -73,6 +74,21 @@ class Checkpoint:
         """Return a value that changes when a weight file that is here changes."""
         files = sorted({info.file for info in self.tensors.values()})
         return tuple((f, (self.folder / f).stat().st_mtime_ns) for f in files if (self.folder / f).exists())
+
+    def vocabulary(self) -> dict[int, str]:
+        """Return the tokens of tokenizer.json by their ids; none without that file, or without a list of tokens in it.
+
+        Raises:
+            ModelError: the file is no JSON object.
+        """
+        found = read_json(self.folder / "tokenizer.json", MOST_TOKENIZER_BYTES) or {}
+        if not isinstance(found, dict):
+            raise ModelError(f"{self.folder / 'tokenizer.json'} is not valid JSON (expected keys and values)")
+        vocab = (found.get("model") or {}).get("vocab") or {}
+        if isinstance(vocab, list):  # of tokens and scores
+            vocab = {pair[0]: number for number, pair in enumerate(vocab)}
+        added = {token["id"]: token["content"] for token in found.get("added_tokens") or ()}
+        return {number: token for token, number in vocab.items()} | added
 
     def tokenizer_files(self) -> list[Path]:
         """Return the tokenizer's files: only those that also come from a hub, so that copies match, and no code."""

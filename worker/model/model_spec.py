@@ -8,6 +8,7 @@ from itertools import accumulate
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, Cache, DType
 from worker.model.cache_spec import CacheSpec, Memory, cache_spec
 
+MOST_DRAFTS = 63  # after one window: with the last token a window of 64 rows
 DTYPE_BYTES = {DTYPE_FLOAT32: 4, DTYPE_FLOAT16: 2, DTYPE_BFLOAT16: 2}
 
 
@@ -43,6 +44,7 @@ class ModelSpec:
     int8_refusal: str = ""  # why caches cannot be kept in 8 bits
     rotating_refusal: str = ""  # why caches cannot drop tokens
     cache: Cache = field(default_factory=Cache)  # the kind that sessions will have
+    drafter: "ModelSpec | None" = None  # a small model that drafts on the last stage
 
     @property
     def row_bytes(self) -> int:
@@ -63,6 +65,8 @@ class ModelSpec:
         is_last = end == self.num_layers
         total = self._weight_bytes_up_to[end] - self._weight_bytes_up_to[start]
         total += self.embed_bytes if start == 0 or (is_last and self.tied) else 0
+        if is_last and self.drafter:
+            total += self.drafter.shard_bytes(0, self.drafter.num_layers)
         return total + (self.head_bytes if is_last else 0)
 
     @cached_property
@@ -71,7 +75,10 @@ class ModelSpec:
 
     def reserved_bytes(self, start: int, end: int, num_rows: int) -> int:
         """Return the most bytes that one session's cache of `num_rows` takes in layers [start, end)."""
-        return sum(
+        drafting = 0
+        if end == self.num_layers and (drafter := self.drafter):
+            drafting = drafter.reserved_bytes(0, drafter.num_layers, num_rows + MOST_DRAFTS)
+        return drafting + sum(
             cache_spec(memory, self.cache).nbytes(memory, num_rows)
             for layer in self.layers[start:end]
             for memory in layer.memories

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from protos.brigade_pb2 import AttachRequest, Draining, Report
+from worker.compute.drafting import Drafter
 from worker.compute.executor import Executor
 from worker.compute.shard import Shard
 from worker.config import MOST_ADDRESSES
@@ -31,7 +32,7 @@ class Attachment:
         self._opening: Stage | None = None
         self._draining = asyncio.Event()
 
-    async def open(self, shard: Shard, thread: MlxThread, network: Network, name: str) -> None:
+    async def open(self, shard: Shard, drafter: Drafter | None, thread: MlxThread, network: Network, name: str) -> None:
         """Open the hop to the next stage, then start the stage; `name` is this node's.
 
         Raises:
@@ -42,7 +43,9 @@ class Attachment:
         if request.successor:
             addresses = [request.successor, *request.successor_fallbacks]
             address = await dial(network, request.successor_name, addresses)
-        executor = Executor(shard, request.stage, request.loaded.dtype, name, checks_finite=request.check_finite)
+        executor = Executor(
+            *(shard, request.stage, request.loaded.dtype, name), checks_finite=request.check_finite, drafter=drafter
+        )
         self._opening = Stage(executor, request.epoch, network.wire)
         link = partial(Link, network, request.successor_name, address, request.epoch, request.stage, name)
         await self._opening.start(thread, link if address else None, wait_slept)

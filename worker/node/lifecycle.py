@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from typing import TypeVar
@@ -20,9 +20,11 @@ import mlx.core as mx
 from protos.brigade_pb2 import AttachRequest, Coordinator, Grammar, LoadProgress, LoadRequest, Report, StatusReply
 from worker.compute.header import check_grammar
 from worker.compute.shard import Shard
+from worker.drafters.small_model import SmallModel
 from worker.errors import FrameError, ModelError, NodeBusy, StageLost
 from worker.model.checkpoint import Checkpoint
 from worker.model.contents import check_contents
+from worker.model.describe import describe
 from worker.node.attachment import Attachment, check_place
 from worker.node.loading import QUIET_S, load_shard
 from worker.node.log import log_failure
@@ -73,10 +75,17 @@ class HeldModel:
     stamp: Stamp
     shard: Shard | None
     read: dict[str, mx.array]
+    lease: Lease  # of its files
+    context: int = 0  # tokens that the model can read
 
     @property
     def has_tensors(self) -> bool:
         return self.shard is not None or bool(self.read)
+
+    def released(self) -> "HeldModel":
+        """Return the record without tensors."""
+        self.lease.close()
+        return replace(self, shard=None, read={})
 
 
 @dataclass(frozen=True)
@@ -95,11 +104,11 @@ class Worker:
         self.state = WorkerState.EMPTY
         self.attachment: Attachment | None = None  # while ATTACHED, and perhaps while DRAINING
         self._held: HeldModel | None = None
+        self._drafter: HeldModel | None = None  # a whole small model, beside the last layers
         self._reservation: Reservation | None = None
         self._used_at = 0.0  # the last time, on the event loop's clock
         self._changed = asyncio.Event()  # replaced at each change
         self._turn = asyncio.Lock()  # held to change the tensors, or to measure
-        self._lease = Lease()  # of the files of the held tensors
         self._thread = thread
         self._sources = sources
         self._log = log
@@ -107,6 +116,10 @@ class Worker:
     @property
     def shard(self) -> Shard | None:
         return self._held.shard if self._held else None
+
+    @property
+    def _all_held(self) -> list[HeldModel]:
+        return [held for held in (self._held, self._drafter) if held]
 
     @property
     def stage(self) -> Stage | None:
@@ -124,7 +137,7 @@ class Worker:
         memory = memory_held()
         return StatusReply(
             clock=time.monotonic_ns(),
-            weight_bytes=self.shard.nbytes if self.shard else 0,
+            weight_bytes=sum(held.shard.nbytes for held in self._all_held if held.shard),
             peak_memory_bytes=memory.peak,
             active_memory_bytes=memory.active,
             cached_memory_bytes=memory.cached,
@@ -185,20 +198,20 @@ class Worker:
     async def release_tensors(self, why: str) -> None:
         """Release the held tensors and their reservation: the next load reads them again."""
         self._reservation = None
-        held = self._held
-        if held is None or not held.has_tensors:
+        names = [_name_of(held.request) for held in self._all_held if held.has_tensors]
+        if not names:
             return
-        self._held = HeldModel(held.request, held.stamp, None, {})  # records what was released
+        self._held = self._held and self._held.released()  # records what was released
+        self._drafter = self._drafter and self._drafter.released()
         self._become(WorkerState.EMPTY)
-        self._lease.close()
-        self._log.info("released %s: %s; the next load reads it again", _name_of(held.request), why)
-        del held
+        self._log.info("released %s: %s; the next load reads it again", " and ".join(names), why)
         await self._thread.run(give_back)
 
     def free_files(self) -> None:
         """Allow the eviction of received files that an idle, unreserved worker holds: its tensors are in memory."""
         if self.state in (WorkerState.EMPTY, WorkerState.LOADED) and not self.is_reserved:
-            self._lease.close()
+            for held in self._all_held:
+                held.lease.close()
 
     @contextlib.asynccontextmanager
     async def keep_alive(self, keep_alive_s: float | None) -> AsyncIterator[None]:
@@ -243,12 +256,19 @@ class Worker:
         await self.release_for(request.coordinator, request.epoch)
         if self.state is WorkerState.LOADING:
             raise NodeBusy("is loading a shard; try again once it has")
-        self._require_loaded(request.loaded)
+        self._require_loaded(self._held, request.loaded)
         check_place(request)
         self.attachment = attachment = Attachment(request, write)
         self._become(WorkerState.ATTACHED)
         try:
-            await attachment.open(self._require_loaded(request.loaded), self._thread, network, self.name)
+            shard, drafter = self._require_loaded(self._held, request.loaded), None
+            if request.HasField("drafter"):
+                model = self._require_loaded(self._drafter, request.drafter)
+                context = self._drafter.context if self._drafter else 0
+                drafter = SmallModel(model, context, shard.info.vocab_size, shard.mask_token)
+            else:
+                self._release_drafter()
+            await attachment.open(shard, drafter, self._thread, network, self.name)
             self.refuse_if_draining()
             self._reservation = None
             yield attachment
@@ -323,7 +343,9 @@ class Worker:
         loop = asyncio.get_running_loop()
         while True:
             left_s = None
-            if self.state in (WorkerState.EMPTY, WorkerState.LOADED) and self._held and self._held.has_tensors:
+            if self.state in (WorkerState.EMPTY, WorkerState.LOADED) and any(
+                held.has_tensors for held in self._all_held
+            ):
                 reserved_until = self._reservation.until if self._reservation else 0.0
                 left_s = max(self._used_at, reserved_until) + keep_alive_s - loop.time()
                 if left_s <= 0:
@@ -338,13 +360,12 @@ class Worker:
             raise ModelError("holds no shard; load first")
         return self.shard
 
-    def _require_loaded(self, expected: LoadRequest) -> Shard:
-        """Return the held shard if it is the expected one.
+    def _require_loaded(self, held: HeldModel | None, expected: LoadRequest) -> Shard:
+        """Return what is held if it is the expected shard.
 
         Raises:
             ModelError: it is another one. StageLost: its tensors were released meanwhile.
         """
-        held = self._held
         if held and held.shard is None:
             raise StageLost("has released its layers meanwhile; load them again")
         if held is None or held.shard is None or held.request != _shard_of(expected):
@@ -357,10 +378,11 @@ class Worker:
 
     async def _load(self, request: LoadRequest, report: ReportProgress) -> None:
         checkpoint, stamp, lease = await _checked(partial(self._open, request), report)
-        self._lease.close()
-        self._lease = lease
-        held, wanted = self._held, _shard_of(request)
+        held, wanted = self._drafter if request.is_drafter else self._held, _shard_of(request)
+        if held:
+            held.lease.close()
         if held and held.shard and (held.request, held.stamp) == (wanted, stamp):
+            self._hold(request, replace(held, lease=lease))
             self._log.info("kept %s", _name_of(request))
             await self._thread.run(partial(keep_within, request.memory_bytes, held.shard.nbytes))
             await report(LoadProgress(phase="kept", done=held.shard.nbytes, total=held.shard.nbytes))
@@ -368,22 +390,44 @@ class Worker:
         tensors: dict[str, mx.array] = {}  # that can be kept
         if held and _is_of_same_model(held, wanted, stamp):
             tensors = held.shard.tensors if held.shard else held.read
-        self._held = held = None  # the memory of the other tensors is needed
+        held = None  # the memory of the other tensors is needed
+        self._hold(request, None)
+        if not request.is_drafter:
+            self._release_drafter()  # there may be no memory for both; else it is loaded again
         self._log.info("loading %s", _name_of(request))
         began = time.monotonic()
         try:
             shard = await self._read(checkpoint, request, tensors, report)
+            if request.is_drafter and self.shard:
+                nbytes = self.shard.nbytes + shard.nbytes
+                await self._thread.run(partial(keep_within, request.memory_bytes, nbytes))
             tensors = shard.tensors
             await _checked(partial(check_contents, checkpoint, request.contents), report)  # files that came only now
         except asyncio.CancelledError:
             self._log.info("gave up loading %s: the coordinator cancelled it", _name_of(request))
-            with contextlib.suppress(ModelError):  # a file has changed: keep nothing
-                self._held = HeldModel(wanted, _stamp_after(checkpoint, stamp), None, tensors)
+            try:
+                self._hold(request, HeldModel(wanted, _stamp_after(checkpoint, stamp), None, tensors, lease))
+            except ModelError:  # a file has changed: keep nothing
+                lease.close()
             raise
-        self._held = HeldModel(wanted, _stamp_after(checkpoint, stamp), shard, {})
+        except BaseException:
+            lease.close()
+            raise
+        context = describe(checkpoint).context
+        self._hold(request, HeldModel(wanted, _stamp_after(checkpoint, stamp), shard, {}, lease, context))
         await self._thread.run(forget_peak)
         took_s = time.monotonic() - began
         self._log.info("loaded %s: %.1f MiB in %.1f s", _name_of(request), shard.nbytes / 2**20, took_s)
+
+    def _release_drafter(self) -> None:
+        if self._drafter:
+            self._drafter = self._drafter.released()
+
+    def _hold(self, request: LoadRequest, held: HeldModel | None) -> None:
+        if request.is_drafter:
+            self._drafter = held
+        else:
+            self._held = held
 
     async def _read(
         self, checkpoint: Checkpoint, request: LoadRequest, tensors: dict[str, mx.array], report: ReportProgress
@@ -437,7 +481,8 @@ async def _checked(check: Callable[[Callable[[], None]], T], report: ReportProgr
 
 
 def _name_of(request: LoadRequest) -> str:
-    return f"layers [{request.start}, {request.end}) of {request.model}"
+    what = "the drafter" if request.is_drafter else f"layers [{request.start}, {request.end}) of"
+    return f"{what} {request.model}"
 
 
 def _stamp_after(checkpoint: Checkpoint, before: Stamp) -> Stamp:

@@ -4,7 +4,7 @@ The requested name is compared with the names of what is here; it is never opene
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -39,10 +39,13 @@ class ModelSources:
     may_download: bool = False  # any repository
     may_download_own: bool = True
     cache: WeightsCache | None = None  # of weights that coordinators send; None refuses them
+    own_drafter: str | None = None  # as `own`, a small model that drafts
 
     @classmethod
-    def of(cls, cluster: ClusterConfig, name: str | None, model: str | None) -> "ModelSources":
-        """Return the sources that this node's configuration describes; the flag `model` overrides it.
+    def of(
+        cls, cluster: ClusterConfig, name: str | None, model: str | None, draft_model: str | None = None
+    ) -> "ModelSources":
+        """Return the sources that this node's configuration describes; the flags for models override it.
 
         A node may always download a model that is configured for it alone. With `pull: coordinator` only the
         coordinator downloads the model of all nodes, and sends it.
@@ -52,6 +55,7 @@ class ModelSources:
         is_sent = cluster.pull == "coordinator"
         return cls(
             own=for_this_node or cluster.model,
+            own_drafter=draft_model or cluster.draft_model,
             roots=tuple(map(Path, cluster.models)),
             may_download=cluster.pull == "hub",
             may_download_own=bool(for_this_node) or not is_sent,
@@ -66,8 +70,9 @@ class ModelSources:
             ModelError: there is none.
         """
         known = unpack_headers(request.contents.headers)
+        own = replace(self, own=self.own_drafter) if request.is_drafter else self
         try:
-            return self.open_own(request.model, known, check)
+            return own.open_own(request.model, known, check)
         except ModelError as error:
             if self.cache is None:
                 raise
@@ -189,7 +194,11 @@ def check_layers(request: LoadRequest, checkpoint: Checkpoint) -> None:
     """Raise ModelError, naming both values, for layers or hidden states that the model does not have."""
     spec = describe(checkpoint)
     layers = f"[{request.start}, {request.end}) of {request.num_layers} layers"
-    if request.num_layers != spec.num_layers or not 0 < request.start < request.end <= spec.num_layers:
+    if request.is_drafter:
+        is_possible = (request.start, request.end) == (0, spec.num_layers)
+    else:
+        is_possible = 0 < request.start < request.end <= spec.num_layers
+    if request.num_layers != spec.num_layers or not is_possible:
         raise ModelError(f"cannot hold {layers}: its copy of {checkpoint.name} has {spec.num_layers}")
     if request.dtype != spec.dtype:
         expected, found = dtype_name(request.dtype), dtype_name(spec.dtype)

@@ -284,7 +284,7 @@ class Stage:
         """
         step, self._begun = self._begun, None
         assert step is not None
-        if self.executor.runs_ahead and not self._frames.empty():
+        if self.executor.runs_ahead and not step.has_drafting and not self._frames.empty():
             self._begun = self._begin(*self._frames.get_nowait())
         if self._begun is None and (ahead := self.executor.launch_ahead(step, is_finished=False)):
             ahead.evaluate()

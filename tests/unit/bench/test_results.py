@@ -69,9 +69,9 @@ def test_stages_are_busy_while_they_compute_and_hops_are_what_lies_between() -> 
     passages = []
     for number in range(20):
         at = number * 100_000_000
-        first = Moments(at, at, at, *[at + 30_000_000] * 3)
+        first = Moments(at, at, at, *[at + 30_000_000] * 4)
         arrived = hour + at + 40_000_000
-        second = Moments(arrived, arrived, arrived, arrived + 30_000_000, *[arrived + 40_000_000] * 2)
+        second = Moments(arrived, arrived, arrived, arrived + 30_000_000, *[arrived + 40_000_000] * 3)
         passages.append(Passage([first, second], at + 100_000_000, 4))
     trial = BenchTrial(8, 0.0, [times(0.1, 0.1, 20)] * 4, passages, [0, hour], [800, 80], 0.03)
     found = summarise(CLUSTER, [1, 1], "ar", [trial])
@@ -87,7 +87,7 @@ def test_what_a_stage_sent_is_unknown_where_its_worker_did_not_say() -> None:
     before = [StatusReply(clock=5, sent_bytes=100), StatusReply(clock=7, sent_bytes=40), StatusReply()]
     after = [StatusReply(clock=9, sent_bytes=180), StatusReply(), StatusReply(clock=8, sent_bytes=60)]
     assert sent_between(before, after) == [80, None, None]
-    passage = Passage([Moments(0, 0, 0, 0, 1, 1), Moments(0, 0, 0, 0, 1, 1)], 2, 1)
+    passage = Passage([Moments(0, 0, 0, 0, 1, 1, 1), Moments(0, 0, 0, 0, 1, 1, 1)], 2, 1)
     trials = [BenchTrial(2, 0.0, [times(1, 1, 2)], [passage], [0, 0], sent) for sent in ([400, None], [None, None])]
     found = summarise(CLUSTER, [1, 1], "ar", trials)
     assert found.bytes_per_token == [100, None]

@@ -111,7 +111,7 @@ def test_an_unequal_pair_is_planned_by_its_speed(
 ) -> None:
     """64 layers of 0.215 GB and a head of 0.715 over Macs of 546 and 120 GB/s; by bytes it is [34, 30], and 73 ms."""
 
-    async def read_model(model: str) -> tuple[None, ModelSpec]:
+    async def read_model(model: str, draft_model: str | None) -> tuple[None, ModelSpec]:
         return None, SEED_MODEL
 
     monkeypatch.setattr(open_module, "read_model", read_model)

@@ -77,6 +77,7 @@ def test_a_frames_slices_meet_and_begin_with_the_trace() -> None:
         ("decode", 1000, 0),
         ("coordinator compute", 1000, 20_000),
         ("head + sampling", 21_000, 0),
+        ("drafting", 21_000, 0),
         ("encode", 21_000, 2000),
         ("return", 123_000, 6000),
     ]

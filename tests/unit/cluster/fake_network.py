@@ -291,7 +291,7 @@ class FakeLocal:
 
     def __init__(self, place: Place) -> None:
         self.name, self.address, self._place = place.name, "192.168.1.7:50070", place
-        self.model = None
+        self.model = self.draft_model = None
 
     async def wait_ended(self) -> str:
         await self._place.ended.wait()
@@ -342,7 +342,7 @@ class World:
 
         asyncio.get_running_loop().call_later(SILENT_S, notice)
 
-    async def start_local(self, name: str, model: str | None = None) -> FakeLocal:
+    async def start_local(self, name: str, model: str | None = None, draft_model: str | None = None) -> FakeLocal:
         await asyncio.sleep(0.3)
         self.places[name].start()
         return FakeLocal(self.places[name])

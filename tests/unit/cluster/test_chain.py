@@ -135,9 +135,15 @@ async def chain_over(peers: Sequence[DriftingPeer]) -> AsyncIterator[Chain]:
     """A chain that is not open yet, over this node and two workers with a layer each."""
     plan = Plan(tuple(Assignment(name, at, at + 1, 0, 0, 0) for at, name in enumerate(("here", "a", "b"))), 100)
     deployment: Any = SimpleNamespace(
-        plan=plan, peers=peers, spec=SPEC, coordinator=None, check_finite=False, load_request=lambda stage: None
+        plan=plan,
+        peers=peers,
+        spec=SPEC,
+        coordinator=None,
+        check_finite=False,
+        load_request=lambda stage: None,
+        drafter_request=lambda: None,
     )
-    own: Any = SimpleNamespace(shard=object(), thread=SameThread())
+    own: Any = SimpleNamespace(shard=object(), drafter=None, thread=SameThread())
     async with Chain(own, deployment) as found:
         yield found
 

@@ -26,7 +26,7 @@ class Clock:
 class Ended:
     """A worker whose process has ended, after so long."""
 
-    name, model = "worker-1", "demo"
+    name, model, draft_model = "worker-1", "demo", None
 
     def __init__(self, clock: Clock | None = None, ran_s: float = 0.0) -> None:
         self._clock = clock or Clock()
@@ -86,7 +86,7 @@ def test_pauses_grow_and_each_try_is_one_line(
 ) -> None:
     """Also where the machine has no process or no memory left for now."""
 
-    async def fail(name: str, model: str) -> LocalWorker:
+    async def fail(name: str, model: str, draft_model: str | None) -> LocalWorker:
         raise error
 
     said, told = keep(fail, monkeypatch)
@@ -116,7 +116,7 @@ def test_one_that_ends_as_soon_as_it_runs_is_tried_no_more_often(
 ) -> None:
     to_live = iter(lives)
 
-    async def start(name: str, model: str) -> Any:
+    async def start(name: str, model: str, draft_model: str | None) -> Any:
         assert model == Ended.model
         return Ended(clock, ran_s=next(to_live, 0.0))
 

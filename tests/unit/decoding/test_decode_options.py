@@ -29,7 +29,7 @@ def decode(kind: str = "ar", window: str = "auto", threshold: float = 0.4, penal
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"kind": "magic"}, "decode: expected one of auto, ar, ngram, diffusion, diffusion-fast, got 'magic'"),
+        ({"kind": "magic"}, "decode: expected one of auto, ar, ngram, draft, diffusion, diffusion-fast, got 'magic'"),
         ({"kind": ""}, "decode: "),
         ({"window": "0"}, "window: expected a whole number from 1 to 128 or `auto`, got '0'"),
         *(({"window": window}, "window: ") for window in ("-4", "1.5", "", "many", "²")),  # a digit, but no number

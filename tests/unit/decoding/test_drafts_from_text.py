@@ -160,8 +160,8 @@ def test_answers_that_end_meanwhile_disturb_no_search() -> None:
 
 
 def test_a_long_prompt_is_indexed_over_several_steps() -> None:
-    tokens = prompt_of(40) * 200
+    tokens = prompt_of(40) * 1000
     search, num_steps = TextSearch(), 0
     while not search.find(tokens):
         num_steps += 1
-    assert 2 <= num_steps <= 8 and search.drafts(7) == tokens[:7]
+    assert 60 <= num_steps < 70 and search.drafts(7) == tokens[:7], "the last 32,768 of 40,000"

@@ -108,7 +108,7 @@ MS = 1_000_000  # nanoseconds
 def tried(first: Sequence[int] = (7, 8), second: Sequence[int] = (7, 8)) -> ChainTrial:
     """A frame through two nodes: 1 ms on the way to the second one, whose clock is 5 ms ahead, and 3 ms back."""
     plan = Plan((Assignment("studio", 0, 2, 0, 0, 0), Assignment("mini", 2, 4, 0, 0, 0)), 128)
-    there, far = Moments(0, 0, 0, 2 * MS, 2 * MS, 2 * MS), Moments(8 * MS, 8 * MS, 8 * MS, 9 * MS, 9 * MS, 9 * MS)
+    there, far = Moments(0, 0, 0, *[2 * MS] * 4), Moments(*[8 * MS] * 3, *[9 * MS] * 4)
     legs = [Leg(Route(plan.assignments, [0, 5 * MS]), [Passage([there, far], 7 * MS)])]
     status = [StatusReply(sent_bytes=100), StatusReply(sent_bytes=10)]
     hops = hops_of(legs, [StatusReply(), StatusReply(sent_bytes=4)], status)

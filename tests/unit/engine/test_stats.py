@@ -78,8 +78,8 @@ def test_rates_are_of_whole_seconds_in_any_order_and_forget_after_two_minutes() 
 
 def frame(began: int) -> Passage:
     """Two stages that compute 10 and 20, with hops of 5; the other node's clock is 1000 ahead."""
-    first = Moments(began, began, began, began + 10, began + 10, began + 10)
-    second = Moments(*(1000 + began + at for at in (15, 15, 15, 30, 35, 35)))
+    first = Moments(began, began, began, began + 10, began + 10, began + 10, began + 10)
+    second = Moments(*(1000 + began + at for at in (15, 15, 15, 30, 35, 35, 35)))
     return Passage((first, second), returned=began + 40)
 
 

@@ -11,12 +11,17 @@ from coordinator.sessions.output import Answer, Output, Usage
 from coordinator.sessions.waterfall import PARTS, Leg, Moments, Passage, Route, Waterfall, make_waterfall, spans
 
 MS = 1_000_000  # nanoseconds
-COMPUTE = ("decode", "coordinator compute", "worker compute", "head + sampling", "encode")
+COMPUTE = ("decode", "coordinator compute", "worker compute", "head + sampling", "drafting", "encode")
 BETWEEN = ("wire", "return")
 
 
 def passage(
-    start: int, stages: Sequence[tuple[int, int, int, int, int]], back: int, clocks: Sequence[int], decoding: int = 0
+    start: int,
+    stages: Sequence[tuple[int, int, int, int, int]],
+    back: int,
+    clocks: Sequence[int],
+    decoding: int = 0,
+    drafting: int = 0,
 ) -> Passage:
     """A frame that stage 0 received at `start`.
 
@@ -24,12 +29,12 @@ def passage(
         stages: per stage how long the hop into it, the queue, the computing, the sampling and the encoding took.
         back: how long the result took.
         clocks: what each stage's clock is ahead by.
-        decoding: how long that took on each.
+        decoding, drafting: how long that took on each.
     """
     timings, now = [], start
-    for stage, (hop, queue, *durations) in enumerate(stages):
+    for stage, (hop, queue, computing, sampling, encoding) in enumerate(stages):
         moments = [now := now + hop]
-        moments += [now := now + duration for duration in (queue, decoding, *durations)]
+        moments += [now := now + duration for duration in (queue, decoding, computing, sampling, drafting, encoding)]
         timings.append(Moments(*(moment + clocks[stage] for moment in moments)))
     return Passage(timings, now + back)
 
@@ -75,6 +80,7 @@ def test_one_passage_is_divided_as_it_was() -> None:
         "decode": 3 * 2,
         "worker compute": 30 + 40,
         "head + sampling": 10,
+        "drafting": 0,
         "encode": 2 + 1 + 4,
         "return": 6,
     }
@@ -89,10 +95,10 @@ def test_one_passage_is_divided_as_it_was() -> None:
 
 
 def test_a_single_stage_has_no_hop_and_a_request_without_a_frame_is_all_scheduling() -> None:
-    way = passage(0, [(0, 2, 30, 5, 1)], back=0, clocks=[0], decoding=3)
+    way = passage(0, [(0, 2, 30, 5, 1)], back=0, clocks=[0], decoding=3, drafting=4)
     found = one_chain([way], [0], 0, way.returned)
     assert in_ns(found) == dict.fromkeys(PARTS, 0) | {
-        "queue": 2, "decode": 3, "coordinator compute": 30, "head + sampling": 5, "encode": 1,
+        "queue": 2, "decode": 3, "coordinator compute": 30, "head + sampling": 5, "drafting": 4, "encode": 1,
     }  # fmt: skip
     assert in_ns(one_chain([], [0], 10, 30)) == dict.fromkeys(PARTS, 0) | {"scheduling": 20}
     assert one_chain([], [0], 10, 10).wall_ms == 0

@@ -1,0 +1,346 @@
+"""Drafts of a small model on the last stage: the tokens and logprobs of `ar`, in fewer steps where drafts hold."""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.cluster.chain import Chain
+from coordinator.cluster.open import check_drafter
+from coordinator.decoding.decode_options import Decode
+from coordinator.engine.engine import Engine, generate_once
+from coordinator.sessions.output import Answer
+from coordinator.sessions.request import Request
+from protos.brigade_pb2 import Frame, Opening, Result, Sampling, Window
+from tests.integration.conftest import CHUNK, Models, Pass, opened, opened_folder, running, serving
+from tests.integration.many import Live, request, together, tokens_of
+from tests.integration.many import two_lanes as two_lanes
+from tests.integration.test_epochs import loaded
+from tests.integration.windows import BIASED, SAMPLINGS, Bench, assert_same_samples
+from worker.compute.executor import Executor
+from worker.compute.shard import Shard
+from worker.drafters.small_model import ReadText, SmallModel
+from worker.errors import FrameError, InputError, StageLost
+from worker.memory.history import History
+from worker.model.checkpoint import open_folder
+from worker.model.describe import describe
+from worker.node.model_sources import ModelSources
+from worker.node.weights_cache import WeightsCache
+
+FAMILIES = ("qwen3", "llama", "gemma3_text", "qwen3_moe", "qwen3_5")
+SPLITS = ((4,), (1, 3), (2, 1, 1))
+COUNTS = (1, 3, 7, 15)
+N = 33
+cases = pytest.mark.parametrize(
+    ("family", "layers"),
+    [
+        pytest.param(
+            family,
+            layers,
+            marks=() if (family, layers) in {("qwen3", (1, 3)), ("qwen3_5", (2, 1, 1))} else pytest.mark.matrix,
+        )
+        for family in FAMILIES
+        for layers in SPLITS
+    ],
+)
+
+
+@pytest.fixture
+def texts(monkeypatch: pytest.MonkeyPatch) -> list[ReadText]:
+    """All that drafters begin to read anew."""
+    found, make = list[ReadText](), ReadText.__init__
+
+    def note(text: ReadText, *arguments: Any, **more: Any) -> None:
+        found.append(text)
+        make(text, *arguments, **more)
+
+    monkeypatch.setattr(ReadText, "__init__", note)
+    return found
+
+
+def model_of(models: Models, family: str) -> Path:
+    return models(family, **({} if family == "qwen3_5" else {"sharpen": 4.0})).folder
+
+
+def foreign(models: Models) -> Path:
+    """A small model whose drafts hold now and then at most."""
+    return models("llama", seed=5, sharpen=4.0).folder
+
+
+async def answer(chain: Chain, decode: Decode, sampling: Sampling, num_tokens: int = N) -> Answer:
+    return await generate_once(chain, Request(tokens_of(CHUNK + 3), num_tokens, sampling, decode), chunk=CHUNK)
+
+
+def least_steps(num_tokens: int, count: int) -> int:
+    return 1 + -(-(num_tokens - 1) // (count + 1))
+
+
+@cases
+async def test_a_drafter_that_is_the_model_has_every_draft_accepted(
+    models: Models, family: str, layers: tuple[int, ...]
+) -> None:
+    folder = model_of(models, family)
+    async with running(folder, layers, drafter=folder) as chain:
+        for name, sampling in SAMPLINGS.items():
+            expected = await answer(chain, Decode("ar"), sampling)
+            for count in COUNTS:
+                found = await answer(chain, Decode("draft", num_drafts=count), sampling)
+                assert_same_samples(found, expected, f"{name} {count}")
+                assert found.usage.num_steps == least_steps(len(expected.tokens), count), (name, count)
+                assert set(found.usage.drafts_held) == {1.0} and len(found.usage.drafts_held) <= count
+
+
+@cases
+async def test_a_foreign_drafter_changes_no_token(models: Models, family: str, layers: tuple[int, ...]) -> None:
+    async with running(model_of(models, family), layers, drafter=foreign(models)) as chain:
+        for name, sampling in SAMPLINGS.items():
+            expected = await answer(chain, Decode("ar"), sampling)
+            for count in COUNTS:
+                found = await answer(chain, Decode("draft", num_drafts=count), sampling)
+                assert_same_samples(found, expected, f"{name} {count}")
+        held = found.usage.drafts_held
+        assert len(held) == COUNTS[-1] and all(0 <= share < 0.9 for share in held)
+
+
+async def test_a_recurrent_drafter_returns_to_the_state_before_its_drafts(models: Models) -> None:
+    small, sampling = models("qwen3_5", seed=3).folder, SAMPLINGS["biased"]
+    async with running(model_of(models, "qwen3"), (2, 2), drafter=small) as chain:
+        expected = await answer(chain, Decode("ar"), sampling, 60)
+        for count in (1, 7):
+            found = await answer(chain, Decode("draft", num_drafts=count), sampling, 60)
+            assert_same_samples(found, expected, str(count))
+            assert found.usage.num_steps < 60, "some drafts hold"
+
+
+async def test_auto_drafts_and_stops_where_that_does_not_pay(models: Models) -> None:
+    """Both with drafts that hold and with drafts that never do, and from the text where its match is long."""
+    folder = model_of(models, "qwen3")
+    for drafter in (folder, foreign(models)):
+        async with running(folder, (1, 3), drafter=drafter) as chain:
+            for name in ("greedy", "biased", "penalties"):
+                expected = await answer(chain, Decode("ar"), SAMPLINGS[name], 80)
+                found = await answer(chain, Decode("draft"), SAMPLINGS[name], 80)
+                assert_same_samples(found, expected, name)
+
+
+@pytest.mark.usefixtures("two_lanes")
+@pytest.mark.parametrize("drafter", ["itself", "foreign"])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_5", marks=pytest.mark.matrix)])
+async def test_sessions_with_other_numbers_of_drafts_share_a_lane(
+    models: Models, passes: list[Pass], family: str, drafter: str
+) -> None:
+    folder, bias = model_of(models, family), dict(BIASED.logit_bias)
+    requests = [
+        request(tokens_of(11, 1), 24),
+        request(tokens_of(6, 4) * 5, 40, Decode("draft", num_drafts=3), logit_bias=bias),
+        request(tokens_of(25, 7), 30, Decode("draft", num_drafts=7), seed=3, temperature=1.0, repetition_penalty=1.2),
+        request(tokens_of(9, 2) * 3, 20, Decode("ngram")),
+        request(tokens_of(19, 6), 30, Decode("draft", num_drafts=1), seed=2, temperature=0.7, logprobs=3),
+    ]
+    async with running(folder, (1, 2, 1), drafter=folder if drafter == "itself" else foreign(models)) as chain:
+        alone = [await generate_once(chain, replace(each, decode=Decode("ar")), chunk=CHUNK) for each in requests]
+        found = await together(chain, requests)
+    assert [each.tokens for each in found] == [each.tokens for each in alone]
+    assert any(len(each.rows) > 1 and max(each.rows) > 1 for each in passes), "no drafts in a lane"
+
+
+async def test_a_conversation_goes_on_with_what_its_drafter_has_read(models: Models) -> None:
+    """The next turn is a copy of the last one's slot, or takes it over; a request without drafts may be its source."""
+    folder = model_of(models, "qwen3")
+    async with running(folder, (2, 2), drafter=folder) as chain:
+        for first_decode in (Decode("draft", num_drafts=7), Decode("ar")):
+            async with Engine(chain) as engine:
+                first = request(tokens_of(40), 20, first_decode)
+                text = (*first.prompt, *(await engine.answer(first)).tokens)
+                turns = [request((*text, *extra), 16, Decode("draft", num_drafts=7)) for extra in ((7, 8), (7, 9), ())]
+                found = [await engine.answer(each) for each in turns]
+            for turn, each in zip(turns, found, strict=True):
+                expected = await generate_once(chain, replace(turn, decode=Decode("ar")), chunk=CHUNK)
+                assert each.tokens == expected.tokens
+                assert each.usage.num_reused >= len(text) - 8
+                assert each.usage.num_steps == least_steps(16, 7)
+
+
+async def test_a_drafter_is_sent_to_a_worker_that_lacks_it_and_kept_there(models: Models, tmp_path: Path) -> None:
+    folder, small = model_of(models, "qwen3"), foreign(models)
+    store = WeightsCache(tmp_path)
+    async with serving(1, ModelSources(str(folder)), store_of=lambda name: store) as nodes:
+        for _ in range(2):
+            async with opened(folder, (1, 3), nodes, drafter=small) as chain:
+                found = await answer(chain, Decode("draft", num_drafts=3), Sampling())
+                expected = await answer(chain, Decode("ar"), Sampling())
+                assert found.tokens == expected.tokens
+                held = (await chain.statuses())[1].weight_bytes
+                assert held == chain.plan.assignments[1].weight_bytes
+        async with opened(folder, (1, 3), nodes) as chain:
+            assert (await answer(chain, Decode("ar"), Sampling())).tokens == expected.tokens
+
+
+async def test_the_last_stage_holds_no_more_than_the_plan_and_the_promises_say(models: Models) -> None:
+    folder = model_of(models, "qwen3")
+    async with running(folder, (1, 3), drafter=folder) as chain, Engine(chain) as engine:
+        live = [Live(engine, request(tokens_of(200 + at, at), 40, Decode("draft", num_drafts=15))) for at in range(3)]
+        for each in live:
+            await each.answer()
+        held, promised = (await chain.statuses())[1].cache_bytes, engine.scheduler.slots.promised[1]
+        assert 0 < held <= promised
+
+
+async def test_drafts_without_a_drafter_hold_by_chance_only(models: Models) -> None:
+    """A node that was lost took its drafter along: the chain goes on without."""
+    folder = model_of(models, "qwen3")
+    async with running(folder, (1, 3)) as chain:
+        expected = await answer(chain, Decode("ar"), Sampling())
+        found = await answer(chain, Decode("draft", num_drafts=3), Sampling())
+    assert found.tokens == expected.tokens and max(found.usage.drafts_held) < 0.2
+
+
+@pytest.mark.parametrize("drafter", ["itself", "foreign"])
+async def test_a_lost_chain_goes_on_with_drafts_and_the_same_tokens(models: Models, drafter: str) -> None:
+    folder = model_of(models, "qwen3")
+    small = folder if drafter == "itself" else foreign(models)
+    each = request(tokens_of(30), 60, Decode("draft", num_drafts=3), seed=4, temperature=0.8)
+    async with running(folder, (2, 2)) as chain:
+        expected = await generate_once(chain, replace(each, decode=Decode("ar")), chunk=CHUNK)
+    async with loaded(folder, (2, 2), small) as cluster, Engine(await cluster.open(), when_lost=cluster.open) as engine:
+        found, first = Answer(), engine.chain
+        async for output in engine.generate(each):
+            found.add(output)
+            if engine.chain is first and len(found.tokens) >= 20:
+                first.end(StageLost("is gone"))
+    assert found.tokens == expected.tokens and found.usage.num_recoveries == 1
+    assert drafter == "foreign" or set(found.usage.drafts_held) == {1.0}
+
+
+async def test_windows_that_ask_for_impossible_drafts_are_refused(models: Models) -> None:
+    folder = model_of(models, "qwen3")
+    prefix_hash = History().prefix_hash(0)
+    for wrong in ({"wanted": 0}, {"masks": 1, "guessed": 1}, {"drafts": 300}):
+        async with running(folder, (1, 3)) as chain:
+            window = Window(**{"prefix_hash": prefix_hash, "tokens": [1], "wanted": 1, "drafts": 2, **wrong})
+            with pytest.raises(FrameError, match="drafts, after sampled rows and without MASK rows"):
+                await Bench(chain).send([window], [Opening(slot=0)])
+
+
+def with_vocabulary(folder: Path, to: Path, tokens: list[str]) -> Path:
+    """A copy of the folder with a tokenizer of these tokens."""
+    to.mkdir()
+    for path in folder.iterdir():
+        (to / path.name).symlink_to(path)
+    (to / "tokenizer.json").unlink(missing_ok=True)
+    vocab = {token: number for number, token in enumerate(tokens)}
+    (to / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": vocab}, "added_tokens": []}))
+    return to
+
+
+def test_a_drafter_with_another_tokenizer_is_refused_by_the_first_token_that_differs(
+    models: Models, tmp_path: Path
+) -> None:
+    folder = model_of(models, "qwen3")
+    own = with_vocabulary(folder, tmp_path / "own", ["a", "b", "c"])
+    alike = with_vocabulary(folder, tmp_path / "alike", ["a", "b", "c", "and one more"])
+    other = with_vocabulary(folder, tmp_path / "other", ["a", "x", "c"])
+
+    def check(drafter: Path) -> None:
+        check_drafter(*opened_folder(own, drafter))
+
+    check(alike)
+    with pytest.raises(InputError, match="first difference: token 1, 'b' and 'x'") as refusal:
+        check(other)
+    assert refusal.value.field == "draft_model"
+    with pytest.raises(InputError, match=r"has another one$"):
+        check(folder)
+
+
+async def test_a_sliding_drafter_goes_on_after_rejected_drafts(models: Models, texts: list[ReadText]) -> None:
+    """It keeps its caches when rows slide out."""
+    small = models("gemma3_text", seed=4).folder
+    each = request(
+        tokens_of(20), 600, Decode("draft", num_drafts=7), logit_bias=dict(BIASED.logit_bias), seed=2, temperature=3.0
+    )
+    async with running(model_of(models, "qwen3"), (2, 2), drafter=small) as chain:
+        expected = await generate_once(chain, replace(each, decode=Decode("ar")), chunk=CHUNK)
+        found = await generate_once(chain, each, chunk=CHUNK)
+    assert found.tokens == expected.tokens and found.usage.drafts_held[0] < 1
+    assert len(texts) == 1
+
+
+async def test_a_short_fork_of_a_long_text_takes_no_more_than_it_was_promised(models: Models) -> None:
+    folder = models("qwen3", config={"max_position_embeddings": 4000}, sharpen=4.0).folder
+    decode = Decode("draft", num_drafts=7)
+    async with running(folder, (2, 2), drafter=folder) as chain, Engine(chain) as engine:
+        await engine.answer(request(tokens_of(900), 4, decode), chunk=256)
+        for number in (1, 2, 3):
+            each = request((*tokens_of(900)[:30], *tokens_of(5, number)), 9, decode)
+            found = await engine.answer(each)
+            assert found.usage.num_reused >= 30 and found.usage.num_steps == least_steps(9, 7)
+            held = (await chain.statuses())[1].cache_bytes
+            assert held <= engine.scheduler.slots.promised[1]
+
+
+async def test_a_text_that_the_drafter_lacks_is_read_over_several_steps(models: Models) -> None:
+    """Its source had no drafts: until all of it is read none are made."""
+    folder = models("qwen3", config={"max_position_embeddings": 9000}, sharpen=4.0).folder
+    async with running(folder, (2, 2), drafter=folder) as chain, Engine(chain) as engine:
+        text = tokens_of(5000)
+        await engine.answer(request(text, 2), chunk=1024)
+        found = await engine.answer(request((*text, 5), 40, Decode("draft", num_drafts=7)))
+        expected = await engine.answer(request((*text, 5), 40))
+    assert found.tokens == expected.tokens and found.usage.num_reused >= 5000
+    assert least_steps(40, 7) < found.usage.num_steps <= least_steps(40, 7) + 3
+
+
+async def test_a_node_releases_a_drafter_that_its_next_chain_lacks(models: Models) -> None:
+    folder = model_of(models, "qwen3")
+    async with serving(1) as nodes:
+        async with opened(folder, (1, 3), nodes, drafter=folder) as chain:
+            with_drafter = (await chain.statuses())[1].weight_bytes
+        async with opened(folder, (1, 3), nodes) as chain:
+            assert (await chain.statuses())[1].weight_bytes == chain.plan.assignments[1].weight_bytes < with_drafter
+        assert nodes[0].service.worker.status().weight_bytes == chain.plan.assignments[1].weight_bytes
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5"])
+def test_drafts_after_any_rejection_are_those_of_a_drafter_that_reads_the_known_tokens_anew(
+    models: Models, family: str, texts: list[ReadText]
+) -> None:
+    sharp = {} if family == "qwen3_5" else {"sharpen": 4.0}
+    checkpoint, small = open_folder(model_of(models, "qwen3")), open_folder(models(family, seed=5, **sharp).folder)
+    spec = describe(checkpoint)
+    shard, own = Shard(checkpoint, 0, spec.num_layers), Shard(small, 0, describe(small).num_layers)
+    sampling = Sampling(seed=2, temperature=0.5, logit_bias=dict.fromkeys(range(8), 40.0))
+
+    def opened_executor() -> Executor:
+        drafter = SmallModel(own, spec.context, spec.vocab_size, spec.mask_token)
+        executor = Executor(shard, 0, spec.dtype, drafter=drafter)
+        executor.step(Frame(opened=[Opening(slot=0, sampling=sampling, drafted=True)]), received=0)
+        return executor
+
+    def run(executor: Executor, known: History, tokens: Sequence[int], num_drafts: int, count: int) -> list[list[int]]:
+        """Feed these tokens after the known ones, the last of which are drafts; return samples and new drafts."""
+        base = len(known)
+        window = Window(base=base, prefix_hash=known.prefix_hash(base), tokens=tokens, wanted=1 + num_drafts)
+        window.drafts = count
+        result = executor.step(Frame(windows=[window]), received=0)
+        assert isinstance(result, Result) and not result.failures
+        return [[sample.token for sample in of] for of in (result.samples, result.guesses)]
+
+    numbers, executor, history, drafts = random.Random(1), opened_executor(), History(), list[int]()
+    unfed = list(tokens_of(20))
+    num_held = 0
+    for _ in range(25):
+        count = numbers.choice([1, 3, 7])
+        samples, guesses = run(executor, history, [*unfed, *drafts], len(drafts), count)
+        held = next((at for at, token in enumerate(drafts) if token != samples[at]), len(drafts))
+        history.extend([*unfed, *drafts[:held]])
+        fresh = opened_executor()
+        assert run(fresh, History(), history.tokens, 0, count) == [[samples[held]], guesses]
+        fresh.close()
+        unfed, drafts, num_held = [samples[held]], guesses, num_held + held
+    executor.close()
+    assert 0 < num_held < 25 * 5, "some drafts hold, some do not"
+    assert len(texts) == 1 + 25, "no text began anew but those to compare with"

@@ -1,0 +1,249 @@
+"""A small model of the same tokenizer as a drafter: a whole shard of its own, a step per draft.
+
+Its cache follows the rule of the caches: it is cut to what it shares with the known tokens, and reads the rest. So
+rejected drafts, pauses and replays need nothing of their own.
+Shapes: B slots, L window length, D hidden, V vocabulary of the model that it drafts for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from protos.brigade_pb2 import Cache
+from worker.compute.batching import LaneWindow
+from worker.compute.drafting import DraftRequest
+from worker.compute.grammar import Guide
+from worker.compute.sampling import CONTEXT
+from worker.compute.shard import Shard
+from worker.errors import CacheMismatch, SamplingError
+from worker.memory.history import History
+from worker.memory.slot_caches import Caches, close_all
+
+_CHUNK = 512  # rows of one slot that are read at once
+_MOST_READ = 2048  # rows of one slot in one step: a long text is read over several, without drafts
+
+
+@dataclass
+class ReadText:
+    """The tokens of one slot that the small model has read, with its caches."""
+
+    caches: Caches
+    guide: Guide | None = None  # of the slot's grammar
+    history: History = field(default_factory=History)
+    before: tuple[int, list[Any]] | None = None  # of recurrent layers: length and states before the last drafts
+
+    @property
+    def nbytes(self) -> int:
+        saved = sum(state.nbytes for state in self.caches.states) if self.before else 0
+        return self.caches.nbytes + saved
+
+    def cut_to(self, known: History, length: int) -> None:
+        """Keep the tokens shared with the first `length` known ones. Raises CacheMismatch if that is not possible."""
+        shared = self.history.num_alike(known, length)  # a collision of hashes makes bad drafts, no wrong token
+        if self.before and shared < len(self.history):
+            shared = min(shared, self.before[0])
+            if shared == self.before[0]:
+                for state, saved in zip(self.caches.states, self.before[1], strict=True):
+                    state.restore(saved)
+                self.caches.begin()
+        self.caches.cut(shared)
+        self.history.cut(shared)
+        self.before = None
+
+    def begin_drafts(self, count: int) -> None:
+        """Make room for so many drafts, and note the states, to return to: those cannot be cut.
+
+        A sliding cache makes room by dropping rows that the token after the rejected drafts still sees, so it has to
+        make room for all of them at once.
+        """
+        self.caches.reserve(count, None)
+        if self.caches.states:
+            self.before = len(self.history), [state.saved() for state in self.caches.states]
+
+    def fork(self, length: int) -> ReadText | None:
+        end = min(length, len(self.history))
+        try:
+            return ReadText(self.caches.fork(end), None, self.history.fork(end))
+        except CacheMismatch:
+            return None
+
+    def close(self) -> None:
+        close_all([self.caches])
+
+
+class SmallModel:
+    """Drafts by a small model; the slots of a step go through it together."""
+
+    def __init__(self, shard: Shard, context: int, vocab_size: int, mask_token: int | None) -> None:
+        """
+        Args:
+            shard: all layers of the small model.
+            context: tokens that the small model can read.
+            vocab_size, mask_token: of the model that it drafts for.
+        """
+        self._shard = shard
+        self._context = context
+        self._vocab_size, self._mask_token = vocab_size, mask_token
+
+    @property
+    def nbytes(self) -> int:
+        return self._shard.nbytes
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        able = [request for request in requests if request.num_known + request.count < self._context]
+        texts = {id(request): self._text_of(request) for request in able}
+        able = [request for request in able if self._catch_up(texts[id(request)], request)]
+        if not able:
+            return [[0] * request.count for request in requests]
+        h = self._read_rest([texts[id(request)] for request in able], able)
+        drafting = [at for at, request in enumerate(able) if request.count]
+        found: dict[int, list[int]] = {}
+        if drafting:
+            h = h if len(drafting) == len(able) else h[:, mx.array(drafting)]
+            asking = [able[at] for at in drafting]
+            drafts = self._draft_together(asking, [texts[id(request)] for request in asking], h)
+            found = {id(request): tokens for request, tokens in zip(asking, drafts, strict=True)}
+        else:
+            mx.eval([h, *(array for text in texts.values() for array in text.caches.state_arrays())])
+        return [found.get(id(request), [0] * request.count) for request in requests]
+
+    def _text_of(self, request: DraftRequest) -> ReadText:
+        """Return the slot's text, cut to the known tokens; a new one if it cannot be cut, or did not exist."""
+        slot, text = request.slot, request.slot.drafting
+        if isinstance(text, ReadText):
+            try:
+                text.cut_to(slot.history, request.length)
+            except CacheMismatch:
+                text.close()
+                text = None
+        if text is None:
+            text = slot.drafting = ReadText(self._shard.make_caches(Cache()))
+        assert isinstance(text, ReadText)
+        if text.guide is None and slot.guide:
+            text.guide = slot.guide.copy()
+        return text
+
+    def _catch_up(self, text: ReadText, request: DraftRequest) -> bool:
+        """Read all but the last chunk of what the text lacks; return whether that was all within this step."""
+        limit = len(text.history) + _MOST_READ
+        while (missing := request.num_known - len(text.history)) > _CHUNK and len(text.history) < limit:
+            self._read([text], [request.tokens_from(len(text.history), _CHUNK)])
+            mx.eval(text.caches.arrays(), text.caches.state_arrays())
+            missing -= _CHUNK
+        return missing <= _CHUNK
+
+    def _read_rest(self, texts: Sequence[ReadText], requests: Sequence[DraftRequest]) -> mx.array:
+        """Read what the texts lack; return the hidden states [1, B, D] of the last known tokens."""
+        parts = [request.tokens_from(len(text.history)) for request, text in zip(requests, texts, strict=True)]
+        h = self._read(texts, parts)
+        last, end = [], -1
+        for part in parts:
+            end += len(part)
+            last.append(end)
+        return h if h.shape[1] == len(parts) else h[:, mx.array(last)]
+
+    def _draft_together(
+        self, requests: Sequence[DraftRequest], texts: Sequence[ReadText], h: mx.array
+    ) -> list[list[int]]:
+        """Draw the drafts one after another, each for all slots that want one more, from h [1, B, D]."""
+        for request, text in zip(requests, texts, strict=True):
+            text.begin_drafts(request.count)
+        drafts: list[list[mx.array]] = [[] for _ in requests]
+        active = list(range(len(requests)))
+        for number in range(max(request.count for request in requests)):
+            logits = self._laid_out(self._shard.logits(h))
+            drawn = self._draw(
+                [requests[at] for at in active], [texts[at] for at in active], [drafts[at] for at in active], logits
+            )
+            mx.async_eval(drawn)
+            for at, token in zip(active, drawn.split(len(active)), strict=True):
+                drafts[at].append(token)
+            going_on = [row for row, at in enumerate(active) if requests[at].count > number + 1]
+            if not going_on:
+                break
+            active = [active[row] for row in going_on]
+            some = [texts[at] for at in active]
+            ids = (drawn if len(going_on) == drawn.size else drawn[mx.array(going_on)]).astype(mx.int32)[None]
+            h = self._run(some, [len(text.history) + number for text in some], [1] * len(some), ids)
+        joined = [mx.concatenate(tokens) for tokens in drafts]
+        mx.eval(joined, [array for text in texts for array in text.caches.state_arrays()])
+        found: list[list[int]] = [tokens.tolist() for tokens in joined]  # type: ignore[misc]
+        for text, tokens in zip(texts, found, strict=True):
+            text.history.extend(tokens[:-1])
+        return found
+
+    def _read(self, texts: Sequence[ReadText], parts: Sequence[Sequence[int]]) -> mx.array:
+        """Append these tokens to the texts and return their hidden states [1, sum L, D]."""
+        bases = [len(text.history) for text in texts]
+        for text, part in zip(texts, parts, strict=True):
+            text.history.extend(part)
+        ids = mx.array([[token for part in parts for token in part]], mx.int32)
+        return self._run(texts, bases, [len(part) for part in parts], ids)
+
+    def _run(self, texts: Sequence[ReadText], bases: Sequence[int], lengths: Sequence[int], ids: mx.array) -> mx.array:
+        """Run the model over ids [1, sum L], so many after each base, and return hidden states [1, sum L, D]."""
+        if (own_size := self._shard.info.vocab_size) < self._vocab_size:  # its embedding has no row for the ids beyond
+            ids = mx.where(ids < own_size, ids, 0)
+        for text, base in zip(texts, bases, strict=True):
+            text.caches.cut(base)
+        places = [LaneWindow(text.caches, base, L) for text, base, L in zip(texts, bases, lengths, strict=True)]
+        return self._shard(ids, places, ids)
+
+    def _draw(
+        self,
+        requests: Sequence[DraftRequest],
+        texts: Sequence[ReadText],
+        drafts: Sequence[Sequence[mx.array]],
+        logits: mx.array,
+    ) -> mx.array:
+        """Draw a token [B] for each slot from logits [B, V], as the slot's own sampler will at that place.
+
+        A token that cannot be drawn is 0.
+        """
+        drawn: dict[int, mx.array] = {}
+        alike: dict[bytes | None, list[int]] = defaultdict(list)
+        for at, request in enumerate(requests):
+            if request.slot.can_draw_ahead:
+                alike[request.slot.sampler.draw_kind].append(at)
+            else:
+                drawn[at] = self._draw_alone(request, texts[at], drafts[at], logits[at : at + 1])
+        for group in alike.values():
+            samplers = [requests[at].slot.sampler for at in group]
+            positions = [requests[at].num_known + len(drafts[at]) for at in group]
+            rows = logits if len(group) == len(requests) else logits[mx.array(group)]
+            tokens = samplers[0].draw(rows, [sampler.seed for sampler in samplers], positions).tokens
+            if len(group) == len(requests):
+                return tokens
+            drawn |= zip(group, tokens.split(len(group)), strict=True)
+        return mx.concatenate([drawn[at] for at in range(len(requests))])
+
+    def _draw_alone(
+        self, request: DraftRequest, text: ReadText, drafts: Sequence[mx.array], logits: mx.array
+    ) -> mx.array:
+        """Draw the next draft [1] of a slot whose draws depend on its tokens, from logits [1, V]."""
+        end = request.num_known + len(drafts)
+        begin = request.slot.guide.begins if request.slot.guide else request.num_known
+        begin = max(0, min(begin, end - CONTEXT))
+        tokens: list[int] = [*request.tokens_from(begin), *(draft.item() for draft in drafts)]  # type: ignore[list-item]
+        allowed = None
+        try:
+            if text.guide:
+                answer = tokens[text.guide.begins - begin :]
+                allowed = text.guide.allowed_next(answer)
+            return request.slot.sampler(logits, [end], tokens, [len(tokens)], allowed=allowed).tokens
+        except SamplingError:
+            return mx.array([0])
+
+    def _laid_out(self, logits: mx.array) -> mx.array:
+        """Return the logits over the vocabulary V, with minus infinity where the small model has no token."""
+        logits = logits[:, : self._vocab_size]
+        if missing := self._vocab_size - logits.shape[1]:
+            logits = mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf)
+        if self._mask_token is not None:
+            logits[:, self._mask_token] = -mx.inf
+        return logits
