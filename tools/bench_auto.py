@@ -1,8 +1,9 @@
-"""What `--window auto` costs where drafts fail, and brings where they hold, against one token per step.
+"""What windows and drafts cost where drafts fail, and bring where they hold, against one token per step.
 
-python -m tools.bench_auto [--model demo] [--local 1] [--requests 1,8] [--rounds 5]
+python -m tools.bench_auto [--model demo] [--draft-model FOLDER] [--local 1] [--requests 1,8] [--rounds 5]
 
 Prompts are random tokens. Sampled at a high temperature no draft holds for long; greedily the bundled model's often do.
+`python -m tools.random_model MODEL --drafter DRAFTER` writes a pair of which all drafts hold.
 """
 
 import random
@@ -27,9 +28,9 @@ from worker.platform.machine import machine_name
 from worker.platform.run import run_command
 from worker.platform.tasks import together
 
-_NUM_PROMPT, _NUM_TOKENS = 16, 64
+_NUM_PROMPT = 16
 _TEMPERATURES = {"greedy": 0.0, "sampled, temperature 1.6": 1.6}
-_AR, _AUTO = Decode("ar"), Decode("diffusion")
+_AR = Decode("ar")
 
 
 def main(
@@ -37,43 +38,50 @@ def main(
     local: Annotated[int, typer.Option(min=0, help="Workers on this machine.")] = 1,
     requests: Annotated[str, typer.Option(help="How many requests at once, in turn.")] = "1,8",
     rounds: Annotated[int, typer.Option(min=1, help="Of each, in turn; the median counts.")] = 5,
+    draft_model: Annotated[str | None, typer.Option(help="As for `brigade generate`.")] = None,
+    num_tokens: Annotated[int, typer.Option("--num-tokens", "-g", min=2, help="Tokens of each answer.")] = 64,
 ) -> None:
     """Tokens per second of all requests together, from the first prompt to the last token."""
-    options = cluster_options(None, model, local, None, None)
-    run_async(_measure(options, parse_counts("requests", requests), rounds))
+    options = cluster_options(None, model, local, None, None, draft_model=draft_model)
+    run_async(_measure(options, parse_counts("requests", requests), rounds, num_tokens))
 
 
-async def _measure(options: ClusterOptions, counts: tuple[int, ...], rounds: int) -> None:
-    checkpoint, spec = await read_model(options.model)
-    suit(_AUTO, Cache(), spec)  # or it is refused
+async def _measure(options: ClusterOptions, counts: tuple[int, ...], rounds: int, num_tokens: int) -> None:
+    checkpoint, spec = await read_model(options.model, options.draft_model)
+    auto_decode = suit(Decode("draft" if options.draft_model else "diffusion"), Cache(), spec)  # or it is refused
     table = Table(title=f"{spec.name} on {machine_name()}", title_justify="left")
     for column in ("requests", "sampling", "ar", "auto", "auto against ar", "tokens per step"):
         table.add_column(column, justify="right")
     async with open_chain(options, checkpoint, spec, DEFAULT_CONTEXT) as chain:
         for name, temperature in _TEMPERATURES.items():
             for count in counts:
-                taken = [await _round(chain, number, count, temperature) for number in range(1 + rounds)]
+                taken = [
+                    await _round(chain, auto_decode, number, count, temperature, num_tokens)
+                    for number in range(1 + rounds)
+                ]
                 one, auto, per_step = (statistics.median(column) for column in zip(*taken[1:], strict=True))
                 cells = (f"{one:.1f}", f"{auto:.1f}", f"{auto / one:.2f} x", f"{per_step:.2f}")
                 table.add_row(str(count), name, *cells)
     Console().print(table)
 
 
-async def _round(chain: Chain, number: int, count: int, temperature: float) -> tuple[float, float, float]:
+async def _round(
+    chain: Chain, auto: Decode, number: int, count: int, temperature: float, num_tokens: int
+) -> tuple[float, float, float]:
     """Tokens per second by `ar` and by `auto` on the same prompts, and the latter's tokens per step."""
     numbers = random.Random(number)
     prompts = [tuple(numbers.randrange(chain.spec.vocab_size) for _ in range(_NUM_PROMPT)) for _ in range(count)]
     speeds, num_steps = {}, {}
-    for decode in (_AR, _AUTO) if number % 2 else (_AUTO, _AR):
+    for decode in (_AR, auto) if number % 2 else (auto, _AR):
         samplings = [Sampling(seed=seed, temperature=temperature) for seed in range(count)]
-        asked = [Request(p, _NUM_TOKENS, s, decode) for p, s in zip(prompts, samplings, strict=True)]
+        asked = [Request(p, num_tokens, s, decode) for p, s in zip(prompts, samplings, strict=True)]
         check_request(asked[0], chain.spec)
         async with Engine(chain) as engine:
             before = time.perf_counter()
             answers = await together(*(engine.answer(each) for each in asked))
-            speeds[decode] = count * _NUM_TOKENS / (time.perf_counter() - before)
+            speeds[decode] = count * num_tokens / (time.perf_counter() - before)
         num_steps[decode] = sum(answer.usage.num_steps for answer in answers)
-    return speeds[_AR], speeds[_AUTO], count * _NUM_TOKENS / num_steps[_AUTO]
+    return speeds[_AR], speeds[auto], count * num_tokens / num_steps[auto]
 
 
 if __name__ == "__main__":

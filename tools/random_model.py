@@ -1,11 +1,11 @@
 """A model of any size with random weights, in the real folder layout: for measuring speed where weights do not matter.
 
-python -m tools.random_model FOLDER [--hidden 256] [--layers 8] [--dtype bfloat16] [--bits 4]
+python -m tools.random_model FOLDER [--hidden 256] [--layers 8] [--dtype bfloat16] [--bits 4] [--drafter FOLDER]
 """
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,6 +29,8 @@ def main(
     context: Annotated[int, typer.Option(min=1, help="The longest sequence, tokens.")] = 16384,
     dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "bfloat16",
     bits: Annotated[int | None, typer.Option(help="Quantise to 4 or 8 bits.")] = None,
+    drafter: Annotated[Path | None, typer.Option(help="Write a drafter there whose drafts all hold.")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Write a qwen3 model of random weights."""
     if dtype not in _DTYPES or folder.exists() or hidden % 64 or bits not in (None, 4, 8):
@@ -44,15 +46,20 @@ def main(
         "vocab_size": vocab, "rope_theta": 1e6, "max_position_embeddings": context, "tie_word_embeddings": True,
         "eos_token_id": 0,
     }  # fmt: skip
-    mx.random.seed(0)
+    mx.random.seed(seed)
     model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
     model.update(tree_map(lambda array: _small(array).astype(_DTYPES[dtype]), model.parameters()))
+    if drafter:  # its only layer is the model's first one; all others add nothing to what that makes
+        for layer in model.layers[1:]:
+            for part in layer.self_attn.o_proj, layer.mlp.down_proj:
+                part.weight = mx.zeros_like(part.weight)
+        every = dict(tree_flatten(model.parameters()))
+        first = {name: array for name, array in every.items() if "layers" not in name or ".layers.0." in name}
+        _write(drafter, {**config, "num_hidden_layers": 1}, first)
     if bits:
         nn.quantize(model, group_size=_GROUP, bits=bits)
         config["quantization"] = {"group_size": _GROUP, "bits": bits}
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    _save(folder, dict(tree_flatten(model.parameters())))
+    _write(folder, config, dict(tree_flatten(model.parameters())))
 
 
 def _small(array: mx.array) -> mx.array:
@@ -60,8 +67,10 @@ def _small(array: mx.array) -> mx.array:
     return array if array.ndim < 2 else mx.random.normal(array.shape) * array.shape[-1] ** -0.5
 
 
-def _save(folder: Path, weights: dict[str, mx.array]) -> None:
-    """Tensors in files of a few GiB, with an index."""
+def _write(folder: Path, config: dict[str, Any], weights: dict[str, mx.array]) -> None:
+    """The configuration, and tensors in files of a few GiB with an index."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     files: list[dict[str, mx.array]] = [{}]
     for name, array in weights.items():
         if sum(held.nbytes for held in files[-1].values()) + array.nbytes > _SHARD_BYTES:
