@@ -172,7 +172,7 @@ def test_a_bug_of_ours_in_a_session_is_no_failure_of_that_session(
     row = Row(models("qwen3"), (4,))
     row.feed(PROMPTS)
 
-    def fail(*anything: object) -> None:
+    def fail(*anything: object, **more: object) -> None:
         raise IndexError("of ours")
 
     for broken in ("worker.compute.slot.Slot.fork", "worker.compute.sampling.Sampler._draw"):

@@ -145,10 +145,11 @@ def recompute(folder: Any) -> Recompute:
 
 async def answer(
     chain: Chain, kind: str, window: int | None = None, *, prompt: Sequence[int] = PROMPT, num_tokens: int = N,
-    threshold: float = 0.4, penalty: float = 0.02, sampling: Sampling | None = None, chunk: int = CHUNK, **more: Any,
+    threshold: float = 0.4, penalty: float = 0.02, sampling: Sampling | None = None, chunk: int = CHUNK,
+    num_drafts: int | None = None, **more: Any,
 ) -> Answer:  # fmt: skip
     """What the chain makes of the prompt with this decoder."""
-    decode = Decode(kind, window, threshold, penalty)
+    decode = Decode(kind, window, threshold, penalty, num_drafts)
     return await generate_once(
         chain, Request(tuple(prompt), num_tokens, sampling or Sampling(), decode, **more), chunk=chunk
     )

@@ -261,14 +261,14 @@ class Worker:
         self.attachment = attachment = Attachment(request, write)
         self._become(WorkerState.ATTACHED)
         try:
-            shard, drafter = self._require_loaded(self._held, request.loaded), None
-            if request.HasField("drafter"):
-                model = self._require_loaded(self._drafter, request.drafter)
-                context = self._drafter.context if self._drafter else 0
-                drafter = SmallModel(model, context, shard.info.vocab_size, shard.mask_token)
-            else:
-                self._release_drafter()
-            await attachment.open(shard, drafter, self._thread, network, self.name)
+            # no names for the shard and its drafter: an error that passes through here would keep them
+            await attachment.open(
+                self._require_loaded(self._held, request.loaded),
+                self._drafter_of(request),
+                self._thread,
+                network,
+                self.name,
+            )
             self.refuse_if_draining()
             self._reservation = None
             yield attachment
@@ -418,6 +418,15 @@ class Worker:
         await self._thread.run(forget_peak)
         took_s = time.monotonic() - began
         self._log.info("loaded %s: %.1f MiB in %.1f s", _name_of(request), shard.nbytes / 2**20, took_s)
+
+    def _drafter_of(self, request: AttachRequest) -> SmallModel | None:
+        """Return the drafter that this place has, or free a held one if it has none. Raises as `_require_loaded`."""
+        if not request.HasField("drafter"):
+            self._release_drafter()
+            return None
+        model, shard = self._require_loaded(self._drafter, request.drafter), self._require_shard()
+        context = self._drafter.context if self._drafter else 0
+        return SmallModel(model, context, shard.info.vocab_size, shard.mask_token)
 
     def _release_drafter(self) -> None:
         if self._drafter:
