@@ -39,7 +39,7 @@ def stats_of(answer: Answer) -> dict[str, Any]:
         "prompt_tokens_per_s": answer.usage.num_prompt / answer.ttft_s,
         "steps": answer.usage.num_steps,
         "tokens_per_step": num_tokens / answer.usage.num_steps if answer.usage.num_steps else None,
-        "drafts_held": list(answer.usage.drafts_held),
+        "drafts_held": answer.usage.drafts_held,
         "recoveries": answer.usage.num_recoveries,
         "recovery_s": answer.usage.still_s,
         "peak_memory_bytes": sum(status.peak_memory_bytes for status in answer.statuses),

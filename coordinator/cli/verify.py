@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Coroutine
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from coordinator.decoding.decode_options import Decode
 
 
 def verify(
+    ctx: typer.Context,
     *,
     cluster: Annotated[flags.ClusterFlags, TakeFlags(*flags.TEXT)],
     max_tokens: flags.MaxTokens = 32,
@@ -26,10 +28,13 @@ def verify(
 ) -> Coroutine[Any, Any, int]:
     """Prove that the cluster's tokens are those of mlx-lm's model in one process; exit code 1 if they are not.
 
-    If the whole model does not fit in this machine's memory, the reference reads one layer at a time from disk.
+    If the whole model does not fit in this machine's memory, the reference reads one layer at a time from disk. With a
+    draft model the decoder is `draft`, unless --decode says otherwise.
     """
-    decode = windows.decoder()
-    return run_verify(cluster.options(), decode, max_tokens=max_tokens, seed=seed, stream=stream, as_json=as_json)
+    options, decode = cluster.options(), windows.decoder()
+    if options.draft_model and "decode" not in flags.given_flags(ctx):
+        decode = replace(decode, kind="draft")
+    return run_verify(options, decode, max_tokens=max_tokens, seed=seed, stream=stream, as_json=as_json)
 
 
 async def run_verify(

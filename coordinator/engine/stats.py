@@ -24,6 +24,7 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 TOKENS = tuple(float(2**power) for power in range(18))
 RATES_S = 120  # for which rates are kept
 _NUM_RECENT = 24
+_LAST_PLACE = 16  # from here on drafts are counted together
 _REFUSALS = (QueueFull, WaitedTooLong, NodeBusy, ContextExceeded, InputError)  # the request was never run
 _COUNTERS = {
     "prompt_tokens": ("Tokens of prompts whose answers began.", ()),
@@ -35,6 +36,8 @@ _COUNTERS = {
     "recoveries": ("Lost chains that another one took over from.", ("cause",)),
     "decoder_tokens": ("Tokens of answers that ended.", ("decoder",)),
     "decoder_steps": ("Steps that they took.", ("decoder",)),
+    "drafts": ("Drafts that these steps verified, by place.", ("decoder", "place")),
+    "drafts_held": ("Of those, drafts that became tokens.", ("decoder", "place")),
 }
 _HISTOGRAMS = {
     "time_to_first_token_seconds": SECONDS,
@@ -234,6 +237,11 @@ class RequestStats:
         counters["request_success"].labels(finished.finish_reason).inc()
         counters["decoder_tokens"].labels(finished.decoder).inc(finished.num_generated)
         counters["decoder_steps"].labels(finished.decoder).inc(finished.num_steps)
+        if self._last and (usage := self._last.usage):
+            for place, (tried, held) in enumerate(zip(usage.num_drafts, usage.num_drafts_held, strict=True), 1):
+                labels = finished.decoder, str(place) if place < _LAST_PLACE else f"{_LAST_PLACE}+"
+                counters["drafts"].labels(*labels).inc(tried)
+                counters["drafts_held"].labels(*labels).inc(held)
         histograms["e2e_request_latency_seconds"].observe(finished.total_s)
         histograms["request_prompt_tokens"].observe(finished.num_prompt)
         histograms["request_generation_tokens"].observe(finished.num_generated)

@@ -92,6 +92,7 @@ class VerifyReport:
     num_tensors: int
     differing: list[tuple[str, str]]  # node and tensor
     is_streamed: bool = False  # whether the reference was read layer by layer
+    drafts_held: Sequence[float] = ()  # the share of drafts that held, by place: tokens do not depend on it
     cases: list[ComparedAnswer] = field(default_factory=list)
 
     @property
@@ -112,6 +113,7 @@ class VerifyReport:
                 "within_rounding": verdicts["rounding"],
                 "margin": _finite(self.margin),
                 "streamed": self.is_streamed,
+                "drafts_held": list(self.drafts_held),
                 "num_tensors": self.num_tensors,
                 "tensors": [{"node": node, "tensor": tensor} for node, tensor in self.differing],
                 "cases": [case.to_json() for case in self.cases],
@@ -119,14 +121,16 @@ class VerifyReport:
         )
 
     def of_tensors(self) -> list[str]:
-        """Return the lines about the split and the tensors, which come before those of the cases."""
+        """Return the lines about the split, the tensors and drafts, which come before those of the cases."""
         own, *workers = self.split
         places = {own.name: "the coordinator"} | {worker.name: f"worker {worker.name}" for worker in workers}
         tensors = [f"DIFFERS  tensor {tensor} on {places[node]}" for node, tensor in self.differing]
         where = "the coordinator" + (f" and {len(workers)} worker(s)" if workers else "")
+        held = ["drafts held, by place: " + " · ".join(f"{share:.0%}" for share in self.drafts_held)]
         return [
             "split: " + " · ".join(f"{node.name} [{node.start}, {node.end})" for node in self.split),
             *(tensors or [f"equal    {self.num_tensors} tensors on {where}"]),
+            *(held if self.drafts_held else []),
         ]
 
     def summary(self) -> str:

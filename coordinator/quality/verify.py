@@ -5,8 +5,9 @@ import gc
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 
 import mlx.core as mx
 
@@ -39,6 +40,7 @@ from worker.platform.threads import MlxThread, run_in_thread
 _NOT_IN_MLX_LM = "diffusion-fast"  # its tokens are not those of one-token decoding
 _ONLY_WHOLE = f"{_NOT_IN_MLX_LM} can be compared only with itself on the whole model in memory"
 _IN_MEMORY = "interrupted while one process was asked: nothing is proved"
+_NUM_DRAFTS = 3  # where measurements would choose: they could choose none, which would not show how many hold
 _TEXTS = ("Tell me a story about a fox.", "What is 48 + 27?")
 
 Requests = Mapping[str, Request]  # by name
@@ -53,6 +55,7 @@ class _ClusterAnswers:
     digests: list[dict[str, str]]  # of each node's tensors
     tokens: dict[str, list[int]]  # by the request's name
     is_streamed: bool  # whether the reference reads layer by layer
+    drafts_held: list[float] = field(default_factory=list)  # the share that held, by place
 
 
 async def verify(
@@ -77,6 +80,8 @@ async def verify(
     """
     checkpoint, spec = await read_model(options.model, options.draft_model)
     decode = suit(decode, Cache(), spec)
+    if decode.kind == "draft" and decode.num_drafts is None:
+        decode = replace(decode, num_drafts=_NUM_DRAFTS)
     if stream and decode.kind == _NOT_IN_MLX_LM:
         raise InputError("stream", f"{_ONLY_WHOLE}; leave it out, or use diffusion")
     if max_tokens >= spec.context:
@@ -198,11 +203,16 @@ async def _ask_cluster(
             for node, holder in zip(chain.plan.assignments, holders, strict=True):
                 begin(f"tensors of {node.name}")
                 digests.append(await holder.digests())
-            tokens = {}
+            tokens, usages = {}, []
             for name, request in requests.items():
                 begin(name)
-                tokens[name] = (await generate_once(chain, request, chunk=CHUNK)).tokens
-        return _ClusterAnswers(chain.plan.assignments, digests, tokens, is_streamed)
+                answer = await generate_once(chain, request, chunk=CHUNK)
+                tokens[name] = answer.tokens
+                usages.append(answer.usage)
+        held = zip_longest(*(usage.num_drafts_held for usage in usages), fillvalue=0)
+        tried = zip_longest(*(usage.num_drafts for usage in usages), fillvalue=0)
+        shares = [sum(each) / sum(of) for each, of in zip(held, tried, strict=True)]
+        return _ClusterAnswers(chain.plan.assignments, digests, tokens, is_streamed, shares)
 
 
 def _free_memory() -> None:
@@ -245,7 +255,8 @@ async def _compare(
     digests: LayerDigests = []
     passes = [replay.decode_pass() for replay in replays] if answers.is_streamed else []
     await comparison.stream_layers(passes, digests)
-    report = VerifyReport(answers.split, *compare_tensors(answers.split, answers.digests, digests), answers.is_streamed)
+    tensors = compare_tensors(answers.split, answers.digests, digests)
+    report = VerifyReport(answers.split, *tensors, answers.is_streamed, answers.drafts_held)
     for line in report.of_tensors():
         tell(line)
 

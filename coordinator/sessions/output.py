@@ -74,7 +74,13 @@ class Usage:
     still_s: float = 0.0  # seconds without a token because of these losses
     num_generated: int = 0  # tokens of the answer, without those of a journal
     begun: int = 0  # when its first frame was sent
-    drafts_held: Sequence[float] = ()  # by place: the share of steps in which that draft held, of those that had one
+    num_drafts: Sequence[int] = ()  # by place: the steps with a draft there
+    num_drafts_held: Sequence[int] = ()  # by place: those in which it held
+
+    @property
+    def drafts_held(self) -> list[float]:
+        """By place, the share of steps in which the draft held, of those that had one."""
+        return [held / tried for held, tried in zip(self.num_drafts_held, self.num_drafts, strict=True)]
 
 
 @dataclass(slots=True)

@@ -332,7 +332,7 @@ class Session:
         output.usage = Usage(
             self.num_prompt, self._started, self.num_reused, output.num_steps, output.num_rows, legs,
             self._num_recoveries, self._still_ns / 1e9, self._num_read, self.begun,
-            [held / tried for held, tried in zip(self._num_held, self._num_tried, strict=True)],
+            tuple(self._num_tried), tuple(self._num_held),
         )  # fmt: skip
 
 

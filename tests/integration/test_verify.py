@@ -222,6 +222,21 @@ async def test_verify_shows_how_far_it_is_and_ends_with_its_verdict(
     assert capsys.readouterr().out.splitlines()[-1] == "the cluster is NOT the model"
 
 
+@pytest.mark.parametrize(
+    ("decode", "num_places"), [(Decode("draft"), 3), (Decode("draft", num_drafts=5), 5), (Decode(), 0)]
+)
+async def test_verify_tells_which_drafts_of_a_good_and_of_a_bad_drafter_held(
+    models: Models, decode: Decode, num_places: int
+) -> None:
+    """The tokens are equal with either."""
+    target = models("qwen3").folder
+    for drafter, is_good in ((target, True), (models("qwen3", seed=7).folder, False)):
+        options = cluster_options(None, str(target), 0, None, None, draft_model=str(drafter))
+        report = await verify(options, decode, max_tokens=8, seed=0)
+        assert report.holds and len(report.drafts_held) == num_places
+        assert all(share == 1.0 if is_good else share < 0.5 for share in report.drafts_held)
+
+
 @pytest.mark.parametrize("is_terminal", [False, True])
 async def test_verify_into_a_pipe_says_each_line_as_it_is_found(
     models: Models, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_terminal: bool

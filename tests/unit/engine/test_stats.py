@@ -41,6 +41,18 @@ def test_a_finished_answer_is_counted_by_token_and_step() -> None:
     assert not stats.under_way and stats.recent[0].num_generated == 5
 
 
+def test_drafts_are_counted_by_place_the_far_ones_together() -> None:
+    stats = Stats()
+    for tried, held in (((4, 4, 3), (4, 2, 0)), ((2,) * 20, (1,) * 18 + (0,) * 2), ((), ())):
+        request = stats.begin(TASK)
+        usage = Usage(3, 0, 0, num_steps=4, num_rows=9, num_drafts=tried, num_drafts_held=held)
+        request.take(Output("x", [Token(7)], SECOND, "stop", usage))
+        request.end()
+    places = [f"ngram{place}" for place in (*range(1, 16), "16+")]
+    assert stats.counts("drafts") == dict(zip(places, [6, 6, 5, *[2] * 12, 10], strict=True))
+    assert stats.counts("drafts_held") == dict(zip(places, [5, 3, *[1] * 13, 3], strict=True))
+
+
 @pytest.mark.parametrize(
     ("error", "finished", "refused"),
     [

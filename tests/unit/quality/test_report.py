@@ -83,6 +83,13 @@ def test_a_nodes_tensors_are_compared_with_those_of_its_layers() -> None:
     assert compare_tensors(SPLIT, [first, {"3.w": "d", "4.w": "f"}], ours) == (6, [("mini", "4.w"), ("mini", "embed")])
 
 
+def test_the_share_of_drafts_that_held_is_told_where_there_were_drafts() -> None:
+    report = replace(ALL_EQUAL, drafts_held=[0.625, 0.25])
+    assert lines(report)[2] == "drafts held, by place: 62% · 25%" and lines(report)[3].startswith("equal    greedy")
+    assert json.loads(report.to_json())["drafts_held"] == [0.625, 0.25]
+    assert json.loads(ALL_EQUAL.to_json())["drafts_held"] == []
+
+
 def test_json_holds_the_verdicts_and_figures() -> None:
     never = replace(DIFFERING, margin=math.inf, roundings={1: Rounding(math.inf, 0.034)})
     found = json.loads(replace(ALL_EQUAL, is_streamed=True, cases=[EQUAL, ROUNDED, never]).to_json())
