@@ -6,7 +6,7 @@ from coordinator.decoding.decoders import Fill
 from coordinator.decoding.window_lengths import WindowChooser
 from coordinator.planning.costs import StepCosts
 from coordinator.sessions.session import Session
-from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, Cache
+from protos.brigade_pb2 import CACHE_INT8, Cache
 from tests.unit.fake_chain import Rig, from_text, masked, plain_answer, prompt_of
 from worker.errors import InputError, QueueFull
 
@@ -137,21 +137,6 @@ def test_a_short_common_beginning_is_not_worth_a_copy(num_shared: int, hits: int
     assert rig.scheduler.slots.num_hits == len(rig.chain.forks) == hits
 
 
-def test_of_a_prompt_that_is_known_whole_the_last_token_is_fed_again() -> None:
-    rig = Rig(keep=True, chunk=64)
-    first, second = rig.answer(TEXT[:40], 5), rig.answer(TEXT[:40], 5)
-    assert second.num_reused == 39 and second.generated == first.generated
-    assert second.num_rows == 1 + 4
-
-
-def test_another_kind_of_cache_is_never_shared() -> None:
-    rig = Rig(keep=True, chunk=64)
-    rig.answer(TEXT[:60], 5, cache=Cache(kind=CACHE_FULL))
-    rig.answer(TEXT[:60], 5, cache=Cache(kind=CACHE_INT8))
-    rig.submit(TEXT[:60], 50, cache=Cache(kind=CACHE_INT8))
-    assert rig.scheduler.slots.num_hits == 0 and rig.chain.forks == []
-
-
 def test_where_a_cache_cannot_be_cut_only_what_goes_on_where_it_ends_is_reused() -> None:
     rig = Rig(keep=True, chunk=64, cuttable=0)
     first = rig.answer(TEXT[:60], 5)
@@ -223,19 +208,6 @@ def test_the_slot_that_a_session_copies_goes_last_and_then_becomes_its_own() -> 
     rig.end()
 
 
-def test_live_sessions_never_give_way() -> None:
-    rig = Rig(keep=True, chunk=64, budget=100)
-    kept = rig.answer(prompt_of(20), 2)
-    live = rig.submit(prompt_of(40, seed=1), 20)
-    rig.step()
-    waiting = rig.submit(prompt_of(60, seed=2), 10)
-    assert rig.scheduler.num_waiting == 1 and rig.scheduler.slots.num_kept == 1, "nothing is freed in vain"
-    assert kept.slot in rig.chain.slots
-    rig.run(live, waiting)
-    assert live.generated == plain_answer(prompt_of(40, seed=1), 20)
-    rig.end()
-
-
 def test_a_cancel_before_the_first_frame_frees_a_slot_that_was_taken_over() -> None:
     rig = Rig(keep=True, chunk=64)
     first = rig.answer(prompt_of(40), 5)
@@ -267,28 +239,6 @@ def test_a_kept_slot_has_room_for_the_drafts_that_were_rejected_last() -> None:
     rig.answer(prompt, 40, eos=frozenset({plain_answer(prompt, 2)[1]}), decoder=from_text())
     held, promised = rig.chain.held(rig.costs.bytes_of), rig.scheduler.slots.promised
     assert held <= promised
-
-
-def test_a_slot_that_is_taken_over_stays_promised_until_it_is_cut() -> None:
-    """The stages cut it with the first window only."""
-    rig = Rig(num_stages=1, chunk=130, budget=300)
-    rig.answer(prompt_of(2, seed=9), 1)  # a turn, so that the shortest prompt is next
-    rig.keep = True
-    rig.answer(prompt_of(250), 2)
-    rig.submit([*prompt_of(250)[:20], *prompt_of(120, seed=1)], 2)  # 142 rows beside 251: takes the slot over
-    rig.submit(prompt_of(100, seed=2), 2)
-    rig.send_one()  # the second one's prompt: now 100 rows beside 251, of 300
-    assert rig.chain.held(rig.costs.bytes_of) <= rig.scheduler.slots.promised
-    assert rig.chain.held(rig.costs.bytes_of) <= rig.costs.budgets
-
-
-def test_two_that_open_in_one_frame_are_both_copied_from_the_slot_that_is_open() -> None:
-    rig = Rig(num_stages=1, chunk=256, keep=True)
-    prefix = prompt_of(40)
-    rig.answer([*prefix, 1, 2, 3], 1)
-    first, second = rig.submit([*prefix, 7, 8], 1), rig.submit([*prefix, 9, 8], 1)
-    rig.run(first, second)
-    assert rig.chain.forks == [(first.slot, 0), (second.slot, 0)]
 
 
 def test_what_a_takeover_gives_back_lets_the_next_one_in() -> None:

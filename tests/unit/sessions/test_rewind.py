@@ -100,25 +100,6 @@ def test_sessions_over_lost_chains_give_the_tokens_of_an_undisturbed_run(numbers
     rig.end()
 
 
-@pytest.mark.parametrize("num_steps", range(12))
-@pytest.mark.parametrize("seed", [0, 5])
-@pytest.mark.parametrize("kind", decoders())
-def test_a_chain_may_die_after_any_step(kind: str, seed: int, num_steps: int) -> None:
-    rig = Rig(num_stages=2, chunk=16)
-    rig.chain.is_lossy = True
-    request = Asked(prompt_of(11) * 3, 30, frozenset(), kind, seed)
-    session = request.submit(rig)
-    for _ in range(num_steps):
-        rig.step()
-    known = session.generated
-    rig.send_all()
-    rig.lose_chain([session])
-    assert session.generated == known
-    rig.run(session)
-    check(session, request)
-    assert session.num_generated == 30 and session.finish_reason == "length"
-
-
 @pytest.mark.parametrize("kind", decoders())
 def test_what_is_known_is_fed_as_prompt_chunks_under_the_new_epoch(kind: str) -> None:
     rig = Rig(num_stages=1, chunk=8)

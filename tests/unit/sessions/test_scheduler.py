@@ -85,15 +85,6 @@ def test_slots_are_used_again_and_one_closed_and_taken_in_the_same_frame_is_empt
     assert any(set(frame.closed) & {opening.slot for opening in frame.opened} for frame in reused)
 
 
-def test_commits_name_the_session_and_its_tokens_and_a_chunk_yields_none() -> None:
-    rig = Rig(num_stages=1, chunk=4)
-    session = rig.submit(prompt_of(8))
-    assert rig.step() == [(session, [])]
-    [(owner, [sample])] = rig.step()
-    assert owner is session
-    assert [sample.token] == session.generated
-
-
 # --- lanes ----------------------------------------------------------------------------------------------------------
 
 
@@ -336,21 +327,6 @@ def test_a_cancel_frees_the_slot_with_the_very_next_frame_at_any_moment(kind: st
     rig.end()
 
 
-def test_a_cancel_before_the_first_frame_or_while_it_waits_for_memory_leaves_nothing_behind() -> None:
-    """A client may leave while its request waits for a turn: no stage has heard of its slot, or must keep it."""
-    rig = Rig(budget=20)
-    session = rig.submit(prompt_of(3))
-    rig.scheduler.close(session)
-    assert rig.send_all() == [] and not any(rig.scheduler.slots.promised)
-    first, waiting = rig.submit(prompt_of(10), 5), rig.submit(prompt_of(10, seed=1), 5)
-    assert first.slot == 0 and rig.scheduler.num_waiting == 1
-    rig.scheduler.close(waiting)
-    assert rig.scheduler.num_waiting == 0
-    rig.run(first)
-    rig.end()
-    assert len(rig.chain.openings) == 1
-
-
 def test_to_close_twice_frees_once() -> None:
     rig = Rig()
     session = rig.answer(prompt_of(3))
@@ -361,21 +337,6 @@ def test_to_close_twice_frees_once() -> None:
     rig.run(new)
     assert new.generated == plain_answer(prompt_of(4), 3)
     rig.end()
-
-
-def test_a_result_of_a_cancelled_session_does_not_reach_the_next_one_in_its_slot() -> None:
-    rig = Rig(num_stages=2)
-    old = rig.submit(prompt_of(2), max_tokens=9)
-    rig.send_all()  # its first token is on the way
-    rig.scheduler.close(old)
-    prompt = prompt_of(3)
-    new = rig.submit(prompt)
-    assert new.slot == old.slot
-    rig.send_all()
-    assert rig.chain.in_flight[0][1].samples and rig.take_one() == []
-    assert new.generated == old.generated == []
-    rig.run(new)
-    assert new.generated == plain_answer(prompt, 3)
 
 
 # --- all of it at once ----------------------------------------------------------------------------------------------

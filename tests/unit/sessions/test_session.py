@@ -93,18 +93,6 @@ def test_where_a_decoder_adds_mask_rows_only_few_tokens_of_the_prompt_share_thei
     assert [(w.base, len(w.tokens), w.guessed) for w in windows] == expected
 
 
-@pytest.mark.parametrize("kind", DECODERS)
-@pytest.mark.parametrize("chunk", [1, 3, 16, 100])
-@pytest.mark.parametrize("num_prompt", [1, 4, 35])
-def test_the_answer_is_that_of_the_model_whatever_the_chunks_and_the_decoder(
-    num_prompt: int, chunk: int, kind: str
-) -> None:
-    prompt = prompt_of(num_prompt)
-    session = opened(prompt, 30, chunk=chunk, decoder=DECODERS[kind]())
-    run(session)
-    assert session.generated == plain_answer(prompt, 30) and session.num_generated == 30
-
-
 @pytest.mark.parametrize(
     ("max_tokens", "eos_at", "reason", "num_generated"),
     [(5, None, "length", 5), (1, None, "length", 1), (5, 2, "stop", 3), (5, 0, "stop", 1), (3, 2, "stop", 3)],
@@ -172,24 +160,18 @@ def test_no_window_writes_more_rows_than_were_promised(kind: str) -> None:
                 assert written == session.rows_written <= most == session.most_rows
 
 
-def test_steps_and_rows_are_counted() -> None:
+def test_steps_and_rows_are_counted_those_that_are_fed_again_too() -> None:
     session = opened(prompt_of(9), 5, chunk=4)
     windows = run(session)
     assert session.num_steps == 5 == sum(window.wanted for window in windows)
     assert session.num_rows == 9 + 4
-    filled = opened(prompt_of(9), 16, chunk=8, decoder=fill(8))
-    windows = run(filled)
-    assert filled.num_steps == sum(window.guessed > 0 for window in windows)
-    assert filled.num_rows == sum(map(num_rows, windows))
-
-
-def test_the_rows_of_a_filling_decoder_are_all_that_its_windows_hold() -> None:
-    """Known tokens and filled ones are fed again with each window: they cost what others cost."""
     alone = Alone(opened(prompt_of(1), 60, decoder=fill()))
-    while alone.session.finish_reason is None:
+    while (filled := alone.session).finish_reason is None:
         alone.step()
-        assert alone.session.num_rows_last == num_rows(alone.windows[-1])
+        assert filled.num_rows_last == num_rows(alone.windows[-1])
     assert any(window.positions for window in alone.windows), "some were filled out of order"
+    assert filled.num_steps == sum(window.guessed > 0 for window in alone.windows)
+    assert filled.num_rows == sum(map(num_rows, alone.windows))
 
 
 @pytest.mark.parametrize("name", ["ar", "ngram"])

@@ -172,22 +172,6 @@ def test_a_stop_string_is_found_across_tokens(tokenizer: Tokenizer, text: str) -
         stream.finish()
         assert stream.text == text.partition(stop)[0]
         assert (stream.stopped_by is not None) == (stop in text)
-    stream = tokenizer.stream(("END",))
-    assert "".join(map(stream.push, tokenizer.encode("text EN"))) == "text "
-    assert stream.finish() == "EN" and stream.text == "text EN" and stream.stopped_by is None
-
-
-def test_two_streams_share_nothing(tokenizer: Tokenizer) -> None:
-    texts = ["日本語 🙂", "🚀 naïve 漢"]
-    streams = [tokenizer.stream(()) for _ in texts]
-    tokens = [tokenizer.encode(text) for text in texts]
-    for i in range(max(map(len, tokens))):
-        for stream, ids in zip(streams, tokens, strict=True):
-            if i < len(ids):
-                stream.push(ids[i])
-    for stream, text in zip(streams, texts, strict=True):
-        stream.finish()
-        assert stream.text == text
 
 
 def test_any_detokenizer_of_mlx_lm_will_do(folder: Path) -> None:
