@@ -94,15 +94,18 @@ def test_the_client_makes_the_same_message_of_the_events() -> None:
     ]
 
 
-def test_it_is_told_why_the_answer_ended() -> None:
-    for end, reason, stop in (
+@pytest.mark.parametrize(
+    ("end", "reason", "stop"),
+    [
         (last("stop"), "end_turn", None),
         (last("stop", stop="END"), "stop_sequence", "END"),
         (last("length"), "max_tokens", None),
         (last("tool_calls", stop="END"), "tool_use", None),
-    ):
-        message = whole([delta("x"), end])
-        assert (message["stop_reason"], message["stop_sequence"]) == (reason, stop)
+    ],
+)
+def test_the_message_says_why_it_ended(end: Output, reason: str, stop: str | None) -> None:
+    message = whole([delta("x"), end])
+    assert (message["stop_reason"], message["stop_sequence"]) == (reason, stop)
 
 
 def test_white_space_is_a_text_only_where_nothing_else_is_said() -> None:

@@ -18,7 +18,6 @@ from worker.errors import InputError
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"prompt": "hi"}
-MANY = 10**30
 NUMBERS = (int, float, int | None, float | None)
 
 SCALARS = (
@@ -65,12 +64,10 @@ IMAGE = {"type": "image", "source": {}}
 REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (ChatBody, {"messages": []}, "messages"),
     (ChatBody, {"messages": None}, "messages"),
-    (ChatBody, {"messages": [{"content": "hi"}]}, "messages.0.role"),
     (ChatBody, {"messages": [{"role": "wizard"}]}, "messages.0.role"),
-    (ChatBody, {"messages": [{"role": None, "content": "hi"}]}, "messages.0.role"),
     *((ChatBody, said({"type": kind, "text": 5}), "messages") for kind in ("image_url", "input_audio", "file", None)),
     (ChatBody, {"max_tokens": 0}, "max_tokens"),
-    (ChatBody, {"temperature": "warm"}, "temperature"),
+
     (ChatBody, {"seed": 10**30}, "seed"),
     (ChatBody, {"audio": {"voice": "alloy"}}, "audio"),
     (ChatBody, {"best_of": 2}, "best_of"),
@@ -89,7 +86,6 @@ REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (CompletionBody, {"prompt": None}, "prompt"),
     (CompletionBody, {"prompt": []}, "prompt"),
     (CompletionBody, {"prompt": [1, "a"]}, "prompt"),
-    (CompletionBody, {"prompt": [[1.5]]}, "prompt"),
     (CompletionBody, {"prompt": [True]}, "prompt"),
     (CompletionBody, {"prompt": ["a"] * 65, "n": 2}, "prompt"),
     (CompletionBody, {"suffix": "b"}, "suffix"),
@@ -97,7 +93,7 @@ REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     *((CompletionBody, {"max_tokens": 0} | more, "max_tokens") for more in ({}, {"echo": True}, {"logprobs": 1})),
     (TokenizeBody, {"prompt": None}, ""),
     (TokenizeBody, HELLO, ""),
-    (DetokenizeBody, {"tokens": ["a"]}, "tokens.0"),
+
     (ScoreBody, {"prompt": None}, ""),
     (ScoreBody, {"prompt_tokens": [1]}, ""),
     (ScoreBody, {"continuations": [""]}, "continuations.0"),
@@ -105,11 +101,9 @@ REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (MessagesBody, {"max_tokens": 0}, "max_tokens"),
     (MessagesBody, said({"type": "text", "text": "x"}, IMAGE), "messages.0.content.1"),
     (MessagesBody, said({"type": "document", "source": {}}), "messages.0.content.0"),
-    (MessagesBody, said({"type": "text"}), "messages.0.content.0.text"),
     (MessagesBody, said({"type": "text", "text": 5}), "messages.0.content.0.text"),
     (MessagesBody, said({"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}),
      "messages.0.content.0.content.0.type"),
-    (MessagesBody, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
     (MessagesBody, {"messages": []}, "messages"),
     (MessagesBody, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "messages"),
     (MessagesBody, {"tool_choice": {"type": "all"}}, "tool_choice.type"),
@@ -182,12 +176,15 @@ def test_a_boolean_and_a_text_are_no_numbers(shape: type[Any], field: str, value
     assert refused.value.field == field
 
 
-def test_a_boolean_is_no_token_id() -> None:
-    for body in ({"tokens": [True]}, {"tokens": ["1"]}):
-        with pytest.raises(InputError, match=r"^tokens\.0: "):
-            read(DetokenizeBody, body)
-    with pytest.raises(InputError, match=r"^prompt_tokens\.1: "):
-        read(GenerateBody, {"prompt_tokens": [1, True]})
+def test_a_boolean_and_a_text_are_no_token_ids() -> None:
+    for shape, body, field in (
+        (DetokenizeBody, {"tokens": [True]}, "tokens.0"),
+        (DetokenizeBody, {"tokens": ["1"]}, "tokens.0"),
+        (GenerateBody, {"prompt_tokens": [1, True]}, "prompt_tokens.1"),
+    ):
+        with pytest.raises(InputError) as refused:
+            read(shape, body)
+        assert refused.value.field == field
     assert read(GenerateBody, {"prompt_tokens": [1, 2], "logit_bias": {"7": 1}}).logit_bias == {7: 1.0}
 
 
@@ -200,10 +197,8 @@ def test_a_boolean_is_no_token_id() -> None:
         ("service_tier", "flex"),
         ("prediction", {"type": "content"}),
         ("parallel_tool_calls", True),
-        ("parallel_tool_calls", None),
         ("response_format", {"type": "text"}),
         ("modalities", ["text"]),
-        ("audio", None),
         ("min_tokens", 0),
         ("function_call", "none"),
         ("best_of", 1),
@@ -213,10 +208,6 @@ def test_a_boolean_is_no_token_id() -> None:
 )
 def test_what_changes_nothing_is_let_pass(field: str, value: Any) -> None:
     assert read(ChatBody, HELLO | {field: value}).to_spec() == read(ChatBody, HELLO).to_spec()
-
-
-def test_max_completion_tokens_takes_precedence() -> None:
-    assert read(ChatBody, HELLO | {"max_tokens": 5, "max_completion_tokens": 7}).to_spec().max_tokens == 7
 
 
 @pytest.mark.parametrize("shape", WHOLE)
@@ -242,6 +233,7 @@ def test_parameters_mean_what_other_servers_clients_mean_by_them() -> None:
     ask = read(ChatBody, HELLO | {"chat_template_kwargs": {"enable_thinking": False}}).to_spec()
     assert getattr(ask.prompt, "template_arguments", None) == {"enable_thinking": False}
     assert ask.max_tokens is None
+    assert read(ChatBody, HELLO | {"max_tokens": 5, "max_completion_tokens": 7}).to_spec().max_tokens == 7
 
 
 def test_prompts_come_as_one_or_as_many_as_texts_or_as_ids() -> None:

@@ -51,14 +51,18 @@ def test_one_request_may_always_wait_and_no_more_than_may(max_waking: int) -> No
     asyncio.run(check())
 
 
-def test_waiting_requests_are_refused_if_loading_fails_and_wait_on_if_the_model_sleeps_again() -> None:
+def test_waiting_requests_are_refused_if_loading_fails_or_the_server_stops_and_wait_on_if_the_model_sleeps_again() -> (
+    None
+):
     async def check() -> None:
-        failing, shared = asleep(), asleep()
-        asked = await waiting(failing, 2)
+        failing, stopping, shared = asleep(), asleep(), asleep()
+        refused, drained = await waiting(failing, 2), await waiting(stopping, 2)
         failing.fail("worker mini is away")
-        for each in asked:
-            with pytest.raises(HttpError, match="recovering: worker mini is away"):
-                await each
+        stopping.stop()
+        for each, why in [(refused, "recovering: worker mini is away"), (drained, "draining: the server was told")]:
+            for request in each:
+                with pytest.raises(HttpError, match=why):
+                    await asyncio.wait_for(request, 5)
         [again] = await waiting(shared, 1)
         shared.open(MODEL)
         shared.sleep("nobody asked")
@@ -171,15 +175,3 @@ def test_one_deep_look_is_taken_at_a_time() -> None:
         return stuck.num_sent
 
     assert asyncio.run(looked()) == 1
-
-
-def test_requests_that_wait_for_a_sleeping_model_are_refused_once_the_server_is_told_to_stop() -> None:
-    async def check() -> None:
-        shared = asleep()
-        asked = await waiting(shared, 2)
-        shared.stop()
-        for each in asked:
-            with pytest.raises(HttpError, match="draining: the server was told to stop"):
-                await asyncio.wait_for(each, 5)
-
-    asyncio.run(check())

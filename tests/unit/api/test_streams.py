@@ -19,7 +19,7 @@ from coordinator.api.server import Server
 from coordinator.api.sse import Event, EventStream, event_stream
 from tests.unit.api.fakes import served
 from tests.unit.virtual_time import VirtualTime
-from worker.errors import QueueFull, StageLost
+from worker.errors import StageLost
 
 LIVES = b": still at it\n\n"
 A, B = b"data: a\n\n", b"data: b\n\n"
@@ -98,15 +98,6 @@ def test_a_failure_in_the_middle_is_the_last_event_and_a_bug_is_logged_too(capsy
         assert json.loads(bodies[1].removeprefix(b"data: "))["error"]["code"] == code
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("request: internal error: ZeroDivisionError at test_streams.py:") and "secret" not in line
-
-
-def test_a_failure_before_anything_was_said_is_a_status_of_its_own() -> None:
-    async def refused() -> AsyncGenerator[Event, None]:
-        raise QueueFull("full")
-        yield ""
-
-    with pytest.raises(QueueFull):
-        run(refused)
 
 
 def test_a_client_that_leaves_ends_what_makes_the_events() -> None:
