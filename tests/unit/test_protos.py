@@ -10,7 +10,6 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSe
 from grpc_tools import protoc
 
 from protos import brigade_pb2, brigade_pb2_grpc
-from worker.node.network import PROTOCOL_VERSION
 from worker.node.service import HopService, NodeService
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,12 +63,6 @@ def test_the_generated_code_is_that_of_the_proto(tmp_path: Path) -> None:
     )):  # fmt: skip
         assert old in source
         assert compiled(source.replace(old, new), tmp_path / str(number)) != checked_in(), new
-
-
-def test_a_node_that_would_ignore_a_field_speaks_an_older_protocol() -> None:
-    for message, field in (("Sampling", "grammar"), ("Window", "targets"), ("AttachRequest", "successor_fallbacks")):
-        assert field in brigade_pb2.DESCRIPTOR.message_types_by_name[message].fields_by_name
-    assert PROTOCOL_VERSION >= 3
 
 
 def test_the_stubs_for_the_type_checker_have_the_same_messages_and_fields() -> None:

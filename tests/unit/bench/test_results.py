@@ -195,21 +195,3 @@ def test_the_table_names_the_winner_and_who_wins_with_one_request_if_that_is_ano
     assert found["fastest"] == [{"concurrency": 1, "layers": EVEN, "decode": "ar", "tokens_per_s": 90}]
     assert found["frame_costs"] == [{"layers": EVEN, "stage_ms": [{1: 5.0, 4: 8.0}] * 2, "hop_ms": [0.3, 0.3]}]
     assert "failure" not in found
-
-
-def test_the_table_fits_a_hundred_columns_and_cuts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    measured = replace(
-        split(LONG, 1024, 2468.1, decode="diffusion-fast"), overhead_ms_per_token=-122.71, bubble=0.0,
-        utilisation=[1.0] * 5, bytes_per_token=[16384.0] * 5, ttft_p50_s=23.456, gap_p50_ms=234.5, gap_p95_ms=234.5,
-    )  # fmt: skip
-    bench = Bench(
-        "AMD EPYC, 2 cores, 24 GiB, Linux x86_64", "model", 16384, 4096, 1024, [row(MLX_LM, 1, 90, 90), measured]
-    )
-    print_bench(bench)
-    out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= 100
-    cells = ("cluster 12,13,13,13,13", "diffusion-fast", "1024", "2468.1", "23.456", "234.5", "100%", "-122.71")
-    for cell in cells:
-        assert cell in out
-    assert "…" not in out
-    assert "100% · 100% · 100% · 100% · 100%" in to_markdown(bench), "the stages' parts are for --wide"

@@ -6,14 +6,12 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from coordinator.bench.failover import FailoverReport
-from coordinator.bench.report import print_bench, print_failover
+from coordinator.bench.report import print_bench
 from coordinator.bench.results import CLUSTER, ONE_PROCESS, Bench
 from coordinator.cli.doctor import print_findings
 from coordinator.cli.nodes import node_table
 from coordinator.deploy.discovery import AnnouncedNode, found_nodes
 from coordinator.deploy.findings import Finding, Kind, note, ok, problem
-from tests.unit.bench.test_failover import ROW
 from tests.unit.bench.test_results import row
 from tests.unit.cli.conftest import Command
 from tests.unit.deploy.test_discovery import HERE, about, cluster
@@ -61,12 +59,6 @@ def test_findings(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown[:4] == ["air", "  ok   machine       fine", "", "mini"]
     filled = [line for line in shown if line.startswith("  FIX") or line.startswith(" " * 21)]
     assert " ".join(line[21:] for line in filled) == f"no one is there → {start}" and len(filled) == 2
-
-
-@pytest.mark.usefixtures("narrow")
-def test_losses(capsys: pytest.CaptureFixture[str]) -> None:
-    print_failover(FailoverReport("machine", "demo", [4, 4], [ROW]))
-    assert not [line for line in lines(capsys.readouterr().out) if "…" in line]
 
 
 def shown_nodes(*heard: AnnouncedNode, configured: tuple[tuple[str, str], ...] = ()) -> list[str]:

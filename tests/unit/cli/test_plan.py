@@ -71,24 +71,6 @@ def test_memory_is_kept_for_all_requests_and_the_objective_decides(planned: Any)
     assert throughput["layers"] == [3, 1] and throughput["sessions"] == 8
 
 
-def test_people_are_told_what_is_assumed_what_comes_of_it_and_what_else_there_is(planned: Any) -> None:
-    def shown(*flags: str) -> str:
-        return " ".join(planned("--layers", "3,1", *flags).split())
-
-    found = json.loads(planned("--json", "--layers", "3,1", "--objective", "throughput"))
-    [alone] = [each for each in found["alternatives"] if each["name"] == "max alone"]
-    speeds = f"{alone['ms_per_token']:.1f} ms {alone['tokens_per_s_at']['8']:.1f} yes"
-    told = shown("--objective", "throughput")
-    assert "instead layers per token tok/s of 8 fits" in told and f"max alone 4 {speeds}" in told
-    told = shown()
-    for part in (
-        "instead layers per token fits", "max 0.02 GB/s assumed", "mini 0.01 GB/s assumed",
-        "per token after 256 tokens", "tok/s of one request, at least", "2000 tokens: unknown", "even split 2+2",
-        "max alone would be faster",
-    ):  # fmt: skip
-        assert part in told
-
-
 @pytest.mark.parametrize(
     ("gbps", "memory", "flags", "layers", "ms"),
     [

@@ -1,4 +1,6 @@
-"""A frame is overdue once it has not been heard of for as long as its kind may take."""
+"""When a frame is overdue, and that a node that slept or stood still is told so and blames no other."""
+
+import asyncio
 
 import pytest
 
@@ -6,15 +8,16 @@ from coordinator.cluster import step_timeouts as flight
 from coordinator.cluster.step_timeouts import ArrivedResult, Flight, SuspendWatch
 from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import Frame, Result, Timing, Window
+from worker.errors import StageLost
 
 SILENCE_S, FIRST_S = 6.0, 60.0
 
 
 class Clock:
-    """Moved by hand."""
+    """The monotonic clock, and for how long the machine has slept; both moved by hand."""
 
     def __init__(self) -> None:
-        self.now = 1000.0
+        self.now, self.asleep = 1000.0, 5_000.0
 
     def monotonic(self) -> float:
         return self.now
@@ -22,11 +25,17 @@ class Clock:
     def monotonic_ns(self) -> int:
         return int(self.now * 1e9)
 
+    def pass_s(self, seconds: float, *, asleep: bool = False) -> None:
+        """The monotonic clock stands still while the machine sleeps."""
+        self.now += 0 if asleep else seconds
+        self.asleep += seconds if asleep else 0
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(flight, "time", made)
+    monkeypatch.setattr(flight, "asleep_s", lambda: made.asleep)
     return made
 
 
@@ -79,3 +88,46 @@ def test_what_began_before_a_frame_says_nothing_of_it(clock: Clock) -> None:
 
 def test_a_chain_at_rest_is_looked_at_before_any_limit_of_a_frame_that_is_sent_meanwhile(clock: Clock) -> None:
     assert Flight(ChainCosts(2), SuspendWatch()).left_s < flight._COMPILES_S < SILENCE_S
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_a_process_that_stood_still_says_for_how_long_and_is_not_at_fault_long_after(
+    clock: Clock, asleep: bool
+) -> None:
+    watched = SuspendWatch()
+    clock.pass_s(12, asleep=asleep)
+    error = watched.blame()
+    assert error is not None and "stood still for 12 s" in str(error) and error.node == ""
+    assert watched.woke_at == clock.now
+    blamed = []
+    for _ in range(11):
+        clock.pass_s(3)
+        blamed.append(watched.blame() is not None)
+    assert blamed == [True] * 10 + [False]
+
+
+def test_a_process_that_is_only_busy_blames_whoever_is_at_fault(clock: Clock) -> None:
+    watched = SuspendWatch()
+    for _ in range(20):
+        clock.pass_s(3)
+        assert watched.blame() is None
+    assert watched.woke_at == 0
+
+
+@pytest.mark.parametrize(
+    ("still_s", "asleep", "is_lost"),
+    [(4, True, False), (5, True, False), (6, True, True), (9000, True, True), (12, False, False)],
+)
+def test_a_coordinator_whose_machine_slept_drops_its_peers_and_one_that_was_only_stopped_does_not(
+    clock: Clock, still_s: float, asleep: bool, is_lost: bool
+) -> None:
+    watched = SuspendWatch()
+
+    async def watch() -> None:
+        async with asyncio.timeout(0.01):
+            await watched.watch()
+
+    clock.pass_s(still_s, asleep=asleep)
+    with pytest.raises(StageLost if is_lost else TimeoutError, match=f"for {still_s} s" if is_lost else None):
+        asyncio.run(watch())
+    assert is_lost or asleep or watched.woke_at == clock.now

@@ -1,12 +1,20 @@
-"""Names of nodes: each belongs to one of them, or there is no cluster."""
+"""What a cluster is made of: a name per node, the newest process at its addresses, and what each is asked to hold."""
 
 from pathlib import Path
 
 import pytest
 
+from coordinator.cluster.addresses import newest
+from coordinator.cluster.deployment import Deployment
 from coordinator.cluster.options import ClusterOptions, cluster_options
+from coordinator.planning.plan import Node, Objective
+from coordinator.planning.planner import plan
+from coordinator.planning.speeds import NO_SPEEDS
+from protos.brigade_pb2 import HelloReply
 from worker.config import ClusterConfig, WorkerConfig
 from worker.errors import ConfigError
+from worker.model.checkpoint import DEMO, open_folder
+from worker.model.describe import BACK, FRONT, describe
 
 
 def test_a_coordinator_with_the_name_of_a_local_worker_is_refused(tmp_path: Path) -> None:
@@ -22,3 +30,40 @@ def test_two_nodes_of_one_name_are_refused_wherever_a_configuration_comes_from(n
     workers = tuple(WorkerConfig(name=name, address=(f"127.0.0.1:{i}",)) for i, name in enumerate(names, 1))
     with pytest.raises(ConfigError, match=f"found two nodes called {names[0]}; "):
         ClusterOptions(ClusterConfig(workers=workers), "demo", None, 128)
+
+
+def at(text: str) -> dict[str, HelloReply]:
+    """`cable=mini-a@1 wifi=mini-b@2`: addresses, the name of whoever answers there, its process, its start."""
+    replies = {}
+    for part in text.split():
+        address, _, who = part.partition("=")
+        process, _, started = who.partition("@")
+        replies[address] = HelloReply(node=process.split("-")[0], incarnation=process, started=int(started))
+    return replies
+
+
+@pytest.mark.parametrize(
+    ("answers", "address", "older"),
+    [
+        ("cable=mini-a@1 wifi=mini-a@1", "cable", []),
+        ("wifi=mini-a@1", "wifi", []),
+        ("cable=mini-a@1 wifi=mini-b@2", "wifi", ["cable"]),
+        ("cable=mini-b@2 wifi=mini-a@1", "cable", ["wifi"]),
+        ("cable=mini-a@1 wifi=mini-b@2 relay=mini-b@2", "wifi", ["cable"]),
+        ("cable=mini-a@1 wifi=mini-a@1 relay=mini-b@2", "relay", ["cable", "wifi"]),
+        ("cable=air-b@2 wifi=mini-a@1", "wifi", []),  # somebody else's by now
+        ("cable=air-b@2", "cable", []),
+    ],
+)
+def test_the_first_address_of_the_newest_process_with_the_name(answers: str, address: str, older: list[str]) -> None:
+    assert newest("mini", at(answers)) == (address, older)
+
+
+def test_a_worker_hears_of_the_digests_of_its_own_layers_only() -> None:
+    checkpoint = open_folder(DEMO)
+    spec = describe(checkpoint)
+    nodes = [Node(name, 1 << 40) for name in ("studio", "mini", "air")]
+    deployment = Deployment(checkpoint, spec, plan(spec, nodes, NO_SPEEDS, Objective(128, layers=(2, 3, 3))), [])
+    known = {place: f"{place}" for place in (FRONT, BACK, *range(1, 8))}
+    assert set(deployment.load_request(1, digests=known).digests) == {2, 3, 4}
+    assert set(deployment.load_request(2, digests=known).digests) == {5, 6, 7, FRONT, BACK}

@@ -3,8 +3,7 @@
 import asyncio
 import io
 import re
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 
 import pytest
 from rich.console import Console
@@ -28,26 +27,26 @@ def load(done: int, total: int = 3 * MIB, phase: str = "load") -> LoadProgress:
     return LoadProgress(phase=phase, done=done, total=total)
 
 
-async def _show() -> None:
-    with show_progress() as report:
-        report("", STARTING)
-        report("", ASKING)
-        report("mini", load(0))
-        report("air", load(MIB, MIB, "kept"))
-        await asyncio.sleep(0)  # what takes no time at all is long here
-        await asyncio.sleep(0)
-        report("mini", load(MIB))
-        report("", LoadProgress(phase="warm-up", total=6))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-
-
-def test_where_nobody_watches_long_work_is_a_line_per_phase(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("phase_s", "said"), [(0.9, ""), (2.1, "mini: load 3.0 MiB ...\nall nodes: warm-up ...\n")], ids=["short", "long"]
+)
+def test_where_nobody_watches_only_long_work_is_a_line_per_phase(
+    virtual: VirtualTime, capsys: pytest.CaptureFixture[str], phase_s: float, said: str
 ) -> None:
-    monkeypatch.setattr(progress_module, "_LONG_S", 0.0)
-    asyncio.run(_show())
-    assert capsys.readouterr() == ("", "mini: load 3.0 MiB ...\nall nodes: warm-up ...\n")
+    async def show() -> None:
+        with show_progress() as report:
+            report("", STARTING)
+            report("", ASKING)
+            report("mini", load(0))
+            report("air", load(MIB, MIB, "kept"))
+            await asyncio.sleep(phase_s)
+            report("mini", load(MIB))
+            report("", LoadProgress(phase="warm-up", total=6))
+            await asyncio.sleep(phase_s)
+        await asyncio.sleep(60)
+
+    virtual.run(show())
+    assert capsys.readouterr() == ("", said)
 
 
 def test_where_nobody_watches_what_comes_from_afar_is_told_again_and_again_with_its_speed(
@@ -69,36 +68,6 @@ def test_where_nobody_watches_what_comes_from_afar_is_told_again_and_again_with_
         "mini: feed 3.0 MiB, 24.4 KiB/s, 0:01:24 left ...",
         "mini: load 3.0 MiB ...",
     ]
-
-
-def test_where_nobody_watches_short_work_says_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    timers: list[tuple[asyncio.TimerHandle, Callable[[], None]]] = []
-
-    def all_go_off() -> None:
-        for timer, call in timers:
-            if not timer.cancelled():
-                call()
-
-    async def show() -> None:
-        loop = asyncio.get_running_loop()
-        set_timer = loop.call_later
-
-        def note(delay: float, call: Callable[..., None], *arguments: str) -> asyncio.TimerHandle:
-            timers.append((set_timer(3600.0, call, *arguments), partial(call, *arguments)))
-            return timers[-1][0]
-
-        monkeypatch.setattr(loop, "call_later", note)
-        with show_progress() as report:
-            report("mini", load(0))
-            report("mini", load(MIB, MIB, "kept"))
-            all_go_off()
-            report("air", load(0))
-        all_go_off()
-
-    asyncio.run(show())
-    assert len(timers) == 2 and capsys.readouterr() == ("", "")
 
 
 def test_a_terminal_shows_every_phase_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,22 +58,6 @@ def test_only_what_can_be_called_is_an_address() -> None:
     assert len(usable_addresses([f"10.0.0.{i}" for i in range(99)], 1)) == 8
 
 
-def test_the_best_link_comes_first() -> None:
-    media = {"bridge0": MEDIUM_THUNDERBOLT, "en0": MEDIUM_WIFI, "en7": MEDIUM_ETHERNET}
-    sends_by = {"192": "en0", "10": "en7", "169": "bridge0"}  # by what an address begins with
-    interfaces = [Interface(name, (f"own of {name}",)) for name in media]
-    here = LocalNetwork(interfaces, media, lambda address: f"own of {sends_by.get(address.partition('.')[0])}")
-    endpoints = here.endpoints(["192.168.1.7:1", "10.0.0.7:1", "169.254.10.2:1", "1.2.3.4:1"])
-    assert [(each.address, each.medium) for each in endpoints] == [
-        ("169.254.10.2:1", MEDIUM_THUNDERBOLT),
-        ("10.0.0.7:1", MEDIUM_ETHERNET),
-        ("192.168.1.7:1", MEDIUM_WIFI),
-        ("1.2.3.4:1", MEDIUM_UNSPECIFIED),
-    ]
-    assert str(endpoints[0]) == "169.254.10.2:1 by Thunderbolt (bridge0)"
-    assert str(endpoints[-1]) == "1.2.3.4:1 by no interface of this machine"
-
-
 def test_a_cable_comes_before_ethernet_that_before_wifi_and_what_is_unknown_last() -> None:
     media = {f"en{number}": number for number in Medium.values()}
     interfaces = [Interface(name, (f"own of {name}",)) for name in media]

@@ -20,7 +20,7 @@ from coordinator.sessions.session import MOST_UNREAD, Session, SessionState
 from protos.brigade_pb2 import Cache
 from tests.unit.fake_chain import plain_answer
 from tests.unit.virtual_time import VirtualTime
-from worker.errors import BrigadeError, InternalError, NodeBusy, NodeLeaving, PoisonRequest, StageLost
+from worker.errors import BrigadeError, InternalError, NodeLeaving, PoisonRequest, StageLost
 
 SPEC = replace(network.SPEC, context=4000)
 WIDE, STEP_S = 60_000, 0.2
@@ -82,28 +82,6 @@ async def lose(engine: Engine, error: BrigadeError) -> None:
     before.lose(error)
     while engine.chain is before:  # noqa: ASYNC110 - in virtual time
         await asyncio.sleep(STEP_S)
-
-
-def test_an_error_of_an_engine_that_nothing_knows_is_a_loss_and_ends_no_other_request(clock: VirtualTime) -> None:
-    requests = [Request((number, 2, 3), 40) for number in range(3)]
-
-    async def work(engine: Engine) -> None:
-        tasks = asked(engine, *requests)
-        await asyncio.sleep(5 * STEP_S)
-        await lose(engine, InternalError("internal error: RuntimeError('GPU Timeout Error'); this is a bug", node="a"))
-        assert [await task for task in tasks] == [expected(request) for request in requests]
-        assert engine.failure is None
-
-    run(clock, Chains(WIDE), work)
-
-
-def test_a_drained_engine_takes_no_request(clock: VirtualTime) -> None:
-    async def work(engine: Engine) -> None:
-        assert await engine.drain(1.0)
-        with pytest.raises(NodeBusy):
-            await engine.answer(Request((1, 2, 3), 4))
-
-    run(clock, Chains(WIDE), work)
 
 
 @pytest.mark.parametrize(

@@ -121,18 +121,6 @@ def test_many_pieces_wait_for_the_disk_together(tmp_path: Path, monkeypatch: pyt
     assert len(synced) < 25 and synced[-1] == path.stat().st_size
 
 
-def test_a_file_of_another_kind_or_a_damaged_one_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    asyncio.run(keep(path, piece(5), piece(6)))
-    damaged = bytearray(path.read_bytes())
-    damaged[40] ^= 4
-    for content in (b"my notes", bytes(damaged)):
-        path.write_bytes(content)
-        with pytest.raises(InputError, match=r"expected a journal|is damaged"):
-            known(path)
-        assert path.read_bytes() == content
-
-
 def test_what_is_no_file_or_a_file_that_is_too_long_is_refused_unread(tmp_path: Path) -> None:
     path, pipe, long = tmp_path / "journal", tmp_path / "pipe", tmp_path / "long"
     path.mkdir()

@@ -30,7 +30,6 @@ def packed(files: Any) -> bytes:
 
 
 MALFORMED = {
-    "a file outside": zlib.compress(json.dumps({"..": {"a": ["F32", [1]]}}).encode()),
     "not packed": b"\0",
     "cut short": packed({FIRST: {A: ["F32", [2, 3]]}})[:-5],
     "no JSON": zlib.compress(b"{"),
@@ -45,8 +44,6 @@ MALFORMED = {
     "no dtype": packed({FIRST: {A: [["F32"], [2, 3]]}}),
     "a negative shape": packed({FIRST: {A: ["F32", [-2, -3]]}}),
     "a shape of letters": packed({FIRST: {A: ["F32", "x"]}}),
-    "no file": packed({"": {A: ["F32", [2, 3]]}}),
-    "no name": packed({"a\0b": {A: ["F32", [2, 3]]}}),
     "a way out": packed({"../outside.safetensors": {A: ["F32", [2, 3]]}}),
     "another place": packed({"/outside.safetensors": {A: ["F32", [2, 3]]}}),
 }

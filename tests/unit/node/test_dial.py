@@ -1,4 +1,4 @@
-"""Which of several attempts counts: they end when the test says so."""
+"""Which of several attempts to connect counts, and which port hops go to."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from worker.errors import ConfigError
 from worker.node import network
-from worker.node.network import Attempt, give_up, has_succeeded, wait_head_start
+from worker.node.network import Attempt, give_up, has_succeeded, hop_address, wait_head_start
 
 FAR = 20.0
 Ends = list["asyncio.Future[None]"]
@@ -85,3 +86,23 @@ def test_one_that_answers_waits_for_earlier_ones_no_longer_than_the_head_start_a
         assert first(attempts) == 1 and not attempts[0].done()
 
     trying(claim)
+
+
+@pytest.mark.parametrize(
+    ("address", "hops"),
+    [
+        ("127.0.0.1:50070", "127.0.0.1:60070"),
+        ("mini.local:1", "mini.local:10001"),
+        ("[::1]:50070", "[::1]:60070"),
+        ("mini:55535", "mini:65535"),
+        ("mini:55536", "mini:45536"),
+        ("mini:65535", "mini:55535"),
+    ],
+)
+def test_hops_come_to_a_port_10000_higher_or_lower_where_there_is_none(address: str, hops: str) -> None:
+    assert hop_address(address) == hops
+
+
+def test_an_address_without_a_port_has_none_for_hops() -> None:
+    with pytest.raises(ConfigError, match="expected HOST:PORT"):
+        hop_address("mini")

@@ -13,7 +13,7 @@ from protos.brigade_pb2 import DTYPE_FLOAT32, Alternative, DType, Frame, Opening
 from tests.unit.fuzz import fuzzed, nearly, within
 from worker.compute.header import check_header, check_result
 from worker.errors import FrameError
-from worker.node.framing import PLAIN, Arrival, FrameAssembler, Wire, checksum_seed, cut, write_part
+from worker.node.framing import PLAIN, Arrival, FrameAssembler, Wire, checksum_seed, write_part
 
 D = 16
 BARE = Wire(PLAIN.part_bytes, has_checksums=False)
@@ -159,8 +159,3 @@ def test_alternatives_that_nobody_wants_or_beyond_the_vocabulary_are_refused(
         check_result(result, {3: (1, 0, 0)}, 50, "mini", {3: wanted})
     sound = Result(samples=[Sample(slot=3, token=5, alternatives=[Alternative(token=49)])])
     check_result(sound, {3: (1, 0, 0)}, 50, "mini", {3: 1})
-
-
-def test_cut_pieces_of_any_size_come_out_as_they_went_in() -> None:
-    payload = bytes(range(256)) * 3
-    assert b"".join(cut(memoryview(payload), 100)) == payload

@@ -58,10 +58,9 @@ def test_every_bit_pattern_survives_with_dtype_and_shape(enum: DType, dtype: mx.
     np.testing.assert_array_equal(bits(found), bits(array))
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
-def test_any_shape_survives(dtype: mx.Dtype) -> None:
+def test_any_shape_survives() -> None:
     for shape in ((1, 1, 1), (1, 7, 64), (1, 512, 3), (5,), (1, 1, PLAIN.part_bytes), (1, 1025, 300)):
-        array = mx.random.normal(shape).astype(dtype)
+        array = mx.random.normal(shape).astype(mx.bfloat16)
         found = travelled(array)
         assert found.shape == shape and mx.array_equal(found, array)
 

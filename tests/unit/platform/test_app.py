@@ -48,11 +48,6 @@ def test_a_flag_may_repeat_its_value(arguments: str, parsed: str) -> None:
     assert make_app()(arguments.split(), standalone_mode=False) == parsed
 
 
-def test_help_has_a_short_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not make_app()(["-h"], standalone_mode=False)
-    assert "--num-rows" in capsys.readouterr().out
-
-
 def test_a_single_command_has_it_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def command(num_rows: int = 0) -> None:
         """Do nothing."""

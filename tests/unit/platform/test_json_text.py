@@ -3,7 +3,7 @@ import json
 import pytest
 
 from worker.errors import internal_error_text
-from worker.platform.text import json_bytes, to_json
+from worker.platform.text import json_bytes, printable, printable_lines, to_json
 
 
 def test_half_a_character_stays_the_escape_that_it_came_as() -> None:
@@ -27,3 +27,11 @@ def test_a_bug_with_some_text_does_not_tell_all_of_it() -> None:
     except UnicodeEncodeError as error:
         text = internal_error_text(error)
     assert "secret" not in text and r"can't encode character '\\ud800' in position 7" in text
+
+
+def test_what_steers_a_terminal_or_fills_it_is_marked_and_all_else_stays() -> None:
+    assert printable("Mac Studio von Jürgen 日本 → 😀") == "Mac Studio von Jürgen 日本 → 😀"
+    shown = {"\x1b]0;owned\x07": "�]0;owned�", "a\nb\tc\r": "a�b�c�", "\u202egnp\x9b": "�gnp�"}
+    assert {text: printable(text, most=20) for text in shown} == shown
+    assert printable("12345", most=4) == "1234..."
+    assert printable_lines("a\n\tb\x1b[2J\r\u202e\x9b" + "x" * 999) == "a\n\tb[2J" + "x" * 999

@@ -1,32 +1,37 @@
-"""What must not be broken off is done whole, however often whoever awaits it is cancelled."""
+"""Work that must not be broken off, work in the background, work of which each part is needed, and idle time."""
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 
 import pytest
 
-from worker.platform.tasks import background, shielded
+from tests.unit.virtual_time import VirtualTime
+from worker.errors import ModelError
+from worker.platform.tasks import Use, background, shielded, together
 
 
 def test_a_cancelled_task_ends_only_once_the_work_is_done() -> None:
-    asyncio.run(cancel_while_it_works())
+    done = []
 
+    async def cancel_while_it_works() -> None:
+        may_end = asyncio.Event()
 
-async def cancel_while_it_works() -> None:
-    may_end, done = asyncio.Event(), []
+        async def work() -> None:
+            await may_end.wait()
+            done.append("all of it")
 
-    async def work() -> None:
-        await may_end.wait()
-        done.append("all of it")
-
-    task = asyncio.create_task(shielded(work()))
-    for _ in range(3):
+        task = asyncio.create_task(shielded(work()))
+        for _ in range(3):
+            await asyncio.sleep(0)
+            task.cancel()
         await asyncio.sleep(0)
-        task.cancel()
-    await asyncio.sleep(0)
-    assert not task.done()
-    may_end.set()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+        assert not task.done()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel_while_it_works())
     assert done == ["all of it"]
 
 
@@ -65,3 +70,86 @@ def test_background_work_that_is_ended_by_its_context_reports_nothing() -> None:
 
     asyncio.run(run())
     assert not reported
+
+
+def test_results_come_in_the_order_of_the_work() -> None:
+    async def after(turns: int) -> int:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        return turns
+
+    assert asyncio.run(together(after(3), after(0), after(1))) == [3, 0, 1]
+    assert asyncio.run(together()) == []
+
+
+def test_the_first_failure_ends_the_others_and_is_raised_itself_and_a_deadline_around_them_stays_one() -> None:
+    """Not a group of it, on any release of Python."""
+    ended = []
+
+    async def wait() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(1)
+
+    async def fail() -> None:
+        await asyncio.sleep(0)
+        raise ModelError("torn")
+
+    with pytest.raises(ModelError, match=r"^torn$"):
+        asyncio.run(together(wait(), fail(), wait()))
+    assert ended == [1, 1]
+
+    async def in_time() -> None:
+        async with asyncio.timeout(0.01):
+            with contextlib.suppress(ModelError):
+                await together(wait(), fail())
+            await wait()
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(in_time())
+
+
+KEEP_S = 300.0
+
+
+@pytest.fixture
+def virtual() -> Iterator[VirtualTime]:
+    virtual = VirtualTime()
+    yield virtual
+    assert not virtual.close()
+
+
+def test_only_an_unbroken_time_without_use_counts(virtual: VirtualTime) -> None:
+    use = Use()
+
+    async def work() -> float:
+        waiting = asyncio.create_task(use.wait_unused(KEEP_S))
+        await asyncio.sleep(299)
+        with use.using():
+            await asyncio.sleep(1000)
+            with use.using():
+                await asyncio.sleep(1000)
+            await asyncio.sleep(299)
+        assert not waiting.done()
+        ended = virtual.now
+        await waiting
+        return virtual.now - ended
+
+    assert virtual.run(work()) == pytest.approx(KEEP_S)
+
+
+def test_without_a_time_nothing_counts_as_unused(virtual: VirtualTime) -> None:
+    use = Use()
+
+    async def work() -> None:
+        waiting = asyncio.create_task(use.wait_unused(None))
+        await asyncio.sleep(1e6)
+        with use.using():
+            await asyncio.sleep(1)
+        await asyncio.sleep(1e6)
+        assert not waiting.done()
+        waiting.cancel()
+        await asyncio.wait([waiting])
+
+    virtual.run(work())
