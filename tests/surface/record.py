@@ -10,6 +10,7 @@ import json
 import os
 import pkgutil
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -302,14 +303,14 @@ def served() -> Iterator[str]:
     from tests.cluster.callers import CHAT, make_caller
 
     model = make_caller(Path("caller").resolve(), thinks=False)
-    for name, changes in (("tokenizer_config.json", {"chat_template": CHAT + _THINKS}), ("config.json", _CONFIG)):
-        path = model / name
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    serve = ("serve", "--local", "1", "--port", "0", "--model", model, "--served-model-name", "demo")
+    _change(model / "tokenizer_config.json", chat_template=CHAT + _THINKS)
+    endless = Path(shutil.copytree(model, "endless")).resolve()  # with room for answers that last until they are lost
+    _change(model / "config.json", max_position_embeddings=2048)
+    serve = ("serve", "--local", "1", "--port", "0", "--served-model-name", "demo", "--model")
     address = r"serving \S+ at (\S+), "
     with starting() as start:
-        server = start.brigade(*serve)
-        loser = start.brigade(*serve, "--recovery-timeout", "0")
+        server = start.brigade(*serve, model)
+        loser = start.brigade(*serve, endless, "--recovery-timeout", "0")
         yield from asked_of(server.err.wait_match(address, WAIT_S)[1])
         yield from after_a_loss(loser.err.wait_match(address, WAIT_S)[1], loser.process.pid)
         for name, ended, number in (("demo", server, signal.SIGINT), ("caller", loser, signal.SIGTERM)):
@@ -317,7 +318,10 @@ def served() -> Iterator[str]:
             yield f"exit code of {name}: {ended.wait(WAIT_S).code} after {number.name}"
 
 
-_CONFIG = {"max_position_embeddings": 2048}
+def _change(path: Path, **keys: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+
 _THINKS = "{% if messages[-1].content == 'Think.' %}<think>{% endif %}"
 SAID = [{"role": "user", "content": "Pick a fox."}]
 THINK = [{"role": "user", "content": "Think."}]
@@ -531,6 +535,7 @@ def after_a_loss(url: str, pid: int) -> Iterator[str]:
         found = [*events(text.decode())]
         yield f"lost stream of {name}: ends with {' / '.join(label for label, _ in found[-2:])}"
         [*errors] = [data for _, data in found if isinstance(data, dict) and ("error" in json.dumps(data))]
+        assert errors, f"the stream of {name} was not lost: {text[:300]!r} ... {text[-300:]!r}"
         yield from (f"lost stream of {name}: {each}" for each in united([*shapes(errors[-1])]))
 
 
