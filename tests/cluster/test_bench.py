@@ -27,7 +27,7 @@ from worker.model.describe import describe
 from worker.node.loading import open_checkpoint
 from worker.platform.machine import machine_name
 
-LOAD = ("-p", "24", "-g", "16", "-n", "2")
+LOAD = ("-p", "24", "-g", "16", "-n", "1")
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +88,7 @@ def test_a_measured_bench_can_be_simulated(measured: tuple[dict[str, Any], Path]
 
 def test_without_workers_only_this_process_is_measured_and_each_decoder_once(model: Path, tmp_path: Path) -> None:
     config = write_cluster(tmp_path / "cluster.yaml", model=str(model), workers="[]")
-    done = run_here(
-        "bench", "--config", config, "--concurrency", "1", *LOAD[:-1], "1", "--decode", "ar, ar,auto,ngram", "--json"
-    )
+    done = run_here("bench", "--config", config, "--concurrency", "1", *LOAD, "--decode", "ar, ar,auto,ngram", "--json")
     assert done.code == 0, done.err
     bench = json.loads(done.out)
     cases = [(row["system"], row["decode"]) for row in bench["rows"]]
@@ -104,11 +102,11 @@ def test_more_requests_than_there_is_memory_for_are_left_out(model: Path, tmp_pa
     everything = 0, spec.num_layers
     three = spec.shard_bytes(*everything) + 3 * spec.reserved_bytes(*everything, 24 + 16)
     config = write_cluster(tmp_path / "cluster.yaml", model=str(model), coordinator=f"{{name: me, memory: {three}}}")
-    done = run_here("bench", "--config", config, "--concurrency", "3,4", *LOAD[:-1], "1", "--json")
+    done = run_here("bench", "--config", config, "--concurrency", "3,4", *LOAD, "--json")
     assert done.code == 0, done.err
     assert {row["concurrency"] for row in json.loads(done.out)["rows"]} == {3}
     assert "one process: 4 at once left out, there is memory for 3\n" in done.err
-    none = run_here("bench", "--config", config, "--concurrency", "4", *LOAD[:-1], "1", "--json")
+    none = run_here("bench", "--config", config, "--concurrency", "4", *LOAD, "--json")
     assert (none.code, none.out) == (2, "")
     assert "there is memory for 3\n" in none.err and "error: --concurrency: expected a case that fits" in none.err
 
@@ -120,7 +118,7 @@ def test_cases_that_cannot_be_measured_are_named_and_the_rest_goes_on(model: Pat
     config = write_cluster(tmp_path / "cluster.yaml", model=str(model), coordinator=f"{{name: me, memory: {one}}}")
     done = run_here(
         "bench", "--config", config, "--local", "1", "--layers", "3,1", "--layers", "1,3", "--concurrency", "1",
-        "--decode", "ar,diffusion", *LOAD[:-1], "1",
+        "--decode", "ar,diffusion", *LOAD,
     )  # fmt: skip
     assert done.code == 0, done.err
     said = done.err.splitlines()

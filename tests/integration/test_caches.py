@@ -210,10 +210,10 @@ async def test_every_stage_holds_the_bytes_that_its_layers_need(models: Models, 
 
 async def test_a_rotating_cache_stays_as_small_as_it_is(models: Models) -> None:
     """However long the text: two blocks of 256 rows hold 32 tokens, a window, and room to slide in."""
-    whole = models("qwen3", config={"mask_token_id": 90, "max_position_embeddings": 4096})
+    whole = models("qwen3", config={"mask_token_id": 90, "max_position_embeddings": 4096, "num_hidden_layers": 2})
     cache = make_cache_choice("rotating", 32)
-    most = tuple(expected_bytes(n, 512, 16, 4.0) for n in (1, 3))
-    async with running(whole.folder, (1, 3)) as chain:
+    most = (expected_bytes(1, 512, 16, 4.0),) * 2
+    async with running(whole.folder, (1, 1)) as chain:
         for kind, num_prompt in [("ar", 20), *product(("ar", "ngram", "diffusion", "diffusion-fast"), (600,))]:
             window, prompt = 8 if kind.startswith("diffusion") else None, [i * i % 89 for i in range(num_prompt)]
             found = await answer(chain, kind, window, prompt=prompt, num_tokens=6, cache=cache, chunk=64)

@@ -62,8 +62,12 @@ def intruding(address: str, greetings: list[bytes]) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("is_encrypted", "port_of"),
-    [(False, str), (True, str), (False, hop_address), (True, hop_address)],
-    ids=["plaintext", "tls", "plaintext hops", "tls hops"],
+    [  # both ports listen by the same code, so each is tried with one of both kinds of links
+        pytest.param(False, str, id="plaintext"),
+        pytest.param(True, str, id="tls", marks=pytest.mark.matrix),
+        pytest.param(False, hop_address, id="plaintext hops", marks=pytest.mark.matrix),
+        pytest.param(True, hop_address, id="tls hops"),
+    ],
 )
 async def test_a_stream_goes_on_while_hundreds_connect_and_say_nothing_or_nonsense(
     models: Models, tmp_path: Path, is_encrypted: bool, port_of: Callable[[str], str]
