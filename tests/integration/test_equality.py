@@ -217,11 +217,11 @@ WIDE = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 8}
 @pytest.mark.parametrize(
     ("group_size", "bits", "whole_model", "tied"),
     [
-        (64, 4, True, False),
+        # other groups and numbers of bits, and heads that are not tied: by layers, in test_modes.py
+        pytest.param(64, 4, True, False, marks=pytest.mark.matrix),
         (64, 4, True, True),
         pytest.param(64, 4, False, False, marks=pytest.mark.matrix),
         (64, 4, False, True),
-        # other groups and numbers of bits: by layers, in test_modes.py
         pytest.param(128, 4, True, False, marks=pytest.mark.matrix),
         pytest.param(64, 8, True, False, marks=pytest.mark.matrix),
     ],
@@ -306,7 +306,7 @@ async def test_a_llama_with_some_sliding_layers_gives_the_tokens_of_the_whole_mo
 
 
 @one_split
-@pytest.mark.parametrize("num_files", [2, 7])
+@pytest.mark.parametrize("num_files", [pytest.param(2, marks=pytest.mark.matrix), 7])
 async def test_a_checkpoint_in_several_files_gives_the_tokens_of_the_whole_model(
     models: Models, num_files: int, layers: tuple[int, ...]
 ) -> None:

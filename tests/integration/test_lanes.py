@@ -142,7 +142,7 @@ async def test_full_rotating_and_int8_caches_share_a_lane(
     assert max(len(each.rows) for each in passes) > 1
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma3_text", marks=pytest.mark.matrix), "qwen3_5"])
 async def test_logprobs_side_by_side_are_close_to_those_alone(models: Models, family: str) -> None:
     requests = [request(tokens_of(4 + 7 * i, i), 6, logprobs=4, seed=i, temperature=0.7 * i) for i in range(4)]
     async with running(models(family).folder, (1, 3)) as chain:

@@ -191,9 +191,12 @@ async def test_every_stream_is_that_of_the_unfailed_run(folder: Path, limits: Li
 
 
 @pytest.mark.parametrize(
-    ("decode", "sampling"), [(decode, SAMPLINGS[2 * (i % 2)]) for i, decode in enumerate(DECODES)],
-    ids=[decode.kind for decode in DECODES],
-)  # fmt: skip
+    ("decode", "sampling"),
+    [  # text is parsed after decoding, so one decoder of single tokens and one of windows suffice
+        pytest.param(decode, SAMPLINGS[i % 3], marks=() if i in (0, 2) else pytest.mark.matrix, id=decode.kind)
+        for i, decode in enumerate(DECODES)
+    ],
+)
 async def test_a_stop_string_ends_an_answer_where_it_would_have_ended(
     folder: Path, decode: Decode, sampling: Sampling
 ) -> None:
@@ -422,7 +425,7 @@ async def test_a_node_whose_engine_hangs_is_done_without_though_it_answers(
         assert "worker node-2: its engine has been at one step" in "".join(rig.said)
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [pytest.param(0, marks=pytest.mark.matrix), 1])
 async def test_a_node_that_is_about_to_end_hands_its_sessions_over_where_the_others_suffice(
     folder: Path, which: int
 ) -> None:
