@@ -1,4 +1,4 @@
-"""How a command ends: an exit code, and one line on standard error that says why."""
+"""How commands read their flags and how they end: an exit code, and one line on standard error that says why."""
 
 import errno
 import io
@@ -12,7 +12,7 @@ import typer
 from coordinator.cli.app import app as brigade
 from worker.errors import BrigadeError, InputError
 from worker.platform import run as run_module
-from worker.platform.run import run_command
+from worker.platform.run import App, field_of, run_command
 
 Run = Callable[..., tuple[int, str, str]]
 KINDS = sorted(BrigadeError.__subclasses__(), key=lambda kind: kind.__name__)
@@ -172,3 +172,62 @@ def test_text_that_standard_output_cannot_hold_is_spelled(monkeypatch: pytest.Mo
     with pytest.raises(SystemExit) as ended:
         run_command(lambda: print("日\ud800"))
     assert not ended.value.code and out.buffer.getvalue() == rb"\u65e5\ud800" + b"\n"  # type: ignore[attr-defined]
+
+
+def make_app() -> App:
+    app = App()
+
+    @app.command()
+    def command(
+        num_rows: Annotated[int, typer.Option("--num-rows", "-n")] = 0,
+        stop: Annotated[list[str] | None, typer.Option()] = None,
+        text: Annotated[str | None, typer.Argument()] = None,
+        is_loud: Annotated[bool, typer.Option("--loud/--quiet")] = False,
+    ) -> str:
+        return f"{num_rows} {stop} {text}"
+
+    return app
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [("-n 1 -n 2", "num_rows"), ("-n 1 text --num-rows=2", "num_rows"), ("--loud --quiet", "loud")],
+)
+def test_a_flag_of_one_value_has_no_two(arguments: str, field: str) -> None:
+    with pytest.raises(InputError) as refusal:
+        make_app()(arguments.split(), standalone_mode=False)
+    assert refusal.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parsed"),
+    [
+        ("-n 1 -n 1", "1 None None"),
+        ("--num-rows 1 -n1", "1 None None"),
+        ("-n 1 --loud --num-rows=1 --loud", "1 None None"),
+        ("--stop a -n 3 text --stop b", "3 ['a', 'b'] text"),
+    ],
+)
+def test_a_flag_may_repeat_its_value(arguments: str, parsed: str) -> None:
+    assert make_app()(arguments.split(), standalone_mode=False) == parsed
+
+
+def test_a_single_command_has_it_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def command(num_rows: int = 0) -> None:
+        """Do nothing."""
+
+    monkeypatch.setattr(sys, "argv", ["worker", "--num-rows", "1", "--num-rows", "2"])
+    with pytest.raises(SystemExit) as ended:
+        run_command(command)
+    assert ended.value.code == 2
+    assert capsys.readouterr() == ("", "error: --num-rows: expected one value, found several\n")
+
+
+def test_a_parameters_name_in_a_request_is_that_of_its_long_flag() -> None:
+    app = App()
+
+    @app.command()
+    def command(as_json: Annotated[bool, typer.Option("--json")] = False, max_len: int = 0) -> None:
+        """Do nothing."""
+
+    assert [field_of(parameter) for parameter in typer.main.get_command(app).params] == ["json", "max_len"]

@@ -71,19 +71,31 @@ def test_calls_run_one_after_the_other_in_the_order_they_came_on_one_thread_that
 @pytest.mark.parametrize(
     "error", [ValueError("bad"), KeyError(3), MemoryError(), SystemError("odd"), asyncio.CancelledError()], ids=repr
 )
-def test_an_exception_comes_back_to_who_waits_and_the_thread_goes_on(thread: MlxThread, error: BaseException) -> None:
+def test_an_exception_of_a_call_or_a_coroutine_comes_back_and_the_thread_goes_on(
+    thread: MlxThread, error: BaseException
+) -> None:
     def fail() -> None:
         raise error
 
-    async def work() -> int:
+    async def fail_later() -> None:
+        raise error
+
+    async def give() -> int:
+        return 7
+
+    async def work() -> list[int]:
         with pytest.raises(type(error)) as caught:
             await thread.run(fail)
         assert caught.value is error
+        if isinstance(error, Exception):
+            with pytest.raises(type(error)) as caught:
+                await thread.call(fail_later())
+            assert caught.value is error
         with pytest.raises(RuntimeError, match="StopIteration"):  # asyncio refuses it: its caller would wait for ever
             await thread.run(lambda: next(iter(())))
-        return await thread.run(lambda: 7)
+        return [await thread.run(lambda: 7), await thread.call(give())]
 
-    assert run(work()) == 7
+    assert run(work()) == [7, 7]
 
 
 def test_a_cancelled_wait_leaves_its_call_running_and_the_next_one_waits_for_it(thread: MlxThread) -> None:
@@ -191,24 +203,6 @@ def test_a_coroutine_runs_on_the_thread_and_lets_calls_run_where_it_waits(thread
     run(work())
     assert [what for what, _ in log] == ["first half", "a", "b", "c", "second half"]
     assert len({ident for _, ident in log}) == 1 and log[0][1] != threading.get_ident()
-
-
-def test_an_exception_of_a_coroutine_comes_back_and_the_thread_goes_on(thread: MlxThread) -> None:
-    error = ValueError("bad")
-
-    async def fail() -> None:
-        raise error
-
-    async def give() -> int:
-        return 7
-
-    async def work() -> int:
-        with pytest.raises(ValueError, match=r"^bad$") as caught:
-            await thread.call(fail())
-        assert caught.value is error
-        return await thread.call(give())
-
-    assert run(work()) == 7
 
 
 def test_who_no_longer_waits_for_a_coroutine_cancels_it(thread: MlxThread) -> None:

@@ -1,14 +1,30 @@
-"""Slots: who is let in, whose prefix is reused and how, and who has to go when memory is short."""
+"""Slots: which sessions are admitted, whose prefix is reused and how, and which slots give way when memory is short."""
 
 import pytest
 
 from coordinator.decoding.decoders import Fill
 from coordinator.decoding.window_lengths import WindowChooser
 from coordinator.planning.costs import StepCosts
+from coordinator.planning.plan import Node, Objective
+from coordinator.planning.planner import plan
+from coordinator.planning.speeds import NO_SPEEDS
+from coordinator.sessions.admission import (
+    ACTIVE,
+    ON_STAGES,
+    Bytes,
+    Room,
+    SessionSlot,
+    Slots,
+    SlotState,
+    cache_costs,
+    make_room,
+)
 from coordinator.sessions.session import Session
-from protos.brigade_pb2 import CACHE_INT8, Cache
-from tests.unit.fake_chain import Rig, from_text, masked, plain_answer, prompt_of
+from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
+from tests.unit.fake_chain import Rig, from_text, make_session, masked, plain_answer, prompt_of
 from worker.errors import InputError, QueueFull
+from worker.model.cache_spec import Memory
+from worker.model.model_spec import LayerSpec, ModelSpec
 
 TEXT = prompt_of(200, seed=77)
 
@@ -253,3 +269,100 @@ def test_what_a_takeover_gives_back_lets_the_next_one_in() -> None:
     assert first.finish_reason is None and second.slot is not None
     rig.run(first, second)
     rig.end()
+
+
+def kept(*sizes: int) -> list[Bytes]:
+    """So much on the first stage, twice as much on the second."""
+    return [(size, 2 * size) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("needed", "free", "others", "source", "extends", "room"),
+    [
+        pytest.param(5, 5, [], None, False, Room(), id="there is room"),
+        pytest.param(6, 5, [], None, False, None, id="there is none"),
+        pytest.param(5, 5, [3, 3], None, False, Room(), id="nobody leaves without need"),
+        pytest.param(8, 5, [3, 3], None, False, Room((0,)), id="the least recently used one leaves first"),
+        pytest.param(9, 5, [3, 3], None, False, Room((0, 1)), id="as many as it takes"),
+        pytest.param(7, 5, [1, 9], None, False, Room((0, 1)), id="the oldest though it is too small by itself"),
+        pytest.param(12, 5, [3, 3], None, False, None, id="all together are too few: nobody leaves in vain"),
+        pytest.param(5, 5, [3, 3], 0, False, Room(), id="a copy where there is room for one"),
+        pytest.param(8, 5, [3, 3], 0, False, Room((1,)), id="the source stays, whoever is the oldest"),
+        pytest.param(9, 5, [3, 3], 0, False, Room((1,), True), id="and is taken over if it must go, too"),
+        pytest.param(8, 5, [3], 0, False, Room((), True), id="it alone"),
+        pytest.param(12, 5, [3, 3], 0, False, None, id="even so too few"),
+        pytest.param(5, 5, [3, 3], 0, True, Room((), True), id="who goes on where it ends takes it over without need"),
+        pytest.param(8, 5, [3, 3], 0, True, Room((), True), id="in its memory"),
+        pytest.param(9, 5, [3, 3], 0, True, Room((1,), True), id="and the others leave for what is missing"),
+        pytest.param(12, 5, [3, 3], 0, True, None, id="unless that is still too few"),
+    ],
+)
+def test_who_gives_way(
+    needed: int, free: int, others: list[int], source: int | None, extends: bool, room: Room | None
+) -> None:
+    assert make_room(*kept(needed, free), kept(*others), source, extends=extends) == room
+
+
+def test_every_stage_has_to_have_room() -> None:
+    """The first slot is large on the first stage, the second on the other."""
+    rooms = {(5, 5): Room(), (4, 5): Room((0,)), (5, 4): Room((0, 1)), (4, 4): Room((0, 1))}
+    assert {free: make_room((5, 5), free, [(2, 0), (0, 2)]) for free in rooms} == rooms
+
+
+def test_a_slot_goes_through_its_states_in_order() -> None:
+    """Promised or taken over, then open, perhaps kept; and it can be freed at any time, once."""
+    allowed = {(before, after) for before in SlotState for after in SlotState if can_follow(before, after)}
+    waiting, promised, taken_over, opened, kept_, free = SlotState
+    assert allowed == {
+        (waiting, promised), (waiting, taken_over), (promised, opened), (taken_over, opened), (opened, kept_),
+        (waiting, free), (promised, free), (taken_over, free), (opened, free), (kept_, free),
+    }  # fmt: skip
+    assert set(ACTIVE) == {promised, taken_over, opened} and set(ON_STAGES) == {taken_over, opened, kept_}
+
+
+def can_follow(before: SlotState, after: SlotState) -> bool:
+    slot = SessionSlot(make_session([1], 1), (0,), (0,), before)
+    try:
+        slot.enter(after)
+    except AssertionError:
+        return False
+    return slot.state is after
+
+
+MIB = 2**20
+ROW = 2 * 8 * 128 * 2  # keys and values of 8 heads of 128 numbers in bfloat16
+FULL, INT8, ROTATING = Cache(), Cache(kind=CACHE_INT8), Cache(kind=CACHE_ROTATING, size=1000, keep=4)
+WHOLE = LayerSpec(7, (Memory(None, 8, 128, 128, 2),))
+SLIDING = LayerSpec(7, (Memory(512, 8, 128, 128, 2),))
+RECURRENT = LayerSpec(7, (Memory(state_arrays=2, state_bytes=5 * MIB),))
+
+
+@pytest.mark.parametrize(
+    ("layers", "cache", "context", "mib"),
+    [
+        ((WHOLE,) * 36, FULL, 2048, 288),
+        ((WHOLE,) * 36, FULL, 2100, 576),  # a capacity is a power of two of blocks
+        ((WHOLE,) * 36, FULL, 4097, 720),  # beyond 4,096 rows it grows by an eighth of the next power of two
+        ((WHOLE,) * 36, INT8, 2100, 36 * 2304 * (2048 + 128) / MIB),  # never packed
+        ((WHOLE,) * 36, ROTATING, 2100, 36 * 2048 * ROW / MIB),
+        ((WHOLE, *[SLIDING] * 5) * 6, FULL, 2100, (6 * 4096 + 30 * 1536) * ROW / MIB),
+        ((WHOLE, *[RECURRENT] * 3) * 9, FULL, 2100, 9 * 4096 * ROW / MIB + 27 * 2 * 5),
+    ],
+)
+def test_what_a_plan_says_fits_is_let_in_and_nothing_else(
+    layers: tuple[LayerSpec, ...], cache: Cache, context: int, mib: float
+) -> None:
+    spec = ModelSpec("tiny", "qwen3", layers, 0, 0, False, 64, 99, 8192, DTYPE_BFLOAT16, cache=cache)
+    weights, needed = 36 * 7, round(mib * MIB)
+    for budget in (weights + needed, weights + needed - 1):
+        found = plan(spec, [Node("mini", budget)], NO_SPEEDS, Objective(context))
+        assert found.assignments[0].cache_bytes == needed
+        slots = Slots(cache_costs(found, spec))
+        session = make_session([1] * (context - 10), 10, cache=cache)
+        if found.fits:
+            slots.add(session)
+            assert slots.promised == (needed,)
+        else:
+            with pytest.raises(InputError, match="of cache on mini"):
+                slots.add(session)
+    assert not found.fits
