@@ -4,12 +4,10 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from coordinator.sessions.output import Answer, Token
 from tools.soak import Round
-from tools.soak_held import Held, Ledger
-from tools.soak_report import Soak, print_soak
+from tools.soak_held import Held
+from tools.soak_report import Soak
 from tools.soak_requests import make_requests
 from worker.errors import StageLost
 
@@ -61,19 +59,3 @@ def test_an_error_is_a_violation_but_for_the_third_loss_without_a_token() -> Non
     assert not soak.violations
     one._failed(request, StageLost("no chain could be opened within 60 s"))
     assert len(soak.violations) == 1
-
-
-def test_the_table_has_what_was_done_and_what_is_held(capsys: pytest.CaptureFixture[str]) -> None:
-    ledger = Ledger({1: FIRST, 2: FIRST}, {1: FIRST, 2: Held(110 * 2**20, 20, 10)}, {1: 8, 2: 1})
-    soak = Soak("a machine", "demo", 3, 8, 120.0, Counter(killed=4), Counter(equal=9), 99, 4, 2.0, ["a token"], ledger)
-    print_soak(soak)
-    out = capsys.readouterr().out
-    for line in (
-        "demo on a machine: 120 s of load, 8 rounds, seed 3",
-        "faults   4 killed",
-        "99 tokens, 4 recoveries, longest time without a token 2.0 s",
-        "coordinator       8  100 -> 100     20 -> 20  10 -> 10",
-        "1 violation(s)\na token\n",
-    ):
-        assert line in out
-    assert "worker 2" not in out, "it was there for one round only"
