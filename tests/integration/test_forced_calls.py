@@ -43,7 +43,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ask(seed: int = 0, **more: Any) -> RequestSpec:
     """Drawn at a high temperature unless the seed is 0; thoughts end now and then."""
-    sampling = {"seed": seed, "temperature": 1.5 * (seed > 0), "logit_bias": {THINK_END: 3.0 if seed else 50.0}}
+    sampling = {"seed": seed, "temperature": 1.5 * (seed > 0), "logit_bias": {THINK_END: 5.0 if seed else 50.0}}
     prompt = Conversation(({"role": "user", "content": "Pick a fox."},), TOOLS)
     return replace(RequestSpec(prompt, max_tokens=300, sampling=sampling), **more)
 

@@ -70,7 +70,7 @@ async def test_drafts_that_hold_and_fail_side_by_side_change_no_token(
 async def test_a_conversation_goes_on_inside_the_last_drafts_of_an_answer(tmp_path: Path) -> None:
     bias = dict(BIASED.logit_bias)
     async with running(make_type(tmp_path / "qwen3_5", "qwen3_5"), (2, 4)) as chain:
-        for seed in range(1, 5):
+        for seed in (1, 2):
             async with Engine(chain) as engine:
                 first = request(tokens_of(9, seed) * 3, 30 + seed, Decode("ngram"), logit_bias=bias)
                 text = (*first.prompt, *(await engine.answer(first)).tokens)
