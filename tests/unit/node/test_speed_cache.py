@@ -66,14 +66,6 @@ def test_a_copy_of_other_weights_is_as_fast_and_other_shapes_are_not(gauged: lis
     assert len(gauged) == 2
 
 
-def test_a_folder_that_cannot_be_written_to_is_no_obstacle(
-    gauged: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert speed_of(make_model(tmp_path / "a")) == FOUND
-
-
 @pytest.mark.parametrize(
     ("name", "found"), [("memory_budget", lambda: 1000), ("memory_held", lambda: MemoryHeld(1 << 60, 0, 0))]
 )
