@@ -1,6 +1,7 @@
 """The choice of a decoder and a cache, and whether a model supports them. Pure."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from coordinator.decoding.decoders import Decoder, Drafted, Fill, Masks, Text, Verified
@@ -40,21 +41,24 @@ class Decode:
         costs: StepCosts,
         drafting: DraftingCosts | None = None,
         ended: EndedTexts | None = None,
+        has_drafter: Callable[[], bool] = lambda: True,
     ) -> Decoder:
         """Return a new decoder.
 
         Args:
             costs, drafting: of the chain's steps and its drafter: they decide on windows and drafts that are not given.
             ended: answers of other requests, to draft from.
+            has_drafter: whether the present chain has a drafter: a chain that took over may lack it.
         """
         fixed = None if self.num_drafts is None else 1 + self.num_drafts
         if self.kind == "ngram":
             return Verified(Text(WindowChooser(costs, TEXT_WINDOWS, fixed), TextSearch(ended)))
         if self.kind == "draft":
-            drafted = Drafted(WindowChooser(costs, DRAFTER_WINDOWS, fixed, drafting), eos)
+            drafted = Drafted(WindowChooser(costs, DRAFTER_WINDOWS, fixed, drafting), eos, has_drafter)
             if fixed:
                 return Verified(drafted)
-            return Verified(Text(WindowChooser(costs, TEXT_WINDOWS), TextSearch(ended), least=_LONG_MATCH), drafted)
+            text = Text(WindowChooser(costs, TEXT_WINDOWS), TextSearch(ended), _LONG_MATCH, rival=drafted)
+            return Verified(text, drafted)
         if self.kind == "diffusion":
             return Verified(Masks(WindowChooser(costs, MASK_WINDOWS, self.window), eos))
         if self.kind == "diffusion-fast":

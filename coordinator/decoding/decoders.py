@@ -5,7 +5,7 @@ row's own next token decides), fills (tokens at positions ahead, which will not 
 last stage guesses.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -167,17 +167,25 @@ class Text:
     tail = 0
     num_ahead = 0  # a draft stands where a token may become known
 
-    def __init__(self, chooser: WindowChooser, search: TextSearch, least: int = 2) -> None:
-        """`least` is how many of the last tokens must have stood there: at most as many are drafted."""
+    def __init__(
+        self, chooser: WindowChooser, search: TextSearch, least: int = 2, rival: "Drafted | None" = None
+    ) -> None:
+        """
+        Args:
+            least: how many of the last tokens must have stood there; at most as many are drafted.
+            rival: the source that makes the proposal if more tokens per second are expected of it.
+        """
         self._chooser = chooser
         self._search = search
         self._least = least
+        self._rival = rival
 
     def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int) -> Proposal | None:
         length = self._search.find(tokens)
         if num_unfed > 1 or length < self._least:
             return None
-        window = self._chooser.choose(num_together, most=1 + min(length, room - 1))
+        instead = self._rival.speed(num_together) if self._rival else 0.0
+        window = self._chooser.choose(num_together, most=1 + min(length, room - 1), instead=instead)
         if window < 2:
             self._chooser.observe_drafts(0, 0)
             return None
@@ -243,12 +251,22 @@ class Drafted:
     tail = 0
     num_ahead = 0
 
-    def __init__(self, chooser: WindowChooser, eos: frozenset[int]) -> None:
+    def __init__(
+        self, chooser: WindowChooser, eos: frozenset[int], has_drafter: Callable[[], bool] = lambda: True
+    ) -> None:
+        """`has_drafter` tells whether the present chain has a drafter."""
         self._chooser = chooser
         self._eos = eos
+        self._has_drafter = has_drafter
         self._drafts: list[int] = []
 
+    def speed(self, num_together: int) -> float:
+        """Return the tokens per second that are expected of it; 0 while not known."""
+        return self._chooser.speed(num_together) if self._has_drafter() else 0.0
+
     def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int) -> Proposal | None:
+        if not self._has_drafter():
+            return None
         window = self._chooser.choose(num_together)
         # after this step at least one more token is known, and one more must have room after the drafts
         return Proposal(drafts=tuple(self._drafts[: room - 1]), asked=max(0, min(window - 1, room - 2)))

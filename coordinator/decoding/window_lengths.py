@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from math import ceil
 from operator import add, mul
 
-from coordinator.planning.costs import DraftingCosts, StepCosts
+from coordinator.planning.costs import SURE, DraftingCosts, DraftShares, StepCosts
 
 LENGTHS = (1, 2, 4, 8, 16, 32, 64, 256)  # rows: only a few, so that the costs of all of them are soon measured
 
@@ -60,9 +61,8 @@ TEXT_WINDOWS = WindowKind((2, 4, 8, 16), rows_per_token=1, first=16)
 DRAFTER_WINDOWS = WindowKind((2, 4, 8, 16), rows_per_token=1, first=4)
 
 _LONGEST_PAUSE = 32  # steps
-_SURE = 0.995  # drafts that always hold
 _WEIGHT = 0.2  # of a new observation
-_COMMON = 0.2  # weight of what all drafts did, in the share of those at one place
+_TRIALS = 0.05  # the most of all steps' time that trying windows may take
 
 
 class WindowChooser:
@@ -70,7 +70,7 @@ class WindowChooser:
 
     If the j-th draft holds in a share s_j of the steps, a window of W tokens yields 1 + s_1 + ... + s_(W-1). Where no
     window pays, none is made: one token per step. Where one would pay with drafts that hold, a small one is tried now
-    and then, more rarely each time that its drafts fail.
+    and then, more rarely each time that its drafts fail and the more it costs all sessions that share the step.
     """
 
     def __init__(
@@ -87,15 +87,12 @@ class WindowChooser:
             drafting: what a drafter costs; None without one.
         """
         self._costs = costs
-        self._drafting = drafting or DraftingCosts()
+        self._drafting = drafting
         self._kind = kind
         self._fixed = fixed
-        num_places = max(self.windows)
-        # How often the draft at each place was looked at and held, with the weights of older steps fading. A draft
-        # counts where all before it held. Before anything is known, four fifths of one draft held.
-        self._held = [0.8 * _WEIGHT, *[0.0] * (num_places - 1)]
-        self._tried = [_WEIGHT, *[0.0] * (num_places - 1)]
+        self._shares = DraftShares(max(self.windows), _WEIGHT, drafting.shares if drafting else None)
         self._failures = 0  # in a row
+        self._least_pause = 0  # steps: what the last trial cost allows
         self._pause = 0  # steps until a window that does not pay is tried
 
     @property
@@ -112,15 +109,17 @@ class WindowChooser:
         if not num_drafts:
             self._pause = self._pause - 1 if self._pause else 1  # what a tried window guesses is verified first
             return
-        for counts, number in (self._held, num_held), (self._tried, min(num_held + 1, num_drafts)):
-            counts[:] = [(1 - _WEIGHT) * count + _WEIGHT * (place < number) for place, count in enumerate(counts)]
+        for shares in (self._shares, self._drafting.shares) if self._drafting else (self._shares,):
+            shares.observe(num_held, num_drafts)
         self._failures = 0 if num_held > num_drafts // 2 else self._failures + 1
-        self._pause = min(_LONGEST_PAUSE, 2**self._failures - 1)
+        self._pause = min(_LONGEST_PAUSE, max(2**self._failures - 1, self._least_pause))
 
-    def choose(self, num_together: int = 1, most: int | None = None) -> int:
+    def choose(self, num_together: int = 1, most: int | None = None, instead: float = 0.0) -> int:
         """Return the window for the next step, at most `most` tokens if that is given; 0 for none.
 
-        `num_together` sessions share the step, and all are taken to be alike.
+        Args:
+            num_together: how many sessions share the step; all are taken to be alike.
+            instead: tokens per second that another source of drafts is expected to bring.
         """
         if self._fixed is not None:
             return self._fixed if most is None else min(self._fixed, most)
@@ -129,22 +128,39 @@ class WindowChooser:
             return 0
         if not self._costs.is_known:
             return min(self._kind.first, windows[-1])
-        rows = self._kind.rows_per_token * num_together
-        without = 1 / self._costs.seconds(num_together)
-        rows_s = [self._costs.seconds(window * rows) for window in windows]
-        drafting_s = [self._drafting.seconds(window - 1, num_together) for window in windows]
-        speed, window = _best(self._shares(), windows, list(map(add, rows_s, drafting_s)))
+        rows_s = self._rows_s(windows, num_together)
+        without_s = self._costs.seconds(num_together)
+        without = max(1 / without_s, instead)
+        speed, window = self._best(windows, rows_s, num_together)
         if speed > without:
             return window
         # whatever drafting seems to cost: only where it goes on is that measured again
-        may_pay = _best([_SURE] * max(windows), windows, rows_s)[0] > without
-        return windows[0] if may_pay and not self._pause else 0
+        if self._pause or _best([SURE] * max(windows), windows, rows_s)[0] <= without:
+            return 0
+        trial_s = self._costs.seconds(num_together - 1 + self._kind.rows_per_token * windows[0])
+        trial_s += self._drafting_s(windows[0], 1) - without_s
+        self._least_pause = ceil(num_together * max(0.0, trial_s) / without_s / _TRIALS)
+        return windows[0]
 
-    def _shares(self) -> list[float]:
-        """Return for each place how likely its draft holds if those before it do."""
-        common = sum(self._held) / sum(self._tried)
-        pairs = zip(self._held, self._tried, strict=True)
-        return [min(_SURE, (held + _COMMON * common) / (tried + _COMMON)) for held, tried in pairs]
+    def speed(self, num_together: int) -> float:
+        """Return the tokens per second of a session with the best window, or with none; 0 while not known."""
+        if self._fixed is not None or not self._costs.is_known:
+            return 0.0
+        windows = self._kind.windows
+        best = self._best(windows, self._rows_s(windows, num_together), num_together)[0]
+        return max(best, 1 / self._costs.seconds(num_together))
+
+    def _best(self, windows: Sequence[int], rows_s: Sequence[float], num_together: int) -> tuple[float, int]:
+        drafting_s = [self._drafting_s(window, num_together) for window in windows]
+        # one session's long draft holds up all that share the step: together they choose by what all of them did
+        shares = self._drafting.shares if self._drafting and num_together > 1 else self._shares
+        return _best(shares.shares(), windows, list(map(add, rows_s, drafting_s)))
+
+    def _rows_s(self, windows: Sequence[int], num_together: int) -> list[float]:
+        return [self._costs.seconds(window * self._kind.rows_per_token * num_together) for window in windows]
+
+    def _drafting_s(self, window: int, num_slots: int) -> float:
+        return self._drafting.seconds(window - 1, num_slots) if self._drafting else 0.0
 
 
 def _best(shares: Sequence[float], windows: Sequence[int], step_s: Sequence[float]) -> tuple[float, int]:

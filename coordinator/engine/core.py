@@ -111,7 +111,11 @@ class EngineCore:
         return Session(
             request,
             request.decode.make_decoder(
-                request.eos, self.chain.costs.steps, self.chain.costs.drafting, self._ended_texts
+                request.eos,
+                self.chain.costs.steps,
+                self.chain.costs.drafting,
+                self._ended_texts,
+                has_drafter=lambda: self.chain.spec.drafter is not None,
             ),
             chunk=chunk,
             put=partial(self._put, queue),

@@ -14,6 +14,9 @@ _BESIDE_STREAMS_S = 0.5  # for a chunk of more than 32 rows through the whole ch
 _WEIGHT = 0.1  # of a new observation
 _WEIGHT_LESS = 0.4  # of a lower observation: interruptions only make a step longer
 _SETTLED = 8  # observations of a size before its own cost replaces the line between others
+_WEIGHT_OF_ALL = 0.02  # of a step in what the drafts of all sessions do
+_DRAFTER_PLACES = 16  # for which it is learned how often drafts hold
+SURE = 0.995  # drafts that always hold
 _WORTH = 1.15  # factor by which other lanes have to be faster: a change leaves a gap, and measurements are noisy
 
 
@@ -51,6 +54,11 @@ class StepCosts:
         return bool(self._step_s)
 
     @property
+    def num_sizes(self) -> int:
+        """How many sizes are known."""
+        return len(self._step_s)
+
+    @property
     def most_rows(self) -> int:
         """The largest known size; 0 without any."""
         return max(self._step_s, default=0)
@@ -81,10 +89,40 @@ class StepCosts:
         )
 
 
+class DraftShares:
+    """How often the draft at each place held where all before it did; older steps fade."""
+
+    def __init__(self, num_places: int, weight: float, usual: "DraftShares | None" = None) -> None:
+        """
+        Args:
+            weight: of a new step.
+            usual: what to expect at first, with the weight of one step; None: four fifths of the drafts hold.
+        """
+        self._weight = weight
+        begin = usual.shares()[:num_places] if usual else [0.8]
+        unseen = [0.0] * (num_places - len(begin))
+        self._held = [*(weight * share for share in begin), *unseen]
+        self._tried = [*[weight] * len(begin), *unseen]
+
+    def observe(self, num_held: int, num_drafts: int) -> None:
+        """Record a step's number of drafts, at least 1, and how many held before the first that did not."""
+        for counts, number in (self._held, num_held), (self._tried, min(num_held + 1, num_drafts)):
+            counts[:] = [
+                (1 - self._weight) * count + self._weight * (place < number) for place, count in enumerate(counts)
+            ]
+
+    def shares(self) -> list[float]:
+        """Return for each place how likely its draft holds if those before it do."""
+        common, weight = sum(self._held) / sum(self._tried), self._weight  # of what all drafts did
+        pairs = zip(self._held, self._tried, strict=True)
+        return [min(SURE, (held + weight * common) / (tried + weight)) for held, tried in pairs]
+
+
 class DraftingCosts:
     """The seconds that a chain's drafter takes in a step, by drafts per slot and by slots that want some."""
 
     def __init__(self) -> None:
+        self.shares = DraftShares(_DRAFTER_PLACES, _WEIGHT_OF_ALL)  # of its drafts for all sessions
         self._by_slots: dict[int, StepCosts] = {}
 
     def observe(self, num_drafts: int, num_slots: int, seconds: float) -> None:
@@ -92,21 +130,25 @@ class DraftingCosts:
         self._by_slots.setdefault(_rounded(num_slots), StepCosts()).observe(num_drafts, seconds)
 
     def seconds(self, num_drafts: int, num_slots: int) -> float:
-        """Return the expected seconds; those of the nearest known number of slots, and 0 while none is known."""
+        """Return the expected seconds; those of the nearest known number of slots, and 0 while none is known.
+
+        While one number of drafts is known, each is taken to cost the same: most drafters make one after the other.
+        """
         known = [slots for slots, costs in self._by_slots.items() if costs.is_known]
         if not num_drafts or not known:
             return 0.0
         nearest = min(known, key=lambda slots: abs(slots - num_slots))
-        return self._by_slots[nearest].seconds(num_drafts)
+        costs = self._by_slots[nearest]
+        return costs.seconds(num_drafts) * (num_drafts / costs.most_rows if costs.num_sizes == 1 else 1)
 
 
 class ChainCosts:
-    """The costs of one chain: of steps that were alone in it, of each stage, and of all hops together."""
+    """The costs of one chain: of steps, of each stage, and of all hops together."""
 
     def __init__(self, num_stages: int, measured: Mapping[int, Sequence[float]] | None = None) -> None:
         """`measured` are the seconds of each stage, by number of rows, if nodes have measured themselves."""
         by_rows = (measured or {}).items()
-        self.steps = StepCosts()  # without drafting
+        self.steps = StepCosts()  # as if each were alone in the chain, without drafting
         self.drafting = DraftingCosts()
         self._stages = [StepCosts({rows: found[stage] for rows, found in by_rows}) for stage in range(num_stages)]
         self._hops_s: dict[int, float] = {}  # of all hops together, by number of rows: long prompts take longer
@@ -123,6 +165,8 @@ class ChainCosts:
             hops_s, size = max(0.0, took_s - drafting_s - sum(stages_s)), _rounded(num_rows)
             known_s = self._hops_s.get(size, hops_s)
             self._hops_s[size] = known_s + _WEIGHT * (hops_s - known_s)
+        elif self._hops_s:
+            self.steps.observe(num_rows, sum(stages_s) + self.hops_s(num_rows))  # without waiting for other frames
         bits, passage_s = num_rows.bit_length(), took_s if was_alone else sum(stages_s) + drafting_s
         self._lately_s[bits] = max(passage_s, self._lately_s.get(bits, 0.0) / 2)
 

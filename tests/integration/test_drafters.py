@@ -190,13 +190,13 @@ async def test_the_last_stage_holds_no_more_than_the_plan_and_the_promises_say(m
         assert 0 < held <= promised
 
 
-async def test_drafts_without_a_drafter_hold_by_chance_only(models: Models) -> None:
+async def test_a_chain_without_a_drafter_steps_as_ar(models: Models) -> None:
     """A node that was lost took its drafter along: the chain goes on without."""
     folder = model_of(models, "qwen3")
     async with running(folder, (1, 3)) as chain:
         expected = await answer(chain, Decode("ar"), Sampling())
         found = await answer(chain, Decode("draft", num_drafts=3), Sampling())
-    assert found.tokens == expected.tokens and max(found.usage.drafts_held) < 0.2
+    assert found.tokens == expected.tokens and found.usage.drafts_held == []
 
 
 @pytest.mark.parametrize("drafter", ["itself", "foreign"])

@@ -4,7 +4,15 @@ import random
 
 import pytest
 
-from coordinator.planning.costs import ChainCosts, LaneChooser, StagesSeconds, chunk_size, on_lines
+from coordinator.planning.costs import (
+    ChainCosts,
+    DraftingCosts,
+    DraftShares,
+    LaneChooser,
+    StagesSeconds,
+    chunk_size,
+    on_lines,
+)
 
 
 def stages(*first_and_row: tuple[float, float]) -> StagesSeconds:
@@ -169,3 +177,51 @@ def test_a_size_beyond_all_others_counts_at_once() -> None:
         for _ in range(times):
             costs.observe(rows, [stage_s], stage_s, was_alone=False)
     assert costs.stages_s(512) == [0.020], "a line through small ones could be all noise there"
+
+
+@pytest.mark.parametrize(
+    ("seen", "num_drafts", "num_slots", "expected"),
+    [
+        ({}, 3, 1, 0.0),
+        ({(3, 1): 0.03}, 0, 1, 0.0),
+        ({(3, 1): 0.03}, 3, 1, 0.03),
+        ({(3, 1): 0.03}, 1, 1, 0.01),  # of one number of drafts, each costs the same
+        ({(3, 1): 0.03}, 15, 8, 0.15),  # the nearest number of slots
+        ({(1, 1): 0.01, (3, 1): 0.01}, 2, 1, 0.01),  # all at once
+        ({(1, 1): 0.01, (3, 1): 0.01}, 15, 1, 0.01),
+        ({(1, 1): 0.01, (3, 1): 0.02}, 7, 1, 0.04),
+        ({(1, 1): 0.01, (3, 8): 0.06}, 1, 6, 0.02),
+        ({(1, 1): 0.01, (3, 8): 0.06}, 3, 2, 0.03),
+    ],
+)
+def test_drafting_costs_follow_from_numbers_of_drafts_and_of_slots(
+    seen: dict[tuple[int, int], float], num_drafts: int, num_slots: int, expected: float
+) -> None:
+    costs = DraftingCosts()
+    for (drafts, slots), seconds in seen.items():
+        costs.observe(drafts, slots, 60.0)  # compiles
+        assert costs.seconds(drafts, slots) != 60.0
+        costs.observe(drafts, slots, seconds)
+    assert costs.seconds(num_drafts, num_slots) == pytest.approx(expected)
+
+
+def test_shares_are_by_place_begin_with_the_usual_and_fade() -> None:
+    shares = DraftShares(4, 0.2)
+    assert shares.shares() == pytest.approx([0.8] * 4)
+    for _ in range(60):
+        shares.observe(2, 4)
+    assert shares.shares()[0] > 0.9 > 0.2 > shares.shares()[2]
+    assert DraftShares(4, 0.2, shares).shares() == pytest.approx(shares.shares(), abs=0.3)
+    assert DraftShares(8, 0.2, shares).shares()[:2] == pytest.approx(shares.shares()[:2], abs=0.3)
+    for _ in range(60):
+        shares.observe(0, 4)
+    assert shares.shares()[0] < 0.1
+
+
+def test_frames_among_others_count_as_steps_without_their_waits() -> None:
+    costs = ChainCosts(2)
+    for _ in range(2):
+        costs.observe(1, [0.010, 0.020], 0.035, was_alone=True)
+    for _ in range(2):
+        costs.observe(8, [0.020, 0.030], 0.5, 0.1, was_alone=False)
+    assert costs.steps.seconds(1) == pytest.approx(0.035) and costs.steps.seconds(8) == pytest.approx(0.055)

@@ -4,11 +4,12 @@ import contextlib
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
 from coordinator.planning.plan import Goal, Node, Objective, Plan
-from coordinator.planning.planner import LATENCY_SLACK, PROMPT_ROWS, plan
+from coordinator.planning.planner import LATENCY_SLACK, PROMPT_ROWS, Planner, plan
 from coordinator.planning.prediction import Prediction
 from coordinator.planning.speeds import NO_SPEEDS, UNMEASURED, LinkSpeed, NodeSpeed, Survey
 from protos.brigade_pb2 import DTYPE_BFLOAT16
@@ -373,3 +374,17 @@ def test_a_given_split_has_its_own_largest_context() -> None:
 def test_a_context_without_bounds_is_kept_whether_it_fits_or_not() -> None:
     spec = random_model(random.Random(1))
     assert plan(spec, [Node("tiny", 1)], NO_SPEEDS, Objective(700)) == by_bytes(spec, [Node("tiny", 1)], 700)
+
+
+@pytest.mark.parametrize(
+    ("last", "fits", "has_drafter"), [(10 * GB, True, True), (3 * GB, True, False), (GB // 10, False, False)]
+)
+def test_a_drafter_that_does_not_fit_on_what_is_left_is_left_out(last: int, fits: bool, has_drafter: bool) -> None:
+    """The layers go on without it; a split that the user gave stays."""
+    spec = replace(model([GB] * 4), drafter=model([3 * GB]))
+    whole = plan(spec, nodes(ROOMY, ROOMY, ROOMY), NO_SPEEDS, Objective(100))
+    for layers in (None, (3, 1)):
+        planner = Planner(spec, NO_SPEEDS, Objective(100), whole, layers)
+        found = planner.best(nodes(3 * GB + GB // 2, last))
+        assert (found is not None) == fits
+        assert found is None or (found.has_drafter == has_drafter and found.layers == list(layers or found.layers))
