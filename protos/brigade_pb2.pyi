@@ -138,7 +138,7 @@ class Contents(_message.Message):
     def __init__(self, headers: _Optional[bytes] = ..., marks: _Optional[bytes] = ..., hub_hashes: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("model", "fingerprint", "start", "end", "num_layers", "dtype", "contents", "coordinator", "memory_bytes", "digests", "is_drafter")
+    __slots__ = ("model", "fingerprint", "start", "end", "num_layers", "dtype", "contents", "coordinator", "memory_bytes", "digests", "is_drafter", "embeds_last")
     class DigestsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +157,7 @@ class LoadRequest(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     IS_DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    EMBEDS_LAST_FIELD_NUMBER: _ClassVar[int]
     model: str
     fingerprint: Fingerprint
     start: int
@@ -168,7 +169,8 @@ class LoadRequest(_message.Message):
     memory_bytes: int
     digests: _containers.ScalarMap[int, str]
     is_drafter: bool
-    def __init__(self, model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., num_layers: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., contents: _Optional[_Union[Contents, _Mapping]] = ..., coordinator: _Optional[_Union[Coordinator, _Mapping]] = ..., memory_bytes: _Optional[int] = ..., digests: _Optional[_Mapping[int, str]] = ..., is_drafter: _Optional[bool] = ...) -> None: ...
+    embeds_last: bool
+    def __init__(self, model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., num_layers: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., contents: _Optional[_Union[Contents, _Mapping]] = ..., coordinator: _Optional[_Union[Coordinator, _Mapping]] = ..., memory_bytes: _Optional[int] = ..., digests: _Optional[_Mapping[int, str]] = ..., is_drafter: _Optional[bool] = ..., embeds_last: _Optional[bool] = ...) -> None: ...
 
 class LoadProgress(_message.Message):
     __slots__ = ("phase", "done", "total")
@@ -181,7 +183,7 @@ class LoadProgress(_message.Message):
     def __init__(self, phase: _Optional[str] = ..., done: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("epoch", "stage", "successor", "successor_name", "loaded", "coordinator", "predecessor_name", "num_stages", "check_finite", "successor_fallbacks", "drafter")
+    __slots__ = ("epoch", "stage", "successor", "successor_name", "loaded", "coordinator", "predecessor_name", "num_stages", "check_finite", "successor_fallbacks", "drafter", "num_features")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     SUCCESSOR_FIELD_NUMBER: _ClassVar[int]
@@ -193,6 +195,7 @@ class AttachRequest(_message.Message):
     CHECK_FINITE_FIELD_NUMBER: _ClassVar[int]
     SUCCESSOR_FALLBACKS_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    NUM_FEATURES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     stage: int
     successor: str
@@ -204,7 +207,8 @@ class AttachRequest(_message.Message):
     check_finite: bool
     successor_fallbacks: _containers.RepeatedScalarFieldContainer[str]
     drafter: LoadRequest
-    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., successor: _Optional[str] = ..., successor_name: _Optional[str] = ..., loaded: _Optional[_Union[LoadRequest, _Mapping]] = ..., coordinator: _Optional[_Union[Coordinator, _Mapping]] = ..., predecessor_name: _Optional[str] = ..., num_stages: _Optional[int] = ..., check_finite: _Optional[bool] = ..., successor_fallbacks: _Optional[_Iterable[str]] = ..., drafter: _Optional[_Union[LoadRequest, _Mapping]] = ...) -> None: ...
+    num_features: int
+    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., successor: _Optional[str] = ..., successor_name: _Optional[str] = ..., loaded: _Optional[_Union[LoadRequest, _Mapping]] = ..., coordinator: _Optional[_Union[Coordinator, _Mapping]] = ..., predecessor_name: _Optional[str] = ..., num_stages: _Optional[int] = ..., check_finite: _Optional[bool] = ..., successor_fallbacks: _Optional[_Iterable[str]] = ..., drafter: _Optional[_Union[LoadRequest, _Mapping]] = ..., num_features: _Optional[int] = ...) -> None: ...
 
 class ResultsRequest(_message.Message):
     __slots__ = ("epoch", "coordinator_id")

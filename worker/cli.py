@@ -18,7 +18,7 @@ _MODEL = (
     "cluster.yaml; the bundled model is always there)"
 )
 _KEYS = "Without --config: the folder of the certificate NAME.pem that `brigade keys issue NAME` made."
-_DRAFT_MODEL = "A copy of the small model that drafts. (default: the coordinator sends it)"
+_DRAFT_MODEL = "A copy of the model or head that drafts. (default: the coordinator sends it)"
 Announce = Annotated[
     bool | None,
     typer.Option(

@@ -73,7 +73,8 @@ class ClusterFlags:
         str | None,
         _cluster(
             metavar="FOLDER_OR_REPO",
-            help="A small model with the same tokenizer, which drafts on the last node: several tokens per step.",
+            help="A small model with the same tokenizer, or a draft head (MTP, DFlash, EAGLE-3): it drafts on the last "
+            "node, several tokens per step.",
         ),
     ] = None
     local: Annotated[

@@ -20,6 +20,7 @@ from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import AttachRequest, Frame, Grammar, LoadProgress, Opening, Result, StatusReply, Window
 from worker.compute.executor import Executor
 from worker.compute.header import check_result
+from worker.drafters.kinds import prepare_drafting
 from worker.errors import (
     BrigadeError,
     EngineHung,
@@ -245,8 +246,13 @@ class Chain:
         """Start stage 0 and the hop to the first worker, and watch every part of the chain."""
         own = self._own
         assert own.shard is not None
+        context = self.spec.drafter.context if self.spec.drafter else 0
+        drafter = await own.thread.run(partial(prepare_drafting, own.shard, own.part, self.spec.num_features, context))
         engine = Executor(
-            *(own.shard, 0, self.spec.dtype), checks_finite=self.deployment.check_finite, drafter=own.drafter
+            *(own.shard, 0, self.spec.dtype),
+            checks_finite=self.deployment.check_finite,
+            drafter=drafter,
+            drafter_bytes=own.part.nbytes if own.part else 0,
         )
         stage = Stage(engine, self.epoch, self.peers[0].wire if self.peers else PLAIN)
         self._stack.push_async_callback(_stop, stage)
@@ -354,13 +360,14 @@ class Chain:
             coordinator=self.deployment.coordinator,
             loaded=self.deployment.load_request(stage),
             check_finite=self.deployment.check_finite,
+            num_features=self.spec.num_features,
         )
         if stage < len(self.peers):
             successor = self.peers[stage]
             request.successor_name = successor.name
             request.successor, *others = successor.addresses
             request.successor_fallbacks.extend(others)
-        elif drafter := self.deployment.drafter_request():
+        if drafter := self.deployment.drafter_request(stage):
             request.drafter.CopyFrom(drafter)
         return request
 

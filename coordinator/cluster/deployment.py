@@ -10,7 +10,7 @@ from coordinator.cluster.weights import known_digests, load_pushing
 from coordinator.planning.plan import Plan
 from protos.brigade_pb2 import Contents, Coordinator, LoadProgress, LoadRequest
 from worker.compute.shard import Shard
-from worker.drafters.small_model import SmallModel
+from worker.drafters.kinds import DrafterPart
 from worker.model.checkpoint import Checkpoint
 from worker.model.contents import contents_of
 from worker.model.model_spec import ModelSpec
@@ -32,7 +32,7 @@ class Deployment:
 
     @property
     def drafter(self) -> Checkpoint | None:
-        """The small model that drafts on the last stage."""
+        """What drafts on the last stage: a small model or a draft head."""
         return self.checkpoint.drafter if self.spec.drafter else None
 
     @property
@@ -58,6 +58,7 @@ class Deployment:
             contents=contents,
             coordinator=self.coordinator,
             memory_bytes=assignment.memory_bytes,
+            embeds_last=self.spec.serves_head and assignment.end == self.spec.num_layers,
             digests={
                 place: digest
                 for place, digest in (digests or {}).items()  # a negative place is beside the layers, on the last stage
@@ -66,20 +67,21 @@ class Deployment:
         )
 
     def drafter_request(
-        self, contents: Contents | None = None, digests: Mapping[int, str] | None = None
+        self, stage: int, contents: Contents | None = None, digests: Mapping[int, str] | None = None
     ) -> LoadRequest | None:
-        """Return the request for the drafter to the worker of the last stage; None without a drafter."""
-        if (drafter := self.drafter) is None or self.spec.drafter is None:
+        """Return the request for what this stage's worker needs of the drafter; None if that is nothing."""
+        assignment, drafter = self.plan.assignments[stage], self.drafter
+        if drafter is None or self.spec.drafter is None or not self.spec.has_drafting(assignment.start, assignment.end):
             return None
         return LoadRequest(
             model=drafter.name,
             fingerprint=drafter.fingerprint,
-            end=self.spec.drafter.num_layers,
+            end=self.spec.drafter.num_layers if assignment.end == self.spec.num_layers else 0,
             num_layers=self.spec.drafter.num_layers,
             dtype=self.spec.drafter.dtype,
             contents=contents,
             coordinator=self.coordinator,
-            memory_bytes=self.plan.assignments[-1].memory_bytes,
+            memory_bytes=assignment.memory_bytes,
             digests=digests or {},
             is_drafter=True,
         )
@@ -109,9 +111,9 @@ async def load_worker(deployment: Deployment, stage: int, known: OwnCopy, progre
     request = deployment.load_request(stage, known.contents, known.digests)
     report = partial(progress, peer.name)
     await load_pushing(peer, request, deployment.checkpoint, report, feeds=deployment.feeds)
-    if stage == len(deployment.peers) and (drafter := deployment.drafter):
+    if (drafter := deployment.drafter) and deployment.drafter_request(stage):
         own = await OwnCopy.of(drafter)
-        asked = deployment.drafter_request(own.contents, own.digests)
+        asked = deployment.drafter_request(stage, own.contents, own.digests)
         assert asked is not None
         await load_pushing(peer, asked, drafter, report, feeds=deployment.feeds)
 
@@ -126,8 +128,8 @@ class OwnNode:
         """
         self.thread = thread or MlxThread()
         self.shard: Shard | None = None
-        self.drafter: SmallModel | None = None  # if this is the last stage, too
-        self._drafter_source: Checkpoint | None = None
+        self.part: DrafterPart | None = None  # what this stage needs of a drafter
+        self._part_source: tuple[Checkpoint, int] | None = None
         self._source: Checkpoint | None = None  # of the shard; fine-tunes of one model may differ in their weights only
         self._closes_thread = thread is None
         self._keeps_to_plan = keeps_to_plan
@@ -145,13 +147,13 @@ class OwnNode:
         Raises:
             BrigadeError: the layers cannot be read.
         """
-        is_last = len(deployment.plan.assignments) == 1
-        source = deployment.drafter if is_last else None
-        if source is not self._drafter_source:
-            self.drafter = self._drafter_source = None  # frees its memory
+        request = deployment.drafter_request(0)
+        source = (deployment.drafter, request.end) if request and deployment.drafter else None
+        if source != self._part_source:
+            self.part = self._part_source = None  # frees its memory
         await self._load_layers(deployment, progress)
-        if source and self.drafter is None:
-            await self._load_drafter(source, deployment, progress)
+        if source and self.part is None:
+            await self._load_part(*source, deployment, progress)
 
     async def _load_layers(self, deployment: Deployment, progress: NodeProgress) -> None:
         own, held = deployment.plan.assignments[0], self.shard
@@ -160,7 +162,7 @@ class OwnNode:
             return
         tensors = held.tensors if held and self._source is deployment.checkpoint else {}
         self.shard = held = None  # frees its memory
-        self.shard = await load_shard(
+        found = await load_shard(
             deployment.checkpoint,
             own.start,
             own.end,
@@ -169,17 +171,16 @@ class OwnNode:
             held=tensors,
             memory_bytes=own.memory_bytes if self._keeps_to_plan else 0,
         )
+        assert isinstance(found, Shard)
+        self.shard = found
         await self.thread.run(forget_peak)
         self._source = deployment.checkpoint
 
-    async def _load_drafter(self, source: Checkpoint, deployment: Deployment, progress: NodeProgress) -> None:
-        """Load the drafter beside the layers, which are all layers of the model."""
-        own, spec = deployment.plan.assignments[0], deployment.spec
-        assert spec.drafter is not None and self.shard is not None
-        shard = await load_shard(source, 0, spec.drafter.num_layers, self.thread, partial(progress, own.name))
-        self.drafter, self._drafter_source = (
-            SmallModel(shard, spec.drafter.context, spec.vocab_size, spec.mask_token),
-            source,
-        )
+    async def _load_part(self, source: Checkpoint, end: int, deployment: Deployment, progress: NodeProgress) -> None:
+        """Load what this stage needs of the drafter beside its layers."""
+        own = deployment.plan.assignments[0]
+        assert self.shard is not None
+        self.part = await load_shard(source, 0, end, self.thread, partial(progress, own.name))
+        self._part_source = source, end
         memory_bytes = own.memory_bytes if self._keeps_to_plan else 0
-        await self.thread.run(partial(keep_within, memory_bytes, self.shard.nbytes + shard.nbytes))
+        await self.thread.run(partial(keep_within, memory_bytes, self.shard.nbytes + self.part.nbytes))

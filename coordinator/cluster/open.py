@@ -23,11 +23,14 @@ from coordinator.planning.recovery import Limits
 from coordinator.planning.speeds import NO_SPEEDS, Survey
 from protos.brigade_pb2 import Coordinator
 from worker.config import ClusterConfig, CoordinatorConfig, is_loopback, split_address
-from worker.errors import BrigadeError, ConfigError, InputError
+from worker.errors import BrigadeError, ConfigError, InputError, ModelError
+from worker.model.build import build
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import describe
+from worker.model.draft_heads import check_head, own_head
 from worker.model.families import is_tested
 from worker.model.model_spec import ModelSpec
+from worker.model.module_tree import final_norm, module_tree_of
 from worker.node.certificates import Role
 from worker.node.loading import open_checkpoint
 from worker.node.network import Network
@@ -73,25 +76,39 @@ async def read_model(model: str, draft_model: str | None = None) -> tuple[Checkp
     """Read a model's configuration and headers only; warns if no test covers its type.
 
     Args:
-        draft_model: the small model that is to draft for it.
+        draft_model: what is to draft for it: a small model or a draft head. None: the head in its own folder, if any.
     Raises:
         ModelError: it is missing, damaged, or not supported. InputError: the other one cannot draft for it.
     """
-    drafter = await run_in_thread(partial(open_checkpoint, draft_model)) if draft_model else None
-    checkpoint = replace(await run_in_thread(partial(open_checkpoint, model)), drafter=drafter)
+    checkpoint = await run_in_thread(partial(open_checkpoint, model))
     spec = await run_in_thread(partial(describe, checkpoint))
+    drafter = await run_in_thread(partial(open_checkpoint, draft_model)) if draft_model else own_head(checkpoint)
     if drafter:
-        spec = replace(spec, drafter=await run_in_thread(partial(describe, drafter)))
+        checkpoint, spec = await run_in_thread(partial(with_drafter, checkpoint, drafter))
         await run_in_thread(partial(check_drafter, checkpoint, spec))
     if not is_tested(checkpoint.config):
         say(f"note: no test has seen a {spec.family} model yet; compare with `brigade verify` before you rely on it")
     return checkpoint, spec
 
 
+def with_drafter(checkpoint: Checkpoint, drafter: Checkpoint) -> tuple[Checkpoint, ModelSpec]:
+    """Return the model with what is to draft for it. Raises ModelError if the drafter is damaged or not supported."""
+    spec = replace(describe(checkpoint), drafter=describe(drafter))
+    return replace(checkpoint, drafter=drafter, embeds_last=spec.serves_head), spec
+
+
 def check_drafter(checkpoint: Checkpoint, spec: ModelSpec) -> None:
-    """Check that the small model can draft for the model. Raises InputError if it cannot."""
+    """Check that the drafter fits the model. Raises InputError if it does not."""
     small, drafter = spec.drafter, checkpoint.drafter
     assert small is not None and drafter is not None
+    if small.head:
+        try:
+            check_head(small.head, small.name, spec.hidden_size, spec.num_layers)
+            if spec.serves_head:
+                final_norm(module_tree_of(build(checkpoint)))
+        except ModelError as error:
+            raise InputError("draft_model", error.message) from error
+        return
     if not small.can_take_back:
         raise InputError("draft_model", f"{small.name} has a state outside of its layers, which cannot return to one")
     ours, theirs = checkpoint.vocabulary(), drafter.vocabulary()

@@ -117,7 +117,9 @@ def suit(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
             "which cannot be cut; use ar",
         )
     if decode.kind == "draft" and spec.drafter is None:
-        raise InputError("decode", "draft needs a small model of the same tokenizer; name one with --draft-model")
+        raise InputError(
+            "decode", "draft needs a small model of the same tokenizer or a draft head; name it with --draft-model"
+        )
     if decode.kind in ("ngram", "draft"):
         return decode
     if spec.recurrent_layers:

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.deployment import Deployment
-from coordinator.cluster.open import joined
+from coordinator.cluster.open import joined, with_drafter
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.step_timeouts import ArrivedResult
 from coordinator.engine.engine import generate_once
@@ -32,6 +32,7 @@ from worker.compute.batching import LaneWindow
 from worker.compute.shard import Shard
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.describe import describe
+from worker.model.draft_heads import own_head
 from worker.model.model_spec import ModelSpec
 from worker.node.loading import open_checkpoint
 from worker.node.log import worker_log
@@ -145,10 +146,10 @@ async def serving(
 
 
 def opened_folder(folder: Path, drafter: Path | None = None) -> tuple[Checkpoint, ModelSpec]:
-    """A model, perhaps with a small one that drafts for it."""
-    checkpoint = replace(open_folder(folder), drafter=open_folder(drafter) if drafter else None)
-    spec = describe(checkpoint)
-    return checkpoint, replace(spec, drafter=describe(checkpoint.drafter)) if checkpoint.drafter else spec
+    """A model with what is to draft for it, its own head if it has one."""
+    checkpoint = open_folder(folder)
+    own = open_folder(drafter) if drafter else own_head(checkpoint)
+    return with_drafter(checkpoint, own) if own else (checkpoint, describe(checkpoint))
 
 
 @asynccontextmanager

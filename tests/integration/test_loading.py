@@ -40,7 +40,7 @@ from tests.integration.conftest import (
 from tests.integration.many import Live, request, until
 from tests.integration.test_copies import full_request
 from tests.tiny import make_model, write_folder
-from worker.compute import shard as shard_module
+from worker.compute import held_tensors
 from worker.compute.shard import Shard
 from worker.errors import BrigadeError, ModelError, NodeSilent
 from worker.model import contents
@@ -393,7 +393,7 @@ def digest(array: mx.array) -> str:
 async def test_digests_leave_room_for_frames_between_their_pieces_and_are_the_same_then(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard_module, "_DIGEST_BYTES", 64)
+    monkeypatch.setattr(held_tensors, "_DIGEST_BYTES", 64)
     async with serving(1) as [node], opened(models("qwen3").folder, (2, 2), [node]) as chain, Engine(chain) as engine:
         idle = await chain.peers[0].digests()
         live = Live(engine, request((5, 6, 7), 400))

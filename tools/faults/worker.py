@@ -29,6 +29,7 @@ from worker.cli import worker
 from worker.compute.batching import LaneWindow
 from worker.compute.executor import Executor
 from worker.compute.shard import Shard
+from worker.drafters.kinds import DrafterPart
 from worker.node import lifecycle
 from worker.node.attachment import Attachment
 from worker.node.stage import Stage
@@ -142,7 +143,7 @@ def lack_memory(when: str) -> None:
 def load_slowly(seconds: str) -> None:
     load = lifecycle.load_shard
 
-    async def slow(*arguments: Any) -> Shard:
+    async def slow(*arguments: Any) -> DrafterPart:
         await asyncio.sleep(float(seconds))
         return await load(*arguments)
 

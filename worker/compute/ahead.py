@@ -53,7 +53,7 @@ class Built:
     following = None  # nothing is launched on top of it
 
     def __init__(self, shard: Shard, slots: SlotsById, dtype: mx.Dtype) -> None:
-        B, D = len(slots), shard.info.hidden_size
+        B, D = len(slots), shard.row_size
         self.slots = slots
         self.hidden = None if shard.is_first else Placeholder([1, B, D], dtype)  # the step's input
         self._ids = Placeholder([1, B], mx.int32)
@@ -154,7 +154,7 @@ class StepsAhead:
         if not all(each.slots.keys().isdisjoint(slots) for each in self._ready):
             return
         if self._can_build is None:
-            can_fill = can_fill_later(self._shard.info.hidden_size)
+            can_fill = can_fill_later(self._shard.row_size)
             self._can_build = can_fill and not looks_at_numbers(self._shard, self._dtype)
         if self._can_build:
             # other slots could not use these buffers while the step waits for its input
@@ -211,7 +211,7 @@ def looks_at_numbers(shard: Shard, dtype: mx.Dtype) -> bool:
     MLX refuses such a read while it traces a function.
     """
     ids = mx.zeros((1, 1), mx.int32)
-    x = ids if shard.is_first else mx.zeros((1, 1, shard.info.hidden_size), dtype)
+    x = ids if shard.is_first else mx.zeros((1, 1, shard.row_size), dtype)
     place = LaneWindow(shard.make_caches(Cache()), 0, 1)
     try:
         mx.compile(lambda x, ids: shard(x, [place], ids))(x, ids)

@@ -51,6 +51,7 @@ class Executor:
         *,
         checks_finite: bool = False,
         drafter: Drafter | None = None,
+        drafter_bytes: int = 0,
     ) -> None:
         """Start with no slots.
 
@@ -58,6 +59,7 @@ class Executor:
             node: this worker's name, which failures carry; empty on the coordinator.
             checks_finite: whether a window fails if its output holds NaN or infinities, before another stage sees it.
             drafter: of the last stage.
+            drafter_bytes: of the weights that this stage holds for drafting.
         """
         self._shard = shard
         self._stage = stage
@@ -65,6 +67,7 @@ class Executor:
         self._node = node
         self._checks_finite = checks_finite
         self._drafter = drafter
+        self.weight_bytes = shard.nbytes + drafter_bytes
         self._slots: dict[int, Slot] = {}
         self.cache_bytes = 0  # between two steps, counted now and then; other threads read it
         self._counted_at = 0  # nanoseconds
@@ -91,10 +94,6 @@ class Executor:
     def num_slots(self) -> int:
         return len(self._slots)
 
-    @property
-    def weight_bytes(self) -> int:
-        return self._shard.nbytes + (self._drafter.nbytes if self._drafter else 0)
-
     def close(self) -> None:
         """Free all slots."""
         self._ahead.clear()
@@ -105,7 +104,7 @@ class Executor:
 
     def check(self, frame: Frame) -> None:
         """Raise FrameError unless this header is valid for this stage. Any thread may call it."""
-        check_header(frame, self._stage, self._shard.info.hidden_size, self._dtype)
+        check_header(frame, self._stage, self._shard.row_size, self._dtype)
 
     def step(self, frame: Frame, received: int) -> Frame | Result:
         """Begin and finish a frame, for a shard that is the whole model."""
@@ -184,7 +183,9 @@ class Executor:
             else:
                 step.pending = [h, *states]
                 mx.async_eval(step.pending)
-        step.has_drafting = any(self._has_drafting(window) for window in step.windows)
+        if self._shard.is_last and any(window.drafts or self._slots[window.slot].is_drafted for window in step.windows):
+            step.slots = {window.slot: self._slots[window.slot] for window in step.windows}
+            step.has_drafting = any(window.drafts or not (window.wanted or window.masks) for window in step.windows)
         if step.windows and not ready:
             step.begun = time.monotonic_ns()
         return step
@@ -210,9 +211,9 @@ class Executor:
         output = result_of(step) if self._shard.is_last else next_frame(step)
         step.timing.sampled = time.monotonic_ns() if self._shard.is_last else step.timing.computed
         step.timing.drafted = step.timing.sampled
-        if step.has_drafting and isinstance(output, Result):
-            add_drafts(self._drafter, step.windows, self._slots, output)
-            step.timing.drafted = time.monotonic_ns()
+        if step.slots and step.rows is not None and isinstance(output, Result):
+            add_drafts(self._drafter, step.windows, step.slots, step.rows, output)
+            step.timing.drafted = time.monotonic_ns() if step.has_drafting else step.timing.sampled
         self._idle_since = step.timing.drafted
         if step.changes_bytes or step.timing.drafted > self._counted_at + _COUNT_NS:
             self.cache_bytes = sum(slot.nbytes for slot in self._slots.values())
@@ -264,11 +265,6 @@ class Executor:
         is_drafted = session.drafted and self._drafter is not None
         return source.fork(length, session.sampling, self._guide(session.sampling), is_drafted=is_drafted)
 
-    def _has_drafting(self, window: Window) -> bool:
-        """Return whether drafts follow this window on the last stage, or its drafter reads it."""
-        is_chunk = not (window.wanted or window.masks)
-        return self._shard.is_last and bool(window.drafts or (is_chunk and self._slots[window.slot].is_drafted))
-
     def _guide(self, sampling: Sampling) -> Guide | None:
         has_grammar = self._shard.is_last and sampling.HasField("grammar")
         return self._shard.grammars.guide(sampling.grammar) if has_grammar else None
@@ -303,7 +299,7 @@ class Executor:
             step.is_under_way = True
             step.timing.started = step.timing.taken = step.timing.received
         outputs = ready.outputs
-        step.pending = [outputs.h]
+        step.pending, step.rows = [outputs.h], outputs.h
         step.draws = [(window, outputs.draws[window.slot]) for window in step.windows if window.slot in outputs.draws]
         for window in step.windows:
             self._slots[window.slot].history.extend(window.tokens)
@@ -314,6 +310,7 @@ class Executor:
 
     def _begin_sampling(self, step: Step, h: mx.array, states: Sequence[mx.array]) -> None:
         """Sample a token for every asked row of h [1, sum L, D], and score the targets; the head sees no other row."""
+        step.rows = h
         windows = list(zip(step.windows, accumulate(map(num_rows, step.windows), initial=0), strict=False))
         rows = [row for window, first in windows for row in asked_rows(window, first)]
         # A prompt chunk only has to reach the caches: the last layer's depends on all others, and what follows it is
@@ -372,9 +369,12 @@ class Executor:
         step.windows = [window for window in windows if window.slot not in bad]
         step.draws = [(window, draws) for window, draws in step.draws if window.slot not in bad]
         step.scores = [(window, scores) for window, scores in step.scores if window.slot not in bad]
-        if bad and step.windows and not self._shard.is_last:
-            step.pending = [rows_of(step.windows, windows, step.pending[0])]
-            mx.eval(step.pending)
+        if bad and step.windows:
+            if self._shard.is_last:
+                step.rows = step.rows if step.rows is None else rows_of(step.windows, windows, step.rows)
+            else:
+                step.pending = [rows_of(step.windows, windows, step.pending[0])]
+                mx.eval(step.pending)
 
 
 def _enters_block(window: Window) -> bool:
@@ -391,6 +391,10 @@ class Step:
     begun: int = 0  # when `begin` returned, nanoseconds
     is_under_way: bool = False  # launched before its frame arrived
     has_drafting: bool = False  # a drafter has work with it: no later step may begin before it is finished
+    rows: mx.array | None = None  # on the last stage: [1, sum L, W] of its windows
+    slots: dict[int, Slot] = field(
+        default_factory=dict
+    )  # of its windows, if a drafter sees them: a later step may close them
     ends_long_prompt: bool = False
     windows: list[Window] = field(default_factory=list)  # of the frame, those that have not failed here
     failures: list[Failure] = field(default_factory=list)  # of this stage

@@ -91,7 +91,7 @@ def _head_times(checkpoint: Checkpoint, info: ModelInfo, within_s: float) -> Row
         for _ in range(count):
             caches = Caches(info.entries, (), Cache())
             h = mx.random.normal((1, num_rows, info.hidden_size)).astype(info.dtype)
-            made.append(cut.logits(h, caches.listed).argmax(axis=-1))
+            made.append(cut.behind(h, caches.listed).argmax(axis=-1))
         return _seconds(made) / count
 
     return _by_rows(step, began + within_s)

@@ -1,43 +1,39 @@
 """A shard: layers [start, end) of one mlx-lm model, cut out from outside.
 
+A row that travels between shards has W numbers: the hidden state, D, and what a drafter reads of layers before, C.
 Shapes: B slots, L window length, D hidden, V vocabulary, H heads, K head size, N rows with logits.
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from protos.brigade_pb2 import Cache
 from worker.compute.batching import Attention, Lane, LaneWindow, View, flat
 from worker.compute.grammar import Grammars
+from worker.compute.held_tensors import HeldTensors, TensorReader
 from worker.errors import ModelError
 from worker.memory.layer_cache import LayerCall, RecurrentState
 from worker.memory.slot_caches import Caches
-from worker.model.build import Absent, build, tensors_of_module
+from worker.model.build import build
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import layout_of, shard_tensors
 from worker.model.families import LaneForm, lane_form, looks_at_positions, mask_token_of
-from worker.model.headers import TensorInfo
-from worker.model.module_tree import module_tree_of
+from worker.model.module_tree import final_norm, module_tree_of
 from worker.model.probe_pass import ModelInfo, strip_front
 from worker.model.stub_layers import RunLayer, as_returned, as_rows, drop_arrays, drop_part, install_gates
 from worker.platform.machine import multiplies_experts
-from worker.platform.mlx_memory import out_of_memory
-
-_DIGEST_BYTES = 4 * 2**20  # of a tensor that are hashed at once
 
 
-class Shard:
+class Shard(HeldTensors):
     """Layers [start, end), the embedding if first, the final norm and head if last."""
 
     def __init__(self, checkpoint: Checkpoint, start: int, end: int, held: dict[str, mx.array] | None = None) -> None:
@@ -51,13 +47,11 @@ class Shard:
         self.info = layout_of(checkpoint).info
         self.start, self.end = start, end
         self.is_first, self.is_last = start == 0, end == self.info.num_layers
-        reader = _Reader(checkpoint, shard_tensors(checkpoint, start, end))
-        self._cut = CutModel(build(checkpoint, reader), self.info, start, end)
-        if held:
-            self._cut.replace({name: held[name] for name, _ in self._cut.tensors if name in held})
-            held.clear()
-        self.nbytes = sum(array.nbytes for _, array in self._cut.tensors)
-        if unread := next((name for name, array in self._cut.tensors if reader.name_of(array)), None):
+        reader = TensorReader(checkpoint, shard_tensors(checkpoint, start, end))
+        model = build(checkpoint, reader)
+        self._cut = CutModel(model, self.info, start, end, embeds_last=checkpoint.embeds_last)
+        super().__init__(model, f"layers [{start}, {end})", held)
+        if unread := next((name for name, array in self._listed if reader.name_of(array)), None):
             raise ModelError(f"{checkpoint.name}: cannot tell which node needs tensor {unread}")
         _require_experts_here(checkpoint, self._cut)
         self.grammars = Grammars(checkpoint.folder, self.info.vocab_size)
@@ -67,6 +61,19 @@ class Shard:
         self._no_caches = Caches(self.info.entries, (), Cache())  # for norm and head, which have no cache
         self._cut.serve_lanes(self._lane_form)
 
+    @property
+    def row_size(self) -> int:
+        """The numbers W of a row that travels."""
+        return self.info.hidden_size + self._cut.num_features
+
+    def tap(self, taps: Mapping[int, mx.array], num_features: int) -> None:
+        """Have rows carry the sum of what a drafter reads of the layers so far: C = `num_features` numbers.
+
+        Args:
+            taps: by layer of this shard, the matrix [C, D] by which its output is multiplied.
+        """
+        self._cut.taps, self._cut.num_features = dict(taps), num_features
+
     def make_caches(self, cache: Cache) -> Caches:
         """Return empty caches of this kind for one slot."""
         return Caches(self.info.entries, self.info.entries_of(self.start, self.end), cache)
@@ -75,98 +82,52 @@ class Shard:
         """Run the layers over a lane, one window each of several slots, and append each window to its slot's caches.
 
         Args:
-            x: token ids [1, sum L] on the first shard, hidden states [1, sum L, D] elsewhere, window after window.
+            x: token ids [1, sum L] on the first shard, rows [1, sum L, W] elsewhere, window after window.
             places: where each window goes.
             ids: token ids [1, sum L] on the other shards, for models whose layers look at them; 0 by default.
         Returns:
-            Hidden states [1, sum L, D].
+            Rows [1, sum L, W].
         """
         ids = mx.zeros(x.shape[:2], mx.int32) if ids is None else ids
-        if len(places) == 1:
-            place = places[0]
-            place.caches.begin()
-            place.caches.reserve(place.num_rows, place.positions, has_drafts=place.has_drafts)
-            h = self._cut.run(x, ids, place.caches.listed)
-            place.caches.settle(place.base + place.num_rows)
-            return h
-        lane = Lane(places)
-        if self._looks_at_positions:
+        if len(places) > 1 and self._looks_at_positions:
+            lane = Lane(places)
             whole = View(lane, [place.caches.listed for place in places])
             h = whole.run(self._cut.run, [x, ids, whole], {}, self._lane_form)
-        else:
-            h = self._cut.run(x, ids, lane.views())
-        lane.settle()
-        return h
+            lane.settle()
+            return h
+        return run_windows(places, partial(self._cut.run, x, ids))
 
-    def logits(self, h: mx.array) -> mx.array:
-        """Return the logits [N, V] float32 of hidden states [1, N, D] of the last layer. Last shard only.
+    def logits(self, rows: mx.array) -> mx.array:
+        """Return the logits [N, V] float32 of rows [1, N, W] of the last layer. Last shard only.
 
         The MASK token's logit is minus infinity, so that it is never sampled.
         """
-        logits = self._cut.logits(h, self._no_caches.listed)[0].astype(mx.float32)
-        self._no_caches.cut(0)
+        logits = self._behind(self._hidden(rows), _NormGate.RUN)[0].astype(mx.float32)
         if self.mask_token is not None:
             logits[:, self.mask_token] = -mx.inf
         return logits
 
-    def materialise(self, progress: Callable[[int], None]) -> None:
-        """Read the shard's tensors from disk, one after another; `progress` takes the bytes that became resident.
+    def normed(self, rows: mx.array) -> mx.array:
+        """Return the final norm's output [1, N, D] of rows [1, N, W]. Last shard of a checkpoint that `embeds_last`."""
+        return self._behind(self._hidden(rows), _NormGate.STOP)
 
-        Raises:
-            ModelError: a file ends early or cannot be read.
-            OutOfMemory: the tensors do not fit.
-        """
-        layers = f"layers [{self.start}, {self.end})"
-        for _, array in self._cut.tensors:
-            try:
-                mx.eval(array)
-            except RuntimeError as error:
-                named = out_of_memory(str(error), f"with {layers}, {self.nbytes / 2**30:.2f} GiB")
-                raise named or ModelError(f"cannot read the tensors of {layers}: {error}") from error
-            progress(array.nbytes)
+    def head(self, h: mx.array) -> mx.array:
+        """Return the logits [N, V] float32 of what behaves like the final norm's output [1, N, D]. As `normed`."""
+        return self._behind(h, _NormGate.SKIP)[0].astype(mx.float32)
 
-    @property
-    def tensors(self) -> dict[str, mx.array]:
-        """The tensors held, by the model's own names, which are the same in every shard."""
-        return dict(self._cut.tensors)
-
-    def digests(self) -> dict[str, str]:
-        """Return the BLAKE2b digest of every tensor held, by name."""
-        found: dict[str, str] = {}
-        for _ in self.digest_into(found):
-            pass
+    def embed(self, ids: mx.array) -> mx.array:
+        """Return what the first layer takes for ids [1, N]: [1, N, D]. As `normed`."""
+        found = self._cut.embed(ids, self._no_caches.listed)
+        self._no_caches.cut(0)
         return found
 
-    def digest_into(self, found: dict[str, str]) -> Generator[None, None, None]:
-        """Fill `found` with what `digests` returns, yielding every few milliseconds."""
-        for name, array in self._cut.tensors:
-            raw = np.array(array.reshape(-1).view(mx.uint8), copy=False)
-            digest = hashlib.blake2b(digest_size=16)
-            for first in range(0, len(raw), _DIGEST_BYTES):
-                digest.update(raw[first : first + _DIGEST_BYTES].data)
-                yield
-            found[name] = digest.hexdigest()
+    def _hidden(self, rows: mx.array) -> mx.array:
+        return rows[..., : self.info.hidden_size] if self._cut.num_features else rows
 
-
-class _Reader(Absent):
-    """Unread tensors of a checkpoint, and stand-ins for those of other nodes."""
-
-    def __init__(self, checkpoint: Checkpoint, wanted: Sequence[str]) -> None:
-        super().__init__()
-        self._folder = checkpoint.folder
-        self._wanted = set(wanted)
-        self._files: dict[str, dict[str, mx.array]] = {}
-
-    def __call__(self, name: str, info: TensorInfo) -> mx.array:
-        if name not in self._wanted:
-            return super().__call__(name, info)
-        if info.file not in self._files:
-            path = self._folder / info.file
-            try:
-                self._files[info.file] = mx.load(str(path))  # type: ignore[assignment]
-            except RuntimeError as error:
-                raise ModelError(f"cannot read {path}: {error}") from error
-        return self._files[info.file][name]
+    def _behind(self, h: mx.array, mode: str) -> mx.array:
+        found = self._cut.behind(h, self._no_caches.listed, mode)
+        self._no_caches.cut(0)
+        return found
 
 
 def _require_experts_here(checkpoint: Checkpoint, cut: CutModel) -> None:
@@ -196,17 +157,22 @@ class _StageGate:
         self._start, self._end = start, end
         self._info = info
         self.is_past = False  # whether only norm and head run
+        self.is_before = False  # whether only the embedding runs
         self._has_states = any(memory.state_arrays for entry in info.entries for memory in flat(entry))
         self.unit = _UnitGate()
+        self.on_result: Callable[[int, Any], None] = _nothing  # of every layer of the stage
         self.open: set[int] = set()  # layers that pass a lane on to units inside
 
     def __call__(self, index: int, run: RunLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self.is_before:
+            raise _Left(args[0])
         if index < self._start or self.is_past:
             assert self.incoming is not None
             return as_returned(self.incoming, self._info.shapes, self._info.returns[index])
         if self._has_states:
             _replay_and_record(run, args, kwargs)
         result = run(*args, **kwargs) if index in self.open else self.unit(index, run, args, kwargs)
+        self.on_result(index, result)
         if index == self._end - 1:
             raise _Left(result)
         return result
@@ -261,17 +227,37 @@ class _UnitGate:
         return run(*args, **kwargs) if view is None else view.run(run, args, kwargs, self.form)
 
 
+class _NormGate:
+    """The gate of the final norm: runs it, leaves the forward with its result, or skips it."""
+
+    RUN, STOP, SKIP = "run", "stop", "skip"
+
+    def __init__(self) -> None:
+        self.mode = self.RUN
+
+    def __call__(self, index: int, run: RunLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self.mode == self.SKIP:
+            return args[0]
+        result = run(*args, **kwargs)
+        if self.mode == self.STOP:
+            raise _Left(result)
+        return result
+
+
 class CutModel:
     """Layers [start, end) of one of mlx-lm's models."""
 
-    def __init__(self, model: Any, info: ModelInfo, start: int, end: int) -> None:
-        """Remove the arrays of other stages from the model and install the gates."""
+    def __init__(self, model: Any, info: ModelInfo, start: int, end: int, *, embeds_last: bool = False) -> None:
+        """Remove the arrays of other stages from the model and install the gates.
+
+        A last stage that `embeds_last` keeps the embedding too, and can run embedding, norm and head one by one.
+        """
         tree = module_tree_of(model)
         is_last = end == info.num_layers
         self.layers = tree.layers[start:end]
         for layer in [*tree.layers[:start], *tree.layers[end:]]:
             drop_arrays(layer, besides=self.layers)
-        if start > 0 and not (is_last and info.tied):
+        if start > 0 and not (is_last and (info.tied or embeds_last)):
             strip_front(tree, info)
         if not is_last:
             for _, (parent, key) in tree.back:
@@ -279,8 +265,13 @@ class CutModel:
         self._model = model
         self._is_first = start == 0
         self._gate = _StageGate(start, end, info)
+        self._norm_gate = _NormGate()
         self._info = info
+        self.taps: dict[int, mx.array] = {}
+        self.num_features = 0
         install_gates(tree.layers, self._gate)
+        if is_last and embeds_last:
+            install_gates([final_norm(tree)], self._norm_gate)
         self._start = start
 
     def serve_lanes(self, form: LaneForm) -> None:
@@ -296,42 +287,83 @@ class CutModel:
             if form is LaneForm.ROWS:
                 accept_rows(layer)
 
-    @property
-    def tensors(self) -> list[tuple[str, mx.array]]:
-        """The stage's tensors by the model's own names."""
-        return tensors_of_module(self._model)
-
-    def replace(self, tensors: dict[str, mx.array]) -> None:
-        """Replace the tensors of these names."""
-        self._model.load_weights(list(tensors.items()), strict=False)
-
     def run(self, x: mx.array, ids: mx.array, caches: Sequence[Any]) -> mx.array:
-        """Run the stage's layers and return hidden states [B, L, D].
+        """Run the stage's layers and return rows [B, L, W].
 
         Args:
-            x: token ids [B, L] on the first stage, hidden states [B, L, D] elsewhere.
+            x: token ids [B, L] on the first stage, rows [B, L, W] elsewhere.
             ids: token ids [B, L] on the other stages, for layers that look at them.
             caches: the whole model's list of caches, to which the rows are appended.
         """
+        features: list[mx.array] = []
+        if self.num_features:
+            if self._is_first:
+                features.append(mx.zeros((*x.shape, self.num_features), self._info.dtype))
+            else:
+                x, before = x.split((self._info.hidden_size,), axis=-1)
+                features.append(before)
+        self._gate.on_result = partial(self._add_features, features)
         self._gate.incoming = None if self._is_first else x
         try:
             self._model(x if self._is_first else ids, cache=caches)
         except _Left as left:
-            return as_rows(left.result, self._info.shapes)
+            h = as_rows(left.result, self._info.shapes)
+            return mx.concatenate([h, *features], axis=-1) if features else h
         finally:
-            self._gate.incoming = None
+            self._gate.incoming, self._gate.on_result = None, _nothing
         raise AssertionError("the forward ended before the stage's last layer")
 
-    def logits(self, h: mx.array, caches: Sequence[Any]) -> mx.array:
-        """Return the logits [1, N, V] of hidden states [1, N, D] of the last layer: run norm, head and the like.
+    def _add_features(self, features: list[mx.array], index: int, result: Any) -> None:
+        if (weight := self.taps.get(index)) is not None:
+            rows = as_rows(result, self._info.shapes)
+            found = rows @ weight.T
+            if self.num_features > found.shape[-1]:  # for a norm over all tapped outputs
+                found = mx.concatenate([found, rows.square().mean(axis=-1, keepdims=True)], axis=-1)
+            features[0] = features[0] + found.astype(rows.dtype)
 
+    def behind(self, h: mx.array, caches: Sequence[Any], mode: str = _NormGate.RUN) -> mx.array:
+        """Run what stands behind the layers on hidden states [1, N, D] of the last one: norm, head and the like.
+
+        Returns:
+            The logits [1, N, V], or what the norm returned if the `mode` is to stop there: [1, N, D].
         `caches` are empty; the caller discards what an embedding leaves in them.
         """
-        self._gate.incoming, self._gate.is_past = h, True
+        self._gate.incoming, self._gate.is_past, self._norm_gate.mode = h, True, mode
         try:
             return self._model(mx.zeros(h.shape[:2], mx.int32), cache=caches)
+        except _Left as left:
+            return left.result
         finally:
-            self._gate.incoming, self._gate.is_past = None, False
+            self._gate.incoming, self._gate.is_past, self._norm_gate.mode = None, False, _NormGate.RUN
+
+    def embed(self, ids: mx.array, caches: Sequence[Any]) -> mx.array:
+        """Return what the first layer takes for ids [1, N]: [1, N, D]."""
+        self._gate.is_before = True
+        try:
+            self._model(ids, cache=caches)
+        except _Left as left:
+            return left.result
+        finally:
+            self._gate.is_before = False
+        raise AssertionError("the forward ended before the first layer")
+
+
+def _nothing(index: int, result: Any) -> None: ...
+
+
+def run_windows(places: Sequence[LaneWindow], run: Callable[[Sequence[Any]], mx.array]) -> mx.array:
+    """Run a function over one window each of several slots, on their caches or views of a lane; return its result."""
+    if len(places) > 1:
+        lane = Lane(places)
+        h = run(lane.views())
+        lane.settle()
+        return h
+    place = places[0]
+    place.caches.begin()
+    place.caches.reserve(place.num_rows, place.positions, has_drafts=place.has_drafts)
+    h = run(place.caches.listed)
+    place.caches.settle(place.base + place.num_rows)
+    return h
 
 
 def _modules(child: Any) -> list[nn.Module]:

@@ -7,7 +7,6 @@ Shapes: B slots, L window length, D hidden, V vocabulary of the model that it dr
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +15,10 @@ import mlx.core as mx
 
 from protos.brigade_pb2 import Cache
 from worker.compute.batching import LaneWindow
-from worker.compute.drafting import DraftRequest
+from worker.compute.drafting import DraftRequest, draft_in_turn, fit_vocabulary
 from worker.compute.grammar import Guide
-from worker.compute.sampling import CONTEXT
 from worker.compute.shard import Shard
-from worker.errors import CacheMismatch, SamplingError
+from worker.errors import CacheMismatch
 from worker.memory.history import History
 from worker.memory.slot_caches import Caches, close_all
 
@@ -90,12 +88,13 @@ class SmallModel:
         self._context = context
         self._vocab_size, self._mask_token = vocab_size, mask_token
 
-    @property
-    def nbytes(self) -> int:
-        return self._shard.nbytes
-
     def draft(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        able = [request for request in requests if request.num_known + request.count < self._context]
+        """Return drafts; read prompt chunks, and nothing else that asks for none: it is read before the next drafts."""
+        able = [
+            request
+            for request in requests
+            if (request.count or request.is_chunk) and request.num_known + request.count < self._context
+        ]
         texts = {id(request): self._text_of(request) for request in able}
         able = [request for request in able if self._catch_up(texts[id(request)], request)]
         if not able:
@@ -117,7 +116,7 @@ class SmallModel:
         slot, text = request.slot, request.slot.drafting
         if isinstance(text, ReadText):
             try:
-                text.cut_to(slot.history, request.length)
+                text.cut_to(slot.history, request.num_known - 1)
             except CacheMismatch:
                 text.close()
                 text = None
@@ -150,29 +149,20 @@ class SmallModel:
     def _draft_together(
         self, requests: Sequence[DraftRequest], texts: Sequence[ReadText], h: mx.array
     ) -> list[list[int]]:
-        """Draw the drafts one after another, each for all slots that want one more, from h [1, B, D]."""
+        """Draft from h [1, B, D], that of each slot's last known token."""
         for request, text in zip(requests, texts, strict=True):
             text.begin_drafts(request.count)
-        drafts: list[list[mx.array]] = [[] for _ in requests]
-        active = list(range(len(requests)))
-        for number in range(max(request.count for request in requests)):
-            logits = self._laid_out(self._shard.logits(h))
-            drawn = self._draw(
-                [requests[at] for at in active], [texts[at] for at in active], [drafts[at] for at in active], logits
-            )
-            mx.async_eval(drawn)
-            for at, token in zip(active, drawn.split(len(active)), strict=True):
-                drafts[at].append(token)
-            going_on = [row for row, at in enumerate(active) if requests[at].count > number + 1]
-            if not going_on:
-                break
-            active = [active[row] for row in going_on]
+
+        def logits(h: mx.array) -> mx.array:
+            return fit_vocabulary(self._shard.logits(h), self._vocab_size, self._mask_token)
+
+        def feed(number: int, active: Sequence[int], ids: mx.array, h: mx.array) -> mx.array:
             some = [texts[at] for at in active]
-            ids = (drawn if len(going_on) == drawn.size else drawn[mx.array(going_on)]).astype(mx.int32)[None]
-            h = self._run(some, [len(text.history) + number for text in some], [1] * len(some), ids)
-        joined = [mx.concatenate(tokens) for tokens in drafts]
-        mx.eval(joined, [array for text in texts for array in text.caches.state_arrays()])
-        found: list[list[int]] = [tokens.tolist() for tokens in joined]  # type: ignore[misc]
+            return self._run(some, [len(text.history) + number for text in some], [1] * len(some), ids)
+
+        drafts = draft_in_turn(requests, [text.guide for text in texts], h, logits, feed)
+        mx.eval(drafts, [array for text in texts for array in text.caches.state_arrays()])
+        found: list[list[int]] = [tokens.tolist() for tokens in drafts]  # type: ignore[misc]
         for text, tokens in zip(texts, found, strict=True):
             text.history.extend(tokens[:-1])
         return found
@@ -193,57 +183,3 @@ class SmallModel:
             text.caches.cut(base)
         places = [LaneWindow(text.caches, base, L) for text, base, L in zip(texts, bases, lengths, strict=True)]
         return self._shard(ids, places, ids)
-
-    def _draw(
-        self,
-        requests: Sequence[DraftRequest],
-        texts: Sequence[ReadText],
-        drafts: Sequence[Sequence[mx.array]],
-        logits: mx.array,
-    ) -> mx.array:
-        """Draw a token [B] for each slot from logits [B, V], as the slot's own sampler will at that place.
-
-        A token that cannot be drawn is 0.
-        """
-        drawn: dict[int, mx.array] = {}
-        alike: dict[bytes | None, list[int]] = defaultdict(list)
-        for at, request in enumerate(requests):
-            if request.slot.can_draw_ahead:
-                alike[request.slot.sampler.draw_kind].append(at)
-            else:
-                drawn[at] = self._draw_alone(request, texts[at], drafts[at], logits[at : at + 1])
-        for group in alike.values():
-            samplers = [requests[at].slot.sampler for at in group]
-            positions = [requests[at].num_known + len(drafts[at]) for at in group]
-            rows = logits if len(group) == len(requests) else logits[mx.array(group)]
-            tokens = samplers[0].draw(rows, [sampler.seed for sampler in samplers], positions).tokens
-            if len(group) == len(requests):
-                return tokens
-            drawn |= zip(group, tokens.split(len(group)), strict=True)
-        return mx.concatenate([drawn[at] for at in range(len(requests))])
-
-    def _draw_alone(
-        self, request: DraftRequest, text: ReadText, drafts: Sequence[mx.array], logits: mx.array
-    ) -> mx.array:
-        """Draw the next draft [1] of a slot whose draws depend on its tokens, from logits [1, V]."""
-        end = request.num_known + len(drafts)
-        begin = request.slot.guide.begins if request.slot.guide else request.num_known
-        begin = max(0, min(begin, end - CONTEXT))
-        tokens: list[int] = [*request.tokens_from(begin), *(draft.item() for draft in drafts)]  # type: ignore[list-item]
-        allowed = None
-        try:
-            if text.guide:
-                answer = tokens[text.guide.begins - begin :]
-                allowed = text.guide.allowed_next(answer)
-            return request.slot.sampler(logits, [end], tokens, [len(tokens)], allowed=allowed).tokens
-        except SamplingError:
-            return mx.array([0])
-
-    def _laid_out(self, logits: mx.array) -> mx.array:
-        """Return the logits over the vocabulary V, with minus infinity where the small model has no token."""
-        logits = logits[:, : self._vocab_size]
-        if missing := self._vocab_size - logits.shape[1]:
-            logits = mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf)
-        if self._mask_token is not None:
-            logits[:, self._mask_token] = -mx.inf
-        return logits

@@ -76,7 +76,7 @@ def build(checkpoint: Checkpoint, tensor: Callable[[str, TensorInfo], mx.array] 
         raise misfit(checkpoint, first_line(error)) from error
     if method == "awq":
         weights = unpack_awq(checkpoint, weights)
-    _quantise(model, checkpoint, weights)
+    quantise(model, checkpoint, weights)
     _bind(model, checkpoint, weights)
     return model.eval()
 
@@ -116,7 +116,7 @@ def _with_infinities(value: Any) -> Any:
     return [_with_infinities(item) for item in value] if isinstance(value, list) else value
 
 
-def _quantise(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -> None:
+def quantise(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -> None:
     """Turn those layers into quantised ones that the checkpoint holds in quantised form."""
     quantization = quantisation_of(checkpoint).parameters
     if quantization is None:

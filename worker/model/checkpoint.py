@@ -34,7 +34,8 @@ class Checkpoint:
     tensors: Mapping[str, TensorInfo]
     download: Download | None = None
     hub_hashes: Mapping[str, str] = field(default_factory=dict)  # the hub's own hashes of weight files, here or not
-    drafter: "Checkpoint | None" = None  # the small model that is to draft for it
+    drafter: "Checkpoint | None" = None  # that is to draft for it: a small model, or a draft head
+    embeds_last: bool = False  # its last shard holds the embedding too, for a draft head
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -135,6 +136,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.exists():
         raise ModelError(f"{folder} has no config.json; expected a model folder in Hugging Face layout")
     config = read_json(path, MOST_CONFIG_BYTES)
+    if isinstance(config, dict):
+        config.setdefault("model_type", config.get("speculators_model_type"))  # drafters of that library have no other
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{path} names no model_type; expected a model folder in Hugging Face layout")
     return config

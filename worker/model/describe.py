@@ -12,7 +12,9 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, DType
 from worker.errors import ModelError
 from worker.model.build import Absent, build, tensors_of_module
+from worker.model.cache_spec import Memory
 from worker.model.checkpoint import Checkpoint
+from worker.model.draft_heads import FEATURE_TENSORS, head_kind, head_layer, mlx_dtype_of, read_head
 from worker.model.families import mask_token_of
 from worker.model.model_spec import LayerSpec, ModelSpec
 from worker.model.module_tree import ModuleTree, is_text, layer_in_checkpoint, module_tree_of
@@ -39,9 +41,16 @@ FRONT, BACK = -1, -2  # places beside the numbers of layers: the embedding, and 
 class CheckpointLayout:
     """The description of a checkpoint's model and of the places of its tensors. Holds no array."""
 
-    info: ModelInfo
     spec: ModelSpec
     places: dict[str, int]  # by name, of the checkpoint's tensors that are part of the model
+    model_info: ModelInfo | None = None  # None for a draft head
+
+    @property
+    def info(self) -> ModelInfo:
+        """Raises ModelError for a draft head."""
+        if self.model_info is None:
+            raise ModelError(f"{self.spec.name} is a draft head, not a model; give it as --draft-model")
+        return self.model_info
 
 
 _LAYOUTS: WeakKeyDictionary[Checkpoint, CheckpointLayout] = WeakKeyDictionary()
@@ -66,15 +75,17 @@ def describe(checkpoint: Checkpoint) -> ModelSpec:
 def shard_tensors(checkpoint: Checkpoint, start: int, end: int) -> list[str]:
     """Return the names, as in the checkpoint, of all tensors that the shard [start, end) needs."""
     found = layout_of(checkpoint)
-    is_last = end == found.info.num_layers
+    is_last = end == found.spec.num_layers
     wanted = {*range(start, end)}
-    wanted |= {FRONT} if start == 0 or (is_last and found.info.tied) else set()
+    wanted |= {FRONT} if start == 0 or (is_last and (found.spec.tied or checkpoint.embeds_last)) else set()
     wanted |= {BACK} if is_last else set()
     return [name for name, place in found.places.items() if place in wanted]
 
 
 def _layout(checkpoint: Checkpoint) -> CheckpointLayout:
     config, unread = checkpoint.config, Absent()
+    if head_kind(checkpoint):
+        return _head_layout(checkpoint)
     model = build(checkpoint, unread)
     tree, parameters = module_tree_of(model), tensors_of_module(model)
     sizes: Counter[int] = Counter()
@@ -110,7 +121,34 @@ def _layout(checkpoint: Checkpoint) -> CheckpointLayout:
         int8_refusal=info.int8_refusal,
         rotating_refusal=info.rotating_refusal,
     )
-    return CheckpointLayout(info, spec, places)
+    return CheckpointLayout(spec, places, info)
+
+
+def _head_layout(checkpoint: Checkpoint) -> CheckpointLayout:
+    """Return the layout of a draft head: what tapping stages need of it is its front."""
+    head = read_head(checkpoint)
+    places = {name: FRONT if name.startswith(FEATURE_TENSORS) else BACK for name in checkpoint.tensors}
+    places |= {name: layer for name in places if (layer := head_layer(name)) is not None}
+    sizes: Counter[int] = Counter()
+    for name, place in places.items():
+        sizes[place] += checkpoint.tensors[name].nbytes
+    windows = head.windows or (None,) * head.num_layers
+    item = mlx_dtype_of(checkpoint).size
+    memories = [Memory(window, head.num_kv_heads, head.head_dim, head.head_dim, item) for window in windows]
+    spec = ModelSpec(
+        name=checkpoint.name,
+        family=head.kind,
+        layers=tuple(LayerSpec(sizes[layer], (memory,)) for layer, memory in enumerate(memories)),
+        embed_bytes=sizes[FRONT],
+        head_bytes=sizes[BACK],
+        tied=False,
+        hidden_size=head.target_hidden_size,
+        vocab_size=0,
+        context=_first_count(checkpoint.config, _CONTEXTS, _DEFAULT_CONTEXT),
+        dtype=_ENUMS[mlx_dtype_of(checkpoint)],
+        head=head,
+    )
+    return CheckpointLayout(spec, places)
 
 
 def _places(checkpoint: Checkpoint, tree: ModuleTree, unchanged: dict[str, int]) -> Iterator[tuple[str, int]]:

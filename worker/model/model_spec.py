@@ -1,15 +1,62 @@
 """A model as a plan needs it: bytes per layer, cache growth, sizes. Plain numbers from describe.py."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, Cache, DType
-from worker.model.cache_spec import CacheSpec, Memory, cache_spec
+from worker.model.cache_spec import ROW_BLOCK, CacheSpec, Memory, cache_spec
 
 MOST_DRAFTS = 63  # after one window: with the last token a window of 64 rows
+MOST_PENDING = 512  # rows of windows without drafts that wait until a draft head reads them together
 DTYPE_BYTES = {DTYPE_FLOAT32: 4, DTYPE_FLOAT16: 2, DTYPE_BFLOAT16: 2}
+
+
+class HeadKind(StrEnum):
+    """What a draft head computes."""
+
+    MTP = "mtp"  # layers like the model's own, on its last hidden state and the next token's embedding
+    DFLASH = "dflash"  # a block of drafts in one pass, on features of several layers (z-lab)
+    EAGLE3 = "eagle3"  # one layer, on features of several layers (arXiv 2503.01840)
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """A draft head, as plan and drafter need it."""
+
+    kind: HeadKind
+    config: Mapping[str, Any]  # the flat part of its config.json
+    num_layers: int
+    hidden_size: int  # its own
+    target_hidden_size: int
+    num_kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...] = ()  # rows that each of its layers looks back; None: all
+    num_taps: int = 0  # layers of the model whose outputs it reads; 0: it reads what the final norm returns
+    own_taps: tuple[int, ...] = ()  # those layers, if its configuration names them
+    norms_features: bool = False  # EAGLE-3: an RMSNorm over all tapped outputs stands before `fc`
+    embeds: bool = False  # has an embedding of its own
+    block_size: int | None = None  # DFlash: the most rows of a block, one of which is the last known token
+    mask_token: int | None = None  # DFlash
+
+    @property
+    def num_features(self) -> int:
+        """Numbers that a row between stages carries for it: the sum over taps and, for the norm, one of squares."""
+        return self.hidden_size + self.norms_features if self.num_taps else 0
+
+    def taps(self, num_layers: int) -> tuple[int, ...]:
+        """Return the tapped layers of a model of so many; by default EAGLE-3's: an early, a middle and a late one."""
+        if self.own_taps or not self.num_taps:
+            return self.own_taps
+        return (1, num_layers // 2 - 1, num_layers - 4)
+
+    @property
+    def most_drafts(self) -> int | None:
+        """The most drafts after one window; None for any number."""
+        return self.block_size - 1 if self.block_size else None
 
 
 @dataclass(frozen=True)
@@ -44,12 +91,34 @@ class ModelSpec:
     int8_refusal: str = ""  # why caches cannot be kept in 8 bits
     rotating_refusal: str = ""  # why caches cannot drop tokens
     cache: Cache = field(default_factory=Cache)  # the kind that sessions will have
-    drafter: "ModelSpec | None" = None  # a small model that drafts on the last stage
+    drafter: "ModelSpec | None" = None  # that drafts on the last stage: a small model, or a draft head
+    head: DraftHead | None = None  # if this is a draft head itself
+
+    @property
+    def draft_head(self) -> DraftHead | None:
+        """The drafter, if it is a draft head."""
+        return self.drafter.head if self.drafter else None
+
+    @property
+    def num_features(self) -> int:
+        """Numbers that a row between two stages carries beside the hidden state, for a draft head."""
+        return self.draft_head.num_features if self.draft_head else 0
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row of hidden states between two stages."""
-        return self.hidden_size * DTYPE_BYTES[self.dtype]
+        """Bytes of one row between two stages."""
+        return (self.hidden_size + self.num_features) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def embeds_last(self) -> bool:
+        """Whether the last stage holds the embedding too."""
+        return self.tied or self.serves_head
+
+    @property
+    def serves_head(self) -> bool:
+        """Whether the drafter is a draft head that uses the model's embedding, and mostly its head."""
+        head = self.draft_head
+        return head is not None and not (head.kind is HeadKind.EAGLE3 and head.embeds)
 
     @property
     def num_layers(self) -> int:
@@ -64,10 +133,15 @@ class ModelSpec:
         """Return the bytes of layers [start, end), with the embedding and the head where they belong."""
         is_last = end == self.num_layers
         total = self._weight_bytes_up_to[end] - self._weight_bytes_up_to[start]
-        total += self.embed_bytes if start == 0 or (is_last and self.tied) else 0
-        if is_last and self.drafter:
-            total += self.drafter.shard_bytes(0, self.drafter.num_layers)
+        total += self.embed_bytes if start == 0 or (is_last and self.embeds_last) else 0
+        if self.drafter and self.has_drafting(start, end):
+            total += self.drafter.shard_bytes(0, self.drafter.num_layers if is_last else 0)
         return total + (self.head_bytes if is_last else 0)
+
+    def has_drafting(self, start: int, end: int) -> bool:
+        """Return whether the shard [start, end) needs a part of the drafter: all of it, or what reads its layers."""
+        taps = self.draft_head.taps(self.num_layers) if self.draft_head else ()
+        return self.drafter is not None and (end == self.num_layers or any(start <= tap < end for tap in taps))
 
     @cached_property
     def _weight_bytes_up_to(self) -> list[int]:
@@ -78,6 +152,9 @@ class ModelSpec:
         drafting = 0
         if end == self.num_layers and (drafter := self.drafter):
             drafting = drafter.reserved_bytes(0, drafter.num_layers, num_rows + MOST_DRAFTS)
+            if head := drafter.head:
+                row_bytes = (head.num_features or head.hidden_size) * DTYPE_BYTES[self.dtype]
+                drafting += (MOST_PENDING + ROW_BLOCK) * row_bytes
         return drafting + sum(
             cache_spec(memory, self.cache).nbytes(memory, num_rows)
             for layer in self.layers[start:end]

@@ -60,6 +60,14 @@ def module_tree_of(model: Any) -> ModuleTree:
     return ModuleTree(path, layers, front, tuple((path, place) for path, place, has_one in parts if not has_one))
 
 
+def final_norm(tree: ModuleTree) -> nn.Module:
+    """Return the norm behind the layers. Raises ModelError if that is not exactly one module."""
+    found = [parent[key] for _, (parent, key) in tree.back if "norm" in key or key == "ln_f"]
+    if len(found) != 1 or not isinstance(found[0], nn.Module):
+        raise ModelError("has no single norm behind its layers, so nothing can draft from its hidden states")
+    return found[0]
+
+
 def layer_in_checkpoint(name: str) -> int | None:
     """Return the layer of a checkpoint's tensor, by its name there; None outside of the layers."""
     match = _LAYER.search(name)

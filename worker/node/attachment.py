@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from protos.brigade_pb2 import AttachRequest, Draining, Report
-from worker.compute.drafting import Drafter
 from worker.compute.executor import Executor
 from worker.compute.shard import Shard
 from worker.config import MOST_ADDRESSES
+from worker.drafters.kinds import DrafterPart, prepare_drafting
 from worker.errors import FrameError
 from worker.node.framing import seal
 from worker.node.hop import Link
@@ -32,9 +32,13 @@ class Attachment:
         self._opening: Stage | None = None
         self._draining = asyncio.Event()
 
-    async def open(self, shard: Shard, drafter: Drafter | None, thread: MlxThread, network: Network, name: str) -> None:
+    async def open(
+        self, shard: Shard, part: DrafterPart | None, context: int, thread: MlxThread, network: Network, name: str
+    ) -> None:
         """Open the hop to the next stage, then start the stage; `name` is this node's.
 
+        Args:
+            part: what drafts here or reads layers for that, and `context` the tokens that a small model can read.
         Raises:
             BrigadeError: the refusal of the next stage.
         """
@@ -43,8 +47,12 @@ class Attachment:
         if request.successor:
             addresses = [request.successor, *request.successor_fallbacks]
             address = await dial(network, request.successor_name, addresses)
+        drafter = await thread.run(partial(prepare_drafting, shard, part, request.num_features, context))
         executor = Executor(
-            *(shard, request.stage, request.loaded.dtype, name), checks_finite=request.check_finite, drafter=drafter
+            *(shard, request.stage, request.loaded.dtype, name),
+            checks_finite=request.check_finite,
+            drafter=drafter,
+            drafter_bytes=part.nbytes if part else 0,
         )
         self._opening = Stage(executor, request.epoch, network.wire)
         link = partial(Link, network, request.successor_name, address, request.epoch, request.stage, name)

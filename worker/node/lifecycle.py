@@ -20,7 +20,7 @@ import mlx.core as mx
 from protos.brigade_pb2 import AttachRequest, Coordinator, Grammar, LoadProgress, LoadRequest, Report, StatusReply
 from worker.compute.header import check_grammar
 from worker.compute.shard import Shard
-from worker.drafters.small_model import SmallModel
+from worker.drafters.kinds import DrafterPart
 from worker.errors import FrameError, ModelError, NodeBusy, StageLost
 from worker.model.checkpoint import Checkpoint
 from worker.model.contents import check_contents
@@ -73,7 +73,7 @@ class HeldModel:
 
     request: LoadRequest  # reduced by `_shard_of`
     stamp: Stamp
-    shard: Shard | None
+    shard: DrafterPart | None
     read: dict[str, mx.array]
     lease: Lease  # of its files
     context: int = 0  # tokens that the model can read
@@ -104,7 +104,7 @@ class Worker:
         self.state = WorkerState.EMPTY
         self.attachment: Attachment | None = None  # while ATTACHED, and perhaps while DRAINING
         self._held: HeldModel | None = None
-        self._drafter: HeldModel | None = None  # a whole small model, beside the last layers
+        self._drafter: HeldModel | None = None  # beside its layers, what drafts or reads them for a draft head
         self._reservation: Reservation | None = None
         self._used_at = 0.0  # the last time, on the event loop's clock
         self._changed = asyncio.Event()  # replaced at each change
@@ -115,7 +115,9 @@ class Worker:
 
     @property
     def shard(self) -> Shard | None:
-        return self._held.shard if self._held else None
+        held = self._held.shard if self._held else None
+        assert held is None or isinstance(held, Shard)
+        return held
 
     @property
     def _all_held(self) -> list[HeldModel]:
@@ -263,8 +265,8 @@ class Worker:
         try:
             # no names for the shard and its drafter: an error that passes through here would keep them
             await attachment.open(
-                self._require_loaded(self._held, request.loaded),
-                self._drafter_of(request),
+                self._require_shard(request.loaded),
+                *self._drafter_of(request),
                 self._thread,
                 network,
                 self.name,
@@ -355,12 +357,15 @@ class Worker:
                 async with asyncio.timeout(left_s):
                     await self._changed.wait()
 
-    def _require_shard(self) -> Shard:
+    def _require_shard(self, expected: LoadRequest | None = None) -> Shard:
+        """Return the shard, which is the expected one. Raises as `_require_loaded`."""
+        if expected:
+            self._require_loaded(self._held, expected)
         if self.shard is None:
             raise ModelError("holds no shard; load first")
         return self.shard
 
-    def _require_loaded(self, held: HeldModel | None, expected: LoadRequest) -> Shard:
+    def _require_loaded(self, held: HeldModel | None, expected: LoadRequest) -> DrafterPart:
         """Return what is held if it is the expected shard.
 
         Raises:
@@ -419,14 +424,16 @@ class Worker:
         took_s = time.monotonic() - began
         self._log.info("loaded %s: %.1f MiB in %.1f s", _name_of(request), shard.nbytes / 2**20, took_s)
 
-    def _drafter_of(self, request: AttachRequest) -> SmallModel | None:
-        """Return the drafter that this place has, or free a held one if it has none. Raises as `_require_loaded`."""
+    def _drafter_of(self, request: AttachRequest) -> tuple[DrafterPart | None, int]:
+        """Return what of the drafter this place has, with the tokens that it can read; free a held one if it has none.
+
+        Raises:
+            ModelError, StageLost: as `_require_loaded`.
+        """
         if not request.HasField("drafter"):
             self._release_drafter()
-            return None
-        model, shard = self._require_loaded(self._drafter, request.drafter), self._require_shard()
-        context = self._drafter.context if self._drafter else 0
-        return SmallModel(model, context, shard.info.vocab_size, shard.mask_token)
+            return None, 0
+        return self._require_loaded(self._drafter, request.drafter), self._drafter.context if self._drafter else 0
 
     def _release_drafter(self) -> None:
         if self._drafter:
@@ -440,7 +447,7 @@ class Worker:
 
     async def _read(
         self, checkpoint: Checkpoint, request: LoadRequest, tensors: dict[str, mx.array], report: ReportProgress
-    ) -> Shard:
+    ) -> DrafterPart:
         """Return the shard. After a cancellation, wait until the loading threads have stopped.
 
         Args:

@@ -14,7 +14,7 @@ from typing import BinaryIO
 import mlx.core as mx
 
 from protos.brigade_pb2 import LoadProgress
-from worker.compute.shard import Shard
+from worker.drafters.kinds import DrafterPart, build_part
 from worker.errors import ModelError
 from worker.model.checkpoint import DEMO, Checkpoint, open_folder
 from worker.model.describe import shard_tensors
@@ -68,8 +68,10 @@ async def load_shard(
     given_up: threading.Event | None = None,
     held: dict[str, mx.array] | None = None,
     memory_bytes: int = 0,
-) -> Shard:
+) -> DrafterPart:
     """Download missing files, then build and materialise layers [start, end) on the MLX thread.
+
+    Of a draft head the end is the number of its layers, or 0 for the part that reads tapped layers.
 
     Args:
         progress: is called on the event loop.
@@ -127,9 +129,9 @@ class _Load:
             self._go_on()
             self._checkpoint.fetch([name for name in self._names if tensors[name].file == file], advance)
 
-    def build(self, start: int, end: int, held: dict[str, mx.array] | None, memory_bytes: int) -> Shard:
+    def build(self, start: int, end: int, held: dict[str, mx.array] | None, memory_bytes: int) -> DrafterPart:
         self._go_on()
-        shard = Shard(self._checkpoint, start, end, held)
+        shard = build_part(self._checkpoint, start, end, held)
         total = sum(self._checkpoint.tensors[name].nbytes for name in self._names)
         keep_within(memory_bytes, total)
         sizes = [array.nbytes for array in shard.tensors.values()]

@@ -15,6 +15,7 @@ from worker.errors import ModelError, ModelLacking
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.contents import check_contents, check_files
 from worker.model.describe import describe, shard_tensors
+from worker.model.draft_heads import own_head
 from worker.model.headers import TensorInfo, unpack_headers
 from worker.model.repository import is_repository
 from worker.node.loading import is_on_hub, open_checkpoint
@@ -70,14 +71,21 @@ class ModelSources:
             ModelError: there is none.
         """
         known = unpack_headers(request.contents.headers)
-        own = replace(self, own=self.own_drafter) if request.is_drafter else self
+
+        def prepare(found: Checkpoint) -> Checkpoint:
+            if request.is_drafter and found.fingerprint.tensors != request.fingerprint.tensors:
+                found = own_head(found) or found
+            return replace(found, embeds_last=True) if request.embeds_last else found
+
+        own = replace(self, own=self.own_drafter) if request.is_drafter and self.own_drafter else self
         try:
-            return own.open_own(request.model, known, check)
+            return own.open_own(request.model, known, check, prepare)
         except ModelError as error:
             if self.cache is None:
                 raise
             try:
                 received = self.cache.open(request.model, request.fingerprint, known, request.digests)
+                received = prepare(received)
                 check(received)
             except ModelError:
                 raise ModelLacking(error.message) from error
@@ -96,19 +104,26 @@ class ModelSources:
         except ModelError as error:
             raise ModelLacking(error.message) from error
 
-    def open_own(self, wanted: str, known: Headers, check: Check) -> Checkpoint:
+    def open_own(
+        self,
+        wanted: str,
+        known: Headers,
+        check: Check,
+        prepare: Callable[[Checkpoint], Checkpoint] = lambda found: found,
+    ) -> Checkpoint:
         """Return the first of this node's own models that may be the wanted one and passes the check.
 
         Args:
             wanted: the coordinator's name for the model.
             known: the headers of the coordinator's copy: with them a folder may lack files.
+            prepare: returns what is meant of a model that was found.
         Raises:
             ModelError: there is no candidate, or the refusal of the first one.
         """
         refusals = []
         for opening in self.candidates(wanted, known):
             try:
-                checkpoint = opening()
+                checkpoint = prepare(opening())
                 check(checkpoint)
                 return checkpoint
             except ModelError as error:
@@ -195,7 +210,8 @@ def check_layers(request: LoadRequest, checkpoint: Checkpoint) -> None:
     spec = describe(checkpoint)
     layers = f"[{request.start}, {request.end}) of {request.num_layers} layers"
     if request.is_drafter:
-        is_possible = (request.start, request.end) == (0, spec.num_layers)
+        ends = (0, spec.num_layers) if spec.head and spec.head.num_taps else (spec.num_layers,)
+        is_possible = request.start == 0 and request.end in ends
     else:
         is_possible = 0 < request.start < request.end <= spec.num_layers
     if request.num_layers != spec.num_layers or not is_possible:

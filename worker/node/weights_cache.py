@@ -28,6 +28,7 @@ from protos.brigade_pb2 import Fingerprint
 from worker.errors import ModelError
 from worker.model.checkpoint import MOST_CONFIG_BYTES, MOST_TOKENIZER_BYTES, Checkpoint, is_tokenizer_file, read_config
 from worker.model.describe import BACK, FRONT, layout_of, shard_tensors
+from worker.model.draft_heads import head_kind
 from worker.model.headers import ITEM_BITS, TensorInfo, read_tensors
 from worker.platform.installation import cache_folder
 from worker.platform.text import format_bytes, printable
@@ -89,7 +90,7 @@ class Piece:
 def pieces_of(checkpoint: Checkpoint, start: int, end: int) -> list[Piece]:
     """Return the pieces of the shard [start, end), in order of place; none for an empty range."""
     tensors: dict[int, dict[str, TensorInfo]] = defaultdict(dict)
-    for name in shard_tensors(checkpoint, start, end) if start < end else ():
+    for name in shard_tensors(checkpoint, start, end) if start < end or head_kind(checkpoint) else ():
         tensors[layout_of(checkpoint).places[name]][name] = checkpoint.tensors[name]
     return [Piece(place, found) for place, found in sorted(tensors.items())]
 

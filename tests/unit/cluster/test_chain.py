@@ -141,9 +141,9 @@ async def chain_over(peers: Sequence[DriftingPeer]) -> AsyncIterator[Chain]:
         coordinator=None,
         check_finite=False,
         load_request=lambda stage: None,
-        drafter_request=lambda: None,
+        drafter_request=lambda stage: None,
     )
-    own: Any = SimpleNamespace(shard=object(), drafter=None, thread=SameThread())
+    own: Any = SimpleNamespace(shard=SimpleNamespace(tap=lambda *_: None), part=None, thread=SameThread())
     async with Chain(own, deployment) as found:
         yield found
 

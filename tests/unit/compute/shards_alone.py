@@ -183,13 +183,13 @@ def test_a_shard_never_computes_with_a_tensor_that_it_did_not_read(
 def test_norm_and_head_find_empty_caches_at_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An embedding that remembers token ids runs before them, and each step's ids would wait for those before."""
     seen: list[list[mx.array]] = []
-    logits = CutModel.logits
+    behind = CutModel.behind
 
-    def watched(self: CutModel, h: mx.array, caches: Any) -> mx.array:
+    def watched(self: CutModel, h: mx.array, caches: Any, mode: str) -> mx.array:
         seen.append([array for listed in caches for cache in members(listed) for array in cache.arrays()])
-        return logits(self, h, caches)
+        return behind(self, h, caches, mode)
 
-    monkeypatch.setattr(CutModel, "logits", watched)
+    monkeypatch.setattr(CutModel, "behind", watched)
     shard = Shard(open_folder(make_type(tmp_path, "longcat_flash_ngram")), 0, 6)
     for _ in range(2):
         shard.logits(mx.zeros((1, 1, shard.info.hidden_size)))

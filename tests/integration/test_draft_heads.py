@@ -1,0 +1,209 @@
+"""Draft heads over the chain: the tokens of `ar`, and the same drafts wherever the model is cut."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from coordinator.cluster.chain import Chain
+from coordinator.cluster.open import check_drafter
+from coordinator.decoding.decode_options import Decode
+from coordinator.engine.engine import Engine, generate_once
+from coordinator.sessions.output import Answer
+from coordinator.sessions.request import Request
+from protos.brigade_pb2 import Sampling
+from tests.integration.conftest import CHUNK, Models, opened, opened_folder, running, serving
+from tests.integration.many import request, together, tokens_of
+from tests.integration.many import two_lanes as two_lanes
+from tests.integration.test_epochs import loaded
+from tests.integration.windows import BIASED, SAMPLINGS, assert_same_samples
+from tests.tiny import VOCAB
+from worker.drafters.dflash import DFlashModule
+from worker.drafters.next_token import EagleModule, MtpModule
+from worker.errors import InputError, ModelError, StageLost
+from worker.model.model_spec import DraftHead, HeadKind
+from worker.node.model_sources import ModelSources
+from worker.node.weights_cache import WeightsCache
+
+D, K, NUM_LAYERS = 64, 16, 4
+_SIZES: dict[str, Any] = {
+    "hidden_size": D, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": K,
+    "rms_norm_eps": 1e-6, "vocab_size": VOCAB, "rope_theta": 10000.0, "max_position_embeddings": 512,
+    "attention_bias": False, "num_hidden_layers": 1,
+}  # fmt: skip
+_DRAFT_VOCAB = 50
+
+
+def make_head(folder: Path, name: str, seed: int = 0) -> Path:
+    """Write a random draft head for the tiny models, in its published layout."""
+    mx.random.seed(seed)
+    extra: dict[str, mx.array] = {}
+    if name == "mtp":
+        rope = {"rope_theta": 10000.0, "type": "default", "partial_rotary_factor": 0.5}
+        config: dict[str, Any] = {"model_type": "qwen3_5_mtp", "text_config": _SIZES | {"rope_parameters": rope}}
+        module: Any = MtpModule(_head(HeadKind.MTP, config["text_config"] | {"model_type": "qwen3_5_mtp"}))
+    elif name == "dflash":
+        taps = {"target_layer_ids": [0, 1, 3], "mask_token_id": 3}
+        config = _SIZES | {"model_type": "qwen3", "architectures": ["DFlashDraftModel"], "dflash_config": taps}
+        config |= {"block_size": 8, "num_hidden_layers": 2}
+        module = DFlashModule(_head(HeadKind.DFLASH, config | taps, num_layers=2, num_taps=3, windows=(None, None)))
+    else:
+        norms = name == "eagle3_norm"
+        config = _SIZES | {"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"], "norm_before_fc": norms}
+        config |= {"draft_vocab_size": _DRAFT_VOCAB, "eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
+        module = EagleModule(_head(HeadKind.EAGLE3, config, num_taps=3, norms_features=norms))
+        extra["d2t"] = mx.arange(VOCAB - _DRAFT_VOCAB, VOCAB) - mx.arange(_DRAFT_VOCAB)
+    weights = {
+        key: 1 + 0.1 * mx.random.normal(array.shape) if array.ndim == 1 else mx.random.normal(array.shape) * 0.15
+        for key, array in tree_flatten(module.parameters())
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights | extra)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _head(kind: HeadKind, config: dict[str, Any], num_layers: int = 1, **more: Any) -> DraftHead:
+    return DraftHead(kind, config, num_layers, D, D, 2, K, **more)
+
+
+HEADS = ("mtp", "dflash", "eagle3", "eagle3_norm")
+
+
+def target(models: Models, name: str) -> Path:
+    return models("qwen3_5").folder if name == "mtp" else models("qwen3", sharpen=4.0).folder
+
+
+async def answer(chain: Chain, decode: Decode, sampling: Sampling, num_tokens: int = 24) -> Answer:
+    return await generate_once(chain, Request(tokens_of(CHUNK + 3), num_tokens, sampling, decode), chunk=CHUNK)
+
+
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    [
+        *((name, ((4,), (1, 2, 1))) for name in HEADS),
+        *(pytest.param(name, ((1, 3), (1, 1, 1, 1), (3, 1)), marks=pytest.mark.matrix) for name in HEADS),
+    ],
+)
+async def test_a_head_changes_no_token_and_drafts_alike_on_every_split(
+    models: Models, name: str, splits: tuple[tuple[int, ...], ...], tmp_path: Path
+) -> None:
+    folder, head = target(models, name), make_head(tmp_path / name, name)
+    found: dict[Any, list[tuple[int, ...]]] = {}
+    for layers in splits:
+        async with running(folder, layers, drafter=head) as chain:
+            for sampled in ("greedy", "biased", "penalties"):
+                sampling = SAMPLINGS[sampled]
+                expected = await answer(chain, Decode("ar"), sampling)
+                for count in (1, 7):
+                    each = await answer(chain, Decode("draft", num_drafts=count), sampling)
+                    assert_same_samples(each, expected, f"{layers} {sampled} {count}")
+                    held = each.usage.num_steps, each.usage.drafts_held
+                    assert found.setdefault((sampled, count), held) == held, layers
+
+
+@pytest.mark.usefixtures("two_lanes")
+@pytest.mark.parametrize("name", HEADS)
+async def test_sessions_with_and_without_drafts_share_a_lane(models: Models, name: str, tmp_path: Path) -> None:
+    folder, head, bias = target(models, name), make_head(tmp_path / name, name), dict(BIASED.logit_bias)
+    requests = [
+        request(tokens_of(11, 1), 20),
+        request(tokens_of(6, 4) * 5, 30, Decode("draft", num_drafts=3), logit_bias=bias),
+        request(tokens_of(25, 7), 20, Decode("draft", num_drafts=7), seed=3, temperature=1.0, repetition_penalty=1.2),
+        request(tokens_of(19, 6), 20, Decode("draft", num_drafts=1), seed=2, temperature=0.7, logprobs=3),
+        request(tokens_of(40, 6), 30, Decode("draft")),
+    ]
+    async with running(folder, (1, 2, 1), drafter=head) as chain:
+        alone = [await answer_of(chain, each) for each in requests]
+        found = await together(chain, requests)
+        assert [each.tokens for each in found] == [each.tokens for each in alone]
+        async with Engine(chain) as engine:  # the second turn forks the first one's slot
+            first = await engine.answer(requests[1])
+            turn = request((*requests[1].prompt, *first.tokens, 5), 20, Decode("draft", num_drafts=3), logit_bias=bias)
+            again = await engine.answer(turn)
+            held, promised = (await chain.statuses())[2].cache_bytes, engine.scheduler.slots.promised[2]
+            assert 0 < held <= promised
+        assert again.tokens == (await answer_of(chain, turn)).tokens
+
+
+async def answer_of(chain: Chain, each: Request) -> Answer:
+    return await generate_once(chain, Request(each.prompt, each.max_tokens, each.sampling, Decode("ar")), chunk=CHUNK)
+
+
+@pytest.mark.parametrize("name", ["dflash", "mtp"])
+async def test_a_head_is_sent_to_workers_and_its_parts_take_what_the_plan_says(
+    models: Models, name: str, tmp_path: Path
+) -> None:
+    folder, head = target(models, name), make_head(tmp_path / name, name)
+    store = WeightsCache(tmp_path / "received")
+    async with serving(2, ModelSources(str(folder)), store_of=lambda _: store) as nodes:
+        async with opened(folder, (1, 2, 1), nodes, drafter=head) as chain:
+            expected = await answer(chain, Decode("ar"), Sampling())
+            assert (await answer(chain, Decode("draft", num_drafts=3), Sampling())).tokens == expected.tokens
+            held = [status.weight_bytes for status in await chain.statuses()]
+            assert held[1:] == [each.weight_bytes for each in chain.plan.assignments][1:]
+        async with opened(folder, (1, 2, 1), nodes) as chain:
+            assert (await answer(chain, Decode("ar"), Sampling())).tokens == expected.tokens
+
+
+async def test_a_lost_chain_goes_on_with_a_head(models: Models, tmp_path: Path) -> None:
+    folder, head = target(models, "eagle3"), make_head(tmp_path / "eagle3", "eagle3")
+    each = request(tokens_of(30), 40, Decode("draft", num_drafts=3), logit_bias=dict(BIASED.logit_bias))
+    async with running(folder, (2, 2)) as chain:
+        expected = await answer_of(chain, each)
+    async with loaded(folder, (2, 2), head) as cluster, Engine(await cluster.open(), when_lost=cluster.open) as engine:
+        found, first = Answer(), engine.chain
+        async for output in engine.generate(each):
+            found.add(output)
+            if engine.chain is first and len(found.tokens) >= 15:
+                first.end(StageLost("is gone"))
+    assert found.tokens == expected.tokens and found.usage.num_recoveries == 1
+
+
+async def test_a_model_that_holds_its_own_head_drafts_by_default(models: Models, tmp_path: Path) -> None:
+    """As in an original Qwen3.5 checkpoint: `mtp.*` beside the model, norms less one."""
+    folder, head = target(models, "mtp"), make_head(tmp_path / "mtp", "mtp")
+    both = tmp_path / "both"
+    both.mkdir()
+    for path in folder.iterdir():
+        (both / path.name).write_bytes(path.read_bytes())
+    own: Any = mx.load(str(head / "model.safetensors"))
+    own = {f"mtp.{key}": array - 1 if array.ndim == 1 else array for key, array in own.items()}
+    trunk: Any = mx.load(str(folder / "model.safetensors"))
+    for key, array in trunk.items():  # as published: convolutions as torch has them, norms less one
+        if key.endswith("conv1d.weight"):
+            trunk[key] = array.moveaxis(2, 1)
+        elif array.ndim == 1 and key.endswith(("layernorm.weight", "model.norm.weight", "_norm.weight")):
+            trunk[key] = array - 1
+    mx.save_safetensors(str(both / "model.safetensors"), {**trunk, **own})
+    sampling = SAMPLINGS["biased"]
+    steps = []
+    for model, drafter in ((folder, head), (both, None)):
+        async with running(model, (1, 3), drafter=drafter) as chain:
+            expected = await answer(chain, Decode("ar"), sampling)
+            found = await answer(chain, Decode("draft", num_drafts=3), sampling)
+            assert found.tokens == expected.tokens
+            steps.append((found.tokens, found.usage.num_steps))
+    assert steps[0] == steps[1]
+
+
+def test_a_head_of_another_size_is_refused_by_its_numbers(models: Models, tmp_path: Path) -> None:
+    head = make_head(tmp_path / "dflash", "dflash")
+    config = json.loads((head / "config.json").read_text())
+
+    def check(**changes: Any) -> None:
+        (head / "config.json").write_text(json.dumps(config | changes))
+        check_drafter(*opened_folder(target(models, "dflash"), head))
+
+    check()
+    with pytest.raises(InputError, match="reads hidden states of 32 numbers, the model has 64"):
+        check(target_hidden_size=32)
+    with pytest.raises(InputError, match=r"reads layers \[0, 1, 4\], the model has layers 0 to 3"):
+        check(dflash_config={"target_layer_ids": [0, 1, 4], "mask_token_id": 3})
+    with pytest.raises(ModelError, match="expected ascending layers"):
+        check(dflash_config={"target_layer_ids": [3, 1], "mask_token_id": 3})
+    with pytest.raises(ModelError, match="draft_window_size is not supported"):
+        check(draft_window_size=100)

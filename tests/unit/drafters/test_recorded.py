@@ -1,0 +1,97 @@
+"""Draft heads give the logits that mlx-vlm's gave for the same weights and inputs (tools/record_drafters.py)."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from protos.brigade_pb2 import Cache, Sampling
+from worker.compute.drafting import DraftRequest
+from worker.compute.slot import Slot
+from worker.drafters.kinds import build_part, make_drafter
+from worker.memory.history import History
+from worker.memory.slot_caches import Caches
+from worker.model.checkpoint import open_folder
+from worker.model.describe import describe
+from worker.model.draft_heads import own_head
+
+FOLDER = Path(__file__).parents[2] / "fixtures" / "drafters"
+NUM_LAYERS = 8
+
+
+class RecordedModel:
+    """Stands for the last shard of the model: its embedding and head; its hidden states are those recorded."""
+
+    def __init__(self, arrays: dict[str, mx.array], scale: float, hidden_size: int) -> None:
+        self._table = arrays["target.embed_tokens.weight"]
+        self._head = arrays.get("target.lm_head.weight", self._table)
+        self._scale = scale
+        self.info = SimpleNamespace(num_layers=NUM_LAYERS, hidden_size=hidden_size, vocab_size=self._table.shape[0])
+        self.mask_token = None
+        self.start, self.end = 0, NUM_LAYERS
+        self.logits: list[mx.array] = []  # of every row that went through the head
+
+    def embed(self, ids: mx.array) -> mx.array:
+        return self._table[ids] * self._scale
+
+    def normed(self, rows: mx.array) -> mx.array:
+        return rows
+
+    def head(self, h: mx.array) -> mx.array:
+        return h[0] @ self._head.T
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.iterdir() if path.is_dir()))
+def test_drafts_are_those_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = open_folder(FOLDER / name)
+    head = describe(checkpoint).head
+    assert head
+    recorded = json.loads((FOLDER / name / "drafts.json").read_text())
+    arrays: Any = mx.load(str(FOLDER / name / "drafts.safetensors"))
+    part = build_part(checkpoint, 0, head.num_layers, None)
+    model: Any = RecordedModel(arrays, recorded["embed_scale"], head.target_hidden_size)
+    seen: list[mx.array] = []
+
+    def note(logits: mx.array, *_: Any) -> mx.array:
+        seen.append(logits)
+        return logits
+
+    for room in ("next_token", "dflash"):
+        monkeypatch.setattr(f"worker.drafters.{room}.fit_vocabulary", note)
+    for count in (1, 3, 7):
+        drafter: Any = make_drafter(part, model, 512)
+        slot = Slot(Caches((), (), Cache()), History(), Sampling())
+        for step, each in enumerate(recorded["steps"]):
+            rows = rows_of(arrays[f"features.{step}"], part, model)
+            request = DraftRequest(slot, each["base"], each["tokens"], count, False, rows, 0, rows.shape[1])
+            seen.clear()
+            drafts = drafter.draft([request])
+            assert drafts == [each["drafts"][str(count)]]
+            wanted = arrays.get(f"logits.{step}.{count}", arrays[f"logits.{step}.7"][:count])
+            found = mx.concatenate(seen)
+            if found.shape != wanted.shape:  # a draft vocabulary
+                found = found[:, drafter._ids]
+            assert mx.abs(found - wanted).max().item() < 2e-4
+
+
+def rows_of(features: mx.array, part: Any, model: Any) -> mx.array:
+    """Return rows [1, N, W] as they reach the last stage, of what mlx-vlm's drafter was given [N, taps * D]."""
+    if not part.spec.num_taps:
+        return features[None]
+    taps = part.taps(model)
+    outputs = features.split(len(taps), axis=1)
+    total = sum(output @ weight.T for output, weight in zip(outputs, taps.values(), strict=True))
+    if part.spec.norms_features:
+        squares = sum(output.square().mean(axis=1, keepdims=True) for output in outputs)
+        total = mx.concatenate([total, squares], axis=1)
+    return mx.concatenate([mx.zeros((len(features), part.spec.target_hidden_size)), total], axis=1)[None]
+
+
+def test_a_model_that_has_prediction_layers_has_a_head_of_its_own() -> None:
+    checkpoint = open_folder(FOLDER / "mtp_qwen3_5")
+    found = own_head(checkpoint)
+    assert found and found.fingerprint == checkpoint.fingerprint  # this folder holds nothing else
+    assert own_head(open_folder(FOLDER / "dflash")) is None
