@@ -11,6 +11,7 @@ import pytest
 from protos.brigade_pb2 import Cache, Sampling
 from worker.compute.drafting import DraftRequest
 from worker.compute.slot import Slot
+from worker.drafters.draft_head import ReadRows
 from worker.drafters.kinds import build_part, make_drafter
 from worker.memory.history import History
 from worker.memory.slot_caches import Caches
@@ -82,12 +83,31 @@ def rows_of(features: mx.array, part: Any, model: Any) -> mx.array:
     if not part.spec.num_taps:
         return features[None]
     taps = part.taps(model)
+    config = (
+        part.spec.config
+    )  # EAGLE-3 counts hidden states, the first of which is the embedding; by default 2, n/2, n-3
+    hidden_states = config.get("eagle_aux_hidden_state_layer_ids", [2, 4, 5])
+    assert list(taps) == config.get("target_layer_ids", [number - 1 for number in hidden_states])
     outputs = features.split(len(taps), axis=1)
     total = sum(output @ weight.T for output, weight in zip(outputs, taps.values(), strict=True))
     if part.spec.norms_features:
         squares = sum(output.square().mean(axis=1, keepdims=True) for output in outputs)
         total = mx.concatenate([total, squares], axis=1)
     return mx.concatenate([mx.zeros((len(features), part.spec.target_hidden_size)), total], axis=1)[None]
+
+
+def test_rows_that_did_not_hold_are_read_again() -> None:
+    text = ReadRows(Caches((), (), Cache()))
+    rows = mx.arange(20.0).reshape(1, 10, 2)
+    text.add(0, [*range(10, 16)], rows[:, :5])
+    assert text.take(5)[0] == [*range(10, 16)] and (text.end, text.tokens, text.num_pending) == (5, [15], 0)
+    text.add(3, [13, 44, 45], rows[:, 5:7])  # the slot was cut inside what was read
+    assert (text.end, text.tokens, text.num_pending) == (3, [13, 44, 45], 2)
+    text.add(4, [44, 46, 47, 48], rows[:, 7:10])  # one pending row stands
+    tokens, found = text.take(4)
+    assert tokens == [13, 44, 46, 47, 48] and mx.array_equal(found, rows[:, mx.array([5, 7, 8, 9])])
+    text.add(20, [60, 61], rows[:, :1])  # something was missed
+    assert (text.first, text.end, text.tokens) == (20, 20, [60, 61])
 
 
 def test_a_model_that_has_prediction_layers_has_a_head_of_its_own() -> None:
