@@ -147,7 +147,7 @@ async def test_the_mask_id_is_never_said_however_likely(models: Models) -> None:
 
 
 async def test_the_chain_learns_what_its_steps_cost(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By number of rows, of steps that had the chain to themselves: `--window auto` chooses by it."""
+    """By number of rows, as if each had the chain to itself: `--window auto` chooses by it."""
     seen: list[tuple[int, float]] = []
     async with running(models("qwen3", **MASKED).folder, (2, 1, 1)) as chain:
         steps = chain.costs.steps
@@ -166,7 +166,7 @@ async def test_the_chain_learns_what_its_steps_cost(models: Models, monkeypatch:
         seen.clear()
         long = await answer(chain, "ar", prompt=PROMPT * 6, num_tokens=2)
         num_frames = -(-len(PROMPT * 6) // CHUNK) + long.usage.num_steps - 1
-        assert num_frames - len(seen) >= 5, "chunks that queue behind each other tell nothing of what one costs"
+        assert len(seen) >= num_frames - 1, "chunks that queue behind each other count too, without their waits"
 
 
 def test_the_answers_of_these_tests_vary(models: Models) -> None:

@@ -18,6 +18,7 @@ from worker.model.module_tree import layer_in_checkpoint
 # Read by every stage that holds a tapped layer: `fc` multiplies the layers' outputs, `input_norm` norms them before.
 FEATURE_TENSORS = ("fc.", "model.fc.", "input_norm.")
 _MTP_PREFIX = "mtp."
+_MTP_TENSORS = {"mtp.fc.weight", "mtp.norm.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight"}
 _MTP_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 
 
@@ -72,7 +73,7 @@ def own_head(checkpoint: Checkpoint) -> Checkpoint | None:
     tensors = {name: info for name, info in checkpoint.tensors.items() if name.startswith(_MTP_PREFIX)}
     kernels = [info.shape for name, info in checkpoint.tensors.items() if name.endswith("conv1d.weight")]
     is_original = all(shape[-1] != 1 for shape in kernels)
-    if not tensors or checkpoint.config["model_type"] not in _MTP_FAMILIES or not is_original:
+    if not tensors.keys() >= _MTP_TENSORS or checkpoint.config["model_type"] not in _MTP_FAMILIES or not is_original:
         return None
     return replace(checkpoint, tensors=tensors, drafter=None, embeds_last=False)
 
