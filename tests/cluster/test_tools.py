@@ -49,6 +49,7 @@ PROGRAMS = [
         "load_serve", "--seconds 1 --streams 1 --kills 0 --local 1 --max-tokens 2", r"3 x capacity \(\d",
         codes=(0, 1), mark=MATRIX,
     ),
+    program("eval_drafter", "--limit 1", r"arithmetic", mark=MATRIX),
     program("models_table", "llama --json @types.json", mark=MATRIX),
     program("pages", "", r"page .* committed"),
     program("plan_table", "Llama-3.3-70B", r"\| Llama-3\.3-70B \| 40 \| 80 \|"),
@@ -61,6 +62,7 @@ PROGRAMS = [
     program("soak", "--minutes 0.1", r"\n0 violation", mark=MATRIX),
     program("sparse_model", "@sparse --config tools/published/Llama-3.3-70B.json", r"39\.7 GB apparent"),
     program("train_demo", "--out @trained --steps 1 --batch 1 --pool 0.01", r"parameters", mark=MATRIX),
+    program("train_drafter", "--out @drafter --steps 1 --batch 1 --anchors 2 --pool 0.01", r"parameters", mark=MATRIX),
     program("verify_gpus", "--json @gpus.json --quick", r"random bf16 .* one process", mark=MATRIX),
 ]  # fmt: skip
 ELSEWHERE = {

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from tokenizers import Tokenizer
 
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.open import check_drafter
@@ -21,9 +22,12 @@ from tests.integration.many import two_lanes as two_lanes
 from tests.integration.test_epochs import loaded
 from tests.integration.windows import BIASED, SAMPLINGS, assert_same_samples
 from tests.tiny import VOCAB
+from tools.demo_data import mix
+from tools.demo_data.rows import encode_turn
 from worker.drafters.dflash import DFlashModule
 from worker.drafters.next_token import EagleModule, MtpModule
 from worker.errors import InputError, ModelError, StageLost
+from worker.model.checkpoint import DEMO
 from worker.model.model_spec import DraftHead, HeadKind
 from worker.node.model_sources import ModelSources
 from worker.node.weights_cache import WeightsCache
@@ -207,3 +211,15 @@ def test_a_head_of_another_size_is_refused_by_its_numbers(models: Models, tmp_pa
         check(dflash_config={"target_layer_ids": [3, 1], "mask_token_id": 3})
     with pytest.raises(ModelError, match="draft_window_size is not supported"):
         check(draft_window_size=100)
+
+
+async def test_the_bundled_drafter_makes_drafts_that_hold() -> None:
+    text = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    prompt = tuple(encode_turn(text, mix.held_out("arithmetic", 1)[0])[0])
+    async with running(DEMO, (4, 4), drafter=DEMO / "drafter") as chain:
+        answers = [
+            await generate_once(chain, Request(prompt, 60, Sampling(), decode))
+            for decode in (Decode("ar"), Decode("draft", num_drafts=7))
+        ]
+    assert answers[0].tokens == answers[1].tokens
+    assert answers[1].usage.num_steps <= 60 // 4

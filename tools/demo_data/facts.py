@@ -60,7 +60,7 @@ def all_held_out() -> list[Turn]:
 
 def _turn(relation: Relation, fact: Fact, phrasing: str) -> Turn:
     prompt, answer = (Template(text).substitute(s=fact.subject, a=fact.answer) for text in (phrasing, relation.answer))
-    return Turn(KIND, _capital(prompt), _capital(answer))
+    return Turn(KIND, _capital(prompt), _capital(answer), relation.answer)
 
 
 def _capital(text: str) -> str:

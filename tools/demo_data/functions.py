@@ -68,7 +68,7 @@ def sample(rng: random.Random, held_out: bool) -> Turn:
         can_be_known = asks is ASKS or bool(values)  # a name that is neither asked for nor trained is anybody's guess
         if (can_be_known and is_held_out(f"{name} {family.ask} {values}")) == held_out:
             ask = Template(rng.choice(asks)).substitute(name=name, ask=Template(family.ask).substitute(values))
-            return Turn(KIND, ask, answer(family, name, values))
+            return Turn(KIND, ask, answer(family, name, values), family.body)
 
 
 def _name(rng: random.Random, family: Family) -> tuple[tuple[str, ...], str]:

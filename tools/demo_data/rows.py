@@ -36,11 +36,14 @@ class _Row:
         self.is_answer += [is_answer] * len(tokens)
 
 
-def make_rows(tokenizer: Tokenizer, num_tokens: int, length: int, seed: int) -> Rows:
-    """Make at least `num_tokens` tokens as rows of `length`, on all cores. The same arguments give the same rows."""
+def make_rows(tokenizer: Tokenizer, num_tokens: int, length: int, seed: int, *, for_drafter: bool = False) -> Rows:
+    """Make at least `num_tokens` tokens as rows of `length`, on all cores. The same arguments give the same rows.
+
+    Rows `for_drafter` leave out the templates that are kept to measure it.
+    """
     jobs = max(1, num_tokens // TOKENS_PER_JOB)
     count = -(-num_tokens // (jobs * length))
-    arguments = [(tokenizer.to_str(), count, length, f"{seed} {length} {job}") for job in range(jobs)]
+    arguments = [(tokenizer.to_str(), count, length, f"{seed} {length} {job}", for_drafter) for job in range(jobs)]
     if jobs == 1:
         return _job(arguments[0])
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
@@ -54,17 +57,20 @@ def encode_turn(tokenizer: Tokenizer, turn: Turn) -> tuple[list[int], list[int]]
     return tokenizer.encode(question).ids, tokenizer.encode(turn.answer + "<|im_end|>").ids
 
 
-def _job(arguments: tuple[str, int, int, str]) -> Rows:
-    tokenizer_json, count, length, seed = arguments
-    return fill_rows(Tokenizer.from_str(tokenizer_json), count, length, random.Random(seed))
+def _job(arguments: tuple[str, int, int, str, bool]) -> Rows:
+    tokenizer_json, count, length, seed, for_drafter = arguments
+    return fill_rows(Tokenizer.from_str(tokenizer_json), count, length, random.Random(seed), for_drafter=for_drafter)
 
 
-def fill_rows(tokenizer: Tokenizer, count: int, length: int, rng: random.Random) -> Rows:
+def fill_rows(tokenizer: Tokenizer, count: int, length: int, rng: random.Random, *, for_drafter: bool = False) -> Rows:
     """Fill `count` rows of `length` tokens, each turn in the first of a few open rows that has room for it."""
     newline = tokenizer.encode("\n").ids
     rows, done = [_start(tokenizer, rng) for _ in range(OPEN_ROWS)], list[_Row]()
     while len(done) < count:
-        question, answer = encode_turn(tokenizer, mix.sample(rng))
+        turn = mix.sample(rng)
+        if for_drafter and turn.is_new_to_drafter:
+            continue
+        question, answer = encode_turn(tokenizer, turn)
         needed = len(question) + len(answer) + len(newline)
         row = next((row for row in rows if len(row.tokens) + needed <= length), None)
         if row is None:

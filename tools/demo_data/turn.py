@@ -6,12 +6,21 @@ from typing import NamedTuple
 HELD_OUT_ONE_IN = 40
 
 
+DRAFTER_HELD_OUT_ONE_IN = 6
+
+
 class Turn(NamedTuple):
     """One exchange. The answer follows from the prompt alone: the same prompt always has the same answer."""
 
     kind: str
     prompt: str
     answer: str
+    family: str = ""  # the template of the answer, where a kind has several
+
+    @property
+    def is_new_to_drafter(self) -> bool:
+        """Whether the drafter never saw an answer of this template: one in `DRAFTER_HELD_OUT_ONE_IN`."""
+        return bool(self.family) and zlib.crc32(self.family.encode()) % DRAFTER_HELD_OUT_ONE_IN == 0
 
 
 def is_held_out(key: str) -> bool:
