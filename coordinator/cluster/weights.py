@@ -28,7 +28,7 @@ from worker.model.checkpoint import Checkpoint
 from worker.model.describe import describe
 from worker.node.framing import CHUNK_BYTES, write_chunk
 from worker.node.loading import READ_BYTES, ByteRange, Progress, fetch, read_spans, spans_of
-from worker.node.weights_cache import Piece, pieces_of
+from worker.node.weights_cache import Piece, as_requested, pieces_of
 from worker.node.weights_receive import ACK_BYTES
 from worker.platform.installation import cache_folder, read_record, write_record
 from worker.platform.text import format_bytes
@@ -79,6 +79,7 @@ async def push_weights(peer: Peer, request: LoadRequest, checkpoint: Checkpoint,
         BrigadeError: as `load_pushing`.
     """
     began = time.monotonic()
+    checkpoint = as_requested(checkpoint, request)
     pieces = await run_in_thread(partial(pieces_of, checkpoint, request.start, request.end))
     await fetch(checkpoint, [name for piece in pieces for name in piece.order], report)
     push = await _from_disk(run_in_thread(partial(Push, peer, request, checkpoint, pieces, report)))
@@ -189,7 +190,7 @@ class DigestCache:
 def known_digests(checkpoint: Checkpoint) -> dict[int, str]:
     """Return the kept digests of the pieces that workers may hold, by place."""
     digests, found = DigestCache(checkpoint), {}
-    for piece in pieces_of(checkpoint, 1, describe(checkpoint).num_layers):
+    for piece in pieces_of(checkpoint, 0, describe(checkpoint).num_layers):
         with contextlib.suppress(ModelError, OSError):  # a file that is still on the hub
             if digest := digests.known(SourceFile.of_piece(checkpoint, piece)):
                 found[piece.place] = digest

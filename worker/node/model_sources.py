@@ -19,7 +19,7 @@ from worker.model.draft_heads import own_head
 from worker.model.headers import TensorInfo, unpack_headers
 from worker.model.repository import is_repository
 from worker.node.loading import is_on_hub, open_checkpoint
-from worker.node.weights_cache import Lease, WeightsCache
+from worker.node.weights_cache import Lease, WeightsCache, as_requested
 
 Headers = Mapping[str, TensorInfo]
 Opening = Callable[[], Checkpoint]
@@ -75,7 +75,7 @@ class ModelSources:
         def prepare(found: Checkpoint) -> Checkpoint:
             if request.is_drafter and found.fingerprint.tensors != request.fingerprint.tensors:
                 found = own_head(found) or found
-            return replace(found, embeds_last=True) if request.embeds_last else found
+            return as_requested(found, request)
 
         own = replace(self, own=self.own_drafter) if request.is_drafter and self.own_drafter else self
         try:

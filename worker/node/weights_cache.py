@@ -17,14 +17,14 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from io import FileIO
 from pathlib import Path
 
 from blake3 import blake3
 
-from protos.brigade_pb2 import Fingerprint
+from protos.brigade_pb2 import Fingerprint, LoadRequest
 from worker.errors import ModelError
 from worker.model.checkpoint import MOST_CONFIG_BYTES, MOST_TOKENIZER_BYTES, Checkpoint, is_tokenizer_file, read_config
 from worker.model.describe import BACK, FRONT, layout_of, shard_tensors
@@ -93,6 +93,13 @@ def pieces_of(checkpoint: Checkpoint, start: int, end: int) -> list[Piece]:
     for name in shard_tensors(checkpoint, start, end) if start < end or head_kind(checkpoint) else ():
         tensors[layout_of(checkpoint).places[name]][name] = checkpoint.tensors[name]
     return [Piece(place, found) for place, found in sorted(tensors.items())]
+
+
+def as_requested(checkpoint: Checkpoint, request: LoadRequest) -> Checkpoint:
+    """Return the checkpoint whose last shard holds the embedding only if the request says so."""
+    if request.end < request.num_layers or checkpoint.embeds_last == request.embeds_last:
+        return checkpoint
+    return replace(checkpoint, embeds_last=request.embeds_last)
 
 
 def place_name(place: int) -> str:

@@ -18,7 +18,7 @@ from worker.errors import BrigadeError, FrameError, ModelError
 from worker.model.headers import unpack_headers
 from worker.node.framing import MOST_CHUNK_BYTES, Chunk, checksum_of, read_transfer
 from worker.node.model_sources import check_layers, check_model
-from worker.node.weights_cache import Lease, PartialFile, Piece, WeightsCache, pieces_of
+from worker.node.weights_cache import Lease, PartialFile, Piece, WeightsCache, as_requested, pieces_of
 from worker.platform.tasks import shielded
 from worker.platform.threads import CallThread
 
@@ -257,7 +257,7 @@ class Receiver:
         checkpoint = self._cache.open(request.model, request.fingerprint, known, {})
         check_model(request, checkpoint)
         check_layers(request, checkpoint)
-        pieces = pieces_of(checkpoint, request.start, request.end)
+        pieces = pieces_of(as_requested(checkpoint, request), request.start, request.end)
         self._cache.require_room(sum(piece.nbytes for piece in pieces))
         self._cache.name_model(request.fingerprint, request.model)
         return {piece.place: piece for piece in pieces}
