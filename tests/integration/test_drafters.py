@@ -99,7 +99,7 @@ async def test_a_foreign_drafter_changes_no_token(models: Models, family: str, l
     async with running(model_of(models, family), layers, drafter=foreign(models)) as chain:
         for name, sampling in SAMPLINGS.items():
             expected = await answer(chain, Decode("ar"), sampling)
-            for count in COUNTS:
+            for count in (3, COUNTS[-1]):
                 found = await answer(chain, Decode("draft", num_drafts=count), sampling)
                 assert_same_samples(found, expected, f"{name} {count}")
         held = found.usage.drafts_held
