@@ -9,11 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from worker.errors import ModelError
+from worker.errors import ModelError, first_line
 from worker.model.build import MLX_DTYPES
 from worker.model.checkpoint import Checkpoint
 from worker.model.model_spec import DraftHead, HeadKind
 from worker.model.module_tree import layer_in_checkpoint
+from worker.model.quantisation import MISFITS, misfit
 
 # Read by every stage that holds a tapped layer: `fc` multiplies the layers' outputs, `input_norm` norms them before.
 FEATURE_TENSORS = ("fc.", "model.fc.", "input_norm.")
@@ -41,6 +42,13 @@ def head_kind(checkpoint: Checkpoint) -> HeadKind | None:
 
 def read_head(checkpoint: Checkpoint) -> DraftHead:
     """Read a draft head's configuration. Raises ModelError, naming the field, for one that cannot be used."""
+    try:
+        return _read(checkpoint)
+    except MISFITS as error:  # a part of another type than expected
+        raise misfit(checkpoint, first_line(error)) from error
+
+
+def _read(checkpoint: Checkpoint) -> DraftHead:
     kind = head_kind(checkpoint)
     assert kind
     config = dict(checkpoint.config)

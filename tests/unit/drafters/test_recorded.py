@@ -1,6 +1,7 @@
 """Draft heads give the logits that mlx-vlm's gave for the same weights and inputs (tools/record_drafters.py)."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from worker.compute.drafting import DraftRequest
 from worker.compute.slot import Slot
 from worker.drafters.draft_head import ReadRows
 from worker.drafters.kinds import build_part, make_drafter
+from worker.errors import ModelError
 from worker.memory.history import History
 from worker.memory.slot_caches import Caches
 from worker.model.checkpoint import open_folder
@@ -115,3 +117,21 @@ def test_a_model_that_has_prediction_layers_has_a_head_of_its_own() -> None:
     found = own_head(checkpoint)
     assert found and found.fingerprint == checkpoint.fingerprint  # this folder holds nothing else
     assert own_head(open_folder(FOLDER / "dflash")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("dflash", {"dflash_config": 5}),
+        ("dflash", {"layer_types": 3}),
+        ("dflash", {"block_size": "16"}),
+        ("dflash", {"num_attention_heads": 0}),
+        ("eagle3", {"eagle_config": [1]}),
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": ["a"]}),
+        ("mtp_sidecar", {"text_config": {"hidden_size": None}}),
+    ],
+)
+def test_an_odd_configuration_is_refused(name: str, change: dict[str, Any]) -> None:
+    checkpoint = open_folder(FOLDER / name)
+    with pytest.raises(ModelError):
+        describe(replace(checkpoint, config=checkpoint.config | change))
