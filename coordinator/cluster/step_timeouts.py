@@ -76,7 +76,7 @@ class StepTimeouts:
         """
         for session in frame.opened:
             self._traits[session.slot] = _traits(session)
-        rows = sum(len(window.tokens) + window.masks for window in frame.windows)
+        rows = sum(map(num_rows, frame.windows))
         drafts = max((window.drafts for window in frame.windows), default=0)
         kind: set[Hashable] = {("rows", rows.bit_length()), ("windows", len(frame.windows).bit_length())}
         kind |= {("drafts", drafts.bit_length())} if drafts else set()

@@ -31,16 +31,23 @@ class Session:
 
 @dataclass(frozen=True)
 class Feed:
-    """Tokens that a session goes on with, after its first `base` tokens; None: after all that it has."""
+    """Tokens that a session goes on with, after its first `base` tokens (None: after all that it has), and a canvas."""
 
     session: Session
     tokens: Sequence[int]
     base: int | None = None
+    canvas: Sequence[int] = ()
+
+    @property
+    def rows(self) -> Sequence[int]:
+        return (*self.tokens, *self.canvas)
 
     def window(self) -> Window:
         base = len(self.session) if self.base is None else self.base
         prefix_hash = self.session.slots[0].history.prefix_hash(base)
-        return Window(base=base, prefix_hash=prefix_hash, tokens=self.tokens, wanted=len(self.tokens))
+        return Window(
+            base=base, prefix_hash=prefix_hash, tokens=self.tokens, wanted=len(self.tokens), canvas=self.canvas
+        )
 
 
 class Chain:
@@ -67,11 +74,11 @@ class Chain:
     def run(self, *feeds: Feed) -> list[mx.array]:
         """One pass of the windows of several sessions: the logits [L, V] of each."""
         windows = [feed.window() for feed in feeds]
-        x = ids = mx.array([[token for feed in feeds for token in feed.tokens]])
+        x = ids = mx.array([[token for feed in feeds for token in feed.rows]])
         for number, stage in enumerate(self.stages):
             slots = [feed.session.slots[number] for feed in feeds]
             x = stage(x, [slot.begin(window) for slot, window in zip(slots, windows, strict=True)], ids)
-        ends = accumulate(len(feed.tokens) for feed in feeds[:-1])
+        ends = accumulate(len(feed.rows) for feed in feeds[:-1])
         logits = self.stages[-1].logits(x).split(tuple(ends))
         mx.eval(logits)
         return logits

@@ -26,6 +26,7 @@ from worker.memory.layer_cache import (
     StateStack,
     append_together,
     fetch_together,
+    row_sights,
     wait_for,
 )
 from worker.memory.slot_caches import Caches, pack_together
@@ -44,11 +45,16 @@ class LaneWindow:
     num_rows: int
     positions: mx.array | None = None  # [L] int32; None if they count up from the base
     has_drafts: bool = False  # some rows may be rejected, so the next window may cut inside this one
+    num_canvas: int = 0  # trailing rows that see all rows
 
     @property
     def row_positions(self) -> mx.array:
         """The position of every row [L]."""
         return mx.arange(self.base, self.base + self.num_rows) if self.positions is None else self.positions
+
+    def reserve(self) -> None:
+        """Make room for the rows in the slot's caches."""
+        self.caches.reserve(self.num_rows, self.positions, has_drafts=self.has_drafts, num_canvas=self.num_canvas)
 
 
 class Lane:
@@ -62,7 +68,7 @@ class Lane:
         pack_together([place.caches for place in places], [place.base + place.num_rows for place in places])
         for place in places:
             place.caches.begin()
-            place.caches.reserve(place.num_rows, place.positions, has_drafts=place.has_drafts)
+            place.reserve()
         self.runs = list(_runs(places))
 
     def views(self) -> list[View]:
@@ -135,15 +141,23 @@ class Run:
     def mask(self, window_size: int | None) -> mx.array:
         """Return which rows each row sees [B, 1, L, end]: of the last `window_size`, or of all."""
         if window_size not in self._masks:
-            in_sight = mx.arange(self._end) <= self._rows[:, None, :, None]
+            last_seen = self.bases[:, None] + self._sights[0]
+            in_sight = mx.arange(self._end) <= last_seen[:, None, :, None]
             self._masks[window_size] = in_sight & self._is_near(window_size) if window_size else in_sight
         return self._masks[window_size]
 
+    @cached_property
+    def _sights(self) -> tuple[mx.array, mx.array]:
+        """Return what `row_sights` returns for each window [B, L]."""
+        last, back = zip(*(row_sights(place.num_rows, place.num_canvas) for place in self._places), strict=True)
+        return mx.array(np.stack(last)), mx.array(np.stack(back))
+
     def _is_near(self, window_size: int) -> mx.array:
-        """Return which rows lie less than `window_size` positions before each row."""
+        """Return which rows lie less than `window_size` positions before the one from which each row looks back."""
         own = mx.stack([place.row_positions for place in self._places])[:, None, :, None]
         held = mx.broadcast_to(mx.arange(self._end), (len(self._places), 1, 1, self._end))
-        return mx.put_along_axis(held, self._rows[:, None, None], own.swapaxes(2, 3), axis=3) > own - window_size
+        near = mx.take_along_axis(own, self._sights[1][:, None, :, None], axis=2)
+        return mx.put_along_axis(held, self._rows[:, None, None], own.swapaxes(2, 3), axis=3) > near - window_size
 
     def append(self, caches: Sequence[KVCache], keys: mx.array, values: mx.array) -> None:
         """Append [B, H, L, K] to one layer's caches of the run."""

@@ -100,7 +100,9 @@ def add_drafts(
             first = num_known - (window.wanted - 1)  # of the drafts
             num_known = first + num_held(tokens[first:], drawn)
             tokens = [*tokens[:num_known], drawn[num_known - first]]
-        if (window.drafts and drawn) or (slot.is_drafted and (drawn or is_chunk) and not window.masks):
+        if (window.drafts and drawn) or (
+            slot.is_drafted and (drawn or is_chunk) and not (window.masks or window.canvas)
+        ):
             requests[window.slot] = DraftRequest(
                 slot, window.base, tokens, window.drafts, is_chunk, rows, first_row, num_known
             )

@@ -171,7 +171,7 @@ class Executor:
         elif places := self._begin_windows(step):
             mask = self._shard.mask_token or 0  # without a MASK token these rows are padding
             ids = mx.array(
-                [[id for w in step.windows for id in (*w.tokens, *[mask] * w.masks)]], mx.int32
+                [[id for w in step.windows for id in (*w.tokens, *w.canvas, *[mask] * w.masks)]], mx.int32
             )  # [1, sum L]
             h = self._shard(ids if x is None else rows_of(step.windows, step.frame.windows, x), places, ids)
             if self._checks_finite:

@@ -16,8 +16,8 @@ _MOST_TOKENS = 1 << 24  # more than any context or vocabulary has
 
 
 def num_rows(window: Window) -> int:
-    """Return a window's length: its tokens and its MASK rows."""
-    return len(window.tokens) + window.masks
+    """Return a window's length: its tokens, and its MASK or canvas rows."""
+    return len(window.tokens) + len(window.canvas) + window.masks
 
 
 def asked_rows(window: Window, first: int = 0) -> range:
@@ -157,14 +157,17 @@ def _check_windows(frame: Frame) -> None:
         raise FrameError(f"expected one window per slot, got slots {brief(slots)} (step {frame.step})")
     for window in frame.windows:
         found = f"in the window of slot {window.slot} (step {frame.step})"
-        least = max(1, window.wanted + len(window.targets))
+        least = max(0 if window.canvas else 1, window.wanted + len(window.targets))
         if len(window.tokens) < least:
             raise FrameError(f"expected at least {least} tokens, got {len(window.tokens)} {found}")
-        if window.guessed > window.masks:
-            expected = f"expected at most {window.masks} guesses, as many as MASK rows"
+        if window.canvas and (window.masks or window.positions):
+            raise FrameError(f"expected no MASK rows or positions beside a canvas {found}")
+        if window.guessed > (most := window.masks + len(window.canvas)):
+            expected = f"expected at most {most} guesses, as many as MASK or canvas rows"
             raise FrameError(f"{expected}, got {window.guessed} {found}")
-        if window.drafts and (window.masks or not window.wanted or window.drafts > MOST_DRAFTS):
-            expected = f"expected at most {MOST_DRAFTS} drafts, after sampled rows and without MASK rows"
+        has_room = not (window.masks or window.canvas) and window.wanted
+        if window.drafts and not (has_room and window.drafts <= MOST_DRAFTS):
+            expected = f"expected at most {MOST_DRAFTS} drafts, after sampled rows and without MASK or canvas rows"
             raise FrameError(f"{expected}, got {window.drafts} {found}")
         if len(window.positions) not in (0, num_rows(window)):
             raise FrameError(f"expected {num_rows(window)} positions or none, got {len(window.positions)} {found}")

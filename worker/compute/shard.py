@@ -318,7 +318,8 @@ class CutModel:
             rows = as_rows(result, self._info.shapes)
             found = rows @ weight.T
             if self.num_features > found.shape[-1]:  # for a norm over all tapped outputs
-                found = mx.concatenate([found, rows.square().mean(axis=-1, keepdims=True)], axis=-1)
+                squares = rows.astype(mx.float32).square().mean(axis=-1, keepdims=True)  # float16 would overflow
+                found = mx.concatenate([found, squares], axis=-1)
             features[0] = features[0] + found.astype(rows.dtype)
 
     def behind(self, h: mx.array, caches: Sequence[Any], mode: str = _NormGate.RUN) -> mx.array:
@@ -360,7 +361,7 @@ def run_windows(places: Sequence[LaneWindow], run: Callable[[Sequence[Any]], mx.
         return h
     place = places[0]
     place.caches.begin()
-    place.caches.reserve(place.num_rows, place.positions, has_drafts=place.has_drafts)
+    place.reserve()
     h = run(place.caches.listed)
     place.caches.settle(place.base + place.num_rows)
     return h

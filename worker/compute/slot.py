@@ -46,8 +46,10 @@ class Slot:
         the slot does hold cuts them again.
 
         Raises:
-            CacheMismatch: the slot does not hold the prefix that the window continues.
+            CacheMismatch: the slot does not hold the prefix that the window continues, or cannot take a canvas.
         """
+        if window.canvas and self.caches.states:
+            raise CacheMismatch(f"slot {window.slot} cannot take a canvas: a recurrent layer reads rows in their order")
         base, held = window.base, len(self.history)
         if base > held or self.history.prefix_hash(base) != window.prefix_hash:
             found = f"only {held} tokens" if base > held else "another prefix"
@@ -57,7 +59,9 @@ class Slot:
         self.history.extend(window.tokens)
         self.num_unasked = 0 if asked_rows(window) else self.num_unasked + num_rows(window)
         positions = mx.array(list(window.positions), mx.int32) if window.positions else None
-        return LaneWindow(self.caches, base, num_rows(window), positions, has_drafts=window.wanted > 1)
+        return LaneWindow(
+            self.caches, base, num_rows(window), positions, has_drafts=window.wanted > 1, num_canvas=len(window.canvas)
+        )
 
     def next_place(self, base: int) -> LaneWindow:
         """Return where the row of one more token goes, after `base` tokens."""
@@ -69,7 +73,7 @@ class Slot:
         num_tokens = len(window.tokens)
         rows = asked_rows(window)
         at = window.positions or range(window.base, window.base + num_rows(window))
-        # a token row predicts the next position, a MASK row its own
+        # a token row predicts the next position, a MASK or canvas row its own
         positions = [at[row] + (row < num_tokens) for row in rows]
         known = [window.base + min(row + 1, num_tokens) for row in rows]
         tokens = self.history.tokens

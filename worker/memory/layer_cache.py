@@ -13,6 +13,7 @@ from typing import Any
 from weakref import ref
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
 from protos.brigade_pb2 import Cache
@@ -41,6 +42,18 @@ def make_cache(memory: Memory, cache: Cache) -> LayerCache:
     return (Int8Cache if spec.form is Form.INT8 else KVCache)(spec.window, spec.keep)
 
 
+def row_sights(num_rows: int, num_canvas: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return who sees what in a window whose last `num_canvas` rows see each other and all rows before.
+
+    Returns:
+        For each row [L] the last row of the window that it sees, and the row from which it looks back: a sliding layer
+        shows all canvas rows what it shows the first one.
+    """
+    rows = np.arange(num_rows, dtype=np.int32)
+    first = num_rows - num_canvas
+    return np.where(rows < first, rows, num_rows - 1).astype(np.int32), np.minimum(rows, first).astype(np.int32)
+
+
 class KVCache:
     """Keys and values of the first `keep` tokens and of the tokens since; rows beyond the length are stale.
 
@@ -58,6 +71,7 @@ class KVCache:
         self.keep = keep
         self.dropped = 0  # tokens dropped, all right after the first `keep`
         self._positions: mx.array | None = None
+        self._num_canvas = 0  # trailing rows of the present window that see all rows
         self._keys, self._values = self._make_rows(), self._make_rows()
         self._slot = 0  # its place in these buffers, which caches of other slots may share
 
@@ -111,9 +125,11 @@ class KVCache:
             raise CacheMismatch(f"cannot cut the cache to {length} tokens: it holds {held}")
         self.length = length
 
-    def reserve(self, num_rows: int, positions: mx.array | None, *, has_drafts: bool = False) -> None:
+    def reserve(
+        self, num_rows: int, positions: mx.array | None, *, has_drafts: bool = False, num_canvas: int = 0
+    ) -> None:
         """Make room for a window of `num_rows` rows. `positions` [L] is None if they count up."""
-        self._positions = positions
+        self._positions, self._num_canvas = positions, num_canvas
         held = self.length - self.dropped
         if held + num_rows <= self._room(num_rows):
             return
@@ -155,17 +171,18 @@ class KVCache:
         held = self.length - self.dropped
         windows = [size for size in (self.window, window_size) if size is not None]
         slides = self.dropped or any(held + num_rows > size + self.keep for size in windows)
-        if not slides and num_rows == 1:
+        if not slides and (num_rows == 1 or (self._num_canvas == num_rows and not return_array)):
             return None
-        if not slides and not return_array and (window_size is None or self.window is not None):
+        if not (slides or self._num_canvas or return_array) and (window_size is None or self.window is not None):
             return "causal"
+        last, back = map(mx.array, row_sights(num_rows, self._num_canvas))
         rows = mx.arange(held + num_rows)
         old = mx.where(rows[:held] < self.keep, rows[:held], rows[:held] + self.dropped)
         new = mx.arange(self.length, self.length + num_rows) if self._positions is None else self._positions
         positions = mx.concatenate([old, new])[None]
-        in_sight = rows[None] <= rows[held:, None]
+        in_sight = rows[None] <= held + last[:, None]
         for size in windows:
-            in_sight &= (positions > new[:, None] - size) | (positions < self.keep)
+            in_sight &= (positions > new[back][:, None] - size) | (positions < self.keep)
         return in_sight
 
     def settle(self, length: int) -> None:
@@ -502,8 +519,10 @@ class RecurrentState(ArraysCache):
     def is_at(self, stack: StateStack, slot: int) -> bool:
         return self.stack is stack and self._slot == slot
 
-    def reserve(self, num_rows: int, positions: mx.array | None, *, has_drafts: bool = False) -> None:
-        """Prepare for a window, inside which the next one may cut."""
+    def reserve(
+        self, num_rows: int, positions: mx.array | None, *, has_drafts: bool = False, num_canvas: int = 0
+    ) -> None:
+        """Prepare for a window, inside which the next one may cut. It has no canvas."""
         self._has_drafts = has_drafts
 
     def make_mask(self, num_rows: int, return_array: bool = False, window_size: int | None = None) -> Mask:

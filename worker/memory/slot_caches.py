@@ -109,11 +109,13 @@ class Caches:
         """Record that a pass begins or was undone: the caches' lengths are unknown until `settle` or `cut`."""
         self._settled = None
 
-    def reserve(self, num_rows: int, positions: mx.array | None, *, has_drafts: bool = False) -> None:
+    def reserve(
+        self, num_rows: int, positions: mx.array | None, *, has_drafts: bool = False, num_canvas: int = 0
+    ) -> None:
         """Make room for a window [L], inside which the next one may cut; rows beyond the pack leave it."""
         before = self.capacity
         for cache in self.own:
-            cache.reserve(num_rows, positions, has_drafts=has_drafts)
+            cache.reserve(num_rows, positions, has_drafts=has_drafts, num_canvas=num_canvas)
         if (pack := self.pack) and self.capacity != before:
             self._leave_pack()
             pack.thin_out()
