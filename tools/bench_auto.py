@@ -1,6 +1,6 @@
 """What windows and drafts cost where drafts fail, and bring where they hold, against one token per step.
 
-python -m tools.bench_auto [--model demo] [--draft-model FOLDER] [--local 1] [--requests 1,8] [--rounds 5]
+python -m tools.bench_auto [--model demo] [--draft-model FOLDER] [--local 1] [--requests 1,8] [--rounds 5] [--warm-up 2]
 
 Prompts are random tokens. Sampled at a high temperature no draft holds for long; greedily the bundled model's often do.
 `python -m tools.random_model MODEL --drafter DRAFTER` writes a pair of which all drafts hold.
@@ -38,15 +38,18 @@ def main(
     local: Annotated[int, typer.Option(min=0, help="Workers on this machine.")] = 1,
     requests: Annotated[str, typer.Option(help="How many requests at once, in turn.")] = "1,8",
     rounds: Annotated[int, typer.Option(min=1, help="Of each, in turn; the median counts.")] = 5,
+    warm_up: Annotated[int, typer.Option(min=0, help="Rounds before them: costs and kernels are new.")] = 2,
     draft_model: Annotated[str | None, typer.Option(help="As for `brigade generate`.")] = None,
     num_tokens: Annotated[int, typer.Option("--num-tokens", "-g", min=2, help="Tokens of each answer.")] = 64,
 ) -> None:
     """Tokens per second of all requests together, from the first prompt to the last token."""
     options = cluster_options(None, model, local, None, None, draft_model=draft_model)
-    run_async(_measure(options, parse_counts("requests", requests), rounds, num_tokens))
+    run_async(_measure(options, parse_counts("requests", requests), rounds, warm_up, num_tokens))
 
 
-async def _measure(options: ClusterOptions, counts: tuple[int, ...], rounds: int, num_tokens: int) -> None:
+async def _measure(
+    options: ClusterOptions, counts: tuple[int, ...], rounds: int, warm_up: int, num_tokens: int
+) -> None:
     checkpoint, spec = await read_model(options.model, options.draft_model)
     auto_decode = suit(Decode("draft" if options.draft_model else "diffusion"), Cache(), spec)  # or it is refused
     table = Table(title=f"{spec.name} on {machine_name()}", title_justify="left")
@@ -57,10 +60,12 @@ async def _measure(options: ClusterOptions, counts: tuple[int, ...], rounds: int
             for count in counts:
                 taken = [
                     await _round(chain, auto_decode, number, count, temperature, num_tokens)
-                    for number in range(1 + rounds)
-                ]
-                one, auto, per_step = (statistics.median(column) for column in zip(*taken[1:], strict=True))
-                cells = (f"{one:.1f}", f"{auto:.1f}", f"{auto / one:.2f} x", f"{per_step:.2f}")
+                    for number in range(warm_up + rounds)
+                ][warm_up:]
+                one, auto, per_step = (statistics.median(column) for column in zip(*taken, strict=True))
+                ratios = sorted(each[1] / each[0] for each in taken)
+                spread = f"{statistics.median(ratios):.2f} x ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+                cells = (f"{one:.1f}", f"{auto:.1f}", spread, f"{per_step:.2f}")
                 table.add_row(str(count), name, *cells)
     Console().print(table)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from coordinator.decoding.decoders import Decoder, Drafted, Fill, Masks, Text, Verified
 from coordinator.decoding.suffix_automaton import EndedTexts, TextSearch
 from coordinator.decoding.window_lengths import DRAFTER_WINDOWS, LENGTHS, MASK_WINDOWS, TEXT_WINDOWS, WindowChooser
-from coordinator.planning.costs import DraftingCosts, StepCosts
+from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, CACHE_ROTATING, Cache
 from worker.errors import InputError
 from worker.model.model_spec import MOST_DRAFTS, ModelSpec
@@ -38,29 +38,29 @@ class Decode:
     def make_decoder(
         self,
         eos: frozenset[int],
-        costs: StepCosts,
-        drafting: DraftingCosts | None = None,
+        costs: ChainCosts,
         ended: EndedTexts | None = None,
-        has_drafter: Callable[[], bool] = lambda: True,
+        most_drafts: Callable[[], int] = lambda: MOST_DRAFTS,
     ) -> Decoder:
         """Return a new decoder.
 
         Args:
-            costs, drafting: of the chain's steps and its drafter: they decide on windows and drafts that are not given.
+            costs: of the chain: they decide on windows and drafts that are not given.
             ended: answers of other requests, to draft from.
-            has_drafter: whether the present chain has a drafter: a chain that took over may lack it.
+            most_drafts: what the present chain's drafter makes after one window; 0 without one: a chain that took over
+                may lack it.
         """
         fixed = None if self.num_drafts is None else 1 + self.num_drafts
         if self.kind == "ngram":
-            return Verified(Text(WindowChooser(costs, TEXT_WINDOWS, fixed), TextSearch(ended)))
+            return Verified(Text(WindowChooser(costs.steps, TEXT_WINDOWS, fixed), TextSearch(ended)))
         if self.kind == "draft":
-            drafted = Drafted(WindowChooser(costs, DRAFTER_WINDOWS, fixed, drafting), eos, has_drafter)
+            drafted = Drafted(WindowChooser(costs.steps, DRAFTER_WINDOWS, fixed, costs.drafting), eos, most_drafts)
             if fixed:
                 return Verified(drafted)
-            text = Text(WindowChooser(costs, TEXT_WINDOWS), TextSearch(ended), _LONG_MATCH, rival=drafted)
+            text = Text(WindowChooser(costs.steps, TEXT_WINDOWS), TextSearch(ended), _LONG_MATCH, rival=drafted)
             return Verified(text, drafted)
         if self.kind == "diffusion":
-            return Verified(Masks(WindowChooser(costs, MASK_WINDOWS, self.window), eos))
+            return Verified(Masks(WindowChooser(costs.steps, MASK_WINDOWS, self.window, costs.masks), eos))
         if self.kind == "diffusion-fast":
             return Fill(self.window or _FILL_WINDOW, self.entropy_threshold, self.position_penalty, eos)
         return Verified()

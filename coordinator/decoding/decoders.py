@@ -20,6 +20,7 @@ from coordinator.decoding.window_lengths import (
 )
 from protos.brigade_pb2 import Sample
 from worker.compute.header import num_held
+from worker.model.model_spec import MOST_DRAFTS
 
 Fills = Sequence[tuple[int, Sample]]  # positions and their tokens
 
@@ -252,22 +253,23 @@ class Drafted:
     num_ahead = 0
 
     def __init__(
-        self, chooser: WindowChooser, eos: frozenset[int], has_drafter: Callable[[], bool] = lambda: True
+        self, chooser: WindowChooser, eos: frozenset[int], most_drafts: Callable[[], int] = lambda: MOST_DRAFTS
     ) -> None:
-        """`has_drafter` tells whether the present chain has a drafter."""
+        """`most_drafts` returns how many the present chain's drafter makes at most; 0 without one."""
         self._chooser = chooser
         self._eos = eos
-        self._has_drafter = has_drafter
+        self._most_drafts = most_drafts
         self._drafts: list[int] = []
 
     def speed(self, num_together: int) -> float:
         """Return the tokens per second that are expected of it; 0 while not known."""
-        return self._chooser.speed(num_together) if self._has_drafter() else 0.0
+        return self._chooser.speed(num_together) if self._most_drafts() else 0.0
 
     def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int) -> Proposal | None:
-        if not self._has_drafter():
+        most = self._most_drafts()
+        if not most:
             return None
-        window = self._chooser.choose(num_together)
+        window = self._chooser.choose(num_together, 1 + most)
         # after this step at least one more token is known, and one more must have room after the drafts
         return Proposal(drafts=tuple(self._drafts[: room - 1]), asked=max(0, min(window - 1, room - 2)))
 

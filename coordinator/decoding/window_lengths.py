@@ -84,7 +84,7 @@ class WindowChooser:
         Args:
             costs: of steps without drafting.
             fixed: the window, if it is not to be chosen.
-            drafting: what a drafter costs; None without one.
+            drafting: what drafts of this source do in all sessions; None if every text is another matter.
         """
         self._costs = costs
         self._drafting = drafting
@@ -152,7 +152,7 @@ class WindowChooser:
 
     def _best(self, windows: Sequence[int], rows_s: Sequence[float], num_together: int) -> tuple[float, int]:
         drafting_s = [self._drafting_s(window, num_together) for window in windows]
-        # one session's long draft holds up all that share the step: together they choose by what all of them did
+        # one session's long window holds up all that share the step: together they choose by what all of them did
         shares = self._drafting.shares if self._drafting and num_together > 1 else self._shares
         return _best(shares.shares(), windows, list(map(add, rows_s, drafting_s)))
 

@@ -112,10 +112,9 @@ class EngineCore:
             request,
             request.decode.make_decoder(
                 request.eos,
-                self.chain.costs.steps,
-                self.chain.costs.drafting,
+                self.chain.costs,
                 self._ended_texts,
-                has_drafter=lambda: self.chain.spec.drafter is not None,
+                most_drafts=lambda: self.chain.spec.most_drafts,
             ),
             chunk=chunk,
             put=partial(self._put, queue),

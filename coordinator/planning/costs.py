@@ -1,7 +1,8 @@
 """The times of frames on a chain, learned from results, and the lanes and chunk sizes that follow. Pure."""
 
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 
 StagesSeconds = Callable[[int], Sequence[float]]  # seconds of each stage by a frame's rows; empty if unknown
 
@@ -12,10 +13,10 @@ _CHUNK_GAIN = 1.1  # factor by which a larger chunk has to be faster
 _TRIED = 512  # rows: a size up to which costs are tried, since the rows of a mixture of experts share their weights
 _BESIDE_STREAMS_S = 0.5  # for a chunk of more than 32 rows through the whole chain, beside streams
 _WEIGHT = 0.1  # of a new observation
-_WEIGHT_LESS = 0.4  # of a lower observation: interruptions only make a step longer
+_REMEMBERED = 15  # observations of a size; their median counts: interruptions and new kernels make single steps long
 _SETTLED = 8  # observations of a size before its own cost replaces the line between others
 _WEIGHT_OF_ALL = 0.02  # of a step in what the drafts of all sessions do
-_DRAFTER_PLACES = 16  # for which it is learned how often drafts hold
+_PLACES = 32  # for which it is learned how often drafts hold
 SURE = 0.995  # drafts that always hold
 _WORTH = 1.15  # factor by which other lanes have to be faster: a change leaves a gap, and measurements are noisy
 
@@ -45,7 +46,9 @@ class StepCosts:
     def __init__(self, measured: Mapping[int, float] | None = None) -> None:
         """`measured` are seconds by number of rows that hold until steps of these sizes are observed."""
         self._step_s: dict[int, float] = dict(measured or {})  # seconds by number of rows
-        self._seen = Counter(dict.fromkeys(self._step_s, _SETTLED))  # how often, by number of rows
+        self._observed = {
+            num_rows: deque([seconds] * _SETTLED, _REMEMBERED) for num_rows, seconds in self._step_s.items()
+        }
         self._compiled: set[int] = set()  # sizes whose kernels are there
         self._points: list[tuple[int, float]] = []  # those of `_believed`, ascending; empty if outdated
 
@@ -69,9 +72,9 @@ class StepCosts:
         if num_rows not in self._compiled:
             self._compiled.add(num_rows)
             return
-        self._seen[num_rows] += 1
-        known = self._step_s.get(num_rows, seconds)
-        self._step_s[num_rows] = known + (_WEIGHT if seconds > known else _WEIGHT_LESS) * (seconds - known)
+        observed = self._observed.setdefault(num_rows, deque(maxlen=_REMEMBERED))
+        observed.append(seconds)
+        self._step_s[num_rows] = median(observed)
         self._points = []
 
     def seconds(self, num_rows: int) -> float:
@@ -81,11 +84,11 @@ class StepCosts:
 
     def _believed(self) -> list[tuple[int, float]]:
         """Return the points without rare sizes between well-known ones: a slow outlier would never be tried again."""
-        settled = [rows for rows in self._step_s if self._seen[rows] >= _SETTLED] or [0]
+        settled = [rows for rows, observed in self._observed.items() if len(observed) >= _SETTLED] or [0]
         return sorted(
             (rows, step_s)
             for rows, step_s in self._step_s.items()
-            if self._seen[rows] >= _SETTLED or not min(settled) < rows < max(settled)
+            if len(self._observed[rows]) >= _SETTLED or not min(settled) < rows < max(settled)
         )
 
 
@@ -119,10 +122,13 @@ class DraftShares:
 
 
 class DraftingCosts:
-    """The seconds that a chain's drafter takes in a step, by drafts per slot and by slots that want some."""
+    """What one source of drafts does for all sessions of a chain: how often its drafts hold, and what they take.
+
+    Seconds are those of a drafter in a step, by drafts per slot and by slots that want some. MASK rows take none.
+    """
 
     def __init__(self) -> None:
-        self.shares = DraftShares(_DRAFTER_PLACES, _WEIGHT_OF_ALL)  # of its drafts for all sessions
+        self.shares = DraftShares(_PLACES, _WEIGHT_OF_ALL)
         self._by_slots: dict[int, StepCosts] = {}
 
     def observe(self, num_drafts: int, num_slots: int, seconds: float) -> None:
@@ -149,7 +155,8 @@ class ChainCosts:
         """`measured` are the seconds of each stage, by number of rows, if nodes have measured themselves."""
         by_rows = (measured or {}).items()
         self.steps = StepCosts()  # as if each were alone in the chain, without drafting
-        self.drafting = DraftingCosts()
+        self.drafting = DraftingCosts()  # by the drafter
+        self.masks = DraftingCosts()
         self._stages = [StepCosts({rows: found[stage] for rows, found in by_rows}) for stage in range(num_stages)]
         self._hops_s: dict[int, float] = {}  # of all hops together, by number of rows: long prompts take longer
         self._lately_s: dict[int, float] = {}  # of recent passages, by the bits of their number of rows

@@ -19,7 +19,7 @@ from coordinator.cluster.progress import say, show_steps, telling_interrupts
 from coordinator.decoding.decode_options import Decode, suit
 from coordinator.engine.engine import generate_once
 from coordinator.engine.tokenizer import Tokenizer, find_tokenizer
-from coordinator.planning.costs import StepCosts
+from coordinator.planning.costs import ChainCosts
 from coordinator.planning.plan import Assignment
 from coordinator.quality.reference import LayerDigests, Reference, stream_layers
 from coordinator.quality.replay import CHUNK, ForcedPass, Replay
@@ -281,7 +281,7 @@ def _replay(reference: Reference, replay: Replay) -> None:
 
 def _decode(executor: Executor, request: Request) -> list[int]:
     """Decode the request on an executor that holds the whole model, without chain, scheduler and sockets."""
-    decoder = request.decode.make_decoder(request.eos, StepCosts())
+    decoder = request.decode.make_decoder(request.eos, ChainCosts(1))
     session = Session(request, decoder, chunk=CHUNK)
     session.slot = 0
     frame = Frame(opened=[Opening(slot=0, sampling=request.sampling)])

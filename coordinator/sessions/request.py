@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 from typing_extensions import TypedDict  # pydantic needs this one up to Python 3.11
 
 from coordinator.decoding.decode_options import Decode
-from coordinator.planning.costs import StepCosts
+from coordinator.planning.costs import ChainCosts
 from coordinator.sessions.output import NO_TOKENS, KnownTokens
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache, Sampling
 from worker.errors import ContextExceeded, InputError, ModelError
@@ -254,7 +254,7 @@ def check_token_ids(name: str, tokens: Sequence[int], vocab_size: int) -> None:
 
 def most_rows(request: Request, context: int) -> int:
     """Return the rows that admission reserves in every cache for the request and its whole answer."""
-    decoder = request.decode.make_decoder(request.eos, StepCosts())
+    decoder = request.decode.make_decoder(request.eos, ChainCosts(1))
     return len(request.prompt) + room_for_answer(request, context) + decoder.num_ahead
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from coordinator.decoding.decode_options import KINDS, Decode, make_cache_choice, make_decode, suit
-from coordinator.planning.costs import StepCosts
+from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
 from worker.errors import InputError
 from worker.model.cache_spec import Memory
@@ -56,7 +56,7 @@ def test_a_value_that_no_decoder_can_have_is_refused_by_the_name_of_its_paramete
 )
 def test_each_kind_makes_a_decoder_of_its_own_for_every_session(kind: str, has_drafts: bool, has_masks: bool) -> None:
     for window in ("auto", "5"):
-        one, other = (decode(kind, window).make_decoder(frozenset(), StepCosts()) for _ in range(2))
+        one, other = (decode(kind, window).make_decoder(frozenset(), ChainCosts(1)) for _ in range(2))
         assert one is not other
         proposal = one.propose([1, 2, 3, 4] * 3, 1, 99)
         assert (bool(proposal.drafts), bool(proposal.masks)) == (has_drafts, has_masks)
@@ -65,11 +65,11 @@ def test_each_kind_makes_a_decoder_of_its_own_for_every_session(kind: str, has_d
     assert decode("auto", "auto").window is None
 
 
-def small_steps() -> StepCosts:
+def small_steps() -> ChainCosts:
     """Of a chain on which every row is as dear as a whole step."""
-    costs = StepCosts()
+    costs = ChainCosts(1)
     for num_rows in (1, 1, 64, 64):
-        costs.observe(num_rows, 0.01 * num_rows)
+        costs.steps.observe(num_rows, 0.01 * num_rows)
     return costs
 
 
@@ -77,7 +77,7 @@ def test_a_window_of_the_users_is_kept_and_auto_goes_by_what_steps_cost_where_th
     costs = small_steps()
     assert decode("diffusion", "5").make_decoder(frozenset(), costs).tail == 5
     assert decode("diffusion").make_decoder(frozenset(), costs).tail == 0
-    assert decode("diffusion").make_decoder(frozenset(), StepCosts()).tail == 16
+    assert decode("diffusion").make_decoder(frozenset(), ChainCosts(1)).tail == 16
     assert decode("diffusion-fast", "5").make_decoder(frozenset(), costs).tail == 5
     assert decode("diffusion-fast").make_decoder(frozenset(), costs).tail == 16
 

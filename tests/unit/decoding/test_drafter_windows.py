@@ -8,8 +8,8 @@ import pytest
 from coordinator.decoding.decode_options import Decode
 from coordinator.decoding.decoders import Drafted, Text, Verified
 from coordinator.decoding.suffix_automaton import TextSearch
-from coordinator.decoding.window_lengths import DRAFTER_WINDOWS, TEXT_WINDOWS, WindowChooser
-from coordinator.planning.costs import DraftingCosts, StepCosts
+from coordinator.decoding.window_lengths import DRAFTER_WINDOWS, MASK_WINDOWS, TEXT_WINDOWS, WindowChooser, WindowKind
+from coordinator.planning.costs import ChainCosts, DraftingCosts, StepCosts
 from protos.brigade_pb2 import Sample
 
 
@@ -30,7 +30,12 @@ class Prices:
 
 
 def speed_against_ar(
-    prices: Prices, held: float, num_together: int, num_steps: int = 48, num_answers: int = 7
+    prices: Prices,
+    held: float,
+    num_together: int,
+    num_steps: int = 48,
+    num_answers: int = 7,
+    kind: WindowKind = DRAFTER_WINDOWS,
 ) -> float:
     """Play answers that share every step, on costs that are learned as they go, those of the first three uncounted."""
     numbers, steps, drafting = random.Random(4), StepCosts(), DraftingCosts()
@@ -38,14 +43,16 @@ def speed_against_ar(
         steps.observe(rows, prices.rows_s(rows))
     seconds, num_tokens = 0.0, 0
     for answer in range(num_answers):
-        choosers = [WindowChooser(steps, DRAFTER_WINDOWS, drafting=drafting) for _ in range(num_together)]
+        choosers = [WindowChooser(steps, kind, drafting=drafting) for _ in range(num_together)]
         ready = [0] * num_together  # drafts that the step before made
         for _ in range(num_steps):
             asked = [max(0, made.choose(num_together) - 1) for made in choosers]
             num_rows = num_together + sum(ready)
+            if kind is MASK_WINDOWS:
+                num_rows += sum(1 + num_drafts for num_drafts in asked if num_drafts)
             took_s, num_slots = prices.rows_s(num_rows), sum(map(bool, asked))
             steps.observe(num_rows, took_s)
-            if num_slots:
+            if num_slots and kind is DRAFTER_WINDOWS:
                 drafting.observe(max(asked), num_slots, prices.drafting_s(max(asked), num_slots))
                 took_s += prices.drafting_s(max(asked), num_slots)
             for made, num_drafts in zip(choosers, ready, strict=True):
@@ -62,6 +69,15 @@ def speed_against_ar(
 @pytest.mark.parametrize("prices", [Prices(), Prices(row_s=0.001), Prices(draft_s=0.02), Prices(step_s=0.05)])
 def test_drafts_cost_a_tenth_at_most_however_few_hold(prices: Prices, held: float, num_together: int) -> None:
     assert speed_against_ar(prices, held, num_together) > 0.9
+
+
+@pytest.mark.parametrize("num_together", [1, 2, 4, 8])
+@pytest.mark.parametrize("held", [0.0, 0.3, 0.5])
+@pytest.mark.parametrize("prices", [Prices(), Prices(row_s=0.001), Prices(step_s=0.007, row_s=0.00012)])
+def test_mask_windows_cost_a_tenth_at_most_however_few_guesses_hold(
+    prices: Prices, held: float, num_together: int
+) -> None:
+    assert speed_against_ar(prices, held, num_together, kind=MASK_WINDOWS) > 0.9
 
 
 @pytest.mark.parametrize("num_together", [1, 2, 4, 8])
@@ -114,14 +130,14 @@ def test_the_source_that_is_expected_to_bring_more_makes_the_draft(
 
 @pytest.mark.parametrize("num_drafts", [None, 4])
 def test_without_a_drafter_steps_are_those_of_ar_until_there_is_one_again(num_drafts: int | None) -> None:
-    has_drafter = True
+    most_drafts = 15
     decode = Decode("draft", num_drafts=num_drafts)
-    decoder = decode.make_decoder(frozenset(), StepCosts(), has_drafter=lambda: has_drafter)
+    decoder = decode.make_decoder(frozenset(), ChainCosts(1), most_drafts=lambda: most_drafts)
     proposal = decoder.propose([1], 1, 99)
     assert proposal.asked > 0
     decoder.accept(proposal, [Sample(token=5)], [Sample(token=token) for token in (6, 7, 8)])
     decoder.rewind()
-    for has_drafter in (False, True):
+    for most_drafts in (0, 1, 2, 15):
         proposal = decoder.propose([1, 5], 1, 99)
-        assert proposal.drafts == () and (proposal.asked > 0) == has_drafter
+        assert proposal.drafts == () and proposal.asked <= most_drafts and bool(proposal.asked) == bool(most_drafts)
         decoder.accept(proposal, [Sample(token=5)], [])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from coordinator.decoding.decode_options import Decode
 from coordinator.decoding.decoders import Decoder, Fill
 from coordinator.decoding.window_lengths import WindowChooser
-from coordinator.planning.costs import StepCosts
+from coordinator.planning.costs import ChainCosts, StepCosts
 from coordinator.sessions.scheduler import Scheduler
 from tests.unit.fake_chain import FakeChain, Rig, costs_per_row, from_text, make_session, masked, prompt_of
 
@@ -36,7 +36,7 @@ def rows_beyond(num_prompt: int, max_tokens: int, decoder: Decoder, chunk: int =
 @pytest.mark.parametrize("kind", ["diffusion", "diffusion-fast"])
 def test_what_a_fixed_window_reserves_is_what_the_worst_prompt_needs(kind: str, window: int) -> None:
     """Of all prompts that share their window with a proposal, at the last token that may be said and before it."""
-    make: Callable[[], Decoder] = lambda: Decode(kind, window).make_decoder(frozenset(), StepCosts())  # noqa: E731
+    make: Callable[[], Decoder] = lambda: Decode(kind, window).make_decoder(frozenset(), ChainCosts(1))  # noqa: E731
     lengths = sorted({*range(1, window + 2, max(1, window // 24)), *(64 - window // 2, 65 - window, 16, 17)} - {0})
     most = [
         rows_beyond(num_prompt, max_tokens, make())
