@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from worker.config import ClusterConfig, TlsConfig, is_node_name, load_cluster, split_address
+from worker.config import NO_DRAFTER, ClusterConfig, TlsConfig, is_node_name, load_cluster, split_address
 from worker.errors import ConfigError, InputError
 from worker.model.repository import require_model
 from worker.platform.installation import skip_init
@@ -71,7 +71,7 @@ def worker(
         known = ", ".join(worker.name for worker in cluster.workers)
         expected = f"one of: {known}" if known else "an entry under `workers:` there"
         raise ConfigError(f"{found}: expected {expected}")
-    for named in (model, draft_model):
+    for named in (model, None if draft_model == NO_DRAFTER else draft_model):
         if named is not None:
             require_model(named)
     binds = (bind,) if bind else entry.addresses if entry else (DEFAULT_BIND,)

@@ -155,6 +155,7 @@ SshPlace = Annotated[str, AfterValidator(_check_ssh_place)]
 Size = Annotated[int, BeforeValidator(_parse_size)]
 Count = Annotated[int, Field(gt=0, le=_LARGEST)]
 ModelPlace = Annotated[str, Field(min_length=1)]
+NO_DRAFTER = "none"  # as `draft_model`: not even the head in the model's own folder drafts
 _Folder = Annotated[str, Field(min_length=1), AfterValidator(_from_cluster_file)]
 _FromList = Field(strict=False)  # a tuple, which YAML gives as a list
 
@@ -194,7 +195,7 @@ class ClusterConfig(_Section):
     """cluster.yaml. Only `load_cluster` checks that its values agree with each other."""
 
     model: ModelPlace | None = None  # a folder, a hub repository (owner/name), or "demo"
-    draft_model: ModelPlace | None = None  # a small model with the same tokenizer, which drafts on the last node
+    draft_model: ModelPlace | None = None  # a small model or a draft head, which drafts on the last node; or NO_DRAFTER
     models: Annotated[tuple[_Folder, ...], _FromList] = ()  # a worker's folders of models
     pull: Literal["coordinator", "hub", "none"] = "coordinator"  # where a worker gets missing parts of a model
     pull_limit: Size | None = None  # bytes that a worker keeps of what coordinators have sent

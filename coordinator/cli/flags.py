@@ -74,7 +74,7 @@ class ClusterFlags:
         _cluster(
             metavar="FOLDER_OR_REPO",
             help="A small model with the same tokenizer, or a draft head (MTP, DFlash, EAGLE-3): it drafts on the last "
-            "node, several tokens per step.",
+            "node, several tokens per step. `none`: not even a head in the model's own folder drafts.",
         ),
     ] = None
     local: Annotated[

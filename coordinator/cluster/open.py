@@ -22,11 +22,13 @@ from coordinator.planning.plan import MemoryOffer, Node, Objective, Plan, budget
 from coordinator.planning.recovery import Limits
 from coordinator.planning.speeds import NO_SPEEDS, Survey
 from protos.brigade_pb2 import Coordinator
-from worker.config import ClusterConfig, CoordinatorConfig, is_loopback, split_address
+from worker.config import NO_DRAFTER, ClusterConfig, CoordinatorConfig, is_loopback, split_address
+from worker.drafters.draft_head import HeadPart
+from worker.drafters.kinds import build_part
 from worker.errors import BrigadeError, ConfigError, InputError, ModelError
 from worker.model.build import build
 from worker.model.checkpoint import Checkpoint
-from worker.model.describe import describe
+from worker.model.describe import describe, describe_model
 from worker.model.draft_heads import check_head, own_head
 from worker.model.families import is_tested
 from worker.model.model_spec import ModelSpec
@@ -76,16 +78,27 @@ async def read_model(model: str, draft_model: str | None = None) -> tuple[Checkp
     """Read a model's configuration and headers only; warns if no test covers its type.
 
     Args:
-        draft_model: what is to draft for it: a small model or a draft head. None: the head in its own folder, if any.
+        draft_model: what is to draft for it: a small model, a draft head, or NO_DRAFTER. None: the head in its own
+            folder, if there is one that can be used.
     Raises:
         ModelError: it is missing, damaged, or not supported. InputError: the other one cannot draft for it.
     """
-    checkpoint = await run_in_thread(partial(open_checkpoint, model))
-    spec = await run_in_thread(partial(describe, checkpoint))
-    drafter = await run_in_thread(partial(open_checkpoint, draft_model)) if draft_model else own_head(checkpoint)
-    if drafter:
-        checkpoint, spec = await run_in_thread(partial(with_drafter, checkpoint, drafter))
-        await run_in_thread(partial(check_drafter, checkpoint, spec))
+    return await run_in_thread(partial(_read_model, model, draft_model))
+
+
+def _read_model(model: str, draft_model: str | None) -> tuple[Checkpoint, ModelSpec]:
+    checkpoint = open_checkpoint(model)
+    spec = describe_model(checkpoint)
+    if draft_model and draft_model != NO_DRAFTER:
+        checkpoint, spec = with_drafter(checkpoint, open_checkpoint(draft_model))
+        check_drafter(checkpoint, spec)
+    elif not draft_model and (head := own_head(checkpoint)):
+        try:
+            both = with_drafter(checkpoint, head)
+            check_drafter(*both)
+            checkpoint, spec = both
+        except (ModelError, InputError) as error:
+            say(f"note: {spec.name} runs without its own draft head: {error.message}")
     if not is_tested(checkpoint.config):
         say(f"note: no test has seen a {spec.family} model yet; compare with `brigade verify` before you rely on it")
     return checkpoint, spec
@@ -103,7 +116,10 @@ def check_drafter(checkpoint: Checkpoint, spec: ModelSpec) -> None:
     assert small is not None and drafter is not None
     if small.head:
         try:
-            check_head(small.head, small.name, spec.hidden_size, spec.num_layers)
+            check_head(small.head, small.name, spec)
+            part = build_part(drafter, 0, small.num_layers, None)
+            assert isinstance(part, HeadPart)
+            part.check_ids(spec.vocab_size)
             if spec.serves_head:
                 final_norm(module_tree_of(build(checkpoint)))
         except ModelError as error:

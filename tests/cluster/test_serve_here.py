@@ -73,7 +73,7 @@ def test_a_full_queue_is_refused_at_once_and_a_long_wait_in_the_end(
         memory = spec.shard_bytes(0, spec.num_layers) + spec.reserved_bytes(0, spec.num_layers, 6000)
         cluster = ClusterConfig.model_validate({"coordinator": {"memory": memory}})
         options = ClusterOptions(cluster, str(talker), 0, 4096)
-        limits = RequestLimits(queue_timeout_s=0.3, heartbeat_s=0.1)
+        limits = RequestLimits(queue_timeout_s=2.0, heartbeat_s=1.5)  # the second is the time to begin to wait in
         async with served(options, max_waiting=1, limits=limits) as client:
             assert any("up to 6144 tokens per request" in line for line in said), said
             card = (await client.get("/v1/models/talker")).json()

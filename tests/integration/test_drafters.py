@@ -34,17 +34,18 @@ from worker.node.weights_cache import WeightsCache
 FAMILIES = ("qwen3", "llama", "gemma3_text", "qwen3_moe", "qwen3_5")
 SPLITS = ((4,), (1, 3), (2, 1, 1))
 COUNTS = (1, 3, 7, 15)
+FEWER = ("greedy", "penalties")  # of `SAMPLINGS`; all of them in the matrix
 N = 33
 cases = pytest.mark.parametrize(
-    ("family", "layers"),
+    ("family", "layers", "names"),
     [
-        pytest.param(
-            family,
-            layers,
-            marks=() if (family, layers) in {("qwen3", (1, 3)), ("qwen3_5", (2, 1, 1))} else pytest.mark.matrix,
-        )
-        for family in FAMILIES
-        for layers in SPLITS
+        ("qwen3", (1, 3), FEWER),
+        ("qwen3_5", (2, 1, 1), FEWER),
+        *(
+            pytest.param(family, layers, tuple(SAMPLINGS), marks=pytest.mark.matrix)
+            for family in FAMILIES
+            for layers in SPLITS
+        ),
     ],
 )
 
@@ -81,11 +82,12 @@ def least_steps(num_tokens: int, count: int) -> int:
 
 @cases
 async def test_a_drafter_that_is_the_model_has_every_draft_accepted(
-    models: Models, family: str, layers: tuple[int, ...]
+    models: Models, family: str, layers: tuple[int, ...], names: Sequence[str]
 ) -> None:
     folder = model_of(models, family)
     async with running(folder, layers, drafter=folder) as chain:
-        for name, sampling in SAMPLINGS.items():
+        for name in names:
+            sampling = SAMPLINGS[name]
             expected = await answer(chain, Decode("ar"), sampling)
             for count in COUNTS:
                 found = await answer(chain, Decode("draft", num_drafts=count), sampling)
@@ -95,13 +97,17 @@ async def test_a_drafter_that_is_the_model_has_every_draft_accepted(
 
 
 @cases
-async def test_a_foreign_drafter_changes_no_token(models: Models, family: str, layers: tuple[int, ...]) -> None:
+async def test_a_foreign_drafter_changes_no_token(
+    models: Models, family: str, layers: tuple[int, ...], names: Sequence[str]
+) -> None:
     async with running(model_of(models, family), layers, drafter=foreign(models)) as chain:
-        for name, sampling in SAMPLINGS.items():
+        for name in names:
+            sampling = SAMPLINGS[name]
             expected = await answer(chain, Decode("ar"), sampling)
-            for count in (3, COUNTS[-1]):
-                found = await answer(chain, Decode("draft", num_drafts=count), sampling)
-                assert_same_samples(found, expected, f"{name} {count}")
+            found = await answer(chain, Decode("draft", num_drafts=3), sampling)
+            assert_same_samples(found, expected, name)
+        found = await answer(chain, Decode("draft", num_drafts=COUNTS[-1]), SAMPLINGS["greedy"], 24)
+        assert found.tokens == (await answer(chain, Decode("ar"), SAMPLINGS["greedy"], 24)).tokens
         held = found.usage.drafts_held
         assert len(held) == COUNTS[-1] and all(0 <= share < 0.9 for share in held)
 
@@ -109,11 +115,11 @@ async def test_a_foreign_drafter_changes_no_token(models: Models, family: str, l
 async def test_a_recurrent_drafter_returns_to_the_state_before_its_drafts(models: Models) -> None:
     small, sampling = models("qwen3_5", seed=3).folder, SAMPLINGS["biased"]
     async with running(model_of(models, "qwen3"), (2, 2), drafter=small) as chain:
-        expected = await answer(chain, Decode("ar"), sampling, 60)
+        expected = await answer(chain, Decode("ar"), sampling, 40)
         for count in (1, 7):
-            found = await answer(chain, Decode("draft", num_drafts=count), sampling, 60)
+            found = await answer(chain, Decode("draft", num_drafts=count), sampling, 40)
             assert_same_samples(found, expected, str(count))
-            assert found.usage.num_steps < 60, "some drafts hold"
+            assert found.usage.num_steps < 40, "some drafts hold"
 
 
 async def test_auto_drafts_and_stops_where_that_does_not_pay(models: Models) -> None:
@@ -122,8 +128,8 @@ async def test_auto_drafts_and_stops_where_that_does_not_pay(models: Models) -> 
     for drafter in (folder, foreign(models)):
         async with running(folder, (1, 3), drafter=drafter) as chain:
             for name in ("greedy", "biased", "penalties"):
-                expected = await answer(chain, Decode("ar"), SAMPLINGS[name], 80)
-                found = await answer(chain, Decode("draft"), SAMPLINGS[name], 80)
+                expected = await answer(chain, Decode("ar"), SAMPLINGS[name], 40)
+                found = await answer(chain, Decode("draft"), SAMPLINGS[name], 40)
                 assert_same_samples(found, expected, name)
 
 
@@ -222,7 +228,7 @@ async def test_windows_that_ask_for_impossible_drafts_are_refused(models: Models
     for wrong in ({"wanted": 0}, {"masks": 1, "guessed": 1}, {"drafts": 300}):
         async with running(folder, (1, 3)) as chain:
             window = Window(**{"prefix_hash": prefix_hash, "tokens": [1], "wanted": 1, "drafts": 2, **wrong})
-            with pytest.raises(FrameError, match="drafts, after sampled rows and without MASK rows"):
+            with pytest.raises(FrameError, match="drafts, after sampled rows and without MASK or canvas rows"):
                 await Bench(chain).send([window], [Opening(slot=0)])
 
 
@@ -257,10 +263,10 @@ def test_a_drafter_with_another_tokenizer_is_refused_by_the_first_token_that_dif
 
 
 async def test_a_sliding_drafter_goes_on_after_rejected_drafts(models: Models, texts: list[ReadText]) -> None:
-    """It keeps its caches when rows slide out."""
+    """It keeps its caches when rows slide out, which they do at 256."""
     small = models("gemma3_text", seed=4).folder
     each = request(
-        tokens_of(20), 600, Decode("draft", num_drafts=7), logit_bias=dict(BIASED.logit_bias), seed=2, temperature=3.0
+        tokens_of(225), 60, Decode("draft", num_drafts=7), logit_bias=dict(BIASED.logit_bias), seed=2, temperature=3.0
     )
     async with running(model_of(models, "qwen3"), (2, 2), drafter=small) as chain:
         expected = await generate_once(chain, replace(each, decode=Decode("ar")), chunk=CHUNK)
@@ -284,14 +290,14 @@ async def test_a_short_fork_of_a_long_text_takes_no_more_than_it_was_promised(mo
 
 async def test_a_text_that_the_drafter_lacks_is_read_over_several_steps(models: Models) -> None:
     """Its source had no drafts: until all of it is read none are made."""
-    folder = models("qwen3", config={"max_position_embeddings": 9000}, sharpen=4.0).folder
+    folder = models("qwen3", config={"max_position_embeddings": 4000}, sharpen=4.0).folder
     async with running(folder, (2, 2), drafter=folder) as chain, Engine(chain) as engine:
-        text = tokens_of(5000)
+        text = tokens_of(2600)
         await engine.answer(request(text, 2), chunk=1024)
         found = await engine.answer(request((*text, 5), 40, Decode("draft", num_drafts=7)))
         expected = await engine.answer(request((*text, 5), 40))
-    assert found.tokens == expected.tokens and found.usage.num_reused >= 5000
-    assert least_steps(40, 7) < found.usage.num_steps <= least_steps(40, 7) + 3
+    assert found.tokens == expected.tokens and found.usage.num_reused >= 2600
+    assert least_steps(40, 7) < found.usage.num_steps <= least_steps(40, 7) + 2
 
 
 async def test_a_node_releases_a_drafter_that_its_next_chain_lacks(models: Models) -> None:

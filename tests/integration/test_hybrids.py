@@ -29,7 +29,9 @@ hybrids = pytest.mark.parametrize(
 
 
 @hybrids
-@pytest.mark.parametrize("layers", [(6,), pytest.param((3, 3), marks=pytest.mark.matrix), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "layers", [*(pytest.param(each, marks=pytest.mark.matrix) for each in ((6,), (3, 3))), (2, 2, 2)], ids=str
+)
 async def test_drafts_from_the_text_give_the_tokens_and_logprobs_of_one_token_decoding(
     tmp_path: Path, name: str, layers: tuple[int, ...]
 ) -> None:

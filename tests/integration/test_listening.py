@@ -111,9 +111,9 @@ async def test_a_worker_stops_though_its_mlx_thread_is_stuck(
 ) -> None:
     monkeypatch.setattr(listening_module, "_STOP_HOPS_S", 0.05)
     service, release = NodeService("mini", thread, NETWORK), threading.Event()
-    async with asyncio.timeout(30), listening(service, ["127.0.0.1:0"], NETWORK, service.log) as found:
-        stuck = thread.submit(partial(release.wait, 60))
-        await found.stop()
+    async with asyncio.timeout(30):
+        async with listening(service, ["127.0.0.1:0"], NETWORK, service.log):
+            stuck = thread.submit(partial(release.wait, 60))
         release.set()
         await stuck
 

@@ -3,20 +3,25 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from tests.integration.conftest import load, load_request, serving
 from tests.tiny import make_model
 from worker.model.checkpoint import open_folder
 from worker.model.contents import contents_of
 
 
-def test_a_node_keeps_the_layers_that_it_has_when_it_is_given_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("embeds_last", [False, True])  # True: a draft head reads the embedding there
+def test_a_node_keeps_the_layers_that_it_has_when_it_is_given_others(embeds_last: bool, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")
 
     async def two_splits() -> tuple[dict[str, int], dict[str, int]]:
         async with serving(1) as [node]:
             held = []
             for start, end in ((1, 3), (2, 4)):
-                await load(node, load_request(folder, start, end))
+                request = load_request(folder, start, end)
+                request.embeds_last = embeds_last and end == 4
+                await load(node, request)
                 shard = node.service.worker.shard
                 assert shard is not None
                 held.append({name: id(array) for name, array in shard.tensors.items()})
@@ -24,6 +29,7 @@ def test_a_node_keeps_the_layers_that_it_has_when_it_is_given_others(tmp_path: P
 
     before, after = asyncio.run(two_splits())
     assert {name.split(".")[2] for name in before if before[name] == after.get(name)} == {"2"}
+    assert ("model.embed_tokens.weight" in after) == embeds_last
 
 
 def test_nothing_is_kept_of_another_model_or_of_files_that_have_changed(tmp_path: Path) -> None:

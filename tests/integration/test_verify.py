@@ -223,7 +223,8 @@ async def test_verify_shows_how_far_it_is_and_ends_with_its_verdict(
 
 
 @pytest.mark.parametrize(
-    ("decode", "num_places"), [(Decode("draft"), 3), (Decode("draft", num_drafts=5), 5), (Decode(), 0)]
+    ("decode", "num_places"),
+    [(Decode("draft", num_drafts=5), 5), pytest.param(Decode(), 0, marks=pytest.mark.matrix)],
 )
 async def test_verify_tells_which_drafts_of_a_good_and_of_a_bad_drafter_held(
     models: Models, decode: Decode, num_places: int

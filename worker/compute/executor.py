@@ -5,6 +5,7 @@ Shapes: B slots, L window length, D hidden, V vocabulary, N rows with logits.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,9 @@ from worker.memory.history import History
 from worker.memory.slot_caches import close_all
 from worker.model.cache_spec import ROW_BLOCK
 from worker.model.describe import DTYPES
+from worker.model.quantisation import MISFITS
+
+_log = logging.getLogger(__name__)
 
 _SHORT_BEGIN = 0.5  # the share of a step's time below which `begin` counts as short
 _SHORT_STEP_NS = 20_000_000
@@ -175,7 +179,8 @@ class Executor:
             )  # [1, sum L]
             h = self._shard(ids if x is None else rows_of(step.windows, step.frame.windows, x), places, ids)
             if self._checks_finite:
-                step.checks = [(w.slot, mx.isfinite(rows_of([w], step.windows, h)).all()) for w in step.windows]
+                hidden = h[..., : self._shard.info.hidden_size]  # wrong features of a drafter make bad drafts only
+                step.checks = [(w.slot, mx.isfinite(rows_of([w], step.windows, hidden)).all()) for w in step.windows]
             held = [array for w in step.windows for array in self._slots[w.slot].caches.state_arrays()]
             states = list({id(array): array for array in held}.values())  # slots may share them
             if self._shard.is_last:
@@ -212,7 +217,7 @@ class Executor:
         step.timing.sampled = time.monotonic_ns() if self._shard.is_last else step.timing.computed
         step.timing.drafted = step.timing.sampled
         if step.slots and step.rows is not None and isinstance(output, Result):
-            add_drafts(self._drafter, step.windows, step.slots, step.rows, output)
+            self._add_drafts(step, step.rows, output)
             step.timing.drafted = time.monotonic_ns() if step.has_drafting else step.timing.sampled
         self._idle_since = step.timing.drafted
         if step.changes_bytes or step.timing.drafted > self._counted_at + _COUNT_NS:
@@ -225,6 +230,20 @@ class Executor:
         if step.ends_long_prompt:
             mx.clear_cache()  # decoding would never use these buffers
         return output, step.pending[0] if step.windows and not self._shard.is_last else None
+
+    def _add_drafts(self, step: Step, rows: mx.array, output: Result) -> None:
+        """Add the drafts to a result. A drafter that fails is dropped: drafts change no token."""
+        try:
+            add_drafts(self._drafter, step.windows, step.slots, rows, output)
+        except (*MISFITS, BrigadeError) as error:
+            _log.error("the drafter failed; the chain goes on without drafts: %s: %s", type(error).__name__, error)
+            self._drafter = None
+            for slot in [*self._slots.values(), *step.slots.values()]:
+                slot.is_drafted = False
+                if slot.drafting:
+                    slot.drafting.close()
+                    slot.drafting = None
+            add_drafts(None, step.windows, step.slots, rows, output)
 
     def _open_and_close(self, step: Step) -> None:
         frame = step.frame

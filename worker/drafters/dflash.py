@@ -60,6 +60,12 @@ class DFlashModule(HeadModule):
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         return {name.removeprefix("model."): array for name, array in weights.items()}
 
+    def dry_run(self, rows: mx.array, tapped: mx.array, caches: Sequence[Any]) -> mx.array:
+        if "embed_tokens" in self:
+            rows = self.embed_tokens(mx.zeros(rows.shape[:2], mx.int32))
+        self.read(self.hidden_norm(self.fc(tapped)), caches)
+        return self(rows, [rows.shape[1]], [caches])
+
     def _keys_and_values(self, attention: Any, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
         """Return keys, rotated, and values [1, H, N, K] of rows [1, N, D]."""
         shape = (1, x.shape[1], attention.n_kv_heads, -1)
@@ -77,7 +83,8 @@ class DFlashModule(HeadModule):
             seen = min(offset, window - 1) if window else offset
             held: Any = cache.fetch()
             keys, values = (
-                mx.concatenate([old[:, :, -seen:], new], axis=2) for old, new in zip(held, (keys, values), strict=True)
+                mx.concatenate([old[:, :, old.shape[2] - seen :], new], axis=2)
+                for old, new in zip(held, (keys, values), strict=True)
             )
         mask = None
         if self._is_causal:
@@ -110,8 +117,7 @@ class DFlashDrafter(HeadDrafter):
         mask = self._part.spec.mask_token
         lengths = [1 + request.count for request in requests]
         ids = [id for request in requests for id in (request.tokens[-1], *[mask] * request.count)]
-        embed = self._module.embed_tokens if self._part.spec.embeds else self._shard.embed
-        h = self._module(embed(mx.array([ids], mx.int32)), lengths, [text.caches.own for text in texts])
+        h = self._module(self._embed(mx.array([ids], mx.int32)), lengths, [text.caches.own for text in texts])
         starts = [end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
         drafted = [start + place for start, length in zip(starts, lengths, strict=True) for place in range(1, length)]
         logits = self._logits(h[:, mx.array(drafted)])
@@ -129,7 +135,4 @@ class DFlashDrafter(HeadDrafter):
 
     def _logits(self, h: mx.array) -> mx.array:
         """Return the logits [N, V] of normed rows [1, N, D]."""
-        logits = self._shard.head(h)
-        if cap := self._part.spec.config.get("final_logit_softcapping"):
-            logits = mx.tanh(logits / cap) * cap
-        return fit_vocabulary(logits, self._shard.info.vocab_size, self._shard.mask_token)
+        return fit_vocabulary(self._shard.head(h), self._shard.info.vocab_size, self._shard.mask_token)

@@ -22,13 +22,13 @@ from worker.compute.drafting import Drafter, DraftRequest
 from worker.compute.grammar import Guide
 from worker.compute.held_tensors import HeldTensors, TensorReader
 from worker.compute.shard import Shard, accept_rows, run_windows
-from worker.errors import CacheMismatch
+from worker.errors import CacheMismatch, ModelError, first_line
 from worker.memory.slot_caches import Caches, close_all
-from worker.model.build import quantise
+from worker.model.build import quantise, tensors_of_module
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import describe, shard_tensors
-from worker.model.draft_heads import FEATURE_TENSORS
-from worker.model.model_spec import MOST_PENDING, DraftHead
+from worker.model.draft_heads import FEATURE_TENSORS, mlx_dtype_of
+from worker.model.model_spec import MOST_PENDING, DraftHead, LayerSpec
 from worker.model.quantisation import MISFITS, misfit
 
 
@@ -40,6 +40,10 @@ class HeadModule(nn.Module, ABC):
     @abstractmethod
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Return the tensors by the module's own names."""
+
+    @abstractmethod
+    def dry_run(self, rows: mx.array, tapped: mx.array, caches: Sequence[Any]) -> mx.array:
+        """Use every tensor once: hidden states [1, N, D], tapped outputs [1, N, taps * D], empty caches."""
 
 
 class HeadPart(HeldTensors):
@@ -62,7 +66,7 @@ class HeadPart(HeldTensors):
         """
         spec = describe(checkpoint)
         assert spec.head
-        self.spec, self.layers, self.is_whole = spec.head, spec.layers, end > 0
+        self.spec, self.layers, self.is_whole, self.name = spec.head, spec.layers, end > 0, spec.name
         reader = TensorReader(checkpoint, shard_tensors(checkpoint, 0, end))
         try:
             self.module = make(self.spec)
@@ -78,7 +82,43 @@ class HeadPart(HeldTensors):
                     if not f"{name}.{key}".lstrip(".").startswith(own):
                         del module[key]
         self.module.eval()
+        if self.is_whole:
+            self._dry_run(checkpoint)
         super().__init__(self.module, f"the draft head {checkpoint.name}", held)
+
+    def _dry_run(self, checkpoint: Checkpoint) -> None:
+        """Build the graph of one pass without evaluating it. Raises ModelError if a shape, dtype or option is wrong."""
+        head, dtype = self.spec, mlx_dtype_of(checkpoint)
+        quantised = {
+            name for name, module in self.module.named_modules() if isinstance(getattr(module, "bits", None), int)
+        }
+        for name, array in tensors_of_module(self.module):
+            is_packed = name.rpartition(".")[0] in quantised
+            if name != "d2t" and not is_packed and not mx.issubdtype(array.dtype, mx.floating):
+                raise ModelError(f"{checkpoint.name}: {name}: expected floating point numbers, found {array.dtype}")
+        caches = make_caches(self.layers)
+        rows = mx.zeros((1, 2, head.hidden_size), dtype)
+        tapped = mx.zeros((1, 2, head.num_taps * head.target_hidden_size), dtype)
+        try:
+            run_windows([LaneWindow(caches, 0, 2)], lambda listed: self.module.dry_run(rows, tapped, listed))
+        except MISFITS as error:
+            raise misfit(checkpoint, first_line(error)) from error
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise ModelError unless the head's own embedding and its draft vocabulary are of the model's ids.
+
+        MLX does not check indices: an id outside would read or write beyond an array.
+        """
+        V = vocab_size
+        if self.spec.embeds and (num_rows := self.module["embed_tokens"].weight.shape[0]) < V:
+            raise ModelError(f"{self.name}: embed_tokens: expected at least {V} rows, found {num_rows}")
+        if (d2t := self.module.get("d2t")) is not None:
+            if not mx.issubdtype(d2t.dtype, mx.integer):
+                raise ModelError(f"{self.name}: d2t: expected integers, found {d2t.dtype}")
+            ids = mx.arange(d2t.shape[0]) + d2t.astype(mx.int64)
+            least, most = ids.min().item(), ids.max().item()
+            if least < 0 or most >= V:
+                raise ModelError(f"{self.name}: d2t: expected ids from 0 to {V - 1}, found {least} to {most}")
 
     def taps(self, shard: Shard) -> dict[int, mx.array]:
         """Return the matrix [C, D] for each tapped layer of a shard: the part of `fc` that multiplies its output."""
@@ -116,6 +156,7 @@ class ReadRows:
 
     def add(self, base: int, tokens: Sequence[int], rows: mx.array) -> None:
         """Cut to `base` and add the rows [1, N, C] that hold, with the known tokens from there on."""
+        rows = mx.contiguous(rows)  # a view would keep the whole step's rows in memory
         if not self.first <= base <= self.end + self.num_pending:
             self.first = self.end = base
             self.tokens, self.pending = [], []
@@ -132,19 +173,21 @@ class ReadRows:
         """Take the first pending rows [1, N, C]; return them with the tokens from theirs on."""
         rows = self.pending[0] if len(self.pending) == 1 else mx.concatenate(self.pending, axis=1)
         tokens = self.tokens
-        self.pending = [rows[:, num_rows:]] if rows.shape[1] > num_rows else []
+        self.pending = [mx.contiguous(rows[:, num_rows:])] if rows.shape[1] > num_rows else []
         self.tokens, self.end = tokens[num_rows:], self.end + num_rows
         return tokens, rows[:, :num_rows]
 
     def fork(self, length: int) -> ReadRows | None:
-        if not self.first < length <= self.end:
+        if not self.first < length <= self.end + self.num_pending:
             return None
+        end = min(length, self.end)
+        kept = length - end
         try:
-            return replace(
-                self, caches=self.caches.fork(length - self.first), guide=None, end=length, tokens=[], pending=[]
-            )
+            caches = self.caches.fork(end - self.first)
         except CacheMismatch:
             return None
+        pending = [mx.contiguous(mx.concatenate(self.pending, axis=1)[:, :kept])] if kept else []
+        return replace(self, caches=caches, guide=None, end=end, tokens=self.tokens[:kept], pending=pending)
 
     def close(self) -> None:
         close_all([self.caches])
@@ -156,16 +199,15 @@ class HeadDrafter(Drafter, ABC):
 
     def __init__(self, part: HeadPart, shard: Shard) -> None:
         """`shard` is the last one of the model that it drafts for."""
+        part.check_ids(shard.info.vocab_size)
         self._part, self._shard = part, shard
         self._module: Any = part.module
-        self._entries = tuple(memory for layer in part.layers for memory in layer.memories)
         for layer in part.module.layers:
             accept_rows(layer)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         """Return drafts; rows of windows that ask for none are read now and then."""
         texts = [self._text_of(request) for request in requests]
-        most = self._part.spec.most_drafts
         drafting, reading = [], []
         for at, (request, text) in enumerate(zip(requests, texts, strict=True)):
             text.add(request.base, request.tokens, self._features(request.own_rows))
@@ -175,16 +217,16 @@ class HeadDrafter(Drafter, ABC):
                 reading.append(at)
         if reading:
             self._read([texts[at] for at in reading])
-            mx.eval([array for at in reading for array in (*texts[at].caches.arrays(), *texts[at].pending)])
+            # all layers: those of DFlash do not depend on each other
+            mx.eval([array for at in reading for cache in texts[at].caches.own for array in cache.arrays()])
         found: list[list[int]] = [[0] * request.count for request in requests]
         if drafting:
             asked = [requests[at] for at in drafting]
-            able = [replace(each, count=min(each.count, most or each.count)) for each in asked]
-            drafts = self._draft(able, [texts[at] for at in drafting])
+            drafts = self._draft(asked, [texts[at] for at in drafting])
             mx.eval(drafts)
             for at, tokens in zip(drafting, drafts, strict=True):
-                ids: list[int] = tokens.tolist()  # type: ignore[assignment]
-                found[at][: len(ids)] = ids
+                found[at] = tokens.tolist()  # type: ignore[assignment]
+        mx.async_eval([rows for text in texts for rows in text.pending])  # frees what they were computed from
         return found
 
     @abstractmethod
@@ -203,12 +245,15 @@ class HeadDrafter(Drafter, ABC):
     def _draft(self, requests: Sequence[DraftRequest], texts: Sequence[ReadRows]) -> list[mx.array]:
         """Read what is pending and return the drafts of each slot, not evaluated."""
 
+    def _embed(self, ids: mx.array) -> mx.array:
+        """Return the embeddings [1, N, D] of ids [1, N]; an id outside of the vocabulary, from a peer, counts as 0."""
+        embed = self._module.embed_tokens if self._part.spec.embeds else self._shard.embed
+        return embed(mx.where((ids >= 0) & (ids < self._shard.info.vocab_size), ids, 0))
+
     def _text_of(self, request: DraftRequest) -> ReadRows:
         slot, text = request.slot, request.slot.drafting
         if not isinstance(text, ReadRows):
-            text = slot.drafting = ReadRows(
-                Caches(self._entries, range(len(self._entries)), Cache()), first=request.base, end=request.base
-            )
+            text = slot.drafting = ReadRows(make_caches(self._part.layers), first=request.base, end=request.base)
         if text.guide is None and slot.guide:
             text.guide = slot.guide.copy()
         return text
@@ -228,6 +273,12 @@ class HeadDrafter(Drafter, ABC):
             for text, base, length in zip(texts, bases, lengths, strict=True)
         ]
         return run_windows(places, run)
+
+
+def make_caches(layers: Sequence[LayerSpec]) -> Caches:
+    """Return empty caches of one slot for a head's layers."""
+    entries = tuple(memory for layer in layers for memory in layer.memories)
+    return Caches(entries, range(len(entries)), Cache())
 
 
 def project(features: mx.array, head: DraftHead, eps: float = 1e-6) -> mx.array:

@@ -10,8 +10,10 @@ from worker.drafters.dflash import DFlashDrafter, DFlashModule
 from worker.drafters.draft_head import HeadDrafter, HeadModule, HeadPart
 from worker.drafters.next_token import EagleDrafter, EagleModule, MtpDrafter, MtpModule
 from worker.drafters.small_model import SmallModel
+from worker.errors import FrameError
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import describe
+from worker.model.draft_heads import check_head
 from worker.model.model_spec import HeadKind
 
 _HEADS: dict[HeadKind, tuple[type[HeadModule], type[HeadDrafter]]] = {
@@ -43,7 +45,13 @@ def prepare_drafting(shard: Shard, part: DrafterPart | None, num_features: int, 
         context: tokens that a small model can read.
     Returns:
         What drafts on the last stage; None on another one, and without a drafter.
+    Raises:
+        ModelError: the draft head does not fit the model. FrameError: `num_features` is not the head's.
     """
+    if isinstance(part, HeadPart):
+        check_head(part.spec, part.name, shard.info)
+        if num_features != part.spec.num_features:
+            raise FrameError(f"{part.name}: num_features: expected {part.spec.num_features}, found {num_features}")
     shard.tap(part.taps(shard) if isinstance(part, HeadPart) else {}, num_features)
     return make_drafter(part, shard, context) if part else None
 

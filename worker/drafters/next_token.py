@@ -102,6 +102,10 @@ class MtpModule(HeadModule):
             found[own] = array + 1.0 if own != name and is_norm else array
         return _stack_experts(found)
 
+    def dry_run(self, rows: mx.array, tapped: mx.array, caches: Sequence[Any]) -> mx.array:
+        parts = [self.pre_fc_norm_embedding(rows), self.pre_fc_norm_hidden(rows)]
+        return self(self.fc(mx.concatenate(parts, axis=-1)), caches)
+
 
 class MtpDrafter(NextTokenDrafter):
     """Drafts by the model's own prediction layers: its embedding and head are the model's."""
@@ -111,7 +115,7 @@ class MtpDrafter(NextTokenDrafter):
 
     def _joined(self, ids: mx.array, h: mx.array) -> mx.array:
         module = self._module
-        parts = [module.pre_fc_norm_embedding(self._shard.embed(ids)), module.pre_fc_norm_hidden(h)]
+        parts = [module.pre_fc_norm_embedding(self._embed(ids)), module.pre_fc_norm_hidden(h)]
         return module.fc(mx.concatenate(parts, axis=-1))
 
     def _logits(self, h: mx.array) -> mx.array:
@@ -177,6 +181,11 @@ class EagleModule(HeadModule):
             found.pop("d2t", None)
         return found
 
+    def dry_run(self, rows: mx.array, tapped: mx.array, caches: Sequence[Any]) -> mx.array:
+        embedded = self.embed_tokens(mx.zeros(rows.shape[:2], mx.int32)) if "embed_tokens" in self else rows
+        h = self.fc(self.input_norm(tapped) if "input_norm" in self else tapped)
+        return self.lm_head(self.norm(self((embedded, h), caches)))
+
 
 class EagleDrafter(NextTokenDrafter):
     """Drafts by EAGLE-3: features of three layers, a vocabulary of its own."""
@@ -193,8 +202,7 @@ class EagleDrafter(NextTokenDrafter):
         return project(features, self._part.spec, self._module.norm.eps)
 
     def _joined(self, ids: mx.array, h: mx.array) -> tuple[mx.array, mx.array]:
-        embed = self._module.embed_tokens if self._part.spec.embeds else self._shard.embed
-        return embed(ids), h
+        return self._embed(ids), h
 
     def _logits(self, h: mx.array) -> mx.array:
         logits = self._module.lm_head(self._module.norm(h))[0].astype(mx.float32)

@@ -47,9 +47,7 @@ class CheckpointLayout:
 
     @property
     def info(self) -> ModelInfo:
-        """Raises ModelError for a draft head."""
-        if self.model_info is None:
-            raise ModelError(f"{self.spec.name} is a draft head, not a model; give it as --draft-model")
+        assert self.model_info is not None
         return self.model_info
 
 
@@ -68,8 +66,16 @@ def layout_of(checkpoint: Checkpoint) -> CheckpointLayout:
 
 
 def describe(checkpoint: Checkpoint) -> ModelSpec:
-    """Return everything that a plan needs. Raises ModelError as `layout_of` does."""
+    """Return everything that a plan needs, of a model or of a draft head. Raises ModelError as `layout_of` does."""
     return layout_of(checkpoint).spec
+
+
+def describe_model(checkpoint: Checkpoint) -> ModelSpec:
+    """Return the same of a model. Raises ModelError for a draft head, and as `layout_of` does."""
+    spec = describe(checkpoint)
+    if spec.head:
+        raise ModelError(f"{spec.name} is a draft head, not a model; give it as --draft-model")
+    return spec
 
 
 def shard_tensors(checkpoint: Checkpoint, start: int, end: int) -> list[str]:

@@ -12,8 +12,9 @@ import mlx.core as mx
 from worker.errors import ModelError, first_line
 from worker.model.build import MLX_DTYPES
 from worker.model.checkpoint import Checkpoint
-from worker.model.model_spec import DraftHead, HeadKind
+from worker.model.model_spec import DraftHead, HeadKind, ModelSpec
 from worker.model.module_tree import layer_in_checkpoint
+from worker.model.probe_pass import ModelInfo
 from worker.model.quantisation import MISFITS, misfit
 
 # Read by every stage that holds a tapped layer: `fc` multiplies the layers' outputs, `input_norm` norms them before.
@@ -86,8 +87,9 @@ def own_head(checkpoint: Checkpoint) -> Checkpoint | None:
     return replace(checkpoint, tensors=tensors, drafter=None, embeds_last=False)
 
 
-def check_head(head: DraftHead, name: str, hidden_size: int, num_layers: int) -> None:
+def check_head(head: DraftHead, name: str, model: ModelSpec | ModelInfo) -> None:
     """Raise ModelError unless this head can draft for a model of these sizes."""
+    hidden_size, num_layers, V = model.hidden_size, model.num_layers, model.vocab_size
     if head.target_hidden_size != hidden_size or (not head.embeds and head.hidden_size != hidden_size):
         raise ModelError(
             f"{name} reads hidden states of {head.target_hidden_size} numbers, the model has {hidden_size}"
@@ -95,6 +97,8 @@ def check_head(head: DraftHead, name: str, hidden_size: int, num_layers: int) ->
     taps = head.taps(num_layers)
     if taps and not (taps[0] >= 0 and taps[-1] < num_layers and sorted(set(taps)) == list(taps)):
         raise ModelError(f"{name} reads layers {list(taps)}, the model has layers 0 to {num_layers - 1}")
+    if head.mask_token is not None and head.mask_token >= V:
+        raise ModelError(f"{name}: mask_token_id: expected an id below {V}, found {head.mask_token}")
 
 
 def mlx_dtype_of(checkpoint: Checkpoint) -> mx.Dtype:
@@ -102,7 +106,10 @@ def mlx_dtype_of(checkpoint: Checkpoint) -> mx.Dtype:
     norms = [info for name, info in checkpoint.tensors.items() if name.endswith("norm.weight")]
     if not norms:
         raise ModelError(f"{checkpoint.name} has no norm; expected a draft head")
-    return MLX_DTYPES[norms[0].dtype]
+    dtype = MLX_DTYPES.get(norms[0].dtype)
+    if dtype not in (mx.float32, mx.float16, mx.bfloat16):
+        raise ModelError(f"{checkpoint.name}: norms: expected float32, float16 or bfloat16, found {norms[0].dtype}")
+    return dtype
 
 
 def _dflash(head: DraftHead, checkpoint: Checkpoint) -> DraftHead:
@@ -132,8 +139,8 @@ def _eagle3(head: DraftHead, checkpoint: Checkpoint) -> DraftHead:
     for unknown in ("fc_norm", "norm_output"):
         if config.get(unknown):
             raise ModelError(f"{checkpoint.name}: config.json: {unknown} is not supported")
-    # hidden state 1 is layer 0's output
-    taps = _taps([max(number - 1, 0) for number in hidden_states], checkpoint) if hidden_states else ()
+    # hidden state 1 is layer 0's output; 0 would be the embedding's, which no layer has
+    taps = _taps([number - 1 for number in hidden_states], checkpoint) if hidden_states else ()
     return replace(head, num_taps=len(taps) or 3, own_taps=taps, norms_features=bool(config.get("norm_before_fc")))
 
 

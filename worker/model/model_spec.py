@@ -53,11 +53,6 @@ class DraftHead:
             return self.own_taps
         return (1, num_layers // 2 - 1, num_layers - 4)
 
-    @property
-    def most_drafts(self) -> int | None:
-        """The most drafts after one window; None for any number."""
-        return self.block_size - 1 if self.block_size else None
-
 
 @dataclass(frozen=True)
 class LayerSpec:
@@ -98,6 +93,14 @@ class ModelSpec:
     def draft_head(self) -> DraftHead | None:
         """The drafter, if it is a draft head."""
         return self.drafter.head if self.drafter else None
+
+    @property
+    def most_drafts(self) -> int:
+        """The most drafts after one window; 0 without a drafter."""
+        if not self.drafter:
+            return 0
+        head = self.drafter.head
+        return min(MOST_DRAFTS, head.block_size - 1) if head and head.block_size else MOST_DRAFTS
 
     @property
     def num_features(self) -> int:

@@ -513,7 +513,7 @@ def _is_of_same_model(held: HeldModel, wanted: LoadRequest, stamp: Stamp) -> boo
     """Return whether the held tensors are of the same copy of the model and its files are unchanged."""
     other = LoadRequest()
     other.CopyFrom(wanted)
-    other.start, other.end = held.request.start, held.request.end
+    other.start, other.end, other.embeds_last = held.request.start, held.request.end, held.request.embeds_last
     return other == held.request and set(held.stamp) <= set(stamp)
 
 

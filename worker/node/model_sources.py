@@ -10,11 +10,11 @@ from pathlib import Path, PurePosixPath
 
 from protos.brigade_pb2 import LoadRequest
 from worker.compute.header import dtype_name
-from worker.config import ClusterConfig
+from worker.config import NO_DRAFTER, ClusterConfig
 from worker.errors import ModelError, ModelLacking
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.contents import check_contents, check_files
-from worker.model.describe import describe, shard_tensors
+from worker.model.describe import describe, describe_model, shard_tensors
 from worker.model.draft_heads import own_head
 from worker.model.headers import TensorInfo, unpack_headers
 from worker.model.repository import is_repository
@@ -54,9 +54,10 @@ class ModelSources:
         entry = next((worker for worker in cluster.workers if worker.name == name), None)
         for_this_node = model or (entry.model if entry else None)
         is_sent = cluster.pull == "coordinator"
+        drafter = draft_model or cluster.draft_model
         return cls(
             own=for_this_node or cluster.model,
-            own_drafter=draft_model or cluster.draft_model,
+            own_drafter=None if drafter == NO_DRAFTER else drafter,
             roots=tuple(map(Path, cluster.models)),
             may_download=cluster.pull == "hub",
             may_download_own=bool(for_this_node) or not is_sent,
@@ -207,7 +208,7 @@ def check_load_request(
 
 def check_layers(request: LoadRequest, checkpoint: Checkpoint) -> None:
     """Raise ModelError, naming both values, for layers or hidden states that the model does not have."""
-    spec = describe(checkpoint)
+    spec = describe(checkpoint) if request.is_drafter else describe_model(checkpoint)
     layers = f"[{request.start}, {request.end}) of {request.num_layers} layers"
     if request.is_drafter:
         ends = (0, spec.num_layers) if spec.head and spec.head.num_taps else (spec.num_layers,)

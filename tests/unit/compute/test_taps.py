@@ -8,6 +8,7 @@ import pytest
 
 from protos.brigade_pb2 import Cache
 from tests.tiny import make_model
+from tools.model_types.make import make_type
 from worker.compute.batching import LaneWindow
 from worker.compute.shard import Shard
 from worker.model.checkpoint import open_folder
@@ -18,9 +19,10 @@ SPLITS = ((6,), (3, 3), (1, 2, 3), (2, 1, 1, 2), (1, 1, 1, 1, 2), (1, 1, 1, 1, 1
 LENGTHS = {"one window": (5,), "equal windows": (4, 4, 4), "windows of all lengths": (1, 6, 3)}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5"])
+# lanes of rows, with windows and states; of a batch of equal windows; of one slot after another; positions embedded
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5", "phi", "gemma2", "gpt2"])
 def test_the_sum_is_the_same_on_every_split_and_that_of_the_whole_product(family: str, tmp_path: Path) -> None:
-    checkpoint = open_folder(make_model(tmp_path / family, family, config={"num_hidden_layers": NUM_LAYERS}))
+    checkpoint = open_folder(make_type(tmp_path / family, family))
     weights = {layer: mx.random.normal((C, D)) * 0.1 for layer in TAPS}
     for lengths in LENGTHS.values():
         ids = mx.arange(sum(lengths))[None] % 90

@@ -19,7 +19,8 @@ from worker.memory.history import History
 from worker.memory.slot_caches import Caches
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
-from worker.model.draft_heads import own_head
+from worker.model.draft_heads import check_head, own_head
+from worker.model.model_spec import LayerSpec
 
 FOLDER = Path(__file__).parents[2] / "fixtures" / "drafters"
 NUM_LAYERS = 8
@@ -32,6 +33,7 @@ class RecordedModel:
         self._table = arrays["target.embed_tokens.weight"]
         self._head = arrays.get("target.lm_head.weight", self._table)
         self._scale = scale
+        self.cap: float | None = None  # the softcap of its own head
         self.info = SimpleNamespace(num_layers=NUM_LAYERS, hidden_size=hidden_size, vocab_size=self._table.shape[0])
         self.mask_token = None
         self.start, self.end = 0, NUM_LAYERS
@@ -44,7 +46,8 @@ class RecordedModel:
         return rows
 
     def head(self, h: mx.array) -> mx.array:
-        return h[0] @ self._head.T
+        logits = h[0] @ self._head.T
+        return mx.tanh(logits / self.cap) * self.cap if self.cap else logits
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.iterdir() if path.is_dir()))
@@ -56,6 +59,7 @@ def test_drafts_are_those_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -
     arrays: Any = mx.load(str(FOLDER / name / "drafts.safetensors"))
     part = build_part(checkpoint, 0, head.num_layers, None)
     model: Any = RecordedModel(arrays, recorded["embed_scale"], head.target_hidden_size)
+    model.cap = head.config.get("final_logit_softcapping")
     seen: list[mx.array] = []
 
     def note(logits: mx.array, *_: Any) -> mx.array:
@@ -127,6 +131,7 @@ def test_a_model_that_has_prediction_layers_has_a_head_of_its_own() -> None:
         ("dflash", {"block_size": "16"}),
         ("dflash", {"num_attention_heads": 0}),
         ("eagle3", {"eagle_config": [1]}),
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [0, 3, 5]}),
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": ["a"]}),
         ("mtp_sidecar", {"text_config": {"hidden_size": None}}),
     ],
@@ -135,3 +140,50 @@ def test_an_odd_configuration_is_refused(name: str, change: dict[str, Any]) -> N
     checkpoint = open_folder(FOLDER / name)
     with pytest.raises(ModelError):
         describe(replace(checkpoint, config=checkpoint.config | change))
+
+
+def test_ids_outside_of_the_models_vocabulary_are_refused() -> None:
+    checkpoint = open_folder(FOLDER / "dflash")
+    nested = checkpoint.config["dflash_config"] | {"mask_token_id": 10**9}
+    head = describe(replace(checkpoint, config=checkpoint.config | {"dflash_config": nested})).head
+    assert head
+    model = replace(describe(checkpoint), hidden_size=head.hidden_size, layers=(LayerSpec(0),) * 9, vocab_size=90)
+    with pytest.raises(ModelError, match=r"mask_token_id: expected .*found"):
+        check_head(head, "head", model)
+    for name, head_vocab, field in (("eagle3", 3, "d2t"), ("eagle3_norm_before_residual", 10**4, "embed_tokens")):
+        part: Any = build_part(open_folder(FOLDER / name), 0, 1, None)
+        with pytest.raises(ModelError, match=f"{field}: expected .*found"):
+            part.check_ids(head_vocab)
+
+
+def test_a_head_of_integer_projections_is_refused_when_it_is_built(tmp_path: Path) -> None:
+    for name, ending, found in (("dflash", "q_proj.weight", "int8"), ("dflash", "norm.weight", "norms")):
+        arrays: Any = mx.load(str(FOLDER / name / "model.safetensors"))
+        odd = {key: array.astype(mx.int8) if key.endswith(ending) else array for key, array in arrays.items()}
+        (tmp_path / "config.json").write_text((FOLDER / name / "config.json").read_text())
+        mx.save_safetensors(str(tmp_path / "model.safetensors"), odd)
+        with pytest.raises(ModelError, match=found):
+            build_part(open_folder(tmp_path), 0, 2, None)
+
+
+def test_a_fork_carries_the_rows_that_are_yet_to_be_read() -> None:
+    slot = ReadRows(Caches((), (), Cache()))
+    rows = mx.arange(12.0).reshape(1, 6, 2)
+    slot.add(0, [10, 11, 12, 13], rows[:, :3])
+    for length in (2, 3):
+        other = slot.fork(length)
+        assert other and (other.end, other.tokens, other.num_pending) == (0, [*range(10, 10 + length)], length)
+        assert mx.array_equal(other.pending[0], rows[:, :length])
+    assert slot.fork(4) is None  # it has no row of that token
+
+
+def test_pending_rows_keep_no_other_rows_in_memory() -> None:
+    slot = ReadRows(Caches((), (), Cache()))
+    before = mx.get_active_memory()
+    for step in range(16):
+        step_rows = mx.random.normal((1, 64, 1024))
+        mx.eval(step_rows)
+        slot.add(step, [1, 2], step_rows[:, 3:4])
+        mx.eval(slot.pending)
+        del step_rows
+    assert mx.get_active_memory() - before < slot.nbytes + 16 * 2**14 < 64 * 1024 * 4 * 16
