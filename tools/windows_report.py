@@ -21,31 +21,36 @@ _INTRO = """\
 Output of `{command}`
 
 on {machine}, with the bundled model in one process (`--local 0`): {limit} questions of each kind that its training
-never saw, answered greedily by every decoder. Numbers by kind, window and threshold are in
-[windows.json](windows.json). Counts depend on the model and the decoder only, times on this machine. The
-[model's card](../worker/demo/README.md) has the accuracy of many more answers.
+never saw, answered greedily by every decoder. [windows.json](windows.json) has all figures, the
+[model's card](../worker/demo/README.md) the accuracy of many more answers.
 """
 
 _READING = """\
 ## How to read it
 
-* The text is templated: windows succeed far more often on it than on a large model's text. Compare rows with each
-  other; do not take their size for that of your model, nor the accuracy of `diffusion-fast`.
+* The text is templated: windows succeed far more often on it than on a large model's text, and `diffusion-fast` is
+  right more often. Compare rows with each other only.
 * *Right*: the result for arithmetic, the docstring's example (run) for code, the exact text for facts and stories.
   *Equal*: the share of answers with exactly the tokens of `ar`. *Rows*: what the layers compute, padding included.
 * A window pays where its tokens per step exceed (c(2W) + h) / (c(1) + h): c(n) is the time of a step of n rows on all
-  nodes together, h that of its hops. A full window has 2W rows, known tokens or drafts and as many MASK rows. Here
-  W = 16 has to yield {local:.1f} tokens per step without a network, and {hops:.1f} with {delay_ms:g} ms of hops.
+  nodes together, h that of its hops. A full window has 2W rows, half of them MASK rows. Here W = 16 has to yield
+  {local:.1f} tokens per step without a network, and {hops:.1f} with {delay_ms:g} ms of hops.
 * On Metal, 16 rows of a 4-bit model cost about 2.75 times one row, 16 to 64 rows about the same, and 5 to 15 are the
-  worst choice (measured elsewhere on an M5 Pro; nothing on this page is from a Mac).
-* Published on real text on a Mac (a port of WeDLM-8B to MLX by Zimeng Xiong, M3 Max): 1.8, 2.2 and 2.0 tokens per
-  forward at W = 8, 16 and 32, and 70 to 71.5 % of 200 GSM8K questions right instead of 78.5 to 80 %. At 2 tokens per
-  step W = 16 pays where hops take more than {real:.1f} times a step of one row on this CPU, 0.75 times on Metal.
-  The makers report 1.97 times the speed of vLLM (WeDLM, arXiv 2512.22737, section 6.4).
-* A window does not pay for short answers, for text that the model cannot foresee, or on a fast network in front of
-  nodes that compute rather than wait for memory.
+  worst choice (measured elsewhere on an M5 Pro).
+* Published on real text (a port of WeDLM-8B to MLX by Zimeng Xiong, M3 Max): 1.8, 2.2 and 2.0 tokens per forward at
+  W = 8, 16 and 32, and 70 to 71.5 % of 200 GSM8K questions right instead of 78.5 to 80 %. At 2 tokens per step W = 16
+  pays where hops take more than {real:.1f} times a step of one row on this CPU, 0.75 times on Metal. The makers
+  report 1.97 times the speed of vLLM (WeDLM, arXiv 2512.22737, section 6.4).
+* A window does not pay for short answers, for text that the model cannot foresee, or on a fast network if nodes
+  compute rather than wait for memory.
 * `diffusion` never changes an answer; `diffusion-fast` may, the more often the higher its threshold. A MASK d places
   ahead has to stay 0.02 d nats below the threshold: 0.2, 0.4 and 0.8 reach 10, 20 and 40 places.
+
+## Drafters
+
+`--draft-model` takes a small model of the same tokenizer, or an MTP, DFlash or EAGLE-3 head; a head inside the
+checkpoint is [used by itself](how_it_works.md#windows-several-tokens-per-round-trip). The tokens stay those of `ar`.
+The [bundled drafter](../worker/demo/drafter/README.md) has measured figures.
 """
 
 _LATENCY = """\
@@ -54,7 +59,7 @@ _LATENCY = """\
 ![Tokens per second against the latency of a hop: `ar` falls at once, windows slowly](latency.png)
 
 Measured by `python -m tools.plot_latency --json docs/latency.json --plot docs/latency.png`: four prompts to the
-bundled model on two nodes, with a delaying proxy between them. A step waits for two hops, whatever it yields.
+bundled model on two nodes. A step waits for two hops, whatever it yields.
 """
 
 
@@ -136,7 +141,8 @@ def _steps(measured: Measured) -> str:
 
 
 def _speeds(measured: Measured) -> str:
-    settings = list(dict.fromkeys((s.delay_ms, s.decoder, s.window) for s in measured.speeds))
+    speeds = [each for each in measured.speeds if each.window not in (4, 8)]  # those are in the JSON
+    settings = list(dict.fromkeys((each.delay_ms, each.decoder, each.window) for each in speeds))
     lines = []
     for delay_ms, decoder, window in settings:
         shown = str(window) if window else "auto" if decoder == "diffusion" else ""

@@ -11,7 +11,7 @@ from statistics import median
 
 from rich.table import Table
 
-from tools.faults.case import Row
+from tools.faults.case import Row, ending
 from worker.platform.machine import machine_name
 
 _PARTS = {
@@ -23,6 +23,7 @@ _PARTS = {
     "inside": "What breaks inside a worker",
     "coordinator": "The coordinator itself",
 }
+_EQUAL = ", every stream equal"
 _HEAD = ("done", "promised", "seen", "tokens", "noticed after", "gap", "kept")
 _CONTEXT = re.compile(r"^(?:ar|ngram|diffusion|diffusion-fast), [^:]+: ")  # the decoder and the load of a case
 _WORKER = re.compile(r"\b(?:first and last|first|last)\b")
@@ -74,18 +75,24 @@ class Report:
             "# Faults",
             "",
             "Made by `python -m tools.faults --json docs/faults.json --markdown docs/faults.md` (the JSON has every",
-            "case): real processes, the bundled model on three nodes (a coordinator, and the workers `first` and",
-            "`last`), faults while it answers. A promise is kept only if tokens, text and finish reason of every",
-            "answer equal those of one process to which nothing happens. *Noticed* is the time from the fault until",
-            "the coordinator acts; for a fault inside a worker, from the last token before it. *Gap* is the longest",
-            "time that a reader got no token; where a worker is started again, its start is part of it.",
+            "case): real processes, the bundled model on three nodes, faults while it answers. A promise is kept",
+            "only if tokens, text and finish reason of every answer equal those of an undisturbed process. *Noticed*",
+            "is the time from the fault until the coordinator acts; for a fault inside a worker, from the last token",
+            "before it. *Gap* is the longest time that a reader got no token, the restart of a worker included.",
             "",
             f"{self.summary}. On {self.day}, {self.machine}, {self.jobs} group{'s' * (self.jobs > 1)} at a time. Other",
             "work ran on the machine meanwhile, so times are upper bounds.",
             *(f"*{_PARTS[part]}* was run again later." for part in self.repeated),
         ]
-        for part, found in groupby(self.rows, attrgetter("part")):
-            lines += ["", f"## {_PARTS[part]}", "", *_kinds_of(found)]
+        end = ending("")
+        ends = [row for row in self.rows if (row.done, row.promised) == (end.done, end.promised)]
+        if ends:
+            kept = sum(row.seen.is_kept for row in ends)
+            lines += ["", f"After each group, {end.done}: {end.promised}, {kept} of {len(ends)} times."]
+        lines += ["", "| fault | promise | kept | noticed, median (longest) | gap, median (longest) |"]
+        lines += ["| --- | --- | ---: | ---: | ---: |"]
+        for part, found in groupby((row for row in self.rows if row not in ends), attrgetter("part")):
+            lines += [f"| **{_PARTS[part]}** | | | | |", *_kinds_of(found)]
         broken = [row for row in self.rows if not row.seen.is_kept]
         if broken:
             lines += ["", "## Broken promises", "", "| done | promised | seen |", "| --- | --- | --- |"]
@@ -96,16 +103,15 @@ class Report:
 
 
 def _kinds_of(rows: Iterable[Row]) -> Iterator[str]:
-    """Yield a table with a line for each kind of fault."""
+    """Yield a line of the table for each kind of fault."""
     kinds: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         kinds.setdefault((_kind_of(row.done), row.promised), []).append(row)
-    yield "| fault | promise | kept | noticed, median (longest) | gap, median (longest) |"
-    yield "| --- | --- | ---: | ---: | ---: |"
     for (kind, promised), found in kinds.items():
         kept = sum(row.seen.is_kept for row in found)
         times = (_times([row.seen.detect_s for row in found]), _times([row.seen.gap_s for row in found]))
-        yield f"| {_cell(kind)} | {_cell(promised)} | {kept} of {len(found)} | {' | '.join(times)} |"
+        promise = promised.replace(_EQUAL, "")  # the head of the page says it of all answers
+        yield f"| {_cell(kind)} | {_cell(promise)} | {kept} of {len(found)} | {' | '.join(times)} |"
 
 
 def _kind_of(done: str) -> str:

@@ -22,20 +22,19 @@ Output of
 with {versions}, on {machine}.
 
 Each type of this mlx-lm for which a tiny configuration can be made is written as `mlx_lm.convert` writes it, with
-random weights, and loaded as nodes load it. It is cut **between every two layers** and given a prompt of 11 tokens and
-3 steps. {counts}
-For all of these the logits of all rows equal those of mlx-lm's own uncut model to the last bit, in float32 and in
-bfloat16; exceptions are named. A control with one layer changed by 1 % is noticed in each.{experts}
-Where keys slide out of sight, mlx-lm's own caches overwrite the oldest with the newest and sum in that order; the rows
-are `=` with keys in the order of their tokens, and within rounding of mlx-lm's.
+random weights, loaded as nodes load it, cut **between every two layers**, and given a prompt of 11 tokens and 3 steps.
+{counts}
+Their logits equal those of mlx-lm's own uncut model to the last bit in all rows, in float32 and in bfloat16; exceptions
+are named. A control with one layer changed by 1 % is noticed in each.{experts}
+Where keys slide out of sight, mlx-lm sums them in the order of its buffer; the rows are `=` with keys in the order of
+their tokens, and within rounding of mlx-lm's.
 
 * **caches**: what mlx-lm makes for the layers: `kv` keys and values, `win` of a sliding window, `chunk` of a chunk,
   `s2` a state of two arrays, `a+b` two in one layer.
 * **cut**: which rows can be taken back, as drafts that fail require: `any`, or those of the `last` window where layers
   have a state; such models share only whole prefixes. `no`: something besides the layers has a state.
-* **lanes**: how windows of several sessions go through modules that keep a cache: `rows` attention takes them end to
-  end, of any lengths; `batch` side by side, those of one length, as recurrent layers everywhere; `alone` one after
-  another. All other modules take all rows. Each is compared with the session alone.
+* **lanes**: how windows of several sessions go through modules with a cache: `rows` end to end, of any lengths;
+  `batch` side by side, those of one length; `alone` one after another. Each is compared with the session alone.
 * **calls**: how often a step of eight sessions reads a matrix that a step of one reads once.
 * **int8**, **rotating**: whether these caches work, else a reason from the end of the page.
 """
@@ -79,7 +78,7 @@ class Notes:
 
 def to_markdown(survey: Survey) -> str:
     """The whole page."""
-    on_cpu = " A CPU\nmultiplies experts in float32 only, so they are cast to it and back,\nin both models."
+    on_cpu = " On a CPU experts\nare multiplied in float32, in both models."
     intro = _INTRO.format(
         command=COMMAND,
         versions=named(survey.versions),
