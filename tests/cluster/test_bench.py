@@ -78,7 +78,7 @@ def test_a_measured_bench_can_be_simulated(measured: tuple[dict[str, Any], Path]
     for by_rows in costs["stage_ms"]:
         sizes = set(map(int, by_rows))
         assert 1 in sizes and all(ms > 0 for ms in by_rows.values())
-        assert sizes & {2, 4}, "four requests are one lane of four, or two or three lanes of two at most"
+        assert len(sizes) > 1, "frames of several rows were measured too, whichever lanes this machine chose"
     load = ("--concurrency", "1,4,9", "-p", "24", "-g", "16")
     done = run_here("plan", "--simulate", "--measured", path, *load, "--json")
     assert done.code == 0, done.err

@@ -65,11 +65,13 @@ def make(entry: Entry, held: Sequence[int], choices: Sequence[Cache]) -> list[Ca
     return slots
 
 
-def alone(entry: Entry, x: mx.array, place: LaneWindow, window: int | None = None) -> mx.array:
+def alone(
+    entry: Entry, x: mx.array, place: LaneWindow, window: int | None = None, mask: mx.array | None = None
+) -> mx.array:
     place.caches.reserve(place.num_rows, place.positions)
     [cache] = place.caches.listed
-    mask = members(cache)[0].make_mask(place.num_rows, window_size=window)
-    h = LAYERS[entry](x, mask, cache)
+    own = members(cache)[0].make_mask(place.num_rows, window_size=window)
+    h = LAYERS[entry](x, own if mask is None else mask, cache)
     place.caches.settle(place.base + place.num_rows)
     return h
 
@@ -239,6 +241,22 @@ def test_reordered_windows_see_as_far_as_their_positions_say(
     for i, caches in enumerate(single):
         expected = alone(FULL, x[i], LaneWindow(caches, bases[i], 3, positions[i]), window)
         assert mx.allclose(found[i], expected, atol=1e-5)
+
+
+def test_canvas_rows_of_a_lane_see_each_other_and_what_the_first_of_them_sees() -> None:
+    """Under a sliding mask all of them look back from the first one, in a lane as alone."""
+    together, single = (make(FULL, (5, 7), CHOICES[:1] * 2) for _ in range(2))
+    x = [mx.random.normal((1, 4, H * K)) for _ in range(2)]
+    windows = [LaneWindow(caches, base, 4, num_canvas=3) for caches, base in zip(together, (5, 7), strict=True)]
+    lane = Lane(windows)
+    [view] = lane.views()
+    mask = view.make_mask(4, window_size=4)
+    found = lane.split(view.run(attention_layer, [mx.concatenate(x, axis=1), mask], {"cache": view}, LaneForm.ROWS))
+    last, back = mx.array([[0], [3], [3], [3]]), mx.array([[0], [1], [1], [1]])
+    for rows, caches, base, each in zip(x, single, (5, 7), found, strict=True):
+        held = mx.arange(base + 4)
+        in_sight = (held <= base + last) & (held > base + back - 4)
+        assert mx.allclose(each, alone(FULL, rows, LaneWindow(caches, base, 4), mask=in_sight), atol=1e-5)
 
 
 def test_every_row_has_its_position_and_a_batch_the_one_of_each_slots_first() -> None:
