@@ -36,16 +36,17 @@ _LANES = {
     LaneForm.ROWS: """
         Klear afmoe apertus baichuan_m1 bailing_moe bailing_moe_linear bitnet cohere cohere2 dbrx deepseek deepseek_v2
         deepseek_v32 dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon_h1 gear gemma gemma3 gemma3_text
-        gemma4 gemma4_text glm glm4 glm4_moe glm_moe_dsa gpt_neox gpt_oss gptj granite granitemoe granitemoehybrid
+        gemma4 gemma4_text glm glm4 glm4_moe glm_moe_dsa gpt2 gpt_neox gpt_oss gptj granite granitemoe granitemoehybrid
         helium hunyuan hunyuan_v1_dense internlm2 internlm3 jamba laguna lfm2 lfm2-vl lfm2_moe lille-130m llama
-        llama4_text longcat_flash_ngram mamba mamba2 mellum mimo mimo_v2_flash minicpm minicpm3 minimax mixtral
-        muse_glimmer nanbeige nemotron nemotron-nas nemotron_h olmo2 olmo3 olmo_hybrid olmoe openelm phi3 phimoe pixtral
-        qwen qwen2 qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe
-        recurrent_gemma rwkv7 seed_oss smollm3 solar_open spark2_5 starcoder2 step3p5 telechat3 youtu_llm
+        llama4_text longcat_flash_ngram mamba mamba2 mellum mimo mimo_v2_flash minicpm minicpm3 minimax ministral3
+        mistral3 mistral4 mixtral muse_glimmer nanbeige nemotron nemotron-nas nemotron_h olmo2 olmo3 olmo_hybrid olmoe
+        openelm phi3 phimoe pixtral qwen qwen2 qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next
+        qwen3_vl qwen3_vl_moe recurrent_gemma rwkv7 seed_oss smollm3 solar_open spark2_5 starcoder2 step3p5 telechat3
+        youtu_llm
     """,
     LaneForm.BATCH: """
-        bailing_hybrid bailing_moe_v3 deepseek_v3 glm4_moe_lite gpt2 kimi_k25 kimi_linear
-        kimi_vl longcat_flash ministral3 mistral3 mistral4 nanochat phi phixtral plamo plamo2 stablelm
+        bailing_hybrid bailing_moe_v3 deepseek_v3 glm4_moe_lite kimi_k25 kimi_linear kimi_vl longcat_flash nanochat phi
+        phixtral plamo plamo2 stablelm
     """,
     LaneForm.ALONE: "gemma2 gpt_bigcode llama4 minimax_m3_vl",
 }
