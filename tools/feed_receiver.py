@@ -6,12 +6,13 @@ its loop, once the line `tick` has come; memory; processor time.
 
 import asyncio
 import json
+import logging
 import socket
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator
-from functools import partial
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from protos.brigade_pb2 import Credit
 from protos.brigade_pb2_grpc import HopServicer
 from tools.bench_frames import Ticker
 from worker.node.certificates import KeyFile, Role
-from worker.node.hop import add_hops, add_node
+from worker.node.hop import add_hops
 from worker.node.model_sources import ModelSources
-from worker.node.network import Network
+from worker.node.network import Network, split_address
+from worker.node.serve import listening
 from worker.node.service import NodeService
 from worker.node.weights_cache import WeightsCache
 from worker.platform.threads import MlxThread
@@ -66,16 +68,21 @@ class Sink(HopServicer):
 
 async def serve(keys: Path, store: Path) -> None:
     """Until its standard input ends."""
-    thread, servers = MlxThread(), []
-    ports = {"tcp": _drop_tcp()}
-    for link, network in networks(keys, NAME, Role.WORKER).items():
-        node = NodeService(NAME, thread, network, ModelSources(cache=WeightsCache(store)))
-        for what, add in (("feed", partial(add_node, node)), ("grpc", partial(add_hops, Sink()))):
-            server = network.server()
-            add(server)
-            ports[f"{link} {what}"] = network.listen(server, "127.0.0.1:0")
-            await server.start()
-            servers.append(server)
+    thread, ports = MlxThread(), {"tcp": _drop_tcp()}
+    async with AsyncExitStack() as stack:
+        for link, network in networks(keys, NAME, Role.WORKER).items():
+            node = NodeService(NAME, thread, network, ModelSources(cache=WeightsCache(store)))
+            found = await stack.enter_async_context(listening(node, ["127.0.0.1:0"], network, logging.getLogger(NAME)))
+            ports[f"{link} feed"] = split_address(found.addresses[0])[1]
+            sink = network.server()
+            add_hops(Sink(), sink)
+            ports[f"{link} grpc"] = network.listen(sink, "127.0.0.1:0")
+            await sink.start()
+            stack.push_async_callback(sink.stop, grace=None)
+        await _answer_lines(ports)
+
+
+async def _answer_lines(ports: dict[str, int]) -> None:
     print(json.dumps(ports), flush=True)
     ticker, peak = None, Peak()
     while line := await asyncio.to_thread(sys.stdin.readline):
