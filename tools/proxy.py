@@ -170,7 +170,8 @@ class Proxy:
 
     def _reset(self) -> None:
         for writer in self._writers:
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            with contextlib.suppress(OSError):  # its other end has closed it by now
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             writer.transport.abort()
 
 

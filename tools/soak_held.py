@@ -41,6 +41,12 @@ class Held:
         return ", ".join(found)
 
 
+def connections(pid: int) -> list[str]:
+    """The process's TCP connections."""
+    found = psutil.Process(pid).net_connections("tcp")
+    return [f"{each.laddr.port} - {each.raddr.port if each.raddr else ''} {each.status}" for each in found]
+
+
 @dataclass
 class Ledger:
     """By process: what it held after the first round that it was there for from begin to end, and after its last."""
@@ -55,7 +61,8 @@ class Ledger:
         for pid in (os.getpid(), *workers):
             self.num_rounds[pid] = self.num_rounds.get(pid, 0) + 1
             if more := await self._wait_settled(pid):
-                found.append(f"process {pid} holds {more} more than after its first round")
+                open_ones = ", ".join(connections(pid)) or "none"
+                found.append(f"process {pid} holds {more} more than after its first round; connections: {open_ones}")
         return found
 
     async def _wait_settled(self, pid: int) -> str:

@@ -267,4 +267,4 @@ def test_auto_is_measured_against_one_token_per_step(tmp_path: Path, capsys: pyt
     masked = make_talker(tmp_path / "masked", mask_token_id=0)
     bench_auto.main(str(masked), local=0, requests="2", rounds=1)
     printed = capsys.readouterr().out
-    assert [printed.count(word) for word in ("greedy", "sampled", " x │")] == [1, 1, 2]
+    assert [printed.count(word) for word in ("greedy", "sampled", " x (")] == [1, 1, 2]
