@@ -101,7 +101,8 @@ def suit(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
     """Return the decoder for this model, with `auto` resolved.
 
     Raises:
-        InputError: the model has no MASK token, no drafter, a layer that cannot be cut, or no room for the window.
+        InputError: the model has no MASK token, no drafter or one of shorter blocks, a layer that cannot be cut, or no
+            room for the window.
     """
     if decode.kind == "auto":
         has_room = decode.window is not None or _room(cache, spec) > _FILL_WINDOW
@@ -119,6 +120,11 @@ def suit(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
     if decode.kind == "draft" and spec.drafter is None:
         raise InputError(
             "decode", "draft needs a small model of the same tokenizer or a draft head; name it with --draft-model"
+        )
+    if decode.kind == "draft" and (decode.num_drafts or 1) > spec.most_drafts:
+        raise InputError(
+            "num_draft_tokens",
+            f"expected at most {spec.most_drafts}, which the draft head makes in one block, got {decode.num_drafts}",
         )
     if decode.kind in ("ngram", "draft"):
         return decode

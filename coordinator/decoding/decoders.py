@@ -263,7 +263,7 @@ class Drafted:
 
     def speed(self, num_together: int) -> float:
         """Return the tokens per second that are expected of it; 0 while not known."""
-        return self._chooser.speed(num_together) if self._most_drafts() else 0.0
+        return self._chooser.speed(num_together, 1 + self._most_drafts())
 
     def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int) -> Proposal | None:
         most = self._most_drafts()

@@ -142,11 +142,11 @@ class WindowChooser:
         self._least_pause = ceil(num_together * max(0.0, trial_s) / without_s / _TRIALS)
         return windows[0]
 
-    def speed(self, num_together: int) -> float:
-        """Return the tokens per second of a session with the best window, or with none; 0 while not known."""
-        if self._fixed is not None or not self._costs.is_known:
+    def speed(self, num_together: int, most: int) -> float:
+        """Return a session's tokens per second with the best window of at most `most` tokens; 0 while not known."""
+        windows = [window for window in self._kind.windows if window <= most]
+        if self._fixed is not None or not self._costs.is_known or not windows:
             return 0.0
-        windows = self._kind.windows
         best = self._best(windows, self._rows_s(windows, num_together), num_together)[0]
         return max(best, 1 / self._costs.seconds(num_together))
 

@@ -176,8 +176,7 @@ def split_by_bytes(spec: ModelSpec, nodes: Sequence[Node], context: int, num_ses
     sweep, excess = partial(_sweep, len(nodes), spec.num_layers), excess_cost(spec, nodes, context, num_sessions)
 
     def weight(i: int, start: int, end: int) -> float:
-        read = spec.shard_bytes(start, end) - (spec.embed_bytes if start == 0 else 0)
-        return read if excess(i, start, end) == 0 else math.inf
+        return spec.token_bytes(start, end) if excess(i, start, end) == 0 else math.inf
 
     worst, ends = sweep(excess, max)
     if worst > 0:

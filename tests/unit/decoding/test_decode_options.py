@@ -1,6 +1,7 @@
 """Which decoder and cache a request gets, and every reason to refuse one."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
 from worker.errors import InputError
 from worker.model.cache_spec import Memory
-from worker.model.model_spec import LayerSpec, ModelSpec
+from worker.model.model_spec import DraftHead, HeadKind, LayerSpec, ModelSpec
 
 FULL = LayerSpec(100, (Memory(None, 1, 1, 1, 2),))
 RECURRENT = LayerSpec(100, (Memory(state_arrays=1, state_bytes=10),))
@@ -169,3 +170,13 @@ def test_a_cache_that_makes_no_sense_is_refused_and_all_others_are_made(
     with pytest.raises(InputError) as refusal:
         make_cache_choice(kind, max_kv_size)
     assert str(refusal.value).startswith(message)
+
+
+def test_more_drafts_than_a_heads_block_holds_are_refused() -> None:
+    head = DraftHead(HeadKind.DFLASH, {}, 1, 8, 8, 1, 8, num_taps=1, block_size=8)
+    model = replace(spec(), drafter=replace(spec(), head=head))
+    for number in ("auto", "7"):
+        assert suit(make_decode("draft", "auto", 0.4, 0.02, number), Cache(), model).kind == "draft"
+    with pytest.raises(InputError) as refusal:
+        suit(make_decode("draft", "auto", 0.4, 0.02, "8"), Cache(), model)
+    assert str(refusal.value).startswith("num_draft_tokens: expected at most 7") and "got 8" in str(refusal.value)

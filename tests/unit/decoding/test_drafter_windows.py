@@ -141,3 +141,16 @@ def test_without_a_drafter_steps_are_those_of_ar_until_there_is_one_again(num_dr
         proposal = decoder.propose([1, 5], 1, 99)
         assert proposal.drafts == () and proposal.asked <= most_drafts and bool(proposal.asked) == bool(most_drafts)
         decoder.accept(proposal, [Sample(token=5)], [])
+
+
+def test_a_head_of_short_blocks_is_expected_to_bring_no_more_than_their_drafts() -> None:
+    steps, drafting = StepCosts(), DraftingCosts()
+    for rows in (1, 1, 64, 64):
+        steps.observe(rows, 0.02 + 0.0005 * rows)
+    for _ in range(2):
+        drafting.observe(15, 1, 0.005)
+    chooser = WindowChooser(steps, DRAFTER_WINDOWS, drafting=drafting)
+    for _ in range(100):
+        chooser.observe_drafts(15, 15)
+    speeds = [Drafted(chooser, frozenset(), lambda most=most: most).speed(1) for most in (0, 1, 3, 15)]
+    assert speeds[0] == 0 and speeds == sorted(set(speeds))

@@ -1,6 +1,7 @@
 """What a plan reads of a checkpoint, which tensors a shard needs, and what does not fit its config.json."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +10,7 @@ from tests.unit.model.test_checkpoint import LAYER, synthetic
 from worker.errors import ModelError
 from worker.model.cache_spec import Memory
 from worker.model.describe import describe, shard_tensors
-from worker.model.model_spec import LayerSpec
+from worker.model.model_spec import DraftHead, HeadKind, LayerSpec
 from worker.model.module_tree import layer_in_checkpoint
 
 LAYER_BYTES = 2 * sum(map(math.prod, LAYER.values()))
@@ -48,6 +49,11 @@ def test_a_description_counts_bytes(tied: bool) -> None:
     assert (spec.name, spec.family, spec.hidden_size, spec.vocab_size) == ("synthetic", "qwen3", 8, 10)
     assert (spec.context, spec.dtype) == (64, DTYPE_BFLOAT16)
     assert [spec.shard_bytes(i, i + 1) for i in range(3)] == [LAYER_BYTES + 160, LAYER_BYTES, LAYER_BYTES + 176]
+    # of an embedding that is no head a token reads one row, also where a draft head needs one on the last stage
+    assert [spec.token_bytes(i, i + 1) for i in range(3)] == [LAYER_BYTES, LAYER_BYTES, spec.shard_bytes(2, 3)]
+    serving = replace(spec, drafter=replace(spec, head=DraftHead(HeadKind.MTP, {}, 1, 8, 8, 1, 8)))
+    own = serving.drafter.shard_bytes(0, 3) if serving.drafter else 0
+    assert serving.token_bytes(2, 3) == spec.token_bytes(2, 3) + own
     assert spec.reserved_bytes(0, 2, 5) == 2 * 16 * 256
 
 
