@@ -81,7 +81,7 @@ async def verify(
     checkpoint, spec = await read_model(options.model, options.draft_model)
     decode = suit(decode, Cache(), spec)
     if decode.kind == "draft" and decode.num_drafts is None:
-        decode = replace(decode, num_drafts=_NUM_DRAFTS)
+        decode = replace(decode, num_drafts=min(_NUM_DRAFTS, spec.most_drafts))
     if stream and decode.kind == _NOT_IN_MLX_LM:
         raise InputError("stream", f"{_ONLY_WHOLE}; leave it out, or use diffusion")
     if max_tokens >= spec.context:
