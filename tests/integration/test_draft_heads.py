@@ -249,6 +249,8 @@ def test_a_head_of_another_size_is_refused_by_its_numbers(models: Models, tmp_pa
         check(dflash_config={"target_layer_ids": [0, 1, 4], "mask_token_id": 3})
     with pytest.raises(ModelError, match="expected ascending layers"):
         check(dflash_config={"target_layer_ids": [3, 1], "mask_token_id": 3})
+    with pytest.raises(ModelError, match=r"dflash: config\.json: mask_token_id: expected a whole number from 0"):
+        check(dflash_config={"target_layer_ids": [0, 1, 3], "mask_token_id": -1})
     with pytest.raises(ModelError, match="draft_window_size is not supported"):
         check(draft_window_size=100)
 

@@ -112,6 +112,8 @@ def open_folder(folder: Path, name: str | None = None, known: Mapping[str, Tenso
     Raises:
         ModelError: the folder or its config.json is missing, or a safetensors file is missing, cut short or corrupt.
     """
+    if folder.is_file():
+        raise ModelError(f"{folder} is a file; expected the folder of a model, such as {folder.parent}")
     if not folder.is_dir():
         raise ModelError(
             f"model folder {folder} does not exist here; give a folder or a hub repository (owner/name), "

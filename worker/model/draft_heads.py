@@ -47,6 +47,8 @@ def read_head(checkpoint: Checkpoint) -> DraftHead:
         return _read(checkpoint)
     except MISFITS as error:  # a part of another type than expected
         raise misfit(checkpoint, first_line(error)) from error
+    except ModelError as error:
+        raise ModelError(f"{checkpoint.name}: config.json: {error.message}") from error
 
 
 def _read(checkpoint: Checkpoint) -> DraftHead:
@@ -71,7 +73,7 @@ def _read(checkpoint: Checkpoint) -> DraftHead:
     )
     if kind is HeadKind.MTP:
         return head
-    return (_dflash if kind is HeadKind.DFLASH else _eagle3)(head, checkpoint)
+    return (_dflash if kind is HeadKind.DFLASH else _eagle3)(head)
 
 
 def own_head(checkpoint: Checkpoint) -> Checkpoint | None:
@@ -112,15 +114,15 @@ def mlx_dtype_of(checkpoint: Checkpoint) -> mx.Dtype:
     return dtype
 
 
-def _dflash(head: DraftHead, checkpoint: Checkpoint) -> DraftHead:
+def _dflash(head: DraftHead) -> DraftHead:
     config = dict(head.config) | dict(head.config.get("dflash_config") or {})
     for unknown in ("draft_window_size", "attention_sink_bias"):
         if config.get(unknown):
-            raise ModelError(f"{checkpoint.name}: config.json: {unknown} is not supported")
+            raise ModelError(f"{unknown} is not supported")
     kinds = config.get("layer_types") or ["full_attention"] * head.num_layers
     if len(kinds) != head.num_layers:
-        raise ModelError(f"{checkpoint.name}: config.json: layer_types: expected {head.num_layers}, found {len(kinds)}")
-    taps = _taps(config.get("target_layer_ids"), checkpoint)
+        raise ModelError(f"layer_types: expected {head.num_layers}, found {len(kinds)}")
+    taps = _taps(config.get("target_layer_ids"))
     return replace(
         head,
         config=config,
@@ -132,22 +134,22 @@ def _dflash(head: DraftHead, checkpoint: Checkpoint) -> DraftHead:
     )
 
 
-def _eagle3(head: DraftHead, checkpoint: Checkpoint) -> DraftHead:
+def _eagle3(head: DraftHead) -> DraftHead:
     config = head.config
     nested = config.get("eagle_config") or {}
     hidden_states = config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
     for unknown in ("fc_norm", "norm_output"):
         if config.get(unknown):
-            raise ModelError(f"{checkpoint.name}: config.json: {unknown} is not supported")
+            raise ModelError(f"{unknown} is not supported")
     # hidden state 1 is layer 0's output; 0 would be the embedding's, which no layer has
-    taps = _taps([number - 1 for number in hidden_states], checkpoint) if hidden_states else ()
+    taps = _taps([number - 1 for number in hidden_states]) if hidden_states else ()
     return replace(head, num_taps=len(taps) or 3, own_taps=taps, norms_features=bool(config.get("norm_before_fc")))
 
 
-def _taps(found: Any, checkpoint: Checkpoint) -> tuple[int, ...]:
+def _taps(found: Any) -> tuple[int, ...]:
     is_list = isinstance(found, list) and all(isinstance(number, int) and number >= 0 for number in found)
     if not is_list or not found or sorted(set(found)) != found:
-        raise ModelError(f"{checkpoint.name}: config.json: expected ascending layers of the model, found {found!r:.80}")
+        raise ModelError(f"expected ascending layers of the model, found {found!r:.80}")
     return tuple(found)
 
 
@@ -159,5 +161,5 @@ def _count(config: Mapping[str, Any], key: str, default: int | None = None, leas
     found = config.get(key)
     found = default if found is None else found
     if not isinstance(found, int) or found < least:
-        raise ModelError(f"config.json: {key}: expected a whole number from {least}, found {found!r:.40}")
+        raise ModelError(f"{key}: expected a whole number from {least}, found {found!r:.40}")
     return found
