@@ -128,7 +128,10 @@ class Scheduler:
         return commits
 
     def _next_lane(self, active: Sequence[SessionSlot]) -> list[SessionSlot]:
-        """Return one lane's equal share of the decoding sessions, those that have waited longest first."""
+        """Return one lane's equal share of the decoding sessions: those that have waited longest, by their slots.
+
+        A lane whose slots keep their order is the cheapest: stages hold the caches of slots side by side.
+        """
         decoding = [slot for slot in active if not slot.session.is_prefilling]
         ready = [slot for slot in decoding if slot.session.is_ready]
         if not ready:
@@ -138,7 +141,7 @@ class Scheduler:
         if len(self._lanes) >= num_lanes:
             return []
         ready.sort(key=lambda slot: slot.last_step)
-        return ready[: -(-len(decoding) // num_lanes)]
+        return sorted(ready[: -(-len(decoding) // num_lanes)], key=lambda slot: slot.number)
 
     def _next_prompts(self, active: Sequence[SessionSlot]) -> tuple[list[SessionSlot], int]:
         """Return a prompt for its next chunk, other prompts that fit whole into the same frame, and the chunk's rows.

@@ -62,14 +62,15 @@ class Lane:
 
     def __init__(self, places: Sequence[LaneWindow]) -> None:
         self.places = places
-        self.num_rows = sum(place.num_rows for place in places)
-        self._splits = tuple(accumulate(place.num_rows for place in places[:-1]))
+        self.starts = [0, *accumulate(place.num_rows for place in places)]  # each window's first row
+        self.num_rows = self.starts.pop()
+        self._orders: dict[tuple[int, ...], mx.array] = {}
         self.offset = _joined_positions(places)
         pack_together([place.caches for place in places], [place.base + place.num_rows for place in places])
         for place in places:
             place.caches.begin()
             place.reserve()
-        self.runs = list(_runs(places))
+        self.runs = list(_runs(self))
 
     def views(self) -> list[View]:
         """Return what the model gets in place of its list of caches."""
@@ -81,21 +82,22 @@ class Lane:
         alike: dict[Any, list[int]] = defaultdict(list)
         for number, place in enumerate(self.places):
             alike[place.num_rows, place.base == 0].append(number)
-        return [Run(numbers, self.places) for numbers in alike.values()]
+        return [Run(numbers, self) for numbers in alike.values()]
 
     @cached_property
     def singles(self) -> list[Run]:
         """Each window by itself."""
-        return [Run([number], self.places) for number in range(len(self.places))]
+        return [Run([number], self) for number in range(len(self.places))]
 
-    def split(self, rows: mx.array, axis: int = 1) -> list[mx.array]:
-        """Split the rows of all windows into those of each window."""
-        return rows.split(self._splits, axis=axis)
-
-    def rows_of(self, rows: mx.array, number: int) -> mx.array:
-        """Return a copy of one window's rows of those of all windows [1, sum L, ...]."""
-        first = sum(place.num_rows for place in self.places[:number])
-        return mx.contiguous(rows[:, first : first + self.places[number].num_rows])
+    def in_order(self, parts: Sequence[mx.array], runs: Sequence[Run], axis: int = 1) -> mx.array:
+        """Join the rows of all runs, end to end in each, in the lane's order."""
+        joined = mx.concatenate(list(parts), axis=axis) if len(parts) > 1 else parts[0]
+        numbers = tuple(number for run in runs for number in run.numbers)
+        if numbers == tuple(range(len(self.places))):
+            return joined
+        if numbers not in self._orders:
+            self._orders[numbers] = mx.array(np.argsort(np.concatenate([run.rows for run in runs])))
+        return mx.take(joined, self._orders[numbers], axis=axis)
 
     def settle(self) -> None:
         for place in self.places:
@@ -105,16 +107,36 @@ class Lane:
 class Run:
     """Windows of equal length that go side by side; in `Lane.runs` their slots lie next to each other in a pack."""
 
-    def __init__(self, numbers: Sequence[int], places: Sequence[LaneWindow]) -> None:
+    def __init__(self, numbers: Sequence[int], lane: Lane) -> None:
         """`numbers` are the windows' numbers in the lane, in the order of their slots in a pack."""
+        places = lane.places
         self.numbers = numbers
         self.is_lane = list(numbers) == list(range(len(places)))  # all windows, in the lane's own order
+        starts = np.array([lane.starts[number] for number in numbers])
+        self.rows = (starts[:, None] + np.arange(places[numbers[0]].num_rows)).reshape(-1)  # in the lane [B * L]
         self.counts_up = all(places[number].positions is None for number in numbers)
         self.begin_alike = len({places[number].base > 0 for number in numbers}) == 1  # all with a past, or none
         self._places = [places[number] for number in numbers]
         self._end = max(place.base for place in self._places) + self._places[0].num_rows
         self._masks: dict[int | None, mx.array] = {}
         self._numbers: dict[tuple[int, int], mx.array] = {}
+
+    @cached_property
+    def _selection(self) -> slice | mx.array:
+        """What selects its rows of all rows: a slice copies nothing."""
+        first, last = int(self.rows[0]), int(self.rows[-1])
+        is_span = (np.diff(self.rows) == 1).all()
+        return slice(first, last + 1) if is_span else mx.array(self.rows)
+
+    def take(self, rows: mx.array, axis: int = 1) -> mx.array:
+        """Select its rows, end to end, of those of all windows."""
+        return rows if self.is_lane else rows[(slice(None),) * axis + (self._selection,)]
+
+    def heads(self, rows: mx.array) -> mx.array:
+        """Return its part of [1, H, sum L, K] as [B, H, L, K]."""
+        own = self.take(rows, axis=2)
+        _, H, _, K = own.shape
+        return own.reshape(H, len(self.numbers), -1, K).swapaxes(0, 1) if len(self.numbers) > 1 else own
 
     @cached_property
     def bases(self) -> mx.array:
@@ -186,7 +208,7 @@ class View:
         self._lane, self._caches = lane, caches
         self._runs = [run for run in lane.runs if _is_packed(caches[run.numbers[0]])]
         grouped = {number for run in self._runs for number in run.numbers}
-        self._alone = [number for number in range(len(caches)) if number not in grouped]
+        self._alone = [single for single in lane.singles if single.numbers[0] not in grouped]
 
     @property
     def offset(self) -> mx.array:
@@ -227,47 +249,41 @@ class View:
                 return unit(*args, **kwargs)
         else:
             groups = self._groups(form)
-        results: dict[int, Any] = {}
-        for group in groups:
-            result = self._run_group(group, unit, args, kwargs)
-            if group.is_lane:
-                return _end_to_end(result)
-            results |= zip(group.numbers, _split(result, len(group.numbers)), strict=True)
-            if len(results) < len(self._caches):
+        results = []
+        for number, group in enumerate(groups, 1):
+            results.append(_end_to_end(self._run_group(group, unit, args, kwargs)))
+            if number < len(groups):
                 kept = [cache for entry in self._caches for cache in flat(entry) if isinstance(cache, KVCache)]
-                wait_for(kept, [_first(results[number]) for number in group.numbers])
-        found = [results[number] for number in range(len(results))]
-        if not isinstance(found[0], tuple | list):
-            return mx.concatenate(found, axis=1)
-        parts = zip(*found, strict=True)
-        return tuple(mx.concatenate(list(part), axis=1) if _has_rows(part[0]) else None for part in parts)
+                wait_for(kept, [_first(results[-1])])
+        if not isinstance(results[0], tuple | list):
+            return self._lane.in_order(results, groups)
+        parts = zip(*results, strict=True)
+        return tuple(None if part[0] is None else self._lane.in_order(part, groups) for part in parts)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[list[Any], list[Any]]:
         """Append each slot's rows of [1, H, sum L, K] and return what each run and each single slot holds now."""
-        k, v = self._lane.split(keys, axis=2), self._lane.split(values, axis=2)
-        caches_of = [[self._caches[number] for number in run.numbers] for run in self._runs]
-        for run, caches in zip(self._runs, caches_of, strict=True):
-            run.append(caches, _stacked(k, run.numbers), _stacked(v, run.numbers))
-        for number in self._alone:
-            self._caches[number].append(k[number], v[number])
+        runs = [(run, [self._caches[number] for number in run.numbers]) for run in self._runs]
+        alone = [(single, self._caches[single.numbers[0]]) for single in self._alone]
+        for run, caches in runs:
+            run.append(caches, run.heads(keys), run.heads(values))
+        for single, cache in alone:
+            cache.append(single.heads(keys), single.heads(values))
         # reads come last: a buffer that is still to be read would be copied before the next write
-        held = [run.fetch(caches) for run, caches in zip(self._runs, caches_of, strict=True)]
-        held += [self._caches[number].fetch() for number in self._alone]
+        held = [run.fetch(caches) for run, caches in runs] + [cache.fetch() for _, cache in alone]
         return [keys for keys, _ in held], [values for _, values in held]
 
     def attend(
         self, attention: Attention, queries: mx.array, keys: list[Any], values: list[Any], mask: LaneMask, **more: Any
     ) -> mx.array:
         """Run attention for each slot's queries of [1, H, sum L, K] on what `update_and_fetch` returned."""
-        q = self._lane.split(queries, axis=2)
-        outputs: dict[int, mx.array] = {}
-        for run, k, v in zip(self._runs, keys, values, strict=False):
-            together = attention(_stacked(q, run.numbers), k, v, cache=None, mask=mask.of_run(run), **more)
-            outputs |= zip(run.numbers, together.split(len(run.numbers)), strict=True)
-        singles = zip(self._alone, keys[len(self._runs) :], values[len(self._runs) :], strict=True)
-        for number, k, v in singles:
-            outputs[number] = attention(q[number], k, v, cache=self._caches[number], mask=mask.alone[number], **more)
-        return mx.concatenate([outputs[number] for number in range(len(q))], axis=2)
+        parts = []
+        for run, k, v in zip([*self._runs, *self._alone], keys, values, strict=True):
+            is_alone, [number, *_] = len(run.numbers) == 1, run.numbers
+            cache, own_mask = (self._caches[number], mask.alone[number]) if is_alone else (None, mask.of_run(run))
+            found = attention(run.heads(queries), k, v, cache=cache, mask=own_mask, **more)
+            _, H, _, K = found.shape
+            parts.append(found if is_alone else found.swapaxes(0, 1).reshape(1, H, -1, K))
+        return self._lane.in_order(parts, [*self._runs, *self._alone], axis=2)
 
     def _groups(self, form: LaneForm) -> list[Run]:
         """Return the runs in which a unit goes over the lane; one of several windows is a batch."""
@@ -302,7 +318,8 @@ class View:
         """Return what a `LayerCall` keeps of an argument for one slot."""
         if isinstance(value, View):
             return LayerCall.HERE
-        return self._lane.rows_of(value, number) if self._holds_rows(value) else self._of_slot(value, number)
+        own = self._of_slot(value, number)
+        return mx.contiguous(own) if self._holds_rows(value) else own  # a slice would hold the rows of other slots
 
     def _of_slot(self, value: Any, number: int) -> Any:
         """Return one slot's part of an argument: its own mask, caches, rows or position."""
@@ -313,7 +330,7 @@ class View:
         if value is self._lane.offset:
             place = self._lane.places[number]
             return place.base if place.positions is None else place.positions
-        return self._lane.split(value)[number] if self._holds_rows(value) else value
+        return self._lane.singles[number].take(value) if self._holds_rows(value) else value
 
     def _of_batch(self, value: Any, run: Run, stacks: dict[int, StateStack]) -> Any:
         """Return a batch's part of an argument; a stack of states that is made for it is added to `stacks`."""
@@ -325,9 +342,7 @@ class View:
             return run.bases
         if not self._holds_rows(value):
             return value
-        if run.is_lane:
-            return value.reshape(len(run.numbers), -1, *value.shape[2:])
-        return _stacked(self._lane.split(value), run.numbers)
+        return run.take(value).reshape(len(run.numbers), -1, *value.shape[2:])
 
     def _holds_rows(self, value: Any) -> bool:
         return isinstance(value, mx.array) and value.shape[:2] == (1, self._lane.num_rows)
@@ -386,10 +401,10 @@ def _joined_positions(places: Sequence[LaneWindow]) -> mx.array:
     return mx.array(np.concatenate([np.arange(p.base, p.base + p.num_rows, dtype=np.int32) for p in places]))
 
 
-def _runs(places: Sequence[LaneWindow]) -> Iterator[Run]:
+def _runs(lane: Lane) -> Iterator[Run]:
     """Yield the longest runs of at least two windows."""
     packs: dict[Any, dict[int, int]] = defaultdict(dict)  # by pack and length: windows by the place of their slots
-    for number, place in enumerate(places):
+    for number, place in enumerate(lane.places):
         if pack := place.caches.pack:
             packs[id(pack), place.num_rows][pack.slots.index(place.caches)] = number
     for numbers in packs.values():
@@ -397,11 +412,11 @@ def _runs(places: Sequence[LaneWindow]) -> Iterator[Run]:
         for slot in sorted(numbers):
             if run and slot - 1 not in numbers:
                 if len(run) > 1:
-                    yield Run(run, places)
+                    yield Run(run, lane)
                 run = []
             run.append(numbers[slot])
         if len(run) > 1:
-            yield Run(run, places)
+            yield Run(run, lane)
 
 
 def _is_packed(entry: Any) -> bool:
@@ -419,31 +434,13 @@ def flat(entry: Any) -> Iterator[Any]:
         yield entry
 
 
-def _stacked(rows: Sequence[mx.array], numbers: Sequence[int]) -> mx.array:
-    """Return these windows, [1, ...] each, as [B, ...]."""
-    return mx.concatenate([rows[number] for number in numbers])
-
-
 def _end_to_end(result: Any) -> Any:
-    """Return a batch's result [B, L, ...] as [1, sum L, ...]."""
-    if not isinstance(result, tuple | list):
-        return result.reshape(1, -1, *result.shape[2:])
-    return tuple(_end_to_end(part) if _has_rows(part) else None for part in result)
-
-
-def _split(result: Any, num_slots: int) -> Sequence[Any]:
-    """Return each slot's part of a batch's result [B, L, ...]."""
-    if not isinstance(result, tuple | list):
-        return result.split(num_slots) if num_slots > 1 else [result]
-    parts = [part.split(num_slots) if _has_rows(part) else [None] * num_slots for part in result]
-    return list(zip(*parts, strict=True))
+    """Return a batch's result [B, L, ...] as [1, B * L, ...]; None for a part that no other unit could use."""
+    if isinstance(result, tuple | list):
+        return tuple(_end_to_end(part) if isinstance(part, mx.array) and part.ndim >= 3 else None for part in result)
+    return result.reshape(1, -1, *result.shape[2:])
 
 
 def _first(result: Any) -> mx.array:
     first: mx.array = result[0] if isinstance(result, tuple | list) else result
     return first
-
-
-def _has_rows(part: Any) -> bool:
-    """Return whether a part of a unit's result is something that other units could use."""
-    return isinstance(part, mx.array) and part.ndim >= 3

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from weakref import ref
 
@@ -42,6 +43,7 @@ def make_cache(memory: Memory, cache: Cache) -> LayerCache:
     return (Int8Cache if spec.form is Form.INT8 else KVCache)(spec.window, spec.keep)
 
 
+@lru_cache(maxsize=256)
 def row_sights(num_rows: int, num_canvas: int, grid: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """Return who sees what in a window whose last `num_canvas` rows see each other and all rows before.
 

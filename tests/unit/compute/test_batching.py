@@ -1,7 +1,9 @@
 """Whatever way windows of several slots lie in a lane, each sees what it would see alone."""
 
 import gc
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -9,7 +11,7 @@ import pytest
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
-from worker.compute.batching import Lane, LaneMask, LaneWindow, View
+from worker.compute.batching import Lane, LaneMask, LaneWindow, Run, View
 from worker.memory.layer_cache import StateStack
 from worker.memory.slot_caches import Caches, close_all, members
 from worker.model.cache_spec import Memory
@@ -44,6 +46,11 @@ def recurrent_layer(x: mx.array, mask: Any, cache: Any) -> mx.array:
 
 def layer_of_both(x: mx.array, mask: Any, cache: Any) -> mx.array:
     return attention_layer(x, mask, cache[0]) + recurrent_layer(x, None, cache[1])
+
+
+def parts_of(lane: Lane, rows: mx.array) -> list[mx.array]:
+    """Each window's rows of those of all windows."""
+    return [single.take(rows) for single in lane.singles]
 
 
 def memory() -> int:
@@ -97,7 +104,7 @@ def check(
 
         result = view.run(unit, [mx.concatenate(x, axis=1), mask], {"cache": view}, form)
         lane.settle()
-        found = lane.split(result)
+        found = parts_of(lane, result)
         for i, (caches, base, count) in enumerate(zip(single, bases, counts, strict=True)):
             expected = alone(entry, x[i], LaneWindow(caches, base, count), window)
             assert found[i].shape == expected.shape
@@ -237,7 +244,7 @@ def test_reordered_windows_see_as_far_as_their_positions_say(
     lane = Lane(places)
     [view] = lane.views()
     mask = view.make_mask(3, window_size=window)
-    found = lane.split(view.run(attention_layer, [mx.concatenate(x, axis=1), mask], {"cache": view}, form))
+    found = parts_of(lane, view.run(attention_layer, [mx.concatenate(x, axis=1), mask], {"cache": view}, form))
     for i, caches in enumerate(single):
         expected = alone(FULL, x[i], LaneWindow(caches, bases[i], 3, positions[i]), window)
         assert mx.allclose(found[i], expected, atol=1e-5)
@@ -251,7 +258,7 @@ def test_canvas_rows_of_a_lane_see_each_other_and_what_the_first_of_them_sees() 
     lane = Lane(windows)
     [view] = lane.views()
     mask = view.make_mask(4, window_size=4)
-    found = lane.split(view.run(attention_layer, [mx.concatenate(x, axis=1), mask], {"cache": view}, LaneForm.ROWS))
+    found = parts_of(lane, view.run(attention_layer, [mx.concatenate(x, axis=1), mask], {"cache": view}, LaneForm.ROWS))
     last, back = mx.array([[0], [3], [3], [3]]), mx.array([[0], [1], [1], [1]])
     for rows, caches, base, each in zip(x, single, (5, 7), found, strict=True):
         held = mx.arange(base + 4)
@@ -284,13 +291,31 @@ def test_every_row_has_its_position_and_a_batch_the_one_of_each_slots_first() ->
     assert seen[-1] == [[3, 5], [3, 5]]
 
 
-def test_rows_are_parted_as_they_were_joined() -> None:
+@pytest.mark.parametrize("numbers", [[[0, 1, 2]], [[0], [1, 2]], [[2, 1], [0]], [[2], [0, 1]], [[0, 2], [1]]])
+def test_rows_come_back_in_the_order_of_the_lane(numbers: list[list[int]]) -> None:
+    lengths = (2, 2, 2) if [0, 1, 2] in numbers or [0, 1] in numbers else (3, 2, 2) if [0] in numbers else (2, 3, 2)
     slots = make(FULL, (0, 0, 0), CHOICES[:1] * 3)
-    lane = Lane([LaneWindow(caches, 0, count) for caches, count in zip(slots, MIXED, strict=True)])
-    x = mx.random.normal((1, 6, 5))
-    parts = lane.split(x)
-    assert [part.shape[1] for part in parts] == list(MIXED) and mx.array_equal(mx.concatenate(parts, axis=1), x)
-    assert [part.shape[2] for part in lane.split(x.reshape(1, 5, 6, 1), axis=2)] == list(MIXED)
+    lane = Lane([LaneWindow(caches, 0, count) for caches, count in zip(slots, lengths, strict=True)])
+    runs, x = [Run(each, lane) for each in numbers], mx.random.normal((1, H, sum(lengths), K))
+    windows = x.split([lengths[0], lengths[0] + lengths[1]], axis=2)
+    for run in runs:
+        assert mx.array_equal(run.heads(x), mx.concatenate([windows[number] for number in run.numbers]))
+    assert mx.array_equal(lane.in_order([run.take(x, axis=2) for run in runs], runs, axis=2), x)
+
+
+def test_slots_in_the_order_of_their_pack_are_neither_split_nor_joined(tmp_path: Path) -> None:
+    slots = make(FULL, (3, 5, 4), CHOICES[:1] * 3)
+    for order, copies in (((0, 1, 2), False), ((1, 0, 2), True)):
+        lane = Lane([LaneWindow(slots[number], slots[number].own[0].length, 1) for number in order])
+        [view] = lane.views()
+        x, mask = mx.ones((1, 3, H * K)), view.make_mask(1)
+        mx.eval([cache.arrays() for slot in slots for cache in slot.own])
+        h = view.run(attention_layer, [x, mask], {"cache": view}, LaneForm.ROWS)
+        mx.export_to_dot(str(tmp_path / "graph"), h)
+        names = re.findall(r'label ?= ?"(\w+)', (tmp_path / "graph").read_text())
+        assert ("Gather" in names) is copies and not {"Split", "Concatenate"} & set(names)
+        mx.eval(h)
+        lane.settle()
 
 
 def test_slot_after_slot_each_gets_its_own_mask_cache_and_numbers() -> None:

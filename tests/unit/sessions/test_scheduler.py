@@ -357,3 +357,12 @@ def test_sessions_with_different_decoders_side_by_side_get_what_each_gets_alone(
     assert [session.generated for session, _ in sessions] == [expected for _, expected in sessions]
     assert any(len(frame.windows) > 1 for frame in rig.chain.frames)
     rig.end()
+
+
+def test_a_lane_lists_its_slots_in_their_order() -> None:
+    rig = Rig(num_stages=1)
+    streaming(rig, 5)
+    for _ in range(3):
+        rig.answer(prompt_of(3, seed=9), 2)  # it steps alone first, and those who wait meanwhile would come before it
+    lanes = [slots_of(frame) for frame in rig.chain.frames if len(frame.windows) > 3]
+    assert lanes and all(lane == sorted(lane) for lane in lanes)
