@@ -111,11 +111,6 @@ async def peer_of(
         await peer.close()
 
 
-async def digests(node: RunningNode) -> dict[str, str]:
-    async with peer_of(node) as peer:
-        return await peer.digests()
-
-
 async def attach(node: RunningNode, request: AttachRequest) -> None:
     async with peer_of(node) as peer:
         await peer.attach(request)
@@ -254,11 +249,15 @@ class Pass:
     rows: tuple[int, ...]
 
 
-@pytest.fixture
-def nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step is built before its frame comes."""
+def build_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no step built before its frame comes."""
     monkeypatch.setattr(StepsAhead, "build", lambda ahead, slots: None)
     monkeypatch.setattr(StepsAhead, "launch", lambda ahead, slots, tokens, most: None)
+
+
+@pytest.fixture
+def nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    build_nothing_ahead(monkeypatch)
 
 
 @pytest.fixture

@@ -117,20 +117,24 @@ MISTRAL_4 = LATENT | {
 }  # fmt: skip
 
 TOWER = ("vision_tower.encoder.blocks.0.wqkv.weight", "vision_tower.encoder.final_layernorm.weight")
-INSIDE = (("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head."))
+QWEN_TOWER = ("model.visual.blocks.0.attn.qkv.weight", "model.visual.merger.norm.weight")
+INSIDE = renamed(("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head."))
+LATENTS = (latents_joined, experts_apart())
+LATENTS_IN_FP8 = (*LATENTS, matrices_in_fp8)
+BF16 = mx.bfloat16
 
 
 def wrapped(model_type: str, text: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"model_type": model_type, "text_config": text, "vision_config": {"hidden_size": 32}, **more}
 
 
-_NORMS = (
-    ".input_layernorm.weight", ".post_attention_layernorm.weight", "model.norm.weight", ".q_norm.weight",
-    ".k_norm.weight",
-)  # fmt: skip
 _NUMBERED = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 _PREDICTOR = ("embed_tokens.weight", "eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight",
               "self_attn.o_proj.weight", "mlp.experts.0.gate_proj.weight")  # fmt: skip
+_qwen_norms = norms_around_zero(
+    ".input_layernorm.weight", ".post_attention_layernorm.weight", "model.norm.weight", ".q_norm.weight",
+    ".k_norm.weight",
+)  # fmt: skip
 
 
 def _predictor(layer: str) -> tuple[str, ...]:
@@ -138,66 +142,55 @@ def _predictor(layer: str) -> tuple[str, ...]:
     return tuple(f"{layer}.{name}" for name in _PREDICTOR)
 
 
+def _in_fp8(config: dict[str, Any]) -> dict[str, Any]:
+    return config | {"quantization_config": FP8}
+
+
 PUBLISHED: dict[str, Layout] = {
     "gpt-oss, mxfp4": Layout(
         GPT_OSS | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}},
         (experts_in_mxfp4,),
-        dtype=mx.bfloat16,
+        dtype=BF16,
     ),
-    "DeepSeek-V3, fp8": Layout(
-        LATENT | {"quantization_config": FP8},
-        (latents_joined, experts_apart(), matrices_in_fp8),
-        _predictor("model.layers.61"),
-        mx.bfloat16,
-    ),
+    "DeepSeek-V3, fp8": Layout(_in_fp8(LATENT), LATENTS_IN_FP8, _predictor("model.layers.61"), BF16),
     "DeepSeek-V3.2, fp8": Layout(
-        INDEXED | {"model_type": "deepseek_v32", "quantization_config": FP8},
-        (latents_joined, experts_apart(), matrices_in_fp8),
-        _predictor("model.layers.3"),
-        mx.bfloat16,
+        _in_fp8(INDEXED | {"model_type": "deepseek_v32"}), LATENTS_IN_FP8, _predictor("model.layers.3"), BF16
     ),
     "GLM-5": Layout(
         INDEXED | {"model_type": "glm_moe_dsa", "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
-        (latents_joined, experts_apart()),
+        LATENTS,
         _predictor("model.layers.3"),
     ),
-    "Kimi-K2, fp8": Layout(
-        LATENT | {"model_type": "kimi_k2", "quantization_config": FP8},
-        (latents_joined, experts_apart(), matrices_in_fp8),
-        dtype=mx.bfloat16,
-    ),
+    "Kimi-K2, fp8": Layout(_in_fp8(LATENT | {"model_type": "kimi_k2"}), LATENTS_IN_FP8, dtype=BF16),
     "Kimi-K2-Thinking, int4": Layout(
-        LATENT | {"model_type": "kimi_k2", "quantization_config": INT4},
-        (latents_joined, experts_apart(), experts_in_int4),
+        LATENT | {"model_type": "kimi_k2", "quantization_config": INT4}, (*LATENTS, experts_in_int4)
     ),
     "Kimi-K2.5, int4": Layout(
         wrapped("kimi_k25", LATENT | {"model_type": "kimi_k2", "quantization_config": INT4}),
-        (latents_joined, experts_apart(), experts_in_int4),
+        (*LATENTS, experts_in_int4),
         (*TOWER, "mm_projector.proj.0.weight"),
     ),
     "Kimi-VL, by mlx-lm": Layout(
         wrapped("kimi_vl", LATENT), (experts_apart(),), (*TOWER, "multi_modal_projector.linear_1.weight")
     ),
-    "MiniMax-M2, fp8": Layout(
-        MINIMAX | {"quantization_config": FP8}, (experts_apart(_NUMBERED), matrices_in_fp8), dtype=mx.bfloat16
-    ),
+    "MiniMax-M2, fp8": Layout(_in_fp8(MINIMAX), (experts_apart(_NUMBERED), matrices_in_fp8), dtype=BF16),
     "MiniMax-M3, mxfp8": Layout(
         wrapped("minimax_m3_vl", MINIMAX_3, quantization_config={"quant_method": "mxfp8"}),
         (experts_apart(_NUMBERED), matrices_in_mxfp8),
         ("vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight", "patch_merge_mlp.linear_1.weight"),
-        mx.bfloat16,
+        BF16,
     ),
     "Mistral Small 4, fp8": Layout(
         wrapped("mistral3", MISTRAL_4 | {"quantization_config": FP8 | {"weight_block_size": None}}),
-        (latents_joined, experts_fused("switch_mlp", transposed=False), matrices_in_scaled_fp8, renamed(*INSIDE)),
+        (latents_joined, experts_fused("switch_mlp", transposed=False), matrices_in_scaled_fp8, INSIDE),
         ("model.vision_tower.ln_pre.weight", "model.multi_modal_projector.norm.weight"),
-        mx.bfloat16,
+        BF16,
     ),
     "MiMo-V2-Flash, fp8": Layout(
-        MIMO | {"quantization_config": FP8},
+        _in_fp8(MIMO),
         (experts_apart(), matrices_in_fp8),
         ("model.mtp.layers.0.eh_proj.weight", "model.mtp.layers.0.self_attn.o_proj.weight"),
-        mx.bfloat16,
+        BF16,
     ),
     "GLM-4.7": Layout(GLM, (experts_apart(),), _predictor("model.layers.3")),
     "ERNIE 4.5": Layout(
@@ -208,38 +201,28 @@ PUBLISHED: dict[str, Layout] = {
     "Qwen3-235B": Layout(QWEN_MOE, (experts_apart(),)),
     "Qwen3-Next": Layout(
         LINEAR_MOE | {"model_type": "qwen3_next"},
-        (experts_apart(), convolutions_first, norms_around_zero(*_NORMS)),
+        (experts_apart(), convolutions_first, _qwen_norms),
         ("mtp.fc.weight", "mtp.layers.0.self_attn.o_proj.weight", "mtp.layers.0.mlp.experts.0.up_proj.weight"),
     ),
     "Qwen3.5": Layout(
         wrapped("qwen3_5", LINEAR | {"model_type": "qwen3_5_text", "tie_word_embeddings": True}),
-        (convolutions_first, norms_around_zero(*_NORMS), renamed(*INSIDE)),
-        (
-            "model.visual.blocks.0.attn.qkv.weight",
-            "model.visual.merger.norm.weight",
-            "mtp.fc.weight",
-            "mtp.norm.weight",
-        ),
+        (convolutions_first, _qwen_norms, INSIDE),
+        (*QWEN_TOWER, "mtp.fc.weight", "mtp.norm.weight"),
     ),
     "Qwen3.5-397B": Layout(
         wrapped("qwen3_5_moe", LINEAR_MOE | {"model_type": "qwen3_5_moe_text"}),
-        (
-            experts_fused("switch_mlp", transposed=False),
-            convolutions_first,
-            norms_around_zero(*_NORMS),
-            renamed(*INSIDE),
-        ),
-        ("model.visual.blocks.0.attn.qkv.weight", "mtp.fc.weight", "mtp.layers.0.mlp.experts.gate_up_proj"),
+        (experts_fused("switch_mlp", transposed=False), convolutions_first, _qwen_norms, INSIDE),
+        (*QWEN_TOWER, "mtp.fc.weight", "mtp.layers.0.mlp.experts.gate_up_proj"),
     ),
     "Qwen3-VL": Layout(
         wrapped("qwen3_vl", COMMON | {"model_type": "qwen3_vl_text"}),
-        (renamed(*INSIDE),),
-        ("model.visual.blocks.0.attn.qkv.weight", "model.visual.deepstack_merger_list.0.norm.weight"),
+        (INSIDE,),
+        (*QWEN_TOWER, "model.visual.deepstack_merger_list.0.norm.weight"),
     ),
     "Qwen3-VL-235B": Layout(
         wrapped("qwen3_vl_moe", QWEN_MOE | {"model_type": "qwen3_vl_moe_text"}),
-        (experts_fused("switch_mlp", transposed=True), renamed(*INSIDE)),
-        ("model.visual.blocks.0.attn.qkv.weight",),
+        (experts_fused("switch_mlp", transposed=True), INSIDE),
+        QWEN_TOWER,
     ),
     "Llama 4": Layout(
         wrapped("llama4", LLAMA_4),
@@ -248,7 +231,7 @@ PUBLISHED: dict[str, Layout] = {
     ),
     "Gemma 3": Layout(
         wrapped("gemma3", GEMMA, vocab_size=VOCAB),
-        (lambda tensors: {name: array for name, array in tensors.items() if "lm_head" not in name},),
+        (without_endings("lm_head.weight"),),
         (
             "vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight",
             "multi_modal_projector.mm_input_projection_weight",
@@ -256,16 +239,11 @@ PUBLISHED: dict[str, Layout] = {
     ),
     "Mistral Small 3.1": Layout(
         wrapped("mistral3", COMMON | {"model_type": "mistral"}),
-        (),
-        (
-            "vision_tower.transformer.layers.0.attention.q_proj.weight",
-            "vision_tower.ln_pre.weight",
-            "multi_modal_projector.linear_1.weight",
-        ),
+        others=("vision_tower.ln_pre.weight", "multi_modal_projector.linear_1.weight"),
     ),
     "Ministral 3": Layout(
         wrapped("mistral3", MISTRAL_YARN),
-        (renamed(*INSIDE),),
+        (INSIDE,),
         ("model.vision_tower.transformer.layers.0.attention.q_proj.weight", "model.multi_modal_projector.norm.weight"),
     ),
     "Step-3.5": Layout(
@@ -293,18 +271,15 @@ _DENSE = COMMON | {"model_type": "llama"}
 # what mlx-lm does not read, and what has to be said of each
 UNREAD: dict[str, tuple[Layout, str]] = {
     "Qwen3-235B, fp8": (
-        Layout(QWEN_MOE | {"quantization_config": FP8}, (experts_apart(), matrices_in_fp8)),
+        Layout(_in_fp8(QWEN_MOE), (experts_apart(), matrices_in_fp8)),
         r"'fp8'.* code for qwen3_moe .*experts\.0\.down_proj\.weight_scale_inv",
     ),
     "Devstral, fp8": (  # mlx-lm multiplies the bytes
-        Layout(wrapped("mistral3", MISTRAL_YARN, quantization_config=FP8), (matrices_in_scaled_fp8, renamed(*INSIDE))),
+        Layout(wrapped("mistral3", MISTRAL_YARN, quantization_config=FP8), (matrices_in_scaled_fp8, INSIDE)),
         r"'fp8'.* code for mistral3 .*weight_scale_inv",
     ),
     "DeepSeek-V3, fp8 in blocks of another size": (
-        Layout(
-            LATENT | {"quantization_config": FP8},
-            (latents_joined, experts_apart(), matrices_in_fp8, scales_of_smaller_blocks),
-        ),
+        Layout(_in_fp8(LATENT), (*LATENTS_IN_FP8, scales_of_smaller_blocks)),
         r"'fp8'.* code for deepseek_v3 ",
     ),
     "fp8 that config.json does not tell of": (
@@ -323,7 +298,7 @@ UNREAD: dict[str, tuple[Layout, str]] = {
         r"'awq'.* code for llama .*g_idx",
     ),
     "Kimi-VL": (  # mlx-lm reads only conversions of its own
-        Layout(wrapped("kimi_vl", LATENT), (latents_joined, experts_apart()), TOWER),
+        Layout(wrapped("kimi_vl", LATENT), LATENTS, TOWER),
         r"lacks tensor .*embed_q\.weight, and nothing takes tensor .*kv_b_proj\.weight",
     ),
 }

@@ -12,7 +12,7 @@ from coordinator.decoding.decode_options import make_cache_choice
 from coordinator.engine.engine import Engine, generate_once
 from coordinator.sessions.output import Answer
 from protos.brigade_pb2 import Frame, Opening, Result, Sampling, Window
-from tests.integration.conftest import Models, Whole, running
+from tests.integration.conftest import Models, Whole, build_nothing_ahead, running
 from tests.integration.many import request, solo, together, tokens_of
 from tests.integration.upstream import window_of
 from tools.model_types.make import make_type
@@ -67,8 +67,7 @@ async def test_tokens_and_logprobs_are_bit_for_bit_those_of_steps_built_on_arriv
 ) -> None:
     found = await answers(models, family, layers)
     assert any(taken)
-    monkeypatch.setattr(StepsAhead, "build", lambda ahead, slots: None)
-    monkeypatch.setattr(StepsAhead, "launch", lambda ahead, slots, tokens, most: None)
+    build_nothing_ahead(monkeypatch)
     taken.clear()
     expected = await answers(models, family, layers)
     assert not any(taken)
@@ -110,8 +109,7 @@ async def test_every_kind_of_cache_is_gone_on_with_over_the_ends_of_its_buffers(
     found = []
     for is_ahead in (True, False):
         if not is_ahead:
-            monkeypatch.setattr(StepsAhead, "build", lambda ahead, slots: None)
-            monkeypatch.setattr(StepsAhead, "launch", lambda ahead, slots, tokens, most: None)
+            build_nothing_ahead(monkeypatch)
         async with running(models("qwen3", **GROUPS_OF_32).folder, layers) as chain:
             alone = [await generate_once(chain, each, chunk=64) for each in asked[::2]]
             found.append([each.samples for each in [*alone, *await together(chain, asked, chunk=64)]])
@@ -120,10 +118,14 @@ async def test_every_kind_of_cache_is_gone_on_with_over_the_ends_of_its_buffers(
     assert found[0] == found[1]
 
 
+def idle_engine(whole: Whole) -> Executor:
+    checkpoint = open_folder(whole.folder)
+    return Executor(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype)
+
+
 def engine_of(whole: Whole, way: str) -> tuple[Executor, list[int]]:
     """Of the whole model, after a step of one token for each slot: it gave these. The next step is there, or not."""
-    checkpoint = open_folder(whole.folder)
-    engine = Executor(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype)
+    engine = idle_engine(whole)
     opened = [Opening(slot=slot, sampling=SAMPLINGS[way.removeprefix("not ")]) for slot in range(2)]
     run(engine, [window_of(FED[slot], 0, slot) for slot in range(2)], opened=opened)
     step = engine.begin(Frame(windows=[window_of(NEXT[slot], len(FED[slot]), slot) for slot in range(2)]), None, 0, 0)
@@ -201,25 +203,21 @@ def test_a_step_that_is_not_asked_for_leaves_no_trace(models: Models, family: st
 
 
 @pytest.mark.parametrize("way", SAMPLINGS)
-def test_a_step_that_is_asked_for_is_not_built_again(models: Models, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    (engine, given), (plain, _) = (engine_of(models("qwen3"), each) for each in (way, f"not {way}"))
-    windows = [more(slot, token) for slot, token in enumerate(given)]
-    expected = run(plain, windows)
-    monkeypatch.setattr(Shard, "__call__", None)
-    assert run(engine, windows).samples == expected.samples
-
-
-@pytest.mark.parametrize("way", SAMPLINGS)
-def test_the_buffers_of_a_step_that_is_asked_for_are_written_in_place(models: Models, way: str) -> None:
+def test_a_step_that_is_asked_for_is_not_built_again_and_writes_its_buffers_in_place(
+    models: Models, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
     """What there was before must be let go of by then: MLX would copy every buffer at every step."""
-    grown = []
-    for each in (way, f"not {way}"):
+    samples, grown = [], []
+    for each in (f"not {way}", way):
         engine, given = engine_of(models("qwen3"), each)
+        if each == way:
+            monkeypatch.setattr(Shard, "__call__", None)
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        run(engine, [more(slot, token) for slot, token in enumerate(given)])
+        samples.append(run(engine, [more(slot, token) for slot, token in enumerate(given)]).samples)
         grown.append(mx.get_peak_memory() - before)
-    assert grown[0] < grown[1] + 256 * 2 * 16 * 4, "the keys of one slot in one layer"
+    assert samples[0] == samples[1]
+    assert grown[1] < grown[0] + 256 * 2 * 16 * 4, "the keys of one slot in one layer"
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5"])
@@ -259,9 +257,7 @@ def test_a_long_step_has_one_behind_it_and_not_two(models: Models, monkeypatch: 
 
 def test_nothing_is_launched_into_a_cache_that_has_no_room(models: Models) -> None:
     """It would let go of rows, or take memory, for a step that may never be asked for."""
-    checkpoint = open_folder(models("qwen3").folder)
-    engine = Executor(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype)
-    tokens = tuple(tokens_of(256, 1))
+    engine, tokens = idle_engine(models("qwen3")), tokens_of(256, 1)
     run(engine, [window_of(tokens[:-2], 0)], opened=[Opening(slot=0)])
     launched = []
     for length in (255, 256):
@@ -284,9 +280,7 @@ def test_a_forward_that_looks_at_numbers_is_known(tmp_path: Path) -> None:
 
 def test_a_slot_that_has_failed_is_not_gone_on_with(models: Models) -> None:
     """Its next draw would be refused as this one was, though it was not asked for."""
-    whole = models("qwen3")
-    checkpoint = open_folder(whole.folder)
-    engine = Executor(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype)
+    engine = idle_engine(models("qwen3"))
     refused = Opening(slot=1, sampling=Sampling(temperature=1.0, top_k=1 << 20, repetition_penalty=1.3))
     opened = [Opening(slot=0, sampling=SAMPLINGS["built"]), refused]
     (failure,) = run(engine, [window_of((5,), 0, 0), window_of((5,), 0, 1)], opened=opened).failures

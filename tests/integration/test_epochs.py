@@ -16,6 +16,8 @@ from coordinator.engine.engine import Engine
 from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS
+from coordinator.sessions.output import Answer
+from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Frame, Opening, Result, StatusReply
 from tests.integration.conftest import Models, RunningNode, opened_folder, receive, running, send, serving
 from tests.integration.many import Live, request, solo, tokens_of, until
@@ -68,6 +70,23 @@ async def loaded(folder: Path, layers: Sequence[int], drafter: Path | None = Non
         await load_all(own, deployment)
         async with AsyncExitStack() as chains:
             yield Cluster(own, deployment, chains, nodes)
+
+
+async def answer_over_a_loss(
+    folder: Path, layers: Sequence[int], asked: Request, lost_at: int, drafter: Path | None = None
+) -> Answer:
+    """The answer to a request whose chain is lost once it has so many tokens."""
+    async with (
+        loaded(folder, layers, drafter) as cluster,
+        Engine(await cluster.open(), when_lost=cluster.open) as engine,
+    ):
+        found, first = Answer(), engine.chain
+        async for output in engine.generate(asked):
+            found.add(output)
+            if engine.chain is first and len(found.tokens) >= lost_at:
+                first.end(StageLost("is gone"))
+    assert found.usage.num_recoveries == 1
+    return found
 
 
 async def test_a_chain_is_opened_again_without_reading_a_tensor(

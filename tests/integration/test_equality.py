@@ -17,8 +17,6 @@ from protos.brigade_pb2 import Sampling
 from tests.integration.conftest import CHUNK, Models, Whole, answer, running
 from tests.tiny import FAMILIES, VOCAB, write_folder
 from worker.compute.shard import Shard
-from worker.model.checkpoint import open_folder
-from worker.model.describe import describe
 
 EVERY_SPLIT = [(4,), (1, 3), (2, 2), (3, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 1, 1, 1)]
 
@@ -215,28 +213,14 @@ WIDE = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 8}
 
 @one_split
 @pytest.mark.parametrize(
-    ("group_size", "bits", "whole_model", "tied"),
-    [
-        # other groups and numbers of bits, and heads that are not tied: by layers, in test_modes.py
-        pytest.param(64, 4, True, False, marks=pytest.mark.matrix),
-        (64, 4, True, True),
-        pytest.param(64, 4, False, False, marks=pytest.mark.matrix),
-        (64, 4, False, True),
-        pytest.param(128, 4, True, False, marks=pytest.mark.matrix),
-        pytest.param(64, 8, True, False, marks=pytest.mark.matrix),
-    ],
+    ("whole_model", "tied"),  # other groups and numbers of bits: by layers, in test_modes.py
+    [(True, True), (False, True), *(pytest.param(each, False, marks=pytest.mark.matrix) for each in (True, False))],
 )
 async def test_a_quantised_checkpoint_gives_the_tokens_of_the_whole_model(
-    models: Models, group_size: int, bits: int, whole_model: bool, tied: bool, layers: tuple[int, ...]
+    models: Models, whole_model: bool, tied: bool, layers: tuple[int, ...]
 ) -> None:
-    whole = models(
-        "qwen3",
-        dtype=mx.bfloat16,
-        quantize={"group_size": group_size, "bits": bits},
-        quantize_embedding=whole_model,
-        tied=tied,
-        config=WIDE,
-    )
+    four_bit: dict[str, Any] = {"quantize": {"group_size": 64, "bits": 4}, "config": WIDE}
+    whole = models("qwen3", dtype=mx.bfloat16, quantize_embedding=whole_model, tied=tied, **four_bit)
     async with running(whole.folder, layers) as chain:
         await assert_equal(chain, whole, GREEDY)
 
@@ -303,61 +287,6 @@ async def test_a_llama_with_some_sliding_layers_gives_the_tokens_of_the_whole_mo
     assert whole.tokens(LONG, NUM_TOKENS) != models("llama").tokens(LONG, NUM_TOKENS)
     async with running(whole.folder, layers) as chain:
         await assert_equal(chain, whole, GREEDY)
-
-
-@one_split
-@pytest.mark.parametrize("num_files", [pytest.param(2, marks=pytest.mark.matrix), 7])
-async def test_a_checkpoint_in_several_files_gives_the_tokens_of_the_whole_model(
-    models: Models, num_files: int, layers: tuple[int, ...]
-) -> None:
-    whole = models("qwen3", num_files=num_files)
-    assert len(list(whole.folder.glob("*.safetensors"))) == num_files
-    assert whole.tokens(LONG, NUM_TOKENS) == models("qwen3").tokens(LONG, NUM_TOKENS)
-    async with running(whole.folder, layers) as chain:
-        await assert_equal(chain, whole, GREEDY)
-
-
-@one_split
-async def test_experts_in_one_tensor_each_are_stacked_as_mlx_lm_stacks_them(
-    models: Models, tmp_path: Path, layers: tuple[int, ...]
-) -> None:
-    """Hugging Face's own layout of a mixture of experts, before any conversion."""
-    stacked = models("qwen3_moe")
-    tensors = {}
-    for name, array in tree_flatten(stacked.reference.model.parameters()):
-        if ".switch_mlp." in name:
-            parts = (name.replace("switch_mlp", f"experts.{i}") for i in range(array.shape[0]))
-            tensors |= dict(zip(parts, array, strict=True))
-        else:
-            tensors[name] = array
-    write_folder(tmp_path / "raw", json.loads((stacked.folder / "config.json").read_text()), tensors, num_files=3)
-    async with running(tmp_path / "raw", layers) as chain:
-        await assert_equal(chain, stacked, GREEDY)
-
-
-@one_split
-async def test_a_hybrid_checkpoint_with_vision_and_mtp_tensors_loads_as_mlx_lm_loads_it(
-    models: Models, tmp_path: Path, layers: tuple[int, ...]
-) -> None:
-    """Hugging Face's own layout: text nested, convolutions transposed, norms around zero, unused parts."""
-    raw = raw_hybrid(models("qwen3_5"), tmp_path / "raw")
-    assert describe(open_folder(raw.folder)).layers == describe(open_folder(models("qwen3_5").folder)).layers
-    assert raw.tokens(LONG, NUM_TOKENS) == models("qwen3_5").tokens(LONG, NUM_TOKENS)
-    async with running(raw.folder, layers) as chain:
-        await assert_equal(chain, raw, GREEDY)
-
-
-def raw_hybrid(converted: Whole, folder: Path) -> Whole:
-    """The converted model as it was before conversion."""
-    config = json.loads((converted.folder / "config.json").read_text())
-    tensors = {"model.visual.patch.weight": mx.ones((4, 4)), "mtp.layers.0.mlp.weight": mx.ones((4, 4))}
-    shifted = ("layernorm.weight", "model.norm.weight", "q_norm.weight", "k_norm.weight")
-    for name, array in tree_flatten(converted.reference.model.parameters()):
-        name = name.replace("language_model.model", "model.language_model").replace("language_model.lm_head", "lm_head")
-        array = array.moveaxis(1, 2) if "conv1d" in name else array
-        tensors[name] = array - 1 if name.endswith(shifted) or name == "model.language_model.norm.weight" else array
-    write_folder(folder, {"model_type": "qwen3_5", "text_config": config}, tensors, num_files=2)
-    return Whole(folder)
 
 
 @pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.matrix), "gemma3_text", "qwen3_5"])

@@ -127,9 +127,7 @@ async def test_a_model_that_was_told_to_think_may_do_so_before_it_answers(folder
             assert answer.text.startswith(begins) and answer.text.removeprefix(begins).isdigit()
 
 
-async def test_a_call_that_cannot_be_forced_is_refused_before_a_node_is_asked(folder: Path) -> None:
+async def test_a_forced_call_needs_an_end_of_sequence_token(folder: Path) -> None:
     frontend = await InputProcessor.read(str(folder))
-    with pytest.raises(InputError, match=r"^tool_choice: expected tools that can be called, found no tool 'walk'"):
-        await frontend.make_request(ask(calls=Calls(are_forced=True, only="walk")))
     with pytest.raises(InputError, match=r"^tool_choice: expected an end-of-sequence token"):
         await frontend.make_request(ask(calls=FORCED, ignore_eos=True))

@@ -113,38 +113,6 @@ async def test_two_coordinators_load_one_after_the_other(tmp_path: Path, hub: Sl
     assert second.phases[-1] == "load"
 
 
-async def test_a_load_that_was_given_up_reads_no_layer_more_and_the_next_one_starts(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = models("qwen3")
-    began, go_on = threading.Event(), threading.Event()
-    layers: list[int] = []
-    materialise = Shard.materialise
-
-    def slow(shard: Shard, progress: Callable[[int], None]) -> None:
-        def note(num_bytes: int) -> None:
-            if shard.start:
-                layers.append(shard.start)
-                began.set()
-                assert go_on.wait(60)
-            progress(num_bytes)
-
-        materialise(shard, note)
-
-    monkeypatch.setattr(Shard, "materialise", slow)
-    async with serving(1) as [node], asyncio.timeout(60):
-        first = Loading(node, whole.folder, 1)
-        await asyncio.to_thread(began.wait, 60)
-        await first.give_up()
-        second = Loading(node, whole.folder, 2)
-        await until(lambda: "waiting" in second.phases)
-        go_on.set()
-        await second.task
-        assert layers.count(1) == 1
-        async with opened(whole.folder, (2, 2), [node]) as chain:
-            assert (await answer(chain, (1, 2, 3), 4)).tokens == whole.tokens((1, 2, 3), 4)
-
-
 @pytest.fixture
 def given_up(monkeypatch: pytest.MonkeyPatch) -> list[threading.Event]:
     """Of each load of a worker: set once it has noticed that it was given up."""

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from coordinator.decoding.decode_options import Decode
-from coordinator.engine.bounded import GrammarTrials
 from coordinator.engine.engine import Engine
 from coordinator.engine.grammars import json_grammar, lark_grammar, regex_grammar
 from coordinator.engine.inputs import InputProcessor
@@ -17,8 +16,8 @@ from coordinator.sessions.output import Answer
 from coordinator.sessions.request import RequestSpec
 from tests.cluster.models import VOCAB, make_talker
 from tests.integration.conftest import running
-from tests.integration.test_epochs import loaded
-from worker.errors import InputError, StageLost
+from tests.integration.test_epochs import answer_over_a_loss
+from worker.errors import InputError
 
 SCHEMA = {
     "type": "object",
@@ -101,13 +100,9 @@ async def test_under_a_grammar_an_answer_beside_others_is_what_it_is_alone(folde
 async def test_a_matcher_is_made_again_from_the_tokens_when_a_chain_is_lost(folder: Path) -> None:
     each = ask(json_grammar(SCHEMA), sampling={"seed": 3, "temperature": 1.0}, decode=Decode("ar"))
     [alone] = await answers_alone(folder, (2, 2), [each])
-    frontend, answer = await InputProcessor.read(str(folder)), Answer()
-    async with loaded(folder, (2, 2)) as cluster, Engine(await cluster.open(), when_lost=cluster.open) as engine:
-        async for piece in engine.generate(await frontend.make_request(each)):
-            answer.add(piece)
-            if len(answer.tokens) == len(alone.tokens) // 2:
-                engine.chain._stage.fail(StageLost("is gone"))  # type: ignore[union-attr]
-    assert answer.tokens == alone.tokens and answer.usage.num_recoveries == 1
+    asked = await (await InputProcessor.read(str(folder))).make_request(each)
+    found = await answer_over_a_loss(folder, (2, 2), asked, len(alone.tokens) // 2)
+    assert found.tokens == alone.tokens
 
 
 async def test_regular_expressions_and_lark_grammars_hold_too(folder: Path) -> None:
@@ -136,10 +131,3 @@ async def test_what_cannot_be_kept_to_is_refused(folder: Path, grammar: str, mor
     with pytest.raises(InputError) as refused:
         await frontend.make_request(ask(grammar, **more))
     assert refused.value.field == field and "\n" not in refused.value.message
-
-
-async def test_a_model_without_a_fast_tokenizer_has_no_grammars(folder: Path, tmp_path: Path) -> None:
-    frontend = await InputProcessor.read(str(folder))
-    frontend._trials = GrammarTrials(tmp_path, VOCAB, sorted(frontend.eos))
-    with pytest.raises(InputError, match=r"response_format: grammars need a tokenizer\.json"):
-        await frontend.make_request(ask(json_grammar()))
