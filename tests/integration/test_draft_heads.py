@@ -138,14 +138,14 @@ async def test_a_head_is_sent_to_workers_and_its_parts_take_what_the_plan_says(
     folder, head = target(models, name), make_head(tmp_path / name, name)
     store = WeightsCache(tmp_path / "received")
     own = str(folder) if name == "mtp" else None  # or the model is sent too, and with it the embedding to the last node
-    async with serving(2, ModelSources(own), store_of=lambda _: store) as nodes:
-        async with opened(folder, (1, 2, 1), nodes, drafter=head) as chain:
-            expected = await answer(chain, Decode("ar"), Sampling())
-            assert (await answer(chain, Decode("draft", num_drafts=3), Sampling())).tokens == expected.tokens
-            held = [status.weight_bytes for status in await chain.statuses()]
-            assert held[1:] == [each.weight_bytes for each in chain.plan.assignments][1:]
-        async with opened(folder, (1, 2, 1), nodes) as chain:
-            assert (await answer(chain, Decode("ar"), Sampling())).tokens == expected.tokens
+    async with (
+        serving(2, ModelSources(own), store_of=lambda _: store) as nodes,
+        opened(folder, (1, 2, 1), nodes, drafter=head) as chain,
+    ):
+        expected = await answer(chain, Decode("ar"), Sampling())
+        assert (await answer(chain, Decode("draft", num_drafts=3), Sampling())).tokens == expected.tokens
+        held = [status.weight_bytes for status in await chain.statuses()]
+        assert held[1:] == [each.weight_bytes for each in chain.plan.assignments][1:]
 
 
 async def test_a_drafter_that_fails_is_dropped_and_the_chain_goes_on(

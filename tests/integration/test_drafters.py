@@ -198,13 +198,23 @@ async def test_a_drafter_is_sent_to_a_worker_kept_on_its_disk_and_released_by_a_
 
 
 async def test_the_last_stage_holds_no_more_than_the_plan_and_the_promises_say(models: Models) -> None:
-    folder = model_of(models, "qwen3")
+    """Nor for short forks of a long text, of which a drafter copies the whole."""
+    folder = models("qwen3", config={"max_position_embeddings": 4000}, sharpen=4.0).folder
     async with running(folder, (1, 3), drafter=folder) as chain, Engine(chain) as engine:
+
+        async def require_kept() -> None:
+            assert 0 < (await chain.statuses())[1].cache_bytes <= engine.scheduler.slots.promised[1]
+
         live = [Live(engine, request(tokens_of(200 + at, at), 40, Decode("draft", num_drafts=15))) for at in range(3)]
         for each in live:
             await each.answer()
-        held, promised = (await chain.statuses())[1].cache_bytes, engine.scheduler.slots.promised[1]
-        assert 0 < held <= promised
+        await require_kept()
+        await engine.answer(request(tokens_of(900, 3), 4, Decode("draft", num_drafts=7)), chunk=256)
+        for number in (1, 2, 3):
+            fork = (*tokens_of(900, 3)[:30], *tokens_of(5, number))
+            found = await engine.answer(request(fork, 9, Decode("draft", num_drafts=7)))
+            assert found.usage.num_reused >= 30 and found.usage.num_steps == least_steps(9, 7)
+            await require_kept()
 
 
 @pytest.mark.parametrize("drafter", ["itself", "foreign"])
@@ -259,19 +269,6 @@ async def test_a_sliding_drafter_goes_on_after_rejected_drafts(models: Models, t
         expected, found = await plain(chain, each), await generate_once(chain, each, chunk=CHUNK)
     assert found.tokens == expected.tokens and found.usage.drafts_held[0] < 1
     assert len(texts) == 1
-
-
-async def test_a_short_fork_of_a_long_text_takes_no_more_than_it_was_promised(models: Models) -> None:
-    folder = models("qwen3", config={"max_position_embeddings": 4000}, sharpen=4.0).folder
-    decode = Decode("draft", num_drafts=7)
-    async with running(folder, (2, 2), drafter=folder) as chain, Engine(chain) as engine:
-        await engine.answer(request(tokens_of(900), 4, decode), chunk=256)
-        for number in (1, 2, 3):
-            each = request((*tokens_of(900)[:30], *tokens_of(5, number)), 9, decode)
-            found = await engine.answer(each)
-            assert found.usage.num_reused >= 30 and found.usage.num_steps == least_steps(9, 7)
-            held = (await chain.statuses())[1].cache_bytes
-            assert held <= engine.scheduler.slots.promised[1]
 
 
 async def test_a_text_that_the_drafter_lacks_is_read_over_several_steps(models: Models) -> None:

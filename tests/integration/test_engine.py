@@ -184,9 +184,9 @@ def test_a_chunk_is_waited_for_by_itself_though_the_next_has_begun(models: Model
     engine = Executor(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype)
     prompt = tokens_of(2 * CHUNK)
     chunks = [window_of(prompt[:CHUNK], 0), window_of(prompt, CHUNK)]
-    frames = [Frame(opened=[Opening(slot=0)], windows=chunks[:1]), Frame(windows=chunks[1:])]
     for chunk in chunks:
         chunk.wanted = 0
+    frames = [Frame(opened=[Opening(slot=0)], windows=chunks[:1]), Frame(windows=chunks[1:])]
     first, second = (engine.begin(frame, None, 0, 0) for frame in frames)
     rows = [_num_rows_written(array) for step in (first, second) for array in step.pending]
     assert rows == [CHUNK, CHUNK, 2 * CHUNK, 2 * CHUNK]

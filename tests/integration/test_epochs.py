@@ -20,9 +20,8 @@ from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Frame, Opening, Result, StatusReply
 from tests.integration.conftest import Models, RunningNode, opened_folder, receive, running, send, serving
-from tests.integration.many import Live, request, solo, tokens_of, until
+from tests.integration.many import Live, request, tokens_of, until
 from tests.integration.upstream import window_of
-from worker.compute.shard import Shard
 from worker.errors import BrigadeError, EngineHung, FrameError, StageLost
 
 Held = Callable[[], None]
@@ -87,17 +86,6 @@ async def answer_over_a_loss(
                 first.end(StageLost("is gone"))
     assert found.usage.num_recoveries == 1
     return found
-
-
-async def test_a_chain_is_opened_again_without_reading_a_tensor(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with loaded(models("qwen3").folder, (2, 2)) as cluster:
-        monkeypatch.setattr(Shard, "materialise", lambda shard, progress: pytest.fail("read again"))
-        await load_all(cluster.own, cluster.deployment)
-        [before] = await solo(await cluster.open(), [request(tokens_of(9), 6)])
-        [after] = await solo(await cluster.open(), [request(tokens_of(9), 6)])
-    assert before.tokens == after.tokens
 
 
 async def test_requests_fail_if_no_chain_can_be_opened_again(models: Models) -> None:

@@ -144,26 +144,22 @@ async def test_over_encrypted_links_too(models: Models, lacking: Lacking, tmp_pa
         await assert_equal(nodes, models("qwen3"), network=certificates.coordinator())
 
 
-async def test_a_worker_tells_that_it_waits_and_what_it_was_sent(models: Models, lacking: Lacking) -> None:
-    folder, out = models("qwen3").folder, io.StringIO()
-    async with lacking(1, out=out) as [node], peer_of(node) as peer:
-        wanted = full_request(folder, 2, 4)
-        await load_pushing(peer, wanted, open_folder(folder), lambda report: None, feeds=True)
-    shard = rf"layers \[2, 4\) of {re.escape(str(folder))}"
-    first, second, *_ = out.getvalue().splitlines()
-    assert re.fullmatch(r"worker node-1: lacks weights and waits for them: is asked for the model .*", first)
-    assert re.fullmatch(rf"worker node-1: was sent \d\.\d MiB of {shard} in \d+\.\d s", second)
-
-
-async def test_what_was_sent_once_is_not_sent_again_not_even_to_a_new_process(
+async def test_what_was_sent_once_is_told_and_not_sent_again_not_even_to_a_new_process(
     models: Models, lacking: Lacking, taken: list[int]
 ) -> None:
-    whole = models("qwen3")
+    whole, out = models("qwen3"), io.StringIO()
     for expected in (size_of(whole.folder, 2, 4), 0):
         taken.clear()
-        async with lacking(1) as nodes:
+        async with lacking(1, out=out) as nodes:
             await assert_equal(nodes, whole)
         assert sum(taken) == expected
+    shard = rf"layers \[2, 4\) of {re.escape(str(whole.folder))}"
+    assert re.match(
+        r"worker node-1: lacks weights and waits for them: is asked for the model .*\n"
+        rf"worker node-1: was sent \d\.\d MiB of {shard} in \d+\.\d s\n",
+        out.getvalue(),
+    )
+    assert out.getvalue().count("was sent") == 1
 
 
 async def test_another_split_has_only_the_layers_sent_that_are_new(

@@ -30,7 +30,7 @@ from worker.node.hop import add_node
 from worker.node.log import worker_log
 from worker.node.model_sources import ModelSources
 from worker.node.rpc_errors import error_of
-from worker.node.weights_cache import PartialFile, WeightsCache, pieces_of
+from worker.node.weights_cache import WeightsCache, pieces_of
 from worker.node.weights_receive import receive_weights
 
 CONTENT = b'{"a": 1}'
@@ -128,23 +128,6 @@ async def test_a_small_file_of_the_same_size_is_sent_anew(store: WeightsCache, w
         await say(store, [Feeding(model=wanted), *file("config.json", content)])
         [found] = store.folder.rglob("config.json")
         assert found.read_bytes() == content
-
-
-async def test_a_file_that_another_transfer_receives_is_waited_for_however_long(
-    store: WeightsCache, wanted: LoadRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(feeding_module, "_ASK_AGAIN_S", 0)
-    begin, tries = WeightsCache.begin_file, []
-
-    def busy(*given: Any) -> PartialFile | Path | None:
-        tries.append(given)
-        if len(tries) == 1:
-            raise FileNotFoundError  # it was removed while it was looked at
-        return begin(*given) if len(tries) > 40 else None
-
-    monkeypatch.setattr(WeightsCache, "begin_file", busy)
-    await say(store, [Feeding(model=wanted), *file("config.json")])
-    assert len(tries) == 41 and "config.json" in files_in(store.folder)
 
 
 async def test_what_is_here_already_is_held_until_the_call_is_over(store: WeightsCache, sound: list[Feeding]) -> None:

@@ -17,6 +17,7 @@ from coordinator.sessions.request import RequestSpec
 from tests.cluster.models import VOCAB, make_talker
 from tests.integration.conftest import running
 from tests.integration.test_epochs import answer_over_a_loss
+from tests.integration.test_score_doors import resident
 from worker.errors import InputError
 
 SCHEMA = {
@@ -50,9 +51,8 @@ def require_valid(text: str) -> None:
 
 
 async def answers_alone(folder: Path, layers: tuple[int, ...], asks: list[RequestSpec]) -> list[Answer]:
-    frontend = await InputProcessor.read(str(folder))
-    async with running(folder, layers) as chain, Engine(chain, inputs=frontend) as engine:
-        return [await engine.answer(await frontend.make_request(each)) for each in asks]
+    async with resident(folder, layers) as model:
+        return [await model.answer(await model.prepare(each)) for each in asks]
 
 
 @pytest.mark.parametrize("layers", [pytest.param((4,), marks=pytest.mark.matrix), (1, 3)], ids=str)
@@ -90,10 +90,9 @@ async def test_under_a_grammar_an_answer_beside_others_is_what_it_is_alone(folde
     asks = [ask(json_grammar(SCHEMA), sampling=sampling, decode=decode) for decode in DECODES]
     free = RequestSpec("Once upon a time", max_tokens=30, sampling=sampling, decode=Decode("ar"))
     alone = await answers_alone(folder, (2, 2), [asks[0], free])
-    frontend = await InputProcessor.read(str(folder))
-    async with running(folder, (1, 2, 1)) as chain, Engine(chain, inputs=frontend) as engine:
-        tasks = [await frontend.make_request(each) for each in [*asks, free]]
-        answers = await asyncio.gather(*(engine.answer(task) for task in tasks))
+    async with resident(folder, (1, 2, 1)) as model:
+        tasks = [await model.prepare(each) for each in [*asks, free]]
+        answers = await asyncio.gather(*map(model.answer, tasks))
     assert [answer.tokens for answer in answers] == [*[alone[0].tokens] * 3, alone[1].tokens]
 
 
@@ -106,14 +105,14 @@ async def test_a_matcher_is_made_again_from_the_tokens_when_a_chain_is_lost(fold
 
 
 async def test_regular_expressions_and_lark_grammars_hold_too(folder: Path) -> None:
-    frontend = await InputProcessor.read(str(folder))
     lark = 'start: greeting " " /[a-z]{2,5}/ "!"\ngreeting: "hello" | "good day"'
-    async with running(folder, (2, 2)) as chain, Engine(chain, inputs=frontend) as engine:
-        for grammar, pattern in ((regex_grammar(r"[0-9]{3}-[A-F]{1,9}"), r"[0-9]{3}-[A-F]{1,9}"),
-                                 (lark_grammar(lark), r"(hello|good day) [a-z]{2,5}!")):  # fmt: skip
-            task = await frontend.make_request(ask(grammar, sampling={"seed": 1, "temperature": 0.8}))
-            answer = await engine.answer(task)
-            assert answer.finish_reason == "stop" and re.fullmatch(pattern, answer.text)
+    grammars = {
+        r"[0-9]{3}-[A-F]{1,9}": regex_grammar(r"[0-9]{3}-[A-F]{1,9}"),
+        "(hello|good day) [a-z]{2,5}!": lark_grammar(lark),
+    }
+    asks = [ask(grammar, sampling={"seed": 1, "temperature": 0.8}) for grammar in grammars.values()]
+    for pattern, answer in zip(grammars, await answers_alone(folder, (2, 2), asks), strict=True):
+        assert answer.finish_reason == "stop" and re.fullmatch(pattern, answer.text)
 
 
 @pytest.mark.parametrize(
