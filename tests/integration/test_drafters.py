@@ -24,6 +24,7 @@ from tests.integration.test_epochs import answer_over_a_loss
 from tests.integration.windows import BIASED, SAMPLINGS, Bench, assert_same_samples
 from worker.compute.executor import Executor
 from worker.compute.shard import Shard
+from worker.drafters import small_model
 from worker.drafters.small_model import ReadText, SmallModel
 from worker.errors import FrameError, InputError
 from worker.memory.history import History
@@ -271,16 +272,18 @@ async def test_a_sliding_drafter_goes_on_after_rejected_drafts(models: Models, t
     assert len(texts) == 1
 
 
-async def test_a_text_that_the_drafter_lacks_is_read_over_several_steps(models: Models) -> None:
+async def test_a_text_that_the_drafter_lacks_is_read_over_several_steps(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its source had no drafts: until all of it is read none are made."""
-    folder = models("qwen3", config={"max_position_embeddings": 4000}, sharpen=4.0).folder
+    monkeypatch.setattr(small_model, "_MOST_READ", 64)
+    folder, text = model_of(models, "qwen3"), tokens_of(100)
     async with running(folder, (2, 2), drafter=folder) as chain, Engine(chain) as engine:
-        text = tokens_of(2100)  # more than it reads in one step
-        await engine.answer(request(text, 2), chunk=1024)
-        found = await engine.answer(request((*text, 5), 20, Decode("draft", num_drafts=7)))
-        expected = await engine.answer(request((*text, 5), 20))
+        await engine.answer(request(text, 2))
+        found = await engine.answer(request((*text, 5), 40, Decode("draft", num_drafts=7)))
+        expected = await engine.answer(request((*text, 5), 40))
     assert found.tokens == expected.tokens and found.usage.num_reused >= len(text)
-    assert least_steps(20, 7) < found.usage.num_steps <= least_steps(20, 7) + 2
+    assert least_steps(40, 7) < found.usage.num_steps <= least_steps(40, 7) + 2
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5"])

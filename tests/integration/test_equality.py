@@ -1,8 +1,6 @@
 """A chain of real gRPC nodes gives the tokens and logits of mlx-lm's unsharded model, however it is split."""
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +13,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from coordinator.cluster.chain import Chain
 from protos.brigade_pb2 import Sampling
 from tests.integration.conftest import CHUNK, Models, Whole, answer, running
-from tests.tiny import FAMILIES, VOCAB, write_folder
+from tests.tiny import FAMILIES, VOCAB
 from worker.compute.shard import Shard
 
 EVERY_SPLIT = [(4,), (1, 3), (2, 2), (3, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 1, 1, 1)]
@@ -223,37 +221,6 @@ async def test_a_quantised_checkpoint_gives_the_tokens_of_the_whole_model(
     whole = models("qwen3", dtype=mx.bfloat16, quantize_embedding=whole_model, tied=tied, **four_bit)
     async with running(whole.folder, layers) as chain:
         await assert_equal(chain, whole, GREEDY)
-
-
-@one_split
-async def test_layers_quantised_each_in_its_own_way_give_the_tokens_of_the_whole_model(
-    models: Models, tmp_path: Path, layers: tuple[int, ...]
-) -> None:
-    """As mlx_lm.convert writes mixed recipes: the general parameters, and exceptions by path."""
-    mixed = mixed_precision(
-        models("qwen3", dtype=mx.bfloat16, quantize={"group_size": 64, "bits": 4}, config=WIDE), tmp_path
-    )
-    async with running(mixed.folder, layers) as chain:
-        await assert_equal(chain, mixed, GREEDY)
-
-
-def mixed_precision(four_bit: Whole, folder: Path) -> Whole:
-    """The same model with 8-bit down projections, and layer 2's left as they were."""
-    config = json.loads((four_bit.folder / "config.json").read_text())
-    tensors = dict(tree_flatten(four_bit.reference.model.parameters()))
-    for i in range(4):
-        path = f"model.layers.{i}.mlp.down_proj"
-        weight, scales, biases = (tensors.pop(f"{path}.{part}") for part in ("weight", "scales", "biases"))
-        weight = mx.dequantize(weight, scales, biases, 64, 4)
-        if i == 2:
-            config["quantization"][path] = False
-            tensors[f"{path}.weight"] = weight
-            continue
-        config["quantization"][path] = {"group_size": 128, "bits": 8}
-        parts = zip(("weight", "scales", "biases"), mx.quantize(weight, 128, 8), strict=True)
-        tensors |= {f"{path}.{part}": array for part, array in parts}
-    write_folder(folder / "mixed", config, tensors)
-    return Whole(folder / "mixed")
 
 
 @one_split

@@ -61,28 +61,29 @@ async def test_every_answer_of_every_lossless_decoder_is_the_same_valid_json_of_
     folder: Path, layers: tuple[int, ...], seeds: range
 ) -> None:
     """The first one greedy, the others drawn at a high temperature."""
-    for seed in seeds:
-        sampling = {"seed": seed, "temperature": 1.5 * (seed > 0)}
-        decodes = DECODES if layers == (1, 3) else DECODES[2 * seed % 3 :][:1]
-        asks = [ask(json_grammar(SCHEMA), sampling=sampling, decode=decode) for decode in decodes]
-        first, *others = await answers_alone(folder, layers, asks)
-        assert first.finish_reason == "stop"
-        require_valid(first.text)
-        assert [(each.tokens, each.text) for each in others] == [(first.tokens, first.text)] * len(others)
+    async with resident(folder, layers) as model:
+        for seed in seeds:
+            sampling = {"seed": seed, "temperature": 1.5 * (seed > 0)}
+            decodes = DECODES if layers == (1, 3) else DECODES[2 * seed % 3 :][:1]
+            asks = [ask(json_grammar(SCHEMA), sampling=sampling, decode=decode) for decode in decodes]
+            first, *others = [await model.answer(await model.prepare(each)) for each in asks]
+            assert first.finish_reason == "stop"
+            require_valid(first.text)
+            assert [(each.tokens, each.text) for each in others] == [(first.tokens, first.text)] * len(others)
 
 
 @pytest.mark.parametrize("layers", [(4,), (1, 3)], ids=str)
 async def test_a_drafter_that_is_the_model_drafts_by_the_grammar(folder: Path, layers: tuple[int, ...]) -> None:
-    inputs = await InputProcessor.read(str(folder), str(folder))
-    for sampling in ({"temperature": 0.0}, {"seed": 3, "temperature": 1.5, "repetition_penalty": 1.1}):
-        decodes = [Decode("ar"), *(Decode("draft", num_drafts=count) for count in (3, 15))]
-        asks = [ask(json_grammar(SCHEMA), sampling=sampling, decode=decode) for decode in decodes]
-        async with running(folder, layers, drafter=folder) as chain, Engine(chain, inputs=inputs) as engine:
+    inputs, counts = await InputProcessor.read(str(folder), str(folder)), (3, 15)
+    async with running(folder, layers, drafter=folder) as chain, Engine(chain, inputs=inputs) as engine:
+        for sampling in ({"temperature": 0.0}, {"seed": 3, "temperature": 1.5, "repetition_penalty": 1.1}):
+            decodes = [Decode("ar"), *(Decode("draft", num_drafts=count) for count in counts)]
+            asks = [ask(json_grammar(SCHEMA), sampling=sampling, decode=decode) for decode in decodes]
             first, *others = [await engine.answer(await inputs.make_request(each)) for each in asks]
-        require_valid(first.text)
-        for count, other in zip((3, 15), others, strict=True):
-            assert other.tokens == first.tokens
-            assert other.usage.num_steps == 1 + -(-(len(first.tokens) - 1) // (count + 1))
+            require_valid(first.text)
+            for count, other in zip(counts, others, strict=True):
+                assert other.tokens == first.tokens
+                assert other.usage.num_steps == 1 + -(-(len(first.tokens) - 1) // (count + 1))
 
 
 async def test_under_a_grammar_an_answer_beside_others_is_what_it_is_alone(folder: Path) -> None:
