@@ -6,7 +6,7 @@ compared with the authors' code or weights.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ _TRAINED = {  # blocks and parts of them, and the lengths of prompts that are co
     "causal": (1, 6, (1, 7, 12)),
 }
 types = pytest.mark.parametrize("name", _TRAINED)
+configs = pytest.mark.parametrize("name", [*_TRAINED, pytest.param("sdar_moe", marks=pytest.mark.matrix)])
 Expected = Callable[[str], dict[int, list[int]]]
 
 
@@ -204,7 +205,7 @@ def test_the_blocks_of_a_grid_make_a_difference(folders: dict[str, Path], expect
     assert expected("sdar")[16] != Numpy(folders["sdar"]).generate(tokens_of(16), N, 4, 1, 4, False)
 
 
-@pytest.mark.parametrize("name", list(_CONFIGS))
+@configs
 async def test_a_lost_worker_changes_no_canvas(name: str, folders: dict[str, Path]) -> None:
     asked = [
         request(folders[name], tokens_of(length, seed=length), 40, temperature=temperature, seed=length)
@@ -222,11 +223,16 @@ async def test_a_lost_worker_changes_no_canvas(name: str, folders: dict[str, Pat
 
 
 @types
-async def test_verify_and_the_trial_of_doctor_decode_as_the_model_can(name: str, folders: dict[str, Path]) -> None:
-    options = partial(cluster_options, None, str(folders[name]))
-    report = await verify(options(0, None, None), Decode("canvas"), max_tokens=4, seed=0)
+async def test_a_chain_of_canvases_is_verified_against_itself_in_one_process(
+    name: str, folders: dict[str, Path]
+) -> None:
+    options = cluster_options(None, str(folders[name]), 0, None, None)
+    report = await verify(options, Decode("canvas"), max_tokens=4, seed=0)
     assert report.holds and {case.verdict for case in report.cases} == {"equal"}
-    found = await try_cluster(options(1, None, None))
+
+
+async def test_the_trial_of_doctor_decodes_as_the_model_can(folders: dict[str, Path]) -> None:
+    found = await try_cluster(cluster_options(None, str(folders["Fast_dLLM_Qwen"]), 1, None, None))
     assert found.first.tokens == found.second.tokens and len(found.first.tokens) == NUM_TOKENS
 
 
@@ -276,7 +282,7 @@ async def test_a_stage_takes_tokens_of_a_grid_in_whole_blocks_only(folders: dict
         assert failure.kind == "CacheMismatch" and "in whole blocks of 4, got 3 of them after 0" in failure.message
 
 
-@pytest.mark.parametrize("name", list(_CONFIGS))
+@configs
 async def test_kept_rows_are_reused_in_whole_blocks_and_give_the_same_tokens(
     name: str, folders: dict[str, Path]
 ) -> None:

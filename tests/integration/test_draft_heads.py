@@ -19,6 +19,7 @@ from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Sampling
 from tests.integration.conftest import CHUNK, Models, load, load_request, opened, opened_folder, running, serving
+from tests.integration.layouts import convolutions_first, norms_around_zero
 from tests.integration.many import request, tokens_of
 from tests.integration.many import two_lanes as two_lanes
 from tests.integration.test_drafters import BIAS, SIDE_BY_SIDE, assert_equal_side_by_side, plain
@@ -194,14 +195,10 @@ async def test_a_model_that_holds_its_own_head_drafts_by_default(
     """As in an original Qwen3.5 checkpoint: `mtp.*` beside the model, norms less one."""
     folder, head = target(models, "mtp"), make_head(tmp_path / "mtp", "mtp")
     both = Path(shutil.copytree(folder, tmp_path / "both"))
-    own: Any = mx.load(str(head / "model.safetensors"))
-    own = {f"mtp.{key}": array - 1 if array.ndim == 1 else array for key, array in own.items()}
+    parts: Any = mx.load(str(head / "model.safetensors"))
+    own = norms_around_zero("")({f"mtp.{key}": array for key, array in parts.items()})
     trunk: Any = mx.load(str(folder / "model.safetensors"))
-    for key, array in trunk.items():  # as published: convolutions as torch has them, norms less one
-        if key.endswith("conv1d.weight"):
-            trunk[key] = array.moveaxis(2, 1)
-        elif array.ndim == 1 and key.endswith(("layernorm.weight", "model.norm.weight", "_norm.weight")):
-            trunk[key] = array - 1
+    trunk = norms_around_zero("layernorm.weight", "model.norm.weight", "_norm.weight")(convolutions_first(trunk))
     mx.save_safetensors(str(both / "model.safetensors"), {**trunk, **own})
     sampling = SAMPLINGS["biased"]
     steps = []
@@ -261,8 +258,8 @@ async def test_the_bundled_drafter_makes_drafts_that_hold() -> None:
     prompt = tuple(encode_turn(text, mix.held_out("arithmetic", 1)[0])[0])
     async with running(DEMO, (4, 4), drafter=DEMO / "drafter") as chain:
         answers = [
-            await generate_once(chain, Request(prompt, 60, Sampling(), decode))
+            await generate_once(chain, Request(prompt, 40, Sampling(), decode))
             for decode in (Decode("ar"), Decode("draft", num_drafts=7))
         ]
     assert answers[0].tokens == answers[1].tokens
-    assert answers[1].usage.num_steps <= 60 // 4
+    assert answers[1].usage.num_steps <= 40 // 4

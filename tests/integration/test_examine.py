@@ -106,20 +106,16 @@ async def test_encrypted_hops_are_measured_without_encryption_too(tmp_path: Path
     assert [each.about for each in certificate] == ["coordinator", "node-1", "node-2"]
 
 
-async def test_a_delayed_hop_is_a_finding_and_the_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_delayed_hop_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_VERY_SLOW_MS", 40.0)
     async with serving(2) as [first, second]:
         with proxy_to(second.address, latency_s=0.03) as proxy:
             known = await collect_facts(cluster_of(first.address, proxy.address))
-    direct, *delayed = known.hops
-    assert all(hop.rtt_ms and hop.reply and hop.rtt_ms > 60 for hop in delayed)
     findings = judged(known)
-    for hop in known.hops:  # a busy machine may make the direct one slow, too
-        is_slow = hop in delayed or (direct.rtt_ms or 0.0) > 40
-        assert (said(findings, Kind.SPEED, hop.about).level is Level.PROBLEM) is is_slow
-        assert hop.reply and hop.rtt_ms
-        is_noted = hop.rtt_ms > max(2.0, 4 * hop.reply.lines[0].rtt_ms)  # TCP beside it does not go by the proxy
-        assert (said(findings, Kind.GRPC, hop.about).level is Level.NOTE) is is_noted
+    for hop in known.hops[1:]:  # a busy machine may make the direct one slow, too
+        assert hop.rtt_ms and hop.rtt_ms > 60
+        assert said(findings, Kind.SPEED, hop.about).level is Level.PROBLEM
+        assert said(findings, Kind.GRPC, hop.about).level is Level.NOTE  # TCP beside it does not go by the proxy
 
 
 async def test_a_worker_that_is_not_there_is_a_finding_and_the_others_are_examined() -> None:
