@@ -148,6 +148,24 @@ def opened_folder(folder: Path, drafter: Path | None = None) -> tuple[Checkpoint
 
 
 @asynccontextmanager
+async def deployed(
+    folder: Path,
+    layers: Sequence[int],
+    nodes: Sequence[RunningNode],
+    network: Network = NETWORK,
+    drafter: Path | None = None,
+) -> AsyncIterator[Deployment]:
+    """The plan of the model's layers over a coordinator and these nodes, perhaps with a drafter."""
+    checkpoint, spec = opened_folder(folder, drafter)
+    async with AsyncExitStack() as stack:
+        peers = [node.peer(network) for node in nodes]
+        for peer in peers:
+            stack.push_async_callback(peer.close)
+        memory = [Node(name, 1 << 40) for name in ("coordinator", *(peer.name for peer in peers))]
+        yield Deployment(checkpoint, spec, plan(spec, memory, NO_SPEEDS, Objective(128, layers=layers)), peers)
+
+
+@asynccontextmanager
 async def opened(
     folder: Path,
     layers: Sequence[int],
@@ -155,15 +173,9 @@ async def opened(
     network: Network = NETWORK,
     drafter: Path | None = None,
 ) -> AsyncIterator[Chain]:
-    """The model's layers over a coordinator and these nodes, joined and warm, perhaps with a drafter."""
-    checkpoint, spec = opened_folder(folder, drafter)
-    async with AsyncExitStack() as stack:
-        peers = [node.peer(network) for node in nodes]
-        for peer in peers:
-            stack.push_async_callback(peer.close)
-        memory = [Node(name, 1 << 40) for name in ("coordinator", *(peer.name for peer in peers))]
-        deployment = Deployment(checkpoint, spec, plan(spec, memory, NO_SPEEDS, Objective(128, layers=layers)), peers)
-        yield await stack.enter_async_context(joined(deployment))
+    """The same joined and warm."""
+    async with deployed(folder, layers, nodes, network, drafter) as deployment, joined(deployment) as chain:
+        yield chain
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""One chain after another: nothing is loaded twice, requests go on with the tokens they would have had."""
+"""Chains of one epoch after another: which results they take, and how long they wait for a step."""
 
 import asyncio
 import threading
@@ -13,13 +13,10 @@ import pytest
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.deployment import Deployment, OwnCopy, OwnNode, load_worker
 from coordinator.engine.engine import Engine
-from coordinator.planning.plan import Node, Objective
-from coordinator.planning.planner import plan
-from coordinator.planning.speeds import NO_SPEEDS
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Frame, Opening, Result, StatusReply
-from tests.integration.conftest import Models, RunningNode, opened_folder, receive, running, send, serving
+from tests.integration.conftest import Models, RunningNode, deployed, receive, running, send, serving
 from tests.integration.many import Live, request, tokens_of, until
 from tests.integration.upstream import window_of
 from worker.errors import BrigadeError, EngineHung, FrameError, StageLost
@@ -47,28 +44,18 @@ class Cluster:
         return chain
 
 
-async def load_all(own: OwnNode, deployment: Deployment) -> None:
-    """Have every node hold its layers; one that holds them already keeps them."""
-    known = await OwnCopy.of(deployment.checkpoint)
-    workers = (
-        load_worker(deployment, stage, known, lambda node, report: None)
-        for stage in range(1, len(deployment.peers) + 1)
-    )
-    await asyncio.gather(own.load(deployment), *workers)
-
-
 @asynccontextmanager
 async def loaded(folder: Path, layers: Sequence[int], drafter: Path | None = None) -> AsyncIterator[Cluster]:
-    checkpoint, spec = opened_folder(folder, drafter)
-    async with serving(len(layers) - 1) as nodes, AsyncExitStack() as stack, OwnNode() as own:
-        peers = [node.peer() for node in nodes]
-        for peer in peers:
-            stack.push_async_callback(peer.close)
-        memory = [Node(name, 1 << 40) for name in ("coordinator", *(peer.name for peer in peers))]
-        deployment = Deployment(checkpoint, spec, plan(spec, memory, NO_SPEEDS, Objective(128, layers=layers)), peers)
-        await load_all(own, deployment)
-        async with AsyncExitStack() as chains:
-            yield Cluster(own, deployment, chains, nodes)
+    async with (
+        serving(len(layers) - 1) as nodes,
+        deployed(folder, layers, nodes, drafter=drafter) as deployment,
+        OwnNode() as own,
+        AsyncExitStack() as chains,
+    ):
+        known = await OwnCopy.of(deployment.checkpoint)
+        workers = (load_worker(deployment, at, known, lambda node, report: None) for at in range(1, len(layers)))
+        await asyncio.gather(own.load(deployment), *workers)
+        yield Cluster(own, deployment, chains, nodes)
 
 
 async def answer_over_a_loss(
