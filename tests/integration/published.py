@@ -40,8 +40,6 @@ INSIDE = renamed(("language_model.model.", "model.language_model."), ("language_
 LATENTS = (joined_latents, experts_apart())
 LATENTS_IN_FP8 = (*LATENTS, matrices_in_fp8)
 BF16 = mx.bfloat16
-
-
 LONG = 32  # more than any prompt: mlx-lm's caches that slide round otherwise
 
 

@@ -211,18 +211,19 @@ def test_steps_that_are_asked_for_are_not_built_again_and_write_their_buffers_in
         engine, given = engine_of(models(family), each)
         if each == way:
             monkeypatch.setattr(Shard, "__call__", None)
-        fed, samples = [[token] for token in given], []
+        fed, samples, peaks = [[token] for token in given], [], []
         for left in (1, 0) if way == "launched twice" else (0,):
             before = mx.get_active_memory()
             mx.reset_peak_memory()
             samples += run(engine, [newest(slot, tokens) for slot, tokens in enumerate(fed)]).samples
-            grown.append(mx.get_peak_memory() - before)
+            peaks.append(mx.get_peak_memory() - before)
             assert each != way or len(all_ready(engine)) == left
             for tokens, sample in zip(fed, samples[-len(fed) :], strict=True):
                 tokens.append(sample.token)
         found.append(samples)
+        grown.append(max(peaks))
     assert found[0] == found[1]
-    assert grown[-1] < grown[0] + 256 * 2 * 16 * 4, "the keys of one slot in one layer"
+    assert grown[1] < grown[0] + 256 * 2 * 16 * 4, "the keys of one slot in one layer"
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5"])
