@@ -46,7 +46,6 @@ def split_name(layers: tuple[int, ...]) -> str:
     return "+".join(map(str, layers))
 
 
-every_split = pytest.mark.parametrize("layers", EVERY_SPLIT, ids=split_name)
 FULL = (1, 2, 1)  # the split with a first, a middle and a last stage
 # for what concerns files and tensors, which a split only hands out
 one_split = pytest.mark.parametrize("layers", [FULL, pytest.param((3, 1), marks=pytest.mark.matrix)], ids=split_name)
@@ -82,19 +81,15 @@ def bits() -> dict[str, bytes]:
 
 
 def families_and_splits() -> list[Any]:
-    """One family over every split and every family over three of them; the others run under the mark `matrix`."""
-    return [
-        pytest.param(
-            family,
-            layers,
-            id=f"{family}-{split_name(layers)}",
-            marks=()
-            if layers in (FULL, EVERY_SPLIT[number % 5]) or (family == "qwen3" and len(set(layers)) == 1)
-            else pytest.mark.matrix,
-        )
-        for number, family in enumerate(FAMILIES)
-        for layers in EVERY_SPLIT
-    ]
+    """Every family over some splits with some samplings; under the mark `matrix` over every split with all of them."""
+    found = []
+    for number, family in enumerate(FAMILIES):
+        for layers in EVERY_SPLIT:
+            name = f"{family}-{split_name(layers)}"
+            if layers in (FULL, EVERY_SPLIT[number % 5]) or (family == "qwen3" and len(set(layers)) == 1):
+                found.append(pytest.param(family, layers, samplings_of(family, layers), id=name))
+            found.append(pytest.param(family, layers, SAMPLINGS, id=f"{name}-all", marks=pytest.mark.matrix))
+    return found
 
 
 def samplings_of(family: str, layers: tuple[int, ...]) -> dict[str, Sampling]:
@@ -107,9 +102,14 @@ def samplings_of(family: str, layers: tuple[int, ...]) -> dict[str, Sampling]:
     return {name: SAMPLINGS[name] for name in names}
 
 
-@pytest.mark.parametrize(("family", "layers"), families_and_splits())
+@pytest.mark.parametrize(("family", "layers", "samplings"), families_and_splits())
 async def test_any_split_gives_the_tokens_and_logits_of_the_whole_model_and_the_bits_of_any_other(
-    models: Models, recorded: Recorded, bits: dict[str, bytes], family: str, layers: tuple[int, ...]
+    models: Models,
+    recorded: Recorded,
+    bits: dict[str, bytes],
+    family: str,
+    layers: tuple[int, ...],
+    samplings: dict[str, Sampling],
 ) -> None:
     """Which rows are computed together decides the rounding, and no split changes that."""
     whole = models(family)
@@ -119,24 +119,13 @@ async def test_any_split_gives_the_tokens_and_logits_of_the_whole_model_and_the_
         tokens = (await answer(chain, LONG, NUM_TOKENS)).tokens
         found = np.concatenate(recorded)
         assert tokens == whole.tokens(LONG, NUM_TOKENS)
-        await assert_equal(chain, whole, samplings_of(family, layers))
+        await assert_equal(chain, whole, samplings)
     assert bits.setdefault(family, found.tobytes()) == found.tobytes()
     expected = np.array(whole.logits(LONG, tokens))
     assert found.dtype == expected.dtype == np.float32
     assert found.shape == expected.shape == (NUM_TOKENS, VOCAB)
     assert expected.std() > 0.3  # the tolerance is far below what the logits are
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.matrix
-@every_split
-@pytest.mark.parametrize("family", FAMILIES)
-async def test_any_split_gives_the_tokens_of_the_whole_model_under_every_sampling(
-    models: Models, family: str, layers: tuple[int, ...]
-) -> None:
-    whole = models(family)
-    async with running(whole.folder, layers) as chain:
-        await assert_equal(chain, whole)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
