@@ -111,11 +111,6 @@ async def peer_of(
         await peer.close()
 
 
-async def digests(node: RunningNode) -> dict[str, str]:
-    async with peer_of(node) as peer:
-        return await peer.digests()
-
-
 async def attach(node: RunningNode, request: AttachRequest) -> None:
     async with peer_of(node) as peer:
         await peer.attach(request)
@@ -153,6 +148,24 @@ def opened_folder(folder: Path, drafter: Path | None = None) -> tuple[Checkpoint
 
 
 @asynccontextmanager
+async def deployed(
+    folder: Path,
+    layers: Sequence[int],
+    nodes: Sequence[RunningNode],
+    network: Network = NETWORK,
+    drafter: Path | None = None,
+) -> AsyncIterator[Deployment]:
+    """The plan of the model's layers over a coordinator and these nodes, perhaps with a drafter."""
+    checkpoint, spec = opened_folder(folder, drafter)
+    async with AsyncExitStack() as stack:
+        peers = [node.peer(network) for node in nodes]
+        for peer in peers:
+            stack.push_async_callback(peer.close)
+        memory = [Node(name, 1 << 40) for name in ("coordinator", *(peer.name for peer in peers))]
+        yield Deployment(checkpoint, spec, plan(spec, memory, NO_SPEEDS, Objective(128, layers=layers)), peers)
+
+
+@asynccontextmanager
 async def opened(
     folder: Path,
     layers: Sequence[int],
@@ -160,15 +173,9 @@ async def opened(
     network: Network = NETWORK,
     drafter: Path | None = None,
 ) -> AsyncIterator[Chain]:
-    """The model's layers over a coordinator and these nodes, joined and warm, perhaps with a drafter."""
-    checkpoint, spec = opened_folder(folder, drafter)
-    async with AsyncExitStack() as stack:
-        peers = [node.peer(network) for node in nodes]
-        for peer in peers:
-            stack.push_async_callback(peer.close)
-        memory = [Node(name, 1 << 40) for name in ("coordinator", *(peer.name for peer in peers))]
-        deployment = Deployment(checkpoint, spec, plan(spec, memory, NO_SPEEDS, Objective(128, layers=layers)), peers)
-        yield await stack.enter_async_context(joined(deployment))
+    """The same joined and warm."""
+    async with deployed(folder, layers, nodes, network, drafter) as deployment, joined(deployment) as chain:
+        yield chain
 
 
 @asynccontextmanager
@@ -254,11 +261,15 @@ class Pass:
     rows: tuple[int, ...]
 
 
-@pytest.fixture
-def nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step is built before its frame comes."""
+def build_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no step built before its frame comes."""
     monkeypatch.setattr(StepsAhead, "build", lambda ahead, slots: None)
     monkeypatch.setattr(StepsAhead, "launch", lambda ahead, slots, tokens, most: None)
+
+
+@pytest.fixture
+def nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    build_nothing_ahead(monkeypatch)
 
 
 @pytest.fixture

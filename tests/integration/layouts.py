@@ -5,7 +5,7 @@ Numbers are mlx-lm's own model's, taken apart again: experts by themselves, late
 
 import importlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.utils import MODEL_REMAPPING
 
-Tensors = dict[str, mx.array]
+from tools.model_types.quantised import Tensors, split_experts, to_fp8
+
 Publish = Callable[[Tensors], Tensors]
 
 _DTYPES = {
     mx.float32: "F32", mx.bfloat16: "BF16", mx.float16: "F16", mx.uint8: "U8", mx.uint32: "U32", mx.int32: "I32",
 }  # fmt: skip
-_BLOCK = 128  # rows and columns of a matrix in fp8 that share a scale
 
 
 @dataclass(frozen=True)
@@ -88,22 +88,9 @@ def renamed(*pairs: tuple[str, str]) -> Publish:
     return step
 
 
-def experts_apart(names: Mapping[str, str] | None = None) -> Publish:
+def experts_apart(names: str | None = None) -> Publish:
     """A tensor per expert where mlx-lm has one of all, its parts under other names if need be."""
-
-    def step(tensors: Tensors) -> Tensors:
-        found: Tensors = {}
-        for name, array in tensors.items():
-            before, is_stack, after = name.partition(".switch_mlp.")
-            part, _, kind = after.partition(".")
-            if is_stack:
-                called = (names or {}).get(part, part)
-                found |= {f"{before}.experts.{i}.{called}.{kind}": expert for i, expert in enumerate(array)}
-            else:
-                found[name] = array
-        return found
-
-    return step
+    return lambda tensors: split_experts(tensors, names)
 
 
 def experts_fused(owner: str, *, transposed: bool, apart: str = "experts") -> Publish:
@@ -120,16 +107,6 @@ def experts_fused(owner: str, *, transposed: bool, apart: str = "experts") -> Pu
         return found
 
     return step
-
-
-def latents_joined(tensors: Tensors) -> Tensors:
-    """One matrix that makes keys and values of a latent, where mlx-lm has two."""
-    found = dict(tensors)
-    for keys in [name for name in tensors if name.endswith(".embed_q.weight")]:
-        base = keys.removesuffix("embed_q.weight")
-        parts = [found.pop(keys).swapaxes(-1, -2), found.pop(f"{base}unembed_out.weight")]
-        found[f"{base}kv_b_proj.weight"] = mx.concatenate(parts, axis=1).flatten(0, 1)
-    return found
 
 
 def norms_around_zero(*endings: str) -> Publish:
@@ -180,12 +157,7 @@ def matrices_in_fp8(tensors: Tensors) -> Tensors:
         if _is_plain(name, array):
             found[name] = array
             continue
-        M, N = array.shape
-        blocks = mx.pad(array.astype(mx.float32), [(0, -M % _BLOCK), (0, -N % _BLOCK)])
-        blocks = blocks.reshape(-(-M // _BLOCK), _BLOCK, -(-N // _BLOCK), _BLOCK)
-        scales = mx.max(mx.abs(blocks), axis=(1, 3)) / 448
-        scaled = (blocks / scales[:, None, :, None]).reshape(M + -M % _BLOCK, N + -N % _BLOCK)
-        found[name], found[f"{name}_scale_inv"] = mx.to_fp8(scaled[:M, :N]), scales
+        found[name], found[f"{name}_scale_inv"] = to_fp8(array.astype(mx.float32))
     return found
 
 

@@ -16,7 +16,7 @@ from coordinator.planning.costs import LaneChooser
 from coordinator.sessions.output import Answer, Output
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Frame, Sampling, StatusReply, Window
-from tests.integration.conftest import CHUNK, opened, serving
+from tests.integration.conftest import CHUNK, running
 
 SPLITS = [(4,), (1, 3), (1, 2, 1)]
 splits = pytest.mark.parametrize("layers", SPLITS, ids=lambda layers: "+".join(map(str, layers)))
@@ -71,17 +71,22 @@ class Live:
             self._emit(output.text)
 
 
+def limit_memory(chain: Chain, num_rows: int, slots: int = 1) -> None:
+    """Leave cache memory for so many slots with so many rows of full caches each, on every stage."""
+    chain.plan = replace(
+        chain.plan,
+        assignments=tuple(
+            replace(a, memory_bytes=a.weight_bytes + slots * chain.spec.reserved_bytes(a.start, a.end, num_rows))
+            for a in chain.plan.assignments
+        ),
+    )
+
+
 @asynccontextmanager
 async def running_within(folder: Path, layers: Sequence[int], num_rows: int, slots: int = 1) -> AsyncIterator[Chain]:
-    """A chain whose stages have cache memory for so many slots with so many rows of full caches each."""
-    async with serving(len(layers) - 1) as nodes, opened(folder, layers, nodes) as chain:
-        chain.plan = replace(
-            chain.plan,
-            assignments=tuple(
-                replace(a, memory_bytes=a.weight_bytes + slots * chain.spec.reserved_bytes(a.start, a.end, num_rows))
-                for a in chain.plan.assignments
-            ),
-        )
+    """A chain over fresh nodes with so much memory."""
+    async with running(folder, layers) as chain:
+        limit_memory(chain, num_rows, slots)
         yield chain
 
 

@@ -1,7 +1,7 @@
 """A model as a chain of shards of one layer each, compared with mlx-lm's own in the same process."""
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -22,7 +22,20 @@ WINDOWS = ([(7 * i + i * i) % VOCAB for i in range(9)], [5], [42], [7])
 
 def one_layer_shards(folder: Path, copies: Path) -> list[Shard]:
     """Each from a copy of the folder that lacks all other shards' files, in the memory that was planned."""
-    return list(_one_layer_shards(folder, copies))
+    checkpoint, shards = open_folder(folder), list[Shard]()
+    spec = describe(checkpoint)
+    for i in range(spec.num_layers):
+        files = checkpoint.files_of(shard_tensors(checkpoint, i, i + 1))
+        own = open_folder(copy_files(folder, copies / f"{i}", files), known=checkpoint.tensors)
+        gc.collect()
+        mx.clear_cache()  # what is left over of it may be larger than what it is used for
+        before = mx.get_active_memory()
+        shards.append(shard := Shard(own, i, i + 1))
+        shard.materialise(lambda num_bytes: None)
+        held = mx.get_active_memory() - before
+        assert shard.nbytes == spec.shard_bytes(i, i + 1)
+        assert shard.nbytes <= held <= shard.nbytes + SMALL
+    return shards
 
 
 def assert_mlx_lms_logits(folder: Path, shards: Sequence[Shard]) -> None:
@@ -48,20 +61,3 @@ def copy_files(origin: Path, folder: Path, files: set[str]) -> Path:
         if path.suffix == ".json" or path.name in files:
             (folder / path.name).symlink_to(path)
     return folder
-
-
-def _one_layer_shards(folder: Path, copies: Path) -> Iterator[Shard]:
-    checkpoint = open_folder(folder)
-    spec = describe(checkpoint)
-    for i in range(spec.num_layers):
-        files = checkpoint.files_of(shard_tensors(checkpoint, i, i + 1))
-        own = open_folder(copy_files(folder, copies / f"{i}", files), known=checkpoint.tensors)
-        gc.collect()
-        mx.clear_cache()  # what is left over of it may be larger than what it is used for
-        before = mx.get_active_memory()
-        shard = Shard(own, i, i + 1)
-        shard.materialise(lambda num_bytes: None)
-        held = mx.get_active_memory() - before
-        assert shard.nbytes == spec.shard_bytes(i, i + 1)
-        assert shard.nbytes <= held <= shard.nbytes + SMALL
-        yield shard

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.planning.recovery import Limits
 from tests.integration.certificates import Certificates
 from tests.integration.conftest import NETWORK, Models, serving
 from tests.integration.many import Live, request, tokens_of, until
@@ -25,11 +26,6 @@ ASKED = request(tokens_of(5), 60)
 @pytest.fixture(scope="module")
 def folder(models: Models) -> Path:
     return models("qwen3").folder
-
-
-@pytest.fixture
-def certificates(tmp_path: Path) -> Certificates:
-    return Certificates(tmp_path)
 
 
 class Cables:
@@ -60,11 +56,14 @@ async def lose_chain(rig: Rig) -> None:
     await until(lambda: rig.cluster.num_recoveries > before)
 
 
-async def test_a_stream_goes_on_over_the_second_cable_and_the_next_chain_over_the_first_again(folder: Path) -> None:
+@pytest.mark.parametrize("limits", [COMES_BACK, IS_GONE], ids=["is awaited", "is not awaited"])
+async def test_a_stream_goes_on_over_the_second_cable_and_the_next_chain_over_the_first_again(
+    folder: Path, limits: Limits
+) -> None:
     """The hop from node-1, too: were it only the coordinator that finds node-2, there would be no chain."""
     [expected] = await unfailed(folder, [ASKED])
     cables = Cables()
-    async with supervised(folder, COMES_BACK, reaching=cables.reaching) as rig, rig.engine() as engine:
+    async with supervised(folder, limits, reaching=cables.reaching) as rig, rig.engine() as engine:
         last = rig.cluster.chain.peers[1]
         assert last.address == cables.first.address
         live = Live(engine, ASKED)
@@ -77,20 +76,6 @@ async def test_a_stream_goes_on_over_the_second_cable_and_the_next_chain_over_th
         await lose_chain(rig)
         assert last.address == cables.first.address
         assert_equal([await engine.answer(ASKED)], [expected])
-
-
-async def test_a_node_that_is_not_awaited_is_asked_at_its_second_address_before_it_is_planned_around(
-    folder: Path,
-) -> None:
-    [expected] = await unfailed(folder, [ASKED])
-    cables = Cables()
-    async with supervised(folder, IS_GONE, reaching=cables.reaching) as rig, rig.engine() as engine:
-        live = Live(engine, ASKED)
-        await live.wait_pieces(5)
-        cables.first.is_blackhole = True
-        assert_equal([await live.answer()], [expected])
-        assert rig.cluster.chain.plan.layers == [1, 2, 1]
-        assert rig.cluster.chain.peers[1].address == cables.second.address
 
 
 async def test_a_process_that_has_ended_costs_no_wait_at_any_address(
@@ -106,10 +91,10 @@ async def test_a_process_that_has_ended_costs_no_wait_at_any_address(
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
 async def test_a_hop_is_opened_at_whichever_address_of_the_next_stage_answers(
-    folder: Path, certificates: Certificates, is_encrypted: bool
+    folder: Path, tmp_path: Path, is_encrypted: bool
 ) -> None:
     """The first is silent, the next refuses connections, the third is the one."""
-    network_of = certificates.of if is_encrypted else lambda name: NETWORK
+    network_of = Certificates(tmp_path).of if is_encrypted else lambda name: NETWORK
     silent, refusing = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
     dead = [f"127.0.0.1:{each.getsockname()[1]}" for each in (silent, refusing)]
     refusing.close()

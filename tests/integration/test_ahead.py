@@ -12,14 +12,13 @@ from coordinator.decoding.decode_options import make_cache_choice
 from coordinator.engine.engine import Engine, generate_once
 from coordinator.sessions.output import Answer
 from protos.brigade_pb2 import Frame, Opening, Result, Sampling, Window
-from tests.integration.conftest import Models, Whole, running
+from tests.integration.conftest import Models, Whole, build_nothing_ahead, running
 from tests.integration.many import request, solo, together, tokens_of
 from tests.integration.upstream import window_of
 from tools.model_types.make import make_type
 from worker.compute.ahead import Ready, StepsAhead, looks_at_numbers
 from worker.compute.executor import Executor, Step
 from worker.compute.shard import Shard
-from worker.errors import CacheMismatch
 from worker.model.checkpoint import open_folder
 from worker.model.describe import DTYPES, describe
 
@@ -67,8 +66,7 @@ async def test_tokens_and_logprobs_are_bit_for_bit_those_of_steps_built_on_arriv
 ) -> None:
     found = await answers(models, family, layers)
     assert any(taken)
-    monkeypatch.setattr(StepsAhead, "build", lambda ahead, slots: None)
-    monkeypatch.setattr(StepsAhead, "launch", lambda ahead, slots, tokens, most: None)
+    build_nothing_ahead(monkeypatch)
     taken.clear()
     expected = await answers(models, family, layers)
     assert not any(taken)
@@ -110,8 +108,7 @@ async def test_every_kind_of_cache_is_gone_on_with_over_the_ends_of_its_buffers(
     found = []
     for is_ahead in (True, False):
         if not is_ahead:
-            monkeypatch.setattr(StepsAhead, "build", lambda ahead, slots: None)
-            monkeypatch.setattr(StepsAhead, "launch", lambda ahead, slots, tokens, most: None)
+            build_nothing_ahead(monkeypatch)
         async with running(models("qwen3", **GROUPS_OF_32).folder, layers) as chain:
             alone = [await generate_once(chain, each, chunk=64) for each in asked[::2]]
             found.append([each.samples for each in [*alone, *await together(chain, asked, chunk=64)]])
@@ -120,10 +117,14 @@ async def test_every_kind_of_cache_is_gone_on_with_over_the_ends_of_its_buffers(
     assert found[0] == found[1]
 
 
+def idle_engine(whole: Whole) -> Executor:
+    checkpoint = open_folder(whole.folder)
+    return Executor(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype)
+
+
 def engine_of(whole: Whole, way: str) -> tuple[Executor, list[int]]:
     """Of the whole model, after a step of one token for each slot: it gave these. The next step is there, or not."""
-    checkpoint = open_folder(whole.folder)
-    engine = Executor(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype)
+    engine = idle_engine(whole)
     opened = [Opening(slot=slot, sampling=SAMPLINGS[way.removeprefix("not ")]) for slot in range(2)]
     run(engine, [window_of(FED[slot], 0, slot) for slot in range(2)], opened=opened)
     step = engine.begin(Frame(windows=[window_of(NEXT[slot], len(FED[slot]), slot) for slot in range(2)]), None, 0, 0)
@@ -200,26 +201,29 @@ def test_a_step_that_is_not_asked_for_leaves_no_trace(models: Models, family: st
     assert results[0] == results[1] and len(results[0][0]) == len(frame.windows) + 1
 
 
-@pytest.mark.parametrize("way", SAMPLINGS)
-def test_a_step_that_is_asked_for_is_not_built_again(models: Models, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    (engine, given), (plain, _) = (engine_of(models("qwen3"), each) for each in (way, f"not {way}"))
-    windows = [more(slot, token) for slot, token in enumerate(given)]
-    expected = run(plain, windows)
-    monkeypatch.setattr(Shard, "__call__", None)
-    assert run(engine, windows).samples == expected.samples
-
-
-@pytest.mark.parametrize("way", SAMPLINGS)
-def test_the_buffers_of_a_step_that_is_asked_for_are_written_in_place(models: Models, way: str) -> None:
+@pytest.mark.parametrize(("family", "way"), [*(("qwen3", way) for way in SAMPLINGS), ("qwen3_5", "launched twice")])
+def test_steps_that_are_asked_for_are_not_built_again_and_write_their_buffers_in_place(
+    models: Models, monkeypatch: pytest.MonkeyPatch, family: str, way: str
+) -> None:
     """What there was before must be let go of by then: MLX would copy every buffer at every step."""
-    grown = []
-    for each in (way, f"not {way}"):
-        engine, given = engine_of(models("qwen3"), each)
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
-        run(engine, [more(slot, token) for slot, token in enumerate(given)])
-        grown.append(mx.get_peak_memory() - before)
-    assert grown[0] < grown[1] + 256 * 2 * 16 * 4, "the keys of one slot in one layer"
+    found, grown = [], []
+    for each in (f"not {way}", way):
+        engine, given = engine_of(models(family), each)
+        if each == way:
+            monkeypatch.setattr(Shard, "__call__", None)
+        fed, samples, peaks = [[token] for token in given], [], []
+        for left in (1, 0) if way == "launched twice" else (0,):
+            before = mx.get_active_memory()
+            mx.reset_peak_memory()
+            samples += run(engine, [newest(slot, tokens) for slot, tokens in enumerate(fed)]).samples
+            peaks.append(mx.get_peak_memory() - before)
+            assert each != way or len(all_ready(engine)) == left
+            for tokens, sample in zip(fed, samples[-len(fed) :], strict=True):
+                tokens.append(sample.token)
+        found.append(samples)
+        grown.append(max(peaks))
+    assert found[0] == found[1]
+    assert grown[1] < grown[0] + 256 * 2 * 16 * 4, "the keys of one slot in one layer"
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5"])
@@ -236,20 +240,6 @@ def test_a_slot_that_is_left_out_of_a_launched_step_goes_on_later(models: Models
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-def test_a_step_upon_a_launched_one_is_next_once_that_was_asked_for(models: Models, family: str) -> None:
-    engine, given = engine_of(models(family), "launched twice")
-    plain, _ = engine_of(models(family), "not launched")
-    fed = [[token] for token in given]
-    for left in (1, 0):
-        windows = [newest(slot, tokens) for slot, tokens in enumerate(fed)]
-        found = run(engine, windows)
-        assert found.samples == run(plain, windows).samples
-        assert len(all_ready(engine)) == left
-        for tokens, sample in zip(fed, found.samples, strict=True):
-            tokens.append(sample.token)
-
-
 def test_a_long_step_has_one_behind_it_and_not_two(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever comes next would have to wait for both."""
     monkeypatch.setattr("worker.compute.executor._SHORT_STEP_NS", 0)
@@ -259,9 +249,7 @@ def test_a_long_step_has_one_behind_it_and_not_two(models: Models, monkeypatch: 
 
 def test_nothing_is_launched_into_a_cache_that_has_no_room(models: Models) -> None:
     """It would let go of rows, or take memory, for a step that may never be asked for."""
-    checkpoint = open_folder(models("qwen3").folder)
-    engine = Executor(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype)
-    tokens = tuple(tokens_of(256, 1))
+    engine, tokens = idle_engine(models("qwen3")), tokens_of(256, 1)
     run(engine, [window_of(tokens[:-2], 0)], opened=[Opening(slot=0)])
     launched = []
     for length in (255, 256):
@@ -284,40 +272,10 @@ def test_a_forward_that_looks_at_numbers_is_known(tmp_path: Path) -> None:
 
 def test_a_slot_that_has_failed_is_not_gone_on_with(models: Models) -> None:
     """Its next draw would be refused as this one was, though it was not asked for."""
-    whole = models("qwen3")
-    checkpoint = open_folder(whole.folder)
-    engine = Executor(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype)
+    engine = idle_engine(models("qwen3"))
     refused = Opening(slot=1, sampling=Sampling(temperature=1.0, top_k=1 << 20, repetition_penalty=1.3))
     opened = [Opening(slot=0, sampling=SAMPLINGS["built"]), refused]
     (failure,) = run(engine, [window_of((5,), 0, 0), window_of((5,), 0, 1)], opened=opened).failures
     assert (failure.slot, failure.kind) == (1, "SamplingError")
     engine.build_ahead()
     assert [list(step.slots) for step in engine._ahead._ready] == [[0]]
-
-
-def test_a_step_is_built_while_the_device_is_at_one_of_another_lane(models: Models) -> None:
-    """And what follows a step is not built once it has begun."""
-    tokens = []
-    for is_ahead in (True, False):
-        engine, given = engine_of(models("qwen3"), "not built")
-        begun = [engine.begin(Frame(windows=[more(0, given[0])]), None, 0, 0)]
-        engine.finish(begun[0])
-        begun.append(engine.begin(Frame(windows=[more(1, given[1])]), None, 0, 0))
-        if is_ahead:
-            assert engine.build_ahead() and [list(step.slots) for step in all_ready(engine)] == [[0]]
-        result, _ = engine.finish(begun[1])
-        assert isinstance(result, Result)
-        third = run(engine, [newest(0, [given[0], 9])])
-        engine.begin(Frame(windows=[newest(0, [given[0], 9, 8])]), None, 0, 0)
-        assert not engine.build_ahead(), "it is under way"
-        tokens.append([sample.token for sample in (*result.samples, *third.samples)])
-    assert tokens[0] == tokens[1]
-
-
-def test_caches_of_a_step_that_was_undone_hold_what_they_held(models: Models) -> None:
-    engine, _ = engine_of(models("qwen3"), "built")
-    [ready] = all_ready(engine)
-    caches, held = engine._slots[0].caches, len(NEXT[0])
-    ready.drop(set(ready.slots))
-    with pytest.raises(CacheMismatch, match=f"it holds {held}"):
-        caches.cut(held + 1)

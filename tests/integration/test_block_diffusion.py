@@ -4,9 +4,9 @@ The reference is written from the papers (arXiv 2510.06303, 2509.26328) and the 
 compared with the authors' code or weights.
 """
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from coordinator.quality.verify import verify
 from coordinator.sessions.request import Request, check_request
 from protos.brigade_pb2 import Cache, Frame, Grammar, Opening, Sampling, Window
 from tests.integration.conftest import CHUNK, Pass, receive, running, send
-from tests.integration.many import Live, tokens_of
+from tests.integration.many import Live, solo, together, tokens_of
 from tests.integration.test_recovery import COMES_BACK, LAYERS, lose, supervised
 from tests.tiny import make_model
 from worker.errors import InputError, ModelError
@@ -34,8 +34,11 @@ from worker.model.families import canvas_training_of
 MASK = 90
 N = 21
 SPLITS = ((4,), (1, 3), (3, 1), (2, 1, 1), (1, 1, 1, 1))
-splits = pytest.mark.parametrize("layers", SPLITS, ids=lambda layers: "+".join(map(str, layers)))
-PROMPTS = {"sdar": (1, 3, 4, 9, 16), "sdar_moe": (6,), "Fast_dLLM_Qwen": (1, 5, 8, 19), "causal": (1, 7, 12)}
+splits = pytest.mark.parametrize(
+    "layers",
+    [pytest.param(each, marks=pytest.mark.matrix if each in SPLITS[2::2] else ()) for each in SPLITS],
+    ids=lambda layers: "+".join(map(str, layers)),
+)
 _FAMILIES = {"sdar": "qwen3", "sdar_moe": "qwen3_moe", "Fast_dLLM_Qwen": "qwen2", "causal": "qwen3"}
 _CONFIGS = {
     "sdar": {"model_type": "sdar", "mask_token_id": MASK},
@@ -43,7 +46,14 @@ _CONFIGS = {
     "Fast_dLLM_Qwen": {"model_type": "Fast_dLLM_Qwen", "mask_token_id": MASK, "bd_size": 16},
     "causal": {"mask_token_id": MASK, "canvas_length": 6},
 }
-types = pytest.mark.parametrize("name", ["sdar", "Fast_dLLM_Qwen", "causal"])
+_TRAINED = {  # blocks and parts of them, and the lengths of prompts that are compared with the reference
+    "sdar": (4, 4, (1, 3, 4, 9, 16)),
+    "Fast_dLLM_Qwen": (16, 8, (1, 5, 8, 19)),
+    "causal": (1, 6, (1, 7, 12)),
+}
+types = pytest.mark.parametrize("name", _TRAINED)
+configs = pytest.mark.parametrize("name", [*_TRAINED, pytest.param("sdar_moe", marks=pytest.mark.matrix)])
+Expected = Callable[[str], dict[int, list[int]]]
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +62,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         name: make_model(tmp_path_factory.mktemp("canvas") / name, _FAMILIES[name], config=config, sharpen=4.0)
         for name, config in _CONFIGS.items()
     }
+
+
+@pytest.fixture(scope="module")
+def expected(folders: dict[str, Path]) -> Expected:
+    """What the reference answers to prompts of these lengths."""
+
+    @cache
+    def answers(name: str) -> dict[int, list[int]]:
+        reference = Numpy(folders[name])
+        block, part, lengths = _TRAINED[name]
+        shift = name == "Fast_dLLM_Qwen"
+        return {
+            length: reference.generate(tokens_of(length), N, max(block, part), block, part, shift) for length in lengths
+        }
+
+    return answers
 
 
 class Numpy:
@@ -148,17 +174,12 @@ def request(folder: Path, prompt: Sequence[int], count: int = N, **sampling: flo
 @types
 @splits
 async def test_canvases_hold_the_tokens_of_the_reference(
-    name: str, layers: tuple[int, ...], folders: dict[str, Path]
+    name: str, layers: tuple[int, ...], folders: dict[str, Path], expected: Expected
 ) -> None:
-    reference = Numpy(folders[name])
-    block, part = {"sdar": (4, 4), "Fast_dLLM_Qwen": (16, 8), "causal": (1, 6)}[name]
     async with running(folders[name], layers) as chain:
-        for length in PROMPTS[name]:
-            prompt = tokens_of(length)
-            answer = await generate_once(chain, request(folders[name], prompt), chunk=CHUNK)
-            canvas = max(block, part)
-            expected = reference.generate(prompt, N, canvas, block, part, name == "Fast_dLLM_Qwen")
-            assert answer.tokens == expected
+        for length, tokens in expected(name).items():
+            asked = request(folders[name], tokens_of(length))
+            assert (await generate_once(chain, asked, chunk=CHUNK)).tokens == tokens
 
 
 @pytest.mark.parametrize("name", list(_CONFIGS))
@@ -169,32 +190,29 @@ async def test_sampled_canvases_are_the_same_on_every_split_alone_and_in_lanes(
         request(folders[name], tokens_of(length, seed=length), temperature=0.9, seed=length)
         for length in (3, 8, 13, 17)
     ]
-    others = [replace(each, sampling=Sampling(seed=99, temperature=0.9)) for each in requests[:1]]
+    another = replace(requests[0], sampling=Sampling(seed=99, temperature=0.9))
     found = []
-    for layers in SPLITS[::2]:
+    for layers in SPLITS[::4]:
         async with running(folders[name], layers) as chain:
-            found.append([(await generate_once(chain, each, chunk=CHUNK)).tokens for each in requests])
-            other = (await generate_once(chain, others[0], chunk=CHUNK)).tokens
-            assert other != found[0][0], "another seed gives another text"
-            async with Engine(chain) as engine:
-                found.append([each.tokens for each in await asyncio.gather(*map(engine.answer, requests))])
+            alone = [each.tokens for each in await solo(chain, [*requests, another])]
+            assert alone.pop() != alone[0], "another seed gives another text"
+            found += [alone, [each.tokens for each in await together(chain, requests)]]
     assert all(each == found[0] for each in found)
 
 
-async def test_the_blocks_of_a_grid_make_a_difference(folders: dict[str, Path]) -> None:
+def test_the_blocks_of_a_grid_make_a_difference(folders: dict[str, Path], expected: Expected) -> None:
     """The control of the comparison: a reference that sees text causally says something else."""
-    reference, prompt = Numpy(folders["sdar"]), tokens_of(16)
-    assert reference.generate(prompt, N, 4, 4, 4, False) != reference.generate(prompt, N, 4, 1, 4, False)
+    assert expected("sdar")[16] != Numpy(folders["sdar"]).generate(tokens_of(16), N, 4, 1, 4, False)
 
 
-@pytest.mark.parametrize("name", list(_CONFIGS))
+@configs
 async def test_a_lost_worker_changes_no_canvas(name: str, folders: dict[str, Path]) -> None:
     asked = [
         request(folders[name], tokens_of(length, seed=length), 40, temperature=temperature, seed=length)
         for length, temperature in ((3, 0.0), (9, 0.8), (14, 0.8))
     ]
     async with running(folders[name], LAYERS) as chain:
-        expected = [(await generate_once(chain, each, chunk=CHUNK)).tokens for each in asked]
+        expected = [each.tokens for each in await solo(chain, asked)]
     async with supervised(folders[name], COMES_BACK) as rig, rig.engine() as engine:
         live = [Live(engine, each) for each in asked]
         await live[0].wait_pieces(1)
@@ -208,44 +226,37 @@ async def test_a_lost_worker_changes_no_canvas(name: str, folders: dict[str, Pat
 async def test_a_chain_of_canvases_is_verified_against_itself_in_one_process(
     name: str, folders: dict[str, Path]
 ) -> None:
-    report = await verify(
-        cluster_options(None, str(folders[name]), 0, None, None), Decode("canvas"), max_tokens=4, seed=0
-    )
+    options = cluster_options(None, str(folders[name]), 0, None, None)
+    report = await verify(options, Decode("canvas"), max_tokens=4, seed=0)
     assert report.holds and {case.verdict for case in report.cases} == {"equal"}
 
 
+async def test_the_trial_of_doctor_decodes_as_the_model_can(folders: dict[str, Path]) -> None:
+    found = await try_cluster(cluster_options(None, str(folders["Fast_dLLM_Qwen"]), 1, None, None))
+    assert found.first.tokens == found.second.tokens and len(found.first.tokens) == NUM_TOKENS
+
+
 @pytest.mark.parametrize(
-    ("name", "decode", "message"),
+    ("name", "decode", "sampling", "message"),
     [
-        ("sdar", Decode("ar"), "decode: expected canvas, the one decoder that .* was trained for, got ar"),
-        ("sdar", Decode("ngram"), "decode: expected canvas"),
-        ("Fast_dLLM_Qwen", Decode("diffusion"), "decode: expected canvas"),
-        ("sdar", Decode("canvas", canvas=8), "canvas: expected 4 places, as .* was trained, got 8"),
-        ("causal", Decode("canvas", canvas=7), "canvas: expected from 1 to 6 places, .* got 7"),
+        ("sdar", Decode("ar"), {}, "decode: expected canvas, the one decoder that .* was trained for, got ar"),
+        ("sdar", Decode("ngram"), {}, "decode: expected canvas"),
+        ("Fast_dLLM_Qwen", Decode("diffusion"), {}, "decode: expected canvas"),
+        ("sdar", Decode("canvas", canvas=8), {}, "canvas: expected 4 places, as .* was trained, got 8"),
+        ("causal", Decode("canvas", canvas=7), {}, "canvas: expected from 1 to 6 places, .* got 7"),
+        # what has no meaning for places that are decided together
+        ("sdar", Decode("canvas"), {"logprobs": 2}, "logprobs: "),
+        ("sdar", Decode("canvas"), {"presence_penalty": 1.0}, "presence_penalty: "),
+        ("sdar", Decode("canvas"), {"logit_bias": {3: 1.0}}, "logit_bias: "),
+        ("sdar", Decode("canvas"), {"grammar": Grammar(text="x")}, "decode: .* canvas cannot keep to a grammar"),
     ],
 )
 def test_what_a_model_was_not_trained_for_is_refused(
-    name: str, decode: Decode, message: str, folders: dict[str, Path]
+    name: str, decode: Decode, sampling: dict[str, Any], message: str, folders: dict[str, Path]
 ) -> None:
+    spec = describe(open_folder(folders[name]))
     with pytest.raises(InputError, match=message):
-        suit(decode, Cache(), describe(open_folder(folders[name])))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"logprobs": 2}, "logprobs: "),
-        ({"presence_penalty": 1.0}, "presence_penalty: "),
-        ({"logit_bias": {3: 1.0}}, "logit_bias: "),
-        ({"grammar": Grammar(text="x")}, "decode: .* canvas cannot keep to a grammar"),
-    ],
-)
-def test_what_has_no_meaning_for_places_decided_together_is_refused(
-    changes: dict[str, Any], message: str, folders: dict[str, Path]
-) -> None:
-    asked = request(folders["sdar"], [5, 6])
-    with pytest.raises(InputError, match=message):
-        check_request(replace(asked, sampling=Sampling(**changes)), describe(open_folder(folders["sdar"])))
+        check_request(Request((5, 6), N, Sampling(**sampling), suit(decode, Cache(), spec)), spec)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +282,7 @@ async def test_a_stage_takes_tokens_of_a_grid_in_whole_blocks_only(folders: dict
         assert failure.kind == "CacheMismatch" and "in whole blocks of 4, got 3 of them after 0" in failure.message
 
 
-@pytest.mark.parametrize("name", list(_CONFIGS))
+@configs
 async def test_kept_rows_are_reused_in_whole_blocks_and_give_the_same_tokens(
     name: str, folders: dict[str, Path]
 ) -> None:
@@ -282,7 +293,7 @@ async def test_kept_rows_are_reused_in_whole_blocks_and_give_the_same_tokens(
         alone = (await generate_once(chain, first, chunk=CHUNK)).tokens
         prompts = (*first.prompt, *alone, 5, 6, 7), (*first.prompt[:39], 80, 81, 82)
         others = [replace(first, prompt=prompt) for prompt in prompts]
-        expected = [(await generate_once(chain, each, chunk=CHUNK)).tokens for each in others]
+        expected = [each.tokens for each in await solo(chain, others)]
         async with Engine(chain) as engine:
             assert (await engine.answer(first)).tokens == alone
             found = [await engine.answer(each) for each in others]
@@ -299,9 +310,3 @@ async def test_a_chain_of_any_grid_warms_up_on_every_stage(
         assert {each.start for each in passes} == {0, 1}
         rows = {each.rows for each in passes}
         assert len(rows) == 2 and all(count % describe(open_folder(folders[name])).canvas.grid == 0 for [count] in rows)  # type: ignore[union-attr]
-
-
-@types
-async def test_the_trial_of_doctor_decodes_as_the_model_can(name: str, folders: dict[str, Path]) -> None:
-    found = await try_cluster(cluster_options(None, str(folders[name]), 1, None, None))
-    assert found.first.tokens == found.second.tokens and len(found.first.tokens) == NUM_TOKENS

@@ -132,16 +132,6 @@ async def test_several_wanted_rows_are_each_sampled_from_their_own_prefix(models
     assert [sample.token for sample in samples] == [whole.tokens(PROMPT[:n], 1, sampling)[0] for n in (5, 6, 7)]
 
 
-async def test_several_windows_of_one_frame_do_not_see_each_other(models: Models) -> None:
-    whole = models("qwen3")
-    prompts = (PROMPT[:7], PROMPT[9:12], PROMPT[20:21])
-    windows = [window_of(prompt, 0, slot) for slot, prompt in enumerate(prompts)]
-    async with running(whole.folder, (1, 2, 1)) as chain:
-        await send(chain, Frame(epoch=1, step=50, opened=[Opening(slot=s) for s in range(3)], windows=windows))
-        samples = (await receive(chain)).result.samples
-    assert [(s.slot, s.token) for s in samples] == [(i, whole.tokens(p, 1)[0]) for i, p in enumerate(prompts)]
-
-
 # The rule of the cache
 
 

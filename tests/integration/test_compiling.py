@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from coordinator.engine.bounded import GrammarTrials
 from coordinator.engine.engine import Engine, collect
 from coordinator.engine.grammars import regex_grammar
 from coordinator.sessions.request import RequestSpec
@@ -69,13 +68,6 @@ async def test_a_server_has_read_the_vocabulary_before_its_first_grammar(
         assert len(read) == 1  # on the last stage, which is in this process; grammars are tried in another one
         assert (await said(model, NUMBER)).isdigit()
         assert len(read) == 1
-
-
-async def test_a_model_that_can_keep_to_no_grammar_is_served_all_the_same(folder: Path, tmp_path: Path) -> None:
-    async with resident(folder, (2, 2)) as model:
-        model.inputs._trials = GrammarTrials(tmp_path, 320, [1])
-        await model.expect_grammars()
-        assert await said(model, RequestSpec("Once", max_tokens=3, ignore_eos=True))
 
 
 async def test_a_worker_refuses_grammars_that_it_cannot_compile(folder: Path) -> None:

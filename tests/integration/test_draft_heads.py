@@ -1,6 +1,8 @@
 """Draft heads over the chain: the tokens of `ar`, and the same drafts wherever the model is cut."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,18 @@ from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Sampling
 from tests.integration.conftest import CHUNK, Models, load, load_request, opened, opened_folder, running, serving
-from tests.integration.many import request, together, tokens_of
+from tests.integration.layouts import convolutions_first, norms_around_zero
+from tests.integration.many import request, tokens_of
 from tests.integration.many import two_lanes as two_lanes
-from tests.integration.test_epochs import loaded
-from tests.integration.windows import BIASED, SAMPLINGS, assert_same_samples
+from tests.integration.test_drafters import BIAS, SIDE_BY_SIDE, assert_equal_side_by_side, plain
+from tests.integration.test_epochs import answer_over_a_loss
+from tests.integration.windows import SAMPLINGS, assert_same_samples
 from tests.tiny import VOCAB
 from tools.demo_data import mix
 from tools.demo_data.rows import encode_turn
 from worker.drafters.dflash import DFlashModule
 from worker.drafters.next_token import EagleModule, MtpModule
-from worker.errors import BrigadeError, InputError, ModelError, StageLost
+from worker.errors import BrigadeError, InputError, ModelError
 from worker.model.checkpoint import DEMO
 from worker.model.model_spec import DraftHead, HeadKind
 from worker.node.lifecycle import WorkerState
@@ -116,29 +120,16 @@ async def test_a_head_changes_no_token_and_drafts_alike_on_every_split(
     "name", [pytest.param(name, marks=pytest.mark.matrix if name in FEWER else ()) for name in HEADS]
 )
 async def test_sessions_with_and_without_drafts_share_a_lane(models: Models, name: str, tmp_path: Path) -> None:
-    folder, head, bias = target(models, name), make_head(tmp_path / name, name), dict(BIASED.logit_bias)
-    requests = [
-        request(tokens_of(11, 1), 20),
-        request(tokens_of(6, 4) * 5, 30, Decode("draft", num_drafts=3), logit_bias=bias),
-        request(tokens_of(25, 7), 20, Decode("draft", num_drafts=7), seed=3, temperature=1.0, repetition_penalty=1.2),
-        request(tokens_of(19, 6), 20, Decode("draft", num_drafts=1), seed=2, temperature=0.7, logprobs=3),
-        request(tokens_of(40, 6), 30, Decode("draft")),
-    ]
+    folder, head = target(models, name), make_head(tmp_path / name, name)
+    source = SIDE_BY_SIDE[1]
     async with running(folder, (1, 2, 1), drafter=head) as chain:
-        alone = [await answer_of(chain, each) for each in requests]
-        found = await together(chain, requests)
-        assert [each.tokens for each in found] == [each.tokens for each in alone]
+        await assert_equal_side_by_side(chain, [*SIDE_BY_SIDE, request(tokens_of(40, 6), 30, Decode("draft"))])
         async with Engine(chain) as engine:  # the second turn forks the first one's slot
-            first = await engine.answer(requests[1])
-            turn = request((*requests[1].prompt, *first.tokens, 5), 20, Decode("draft", num_drafts=3), logit_bias=bias)
+            turn = replace(source, prompt=(*source.prompt, *(await engine.answer(source)).tokens, 5))
             again = await engine.answer(turn)
             held, promised = (await chain.statuses())[2].cache_bytes, engine.scheduler.slots.promised[2]
             assert 0 < held <= promised
-        assert again.tokens == (await answer_of(chain, turn)).tokens
-
-
-async def answer_of(chain: Chain, each: Request) -> Answer:
-    return await generate_once(chain, Request(each.prompt, each.max_tokens, each.sampling, Decode("ar")), chunk=CHUNK)
+        assert again.tokens == (await plain(chain, turn)).tokens
 
 
 @pytest.mark.parametrize("name", ["dflash", "mtp"])
@@ -148,14 +139,14 @@ async def test_a_head_is_sent_to_workers_and_its_parts_take_what_the_plan_says(
     folder, head = target(models, name), make_head(tmp_path / name, name)
     store = WeightsCache(tmp_path / "received")
     own = str(folder) if name == "mtp" else None  # or the model is sent too, and with it the embedding to the last node
-    async with serving(2, ModelSources(own), store_of=lambda _: store) as nodes:
-        async with opened(folder, (1, 2, 1), nodes, drafter=head) as chain:
-            expected = await answer(chain, Decode("ar"), Sampling())
-            assert (await answer(chain, Decode("draft", num_drafts=3), Sampling())).tokens == expected.tokens
-            held = [status.weight_bytes for status in await chain.statuses()]
-            assert held[1:] == [each.weight_bytes for each in chain.plan.assignments][1:]
-        async with opened(folder, (1, 2, 1), nodes) as chain:
-            assert (await answer(chain, Decode("ar"), Sampling())).tokens == expected.tokens
+    async with (
+        serving(2, ModelSources(own), store_of=lambda _: store) as nodes,
+        opened(folder, (1, 2, 1), nodes, drafter=head) as chain,
+    ):
+        expected = await answer(chain, Decode("ar"), Sampling())
+        assert (await answer(chain, Decode("draft", num_drafts=3), Sampling())).tokens == expected.tokens
+        held = [status.weight_bytes for status in await chain.statuses()]
+        assert held[1:] == [each.weight_bytes for each in chain.plan.assignments][1:]
 
 
 async def test_a_drafter_that_fails_is_dropped_and_the_chain_goes_on(
@@ -192,16 +183,10 @@ async def test_a_head_whose_features_go_beyond_float16_only_fails_its_drafts(
 
 async def test_a_lost_chain_goes_on_with_a_head(models: Models, tmp_path: Path) -> None:
     folder, head = target(models, "eagle3"), make_head(tmp_path / "eagle3", "eagle3")
-    each = request(tokens_of(30), 40, Decode("draft", num_drafts=3), logit_bias=dict(BIASED.logit_bias))
+    each = request(tokens_of(30), 40, Decode("draft", num_drafts=3), logit_bias=BIAS)
     async with running(folder, (2, 2)) as chain:
-        expected = await answer_of(chain, each)
-    async with loaded(folder, (2, 2), head) as cluster, Engine(await cluster.open(), when_lost=cluster.open) as engine:
-        found, first = Answer(), engine.chain
-        async for output in engine.generate(each):
-            found.add(output)
-            if engine.chain is first and len(found.tokens) >= 15:
-                first.end(StageLost("is gone"))
-    assert found.tokens == expected.tokens and found.usage.num_recoveries == 1
+        expected = await plain(chain, each)
+    assert (await answer_over_a_loss(folder, (2, 2), each, 15, head)).tokens == expected.tokens
 
 
 async def test_a_model_that_holds_its_own_head_drafts_by_default(
@@ -209,18 +194,11 @@ async def test_a_model_that_holds_its_own_head_drafts_by_default(
 ) -> None:
     """As in an original Qwen3.5 checkpoint: `mtp.*` beside the model, norms less one."""
     folder, head = target(models, "mtp"), make_head(tmp_path / "mtp", "mtp")
-    both = tmp_path / "both"
-    both.mkdir()
-    for path in folder.iterdir():
-        (both / path.name).write_bytes(path.read_bytes())
-    own: Any = mx.load(str(head / "model.safetensors"))
-    own = {f"mtp.{key}": array - 1 if array.ndim == 1 else array for key, array in own.items()}
+    both = Path(shutil.copytree(folder, tmp_path / "both"))
+    parts: Any = mx.load(str(head / "model.safetensors"))
+    own = norms_around_zero("")({f"mtp.{key}": array for key, array in parts.items()})
     trunk: Any = mx.load(str(folder / "model.safetensors"))
-    for key, array in trunk.items():  # as published: convolutions as torch has them, norms less one
-        if key.endswith("conv1d.weight"):
-            trunk[key] = array.moveaxis(2, 1)
-        elif array.ndim == 1 and key.endswith(("layernorm.weight", "model.norm.weight", "_norm.weight")):
-            trunk[key] = array - 1
+    trunk = norms_around_zero("layernorm.weight", "model.norm.weight", "_norm.weight")(convolutions_first(trunk))
     mx.save_safetensors(str(both / "model.safetensors"), {**trunk, **own})
     sampling = SAMPLINGS["biased"]
     steps = []
@@ -250,27 +228,29 @@ async def test_a_draft_head_is_not_taken_for_a_model(tmp_path: Path) -> None:
         assert node.service.worker.state is WorkerState.EMPTY
 
 
-def test_a_head_of_another_size_is_refused_by_its_numbers(models: Models, tmp_path: Path) -> None:
-    head = make_head(tmp_path / "dflash", "dflash")
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"target_hidden_size": 32}, InputError, "reads hidden states of 32 numbers, the model has 64"),
+        ({"mask_token_id": VOCAB}, InputError, f"mask_token_id: expected an id below {VOCAB}, found {VOCAB}"),
+        ({"target_layer_ids": [0, 1, 4]}, InputError, r"reads layers \[0, 1, 4\], the model has layers 0 to 3"),
+        ({"target_layer_ids": [3, 1]}, ModelError, "expected ascending layers"),
+        ({"mask_token_id": -1}, ModelError, r"dflash: config\.json: mask_token_id: expected a whole number from 0"),
+        ({"draft_window_size": 100}, ModelError, "draft_window_size is not supported"),
+    ],
+)
+def test_a_head_of_another_size_is_refused_by_its_numbers(
+    models: Models, tmp_path: Path, changes: dict[str, Any], error: type[BrigadeError], message: str
+) -> None:
+    folder, head = target(models, "dflash"), make_head(tmp_path / "dflash", "dflash")
+    check_drafter(*opened_folder(folder, head))
     config = json.loads((head / "config.json").read_text())
-
-    def check(**changes: Any) -> None:
-        (head / "config.json").write_text(json.dumps(config | changes))
-        check_drafter(*opened_folder(target(models, "dflash"), head))
-
-    check()
-    with pytest.raises(InputError, match="reads hidden states of 32 numbers, the model has 64"):
-        check(target_hidden_size=32)
-    with pytest.raises(InputError, match=f"mask_token_id: expected an id below {VOCAB}, found {VOCAB}"):
-        check(dflash_config={"target_layer_ids": [0, 1, 3], "mask_token_id": VOCAB})
-    with pytest.raises(InputError, match=r"reads layers \[0, 1, 4\], the model has layers 0 to 3"):
-        check(dflash_config={"target_layer_ids": [0, 1, 4], "mask_token_id": 3})
-    with pytest.raises(ModelError, match="expected ascending layers"):
-        check(dflash_config={"target_layer_ids": [3, 1], "mask_token_id": 3})
-    with pytest.raises(ModelError, match=r"dflash: config\.json: mask_token_id: expected a whole number from 0"):
-        check(dflash_config={"target_layer_ids": [0, 1, 3], "mask_token_id": -1})
-    with pytest.raises(ModelError, match="draft_window_size is not supported"):
-        check(draft_window_size=100)
+    inner = config["dflash_config"]
+    for key, value in changes.items():
+        (inner if key in inner else config)[key] = value
+    (head / "config.json").write_text(json.dumps(config))
+    with pytest.raises(error, match=message):
+        check_drafter(*opened_folder(folder, head))
 
 
 async def test_the_bundled_drafter_makes_drafts_that_hold() -> None:
@@ -278,8 +258,8 @@ async def test_the_bundled_drafter_makes_drafts_that_hold() -> None:
     prompt = tuple(encode_turn(text, mix.held_out("arithmetic", 1)[0])[0])
     async with running(DEMO, (4, 4), drafter=DEMO / "drafter") as chain:
         answers = [
-            await generate_once(chain, Request(prompt, 60, Sampling(), decode))
+            await generate_once(chain, Request(prompt, 40, Sampling(), decode))
             for decode in (Decode("ar"), Decode("draft", num_drafts=7))
         ]
     assert answers[0].tokens == answers[1].tokens
-    assert answers[1].usage.num_steps <= 60 // 4
+    assert answers[1].usage.num_steps <= 40 // 4

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +20,13 @@ from protos.brigade_pb2 import Frame, Opening, Result, Sampling, Window
 from tests.integration.conftest import CHUNK, Models, Pass, opened, opened_folder, running, serving
 from tests.integration.many import Live, request, together, tokens_of
 from tests.integration.many import two_lanes as two_lanes
-from tests.integration.test_epochs import loaded
+from tests.integration.test_epochs import answer_over_a_loss
 from tests.integration.windows import BIASED, SAMPLINGS, Bench, assert_same_samples
 from worker.compute.executor import Executor
 from worker.compute.shard import Shard
+from worker.drafters import small_model
 from worker.drafters.small_model import ReadText, SmallModel
-from worker.errors import FrameError, InputError, StageLost
+from worker.errors import FrameError, InputError
 from worker.memory.history import History
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
@@ -74,6 +76,11 @@ def foreign(models: Models) -> Path:
 
 async def answer(chain: Chain, decode: Decode, sampling: Sampling, num_tokens: int = N) -> Answer:
     return await generate_once(chain, Request(tokens_of(CHUNK + 3), num_tokens, sampling, decode), chunk=CHUNK)
+
+
+async def plain(chain: Chain, each: Request) -> Answer:
+    """The answer one token at a time."""
+    return await generate_once(chain, replace(each, decode=Decode("ar")), chunk=CHUNK)
 
 
 def least_steps(num_tokens: int, count: int) -> int:
@@ -128,9 +135,23 @@ async def test_auto_drafts_and_stops_where_that_does_not_pay(models: Models) -> 
     for drafter in (folder, foreign(models)):
         async with running(folder, (1, 3), drafter=drafter) as chain:
             for name in ("greedy", "biased", "penalties"):
-                expected = await answer(chain, Decode("ar"), SAMPLINGS[name], 40)
-                found = await answer(chain, Decode("draft"), SAMPLINGS[name], 40)
-                assert_same_samples(found, expected, name)
+                expected = await answer(chain, Decode("ar"), SAMPLINGS[name])
+                assert_same_samples(await answer(chain, Decode("draft"), SAMPLINGS[name]), expected, name)
+
+
+BIAS = dict(BIASED.logit_bias)
+SIDE_BY_SIDE = [
+    request(tokens_of(11, 1), 20),
+    request(tokens_of(6, 4) * 5, 30, Decode("draft", num_drafts=3), logit_bias=BIAS),
+    request(tokens_of(25, 7), 20, Decode("draft", num_drafts=7), seed=3, temperature=1.0, repetition_penalty=1.2),
+    request(tokens_of(9, 2) * 3, 20, Decode("ngram")),
+    request(tokens_of(19, 6), 20, Decode("draft", num_drafts=1), seed=2, temperature=0.7, logprobs=3),
+]
+
+
+async def assert_equal_side_by_side(chain: Chain, requests: Sequence[Request] = SIDE_BY_SIDE) -> None:
+    alone = [await plain(chain, each) for each in requests]
+    assert [each.tokens for each in await together(chain, requests)] == [each.tokens for each in alone]
 
 
 @pytest.mark.usefixtures("two_lanes")
@@ -139,18 +160,9 @@ async def test_auto_drafts_and_stops_where_that_does_not_pay(models: Models) -> 
 async def test_sessions_with_other_numbers_of_drafts_share_a_lane(
     models: Models, passes: list[Pass], family: str, drafter: str
 ) -> None:
-    folder, bias = model_of(models, family), dict(BIASED.logit_bias)
-    requests = [
-        request(tokens_of(11, 1), 24),
-        request(tokens_of(6, 4) * 5, 40, Decode("draft", num_drafts=3), logit_bias=bias),
-        request(tokens_of(25, 7), 30, Decode("draft", num_drafts=7), seed=3, temperature=1.0, repetition_penalty=1.2),
-        request(tokens_of(9, 2) * 3, 20, Decode("ngram")),
-        request(tokens_of(19, 6), 30, Decode("draft", num_drafts=1), seed=2, temperature=0.7, logprobs=3),
-    ]
+    folder = model_of(models, family)
     async with running(folder, (1, 2, 1), drafter=folder if drafter == "itself" else foreign(models)) as chain:
-        alone = [await generate_once(chain, replace(each, decode=Decode("ar")), chunk=CHUNK) for each in requests]
-        found = await together(chain, requests)
-    assert [each.tokens for each in found] == [each.tokens for each in alone]
+        await assert_equal_side_by_side(chain)
     assert any(len(each.rows) > 1 and max(each.rows) > 1 for each in passes), "no drafts in a lane"
 
 
@@ -165,60 +177,55 @@ async def test_a_conversation_goes_on_with_what_its_drafter_has_read(models: Mod
                 turns = [request((*text, *extra), 16, Decode("draft", num_drafts=7)) for extra in ((7, 8), (7, 9), ())]
                 found = [await engine.answer(each) for each in turns]
             for turn, each in zip(turns, found, strict=True):
-                expected = await generate_once(chain, replace(turn, decode=Decode("ar")), chunk=CHUNK)
-                assert each.tokens == expected.tokens
+                assert each.tokens == (await plain(chain, turn)).tokens
                 assert each.usage.num_reused >= len(text) - 8
                 assert each.usage.num_steps == least_steps(16, 7)
 
 
-async def test_a_drafter_is_sent_to_a_worker_that_lacks_it_and_kept_there(models: Models, tmp_path: Path) -> None:
+async def test_a_drafter_is_sent_to_a_worker_kept_on_its_disk_and_released_by_a_chain_without(
+    models: Models, tmp_path: Path
+) -> None:
+    """As where a node was lost and took its drafter along: the chain goes on without, step by step."""
     folder, small = model_of(models, "qwen3"), foreign(models)
-    store = WeightsCache(tmp_path)
+    store, draft, weights = WeightsCache(tmp_path), Decode("draft", num_drafts=3), list[int]()
     async with serving(1, ModelSources(str(folder)), store_of=lambda name: store) as nodes:
-        for _ in range(2):
-            async with opened(folder, (1, 3), nodes, drafter=small) as chain:
-                found = await answer(chain, Decode("draft", num_drafts=3), Sampling())
-                expected = await answer(chain, Decode("ar"), Sampling())
-                assert found.tokens == expected.tokens
-                held = (await chain.statuses())[1].weight_bytes
-                assert held == chain.plan.assignments[1].weight_bytes
-        async with opened(folder, (1, 3), nodes) as chain:
-            assert (await answer(chain, Decode("ar"), Sampling())).tokens == expected.tokens
+        for drafter in (small, small, None):
+            async with opened(folder, (1, 3), nodes, drafter=drafter) as chain:
+                found, expected = [await answer(chain, decode, Sampling()) for decode in (draft, Decode("ar"))]
+                assert found.tokens == expected.tokens and bool(found.usage.drafts_held) is bool(drafter)
+                weights.append((await chain.statuses())[1].weight_bytes)
+                assert weights[-1] == chain.plan.assignments[1].weight_bytes
+        assert nodes[0].service.worker.status().weight_bytes == weights[2] < weights[1]
 
 
 async def test_the_last_stage_holds_no_more_than_the_plan_and_the_promises_say(models: Models) -> None:
-    folder = model_of(models, "qwen3")
+    """Nor for short forks of a long text, of which a drafter copies the whole."""
+    folder = models("qwen3", config={"max_position_embeddings": 4000}, sharpen=4.0).folder
     async with running(folder, (1, 3), drafter=folder) as chain, Engine(chain) as engine:
+
+        async def require_kept() -> None:
+            assert 0 < (await chain.statuses())[1].cache_bytes <= engine.scheduler.slots.promised[1]
+
         live = [Live(engine, request(tokens_of(200 + at, at), 40, Decode("draft", num_drafts=15))) for at in range(3)]
         for each in live:
             await each.answer()
-        held, promised = (await chain.statuses())[1].cache_bytes, engine.scheduler.slots.promised[1]
-        assert 0 < held <= promised
-
-
-async def test_a_chain_without_a_drafter_steps_as_ar(models: Models) -> None:
-    """A node that was lost took its drafter along: the chain goes on without."""
-    folder = model_of(models, "qwen3")
-    async with running(folder, (1, 3)) as chain:
-        expected = await answer(chain, Decode("ar"), Sampling())
-        found = await answer(chain, Decode("draft", num_drafts=3), Sampling())
-    assert found.tokens == expected.tokens and found.usage.drafts_held == []
+        await require_kept()
+        await engine.answer(request(tokens_of(900, 3), 4, Decode("draft", num_drafts=7)), chunk=256)
+        for number in (1, 2, 3):
+            fork = (*tokens_of(900, 3)[:30], *tokens_of(5, number))
+            found = await engine.answer(request(fork, 9, Decode("draft", num_drafts=7)))
+            assert found.usage.num_reused >= 30 and found.usage.num_steps == least_steps(9, 7)
+            await require_kept()
 
 
 @pytest.mark.parametrize("drafter", ["itself", "foreign"])
 async def test_a_lost_chain_goes_on_with_drafts_and_the_same_tokens(models: Models, drafter: str) -> None:
     folder = model_of(models, "qwen3")
-    small = folder if drafter == "itself" else foreign(models)
     each = request(tokens_of(30), 60, Decode("draft", num_drafts=3), seed=4, temperature=0.8)
     async with running(folder, (2, 2)) as chain:
-        expected = await generate_once(chain, replace(each, decode=Decode("ar")), chunk=CHUNK)
-    async with loaded(folder, (2, 2), small) as cluster, Engine(await cluster.open(), when_lost=cluster.open) as engine:
-        found, first = Answer(), engine.chain
-        async for output in engine.generate(each):
-            found.add(output)
-            if engine.chain is first and len(found.tokens) >= 20:
-                first.end(StageLost("is gone"))
-    assert found.tokens == expected.tokens and found.usage.num_recoveries == 1
+        expected = await plain(chain, each)
+    found = await answer_over_a_loss(folder, (2, 2), each, 20, folder if drafter == "itself" else foreign(models))
+    assert found.tokens == expected.tokens
     assert drafter == "foreign" or set(found.usage.drafts_held) == {1.0}
 
 
@@ -232,82 +239,52 @@ async def test_windows_that_ask_for_impossible_drafts_are_refused(models: Models
                 await Bench(chain).send([window], [Opening(slot=0)])
 
 
-def with_vocabulary(folder: Path, to: Path, tokens: list[str]) -> Path:
-    """A copy of the folder with a tokenizer of these tokens."""
-    to.mkdir()
-    for path in folder.iterdir():
-        (to / path.name).symlink_to(path)
-    (to / "tokenizer.json").unlink(missing_ok=True)
-    vocab = {token: number for number, token in enumerate(tokens)}
-    (to / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": vocab}, "added_tokens": []}))
-    return to
-
-
 def test_a_drafter_with_another_tokenizer_is_refused_by_the_first_token_that_differs(
     models: Models, tmp_path: Path
 ) -> None:
     folder = model_of(models, "qwen3")
-    own = with_vocabulary(folder, tmp_path / "own", ["a", "b", "c"])
-    alike = with_vocabulary(folder, tmp_path / "alike", ["a", "b", "c", "and one more"])
-    other = with_vocabulary(folder, tmp_path / "other", ["a", "x", "c"])
 
-    def check(drafter: Path) -> None:
-        check_drafter(*opened_folder(own, drafter))
+    def with_vocabulary(*tokens: str) -> Path:
+        """A copy of the model with a tokenizer of these tokens."""
+        copy = Path(shutil.copytree(folder, tmp_path / "-".join(tokens)))
+        vocab = {token: number for number, token in enumerate(tokens)}
+        (copy / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": vocab}, "added_tokens": []}))
+        return copy
 
-    check(alike)
-    with pytest.raises(InputError, match="first difference: token 1, 'b' and 'x'") as refusal:
-        check(other)
-    assert refusal.value.field == "draft_model"
-    with pytest.raises(InputError, match=r"has another one$"):
-        check(folder)
+    own = with_vocabulary("a", "b", "c")
+    check_drafter(*opened_folder(own, with_vocabulary("a", "b", "c", "and one more")))
+    for other, message in (
+        (with_vocabulary("a", "x", "c"), "first difference: token 1, 'b' and 'x'"),
+        (folder, "has another one$"),
+    ):
+        with pytest.raises(InputError, match=message) as refusal:
+            check_drafter(*opened_folder(own, other))
+        assert refusal.value.field == "draft_model"
 
 
 async def test_a_sliding_drafter_goes_on_after_rejected_drafts(models: Models, texts: list[ReadText]) -> None:
     """It keeps its caches when rows slide out, which they do at 256."""
     small = models("gemma3_text", seed=4).folder
-    each = request(
-        tokens_of(225), 60, Decode("draft", num_drafts=7), logit_bias=dict(BIASED.logit_bias), seed=2, temperature=3.0
-    )
+    each = request(tokens_of(225), 60, Decode("draft", num_drafts=7), logit_bias=BIAS, seed=2, temperature=3.0)
     async with running(model_of(models, "qwen3"), (2, 2), drafter=small) as chain:
-        expected = await generate_once(chain, replace(each, decode=Decode("ar")), chunk=CHUNK)
-        found = await generate_once(chain, each, chunk=CHUNK)
+        expected, found = await plain(chain, each), await generate_once(chain, each, chunk=CHUNK)
     assert found.tokens == expected.tokens and found.usage.drafts_held[0] < 1
     assert len(texts) == 1
 
 
-async def test_a_short_fork_of_a_long_text_takes_no_more_than_it_was_promised(models: Models) -> None:
-    folder = models("qwen3", config={"max_position_embeddings": 4000}, sharpen=4.0).folder
-    decode = Decode("draft", num_drafts=7)
-    async with running(folder, (2, 2), drafter=folder) as chain, Engine(chain) as engine:
-        await engine.answer(request(tokens_of(900), 4, decode), chunk=256)
-        for number in (1, 2, 3):
-            each = request((*tokens_of(900)[:30], *tokens_of(5, number)), 9, decode)
-            found = await engine.answer(each)
-            assert found.usage.num_reused >= 30 and found.usage.num_steps == least_steps(9, 7)
-            held = (await chain.statuses())[1].cache_bytes
-            assert held <= engine.scheduler.slots.promised[1]
-
-
-async def test_a_text_that_the_drafter_lacks_is_read_over_several_steps(models: Models) -> None:
+async def test_a_text_that_the_drafter_lacks_is_read_over_several_steps(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its source had no drafts: until all of it is read none are made."""
-    folder = models("qwen3", config={"max_position_embeddings": 4000}, sharpen=4.0).folder
+    monkeypatch.setattr(small_model, "_CHUNK", 16)
+    monkeypatch.setattr(small_model, "_MOST_READ", 64)
+    folder, text = model_of(models, "qwen3"), tokens_of(100)
     async with running(folder, (2, 2), drafter=folder) as chain, Engine(chain) as engine:
-        text = tokens_of(2600)
-        await engine.answer(request(text, 2), chunk=1024)
+        await engine.answer(request(text, 2))
         found = await engine.answer(request((*text, 5), 40, Decode("draft", num_drafts=7)))
         expected = await engine.answer(request((*text, 5), 40))
-    assert found.tokens == expected.tokens and found.usage.num_reused >= 2600
+    assert found.tokens == expected.tokens and found.usage.num_reused >= len(text)
     assert least_steps(40, 7) < found.usage.num_steps <= least_steps(40, 7) + 2
-
-
-async def test_a_node_releases_a_drafter_that_its_next_chain_lacks(models: Models) -> None:
-    folder = model_of(models, "qwen3")
-    async with serving(1) as nodes:
-        async with opened(folder, (1, 3), nodes, drafter=folder) as chain:
-            with_drafter = (await chain.statuses())[1].weight_bytes
-        async with opened(folder, (1, 3), nodes) as chain:
-            assert (await chain.statuses())[1].weight_bytes == chain.plan.assignments[1].weight_bytes < with_drafter
-        assert nodes[0].service.worker.status().weight_bytes == chain.plan.assignments[1].weight_bytes
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5"])

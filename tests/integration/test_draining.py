@@ -1,35 +1,16 @@
 """A node that is about to end: running requests finish, waiting ones are refused, kept prefixes cause no delay."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from coordinator.cluster.chain import Chain
 from coordinator.engine.engine import Engine
-from tests.integration.conftest import Models, RunningNode, attach, load, load_request, opened, serving
-from tests.integration.many import Live, request, tokens_of, until, wait_freed, wait_slots
+from tests.integration.conftest import Models, attach, load, load_request, opened, serving
+from tests.integration.many import Live, limit_memory, request, tokens_of, until, wait_freed, wait_slots
 from tests.integration.upstream import attach_request
 from worker.errors import NodeBusy
 
 LONG = 150  # tokens
-
-
-@asynccontextmanager
-async def running_one_at_a_time(folder: Path, layers: Sequence[int]) -> AsyncIterator[tuple[Chain, list[RunningNode]]]:
-    """A chain with memory for one long request, and its nodes."""
-    async with serving(len(layers) - 1) as nodes, opened(folder, layers, nodes) as chain:
-        chain.plan = replace(
-            chain.plan,
-            assignments=tuple(
-                replace(a, memory_bytes=a.weight_bytes + chain.spec.reserved_bytes(a.start, a.end, LONG + 50))
-                for a in chain.plan.assignments
-            ),
-        )
-        yield chain, nodes
 
 
 @pytest.mark.parametrize("draining", [0, pytest.param(1, marks=pytest.mark.matrix)])
@@ -37,23 +18,25 @@ async def test_running_sessions_finish_and_no_other_begins(models: Models, drain
     whole = models("qwen3")
     refusal = rf"^worker node-{draining + 1}: is shutting down and takes no new request"
     async with (
-        running_one_at_a_time(whole.folder, (1, 2, 1)) as (chain, nodes),
-        Engine(chain) as engine,
+        serving(2) as nodes,
+        opened(whole.folder, (1, 2, 1), nodes) as chain,
         asyncio.timeout(30),
     ):
-        running = Live(engine, request(tokens_of(3), LONG))
-        waiting = [Live(engine, request(tokens_of(3, i), LONG)) for i in (1, 2)]
-        await running.wait_pieces(2)
-        drain = asyncio.create_task(nodes[draining].service.worker.drain())
-        for each in waiting:
+        limit_memory(chain, LONG + 50)
+        async with Engine(chain) as engine:
+            running = Live(engine, request(tokens_of(3), LONG))
+            waiting = [Live(engine, request(tokens_of(3, i), LONG)) for i in (1, 2)]
+            await running.wait_pieces(2)
+            drain = asyncio.create_task(nodes[draining].service.worker.drain())
+            for each in waiting:
+                with pytest.raises(NodeBusy, match=refusal):
+                    await each.answer()
             with pytest.raises(NodeBusy, match=refusal):
-                await each.answer()
-        with pytest.raises(NodeBusy, match=refusal):
-            await engine.answer(request(tokens_of(3, 3), 3))
-        assert not drain.done()
-        assert (await running.answer()).tokens == whole.tokens(tokens_of(3), LONG)
-        await drain
-        await wait_freed(chain)  # and it is not kept for its prefix
+                await engine.answer(request(tokens_of(3, 3), 3))
+            assert not drain.done()
+            assert (await running.answer()).tokens == whole.tokens(tokens_of(3), LONG)
+            await drain
+            await wait_freed(chain)  # and it is not kept for its prefix
 
 
 @pytest.mark.parametrize("draining", [pytest.param(0, marks=pytest.mark.matrix), 1])

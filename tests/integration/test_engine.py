@@ -13,7 +13,6 @@ from tests.integration.upstream import window_of
 from worker.compute.executor import Executor
 from worker.compute.shard import Shard
 from worker.errors import FrameError
-from worker.memory.history import History
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
 
@@ -56,8 +55,7 @@ def last_windows() -> list[Window]:
 
 def wrong(window: Window) -> Window:
     """The same window behind another prefix."""
-    other = Window()
-    other.CopyFrom(window)
+    other = Window.FromString(window.SerializeToString())
     other.prefix_hash ^= 1
     return other
 
@@ -143,17 +141,15 @@ def test_an_error_in_sampling_ends_that_session_alone(models: Models, layers: tu
     whole = models("qwen3")
     row = Row(whole, layers)
     odd = Sampling(temperature=1.0, top_k=1 << 20)  # mlx-lm refuses more than the vocabulary has
-    assert failures(row.feed(PROMPTS, {1: odd})) == [(1, "SamplingError", f"node-{len(layers) - 1}")]
+    failed = [(1, "SamplingError", f"node-{len(layers) - 1}")]
+    assert failures(row.feed(PROMPTS, {1: odd})) == failed
     result = row.run(last_windows())
-    assert failures(result) == [(1, "SamplingError", f"node-{len(layers) - 1}")]
-    assert "top_k" in result.failures[0].message
+    assert failures(result) == failed and "top_k" in result.failures[0].message
     assert tokens(result) == {slot: whole.tokens(PROMPTS[slot], 1)[0] for slot in (0, 2)}
 
 
 def test_parameters_that_make_no_sampler_end_their_own_session(models: Models) -> None:
-    whole = models("qwen3")
-    row = Row(whole, (2, 2))
-    result = row.feed(PROMPTS, {1: Sampling(repetition_penalty=-1.0)})
+    result = Row(models("qwen3"), (2, 2)).feed(PROMPTS, {1: Sampling(repetition_penalty=-1.0)})
     assert failures(result) == [(1, "SamplingError", "node-0")]
     assert set(tokens(result)) == {0, 2}
 
@@ -187,9 +183,11 @@ def test_a_chunk_is_waited_for_by_itself_though_the_next_has_begun(models: Model
     checkpoint = open_folder(whole.folder)
     engine = Executor(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype)
     prompt = tokens_of(2 * CHUNK)
-    opening = Frame(opened=[Opening(slot=0)], windows=[_chunk(prompt, 0)])
-    first = engine.begin(opening, None, 0, 0)
-    second = engine.begin(Frame(windows=[_chunk(prompt, CHUNK)]), None, 0, 0)
+    chunks = [window_of(prompt[:CHUNK], 0), window_of(prompt, CHUNK)]
+    for chunk in chunks:
+        chunk.wanted = 0
+    frames = [Frame(opened=[Opening(slot=0)], windows=chunks[:1]), Frame(windows=chunks[1:])]
+    first, second = (engine.begin(frame, None, 0, 0) for frame in frames)
     rows = [_num_rows_written(array) for step in (first, second) for array in step.pending]
     assert rows == [CHUNK, CHUNK, 2 * CHUNK, 2 * CHUNK]
     for step in (first, second):
@@ -237,11 +235,6 @@ def test_the_end_of_a_long_prompt_frees_the_buffers_that_its_chunks_used(
             window.wanted = int(base >= length - 1)
             row.run([window], opened=[Opening(slot=0)] if not base else [])
     assert cleared == [7, 12], "with the prompt's last row, not with a chunk, a step or a short prompt"
-
-
-def _chunk(prompt: Sequence[int], base: int) -> Window:
-    prefix_hash = History(prompt).prefix_hash(base)
-    return Window(slot=0, base=base, prefix_hash=prefix_hash, tokens=prompt[base : base + CHUNK])
 
 
 def _num_rows_written(array: mx.array) -> int:

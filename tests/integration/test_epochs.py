@@ -1,4 +1,4 @@
-"""One chain after another: nothing is loaded twice, requests go on with the tokens they would have had."""
+"""Chains of one epoch after another: which results they take, and how long they wait for a step."""
 
 import asyncio
 import threading
@@ -13,14 +13,12 @@ import pytest
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.deployment import Deployment, OwnCopy, OwnNode, load_worker
 from coordinator.engine.engine import Engine
-from coordinator.planning.plan import Node, Objective
-from coordinator.planning.planner import plan
-from coordinator.planning.speeds import NO_SPEEDS
+from coordinator.sessions.output import Answer
+from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Frame, Opening, Result, StatusReply
-from tests.integration.conftest import Models, RunningNode, opened_folder, receive, running, send, serving
-from tests.integration.many import Live, request, solo, tokens_of, until
+from tests.integration.conftest import Models, RunningNode, deployed, receive, running, send, serving
+from tests.integration.many import Live, request, tokens_of, until
 from tests.integration.upstream import window_of
-from worker.compute.shard import Shard
 from worker.errors import BrigadeError, EngineHung, FrameError, StageLost
 
 Held = Callable[[], None]
@@ -46,39 +44,35 @@ class Cluster:
         return chain
 
 
-async def load_all(own: OwnNode, deployment: Deployment) -> None:
-    """Have every node hold its layers; one that holds them already keeps them."""
-    known = await OwnCopy.of(deployment.checkpoint)
-    workers = (
-        load_worker(deployment, stage, known, lambda node, report: None)
-        for stage in range(1, len(deployment.peers) + 1)
-    )
-    await asyncio.gather(own.load(deployment), *workers)
-
-
 @asynccontextmanager
 async def loaded(folder: Path, layers: Sequence[int], drafter: Path | None = None) -> AsyncIterator[Cluster]:
-    checkpoint, spec = opened_folder(folder, drafter)
-    async with serving(len(layers) - 1) as nodes, AsyncExitStack() as stack, OwnNode() as own:
-        peers = [node.peer() for node in nodes]
-        for peer in peers:
-            stack.push_async_callback(peer.close)
-        memory = [Node(name, 1 << 40) for name in ("coordinator", *(peer.name for peer in peers))]
-        deployment = Deployment(checkpoint, spec, plan(spec, memory, NO_SPEEDS, Objective(128, layers=layers)), peers)
-        await load_all(own, deployment)
-        async with AsyncExitStack() as chains:
-            yield Cluster(own, deployment, chains, nodes)
+    async with (
+        serving(len(layers) - 1) as nodes,
+        deployed(folder, layers, nodes, drafter=drafter) as deployment,
+        OwnNode() as own,
+        AsyncExitStack() as chains,
+    ):
+        known = await OwnCopy.of(deployment.checkpoint)
+        workers = (load_worker(deployment, at, known, lambda node, report: None) for at in range(1, len(layers)))
+        await asyncio.gather(own.load(deployment), *workers)
+        yield Cluster(own, deployment, chains, nodes)
 
 
-async def test_a_chain_is_opened_again_without_reading_a_tensor(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with loaded(models("qwen3").folder, (2, 2)) as cluster:
-        monkeypatch.setattr(Shard, "materialise", lambda shard, progress: pytest.fail("read again"))
-        await load_all(cluster.own, cluster.deployment)
-        [before] = await solo(await cluster.open(), [request(tokens_of(9), 6)])
-        [after] = await solo(await cluster.open(), [request(tokens_of(9), 6)])
-    assert before.tokens == after.tokens
+async def answer_over_a_loss(
+    folder: Path, layers: Sequence[int], asked: Request, lost_at: int, drafter: Path | None = None
+) -> Answer:
+    """The answer to a request whose chain is lost once it has so many tokens."""
+    async with (
+        loaded(folder, layers, drafter) as cluster,
+        Engine(await cluster.open(), when_lost=cluster.open) as engine,
+    ):
+        found, first = Answer(), engine.chain
+        async for output in engine.generate(asked):
+            found.add(output)
+            if engine.chain is first and len(found.tokens) >= lost_at:
+                first.end(StageLost("is gone"))
+    assert found.usage.num_recoveries == 1
+    return found
 
 
 async def test_requests_fail_if_no_chain_can_be_opened_again(models: Models) -> None:

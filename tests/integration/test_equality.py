@@ -1,8 +1,6 @@
 """A chain of real gRPC nodes gives the tokens and logits of mlx-lm's unsharded model, however it is split."""
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,10 +13,8 @@ from mlx_lm.sample_utils import make_logits_processors
 from coordinator.cluster.chain import Chain
 from protos.brigade_pb2 import Sampling
 from tests.integration.conftest import CHUNK, Models, Whole, answer, running
-from tests.tiny import FAMILIES, VOCAB, write_folder
+from tests.tiny import FAMILIES, VOCAB
 from worker.compute.shard import Shard
-from worker.model.checkpoint import open_folder
-from worker.model.describe import describe
 
 EVERY_SPLIT = [(4,), (1, 3), (2, 2), (3, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 1, 1, 1)]
 
@@ -50,7 +46,6 @@ def split_name(layers: tuple[int, ...]) -> str:
     return "+".join(map(str, layers))
 
 
-every_split = pytest.mark.parametrize("layers", EVERY_SPLIT, ids=split_name)
 FULL = (1, 2, 1)  # the split with a first, a middle and a last stage
 # for what concerns files and tensors, which a split only hands out
 one_split = pytest.mark.parametrize("layers", [FULL, pytest.param((3, 1), marks=pytest.mark.matrix)], ids=split_name)
@@ -86,19 +81,15 @@ def bits() -> dict[str, bytes]:
 
 
 def families_and_splits() -> list[Any]:
-    """One family over every split and every family over three of them; the others run under the mark `matrix`."""
-    return [
-        pytest.param(
-            family,
-            layers,
-            id=f"{family}-{split_name(layers)}",
-            marks=()
-            if layers in (FULL, EVERY_SPLIT[number % 5]) or (family == "qwen3" and len(set(layers)) == 1)
-            else pytest.mark.matrix,
-        )
-        for number, family in enumerate(FAMILIES)
-        for layers in EVERY_SPLIT
-    ]
+    """Every family over some splits with some samplings; under the mark `matrix` over every split with all of them."""
+    found = []
+    for number, family in enumerate(FAMILIES):
+        for layers in EVERY_SPLIT:
+            name = f"{family}-{split_name(layers)}"
+            if layers in (FULL, EVERY_SPLIT[number % 5]) or (family == "qwen3" and len(set(layers)) == 1):
+                found.append(pytest.param(family, layers, samplings_of(family, layers), id=name))
+            found.append(pytest.param(family, layers, SAMPLINGS, id=f"{name}-all", marks=pytest.mark.matrix))
+    return found
 
 
 def samplings_of(family: str, layers: tuple[int, ...]) -> dict[str, Sampling]:
@@ -111,9 +102,14 @@ def samplings_of(family: str, layers: tuple[int, ...]) -> dict[str, Sampling]:
     return {name: SAMPLINGS[name] for name in names}
 
 
-@pytest.mark.parametrize(("family", "layers"), families_and_splits())
+@pytest.mark.parametrize(("family", "layers", "samplings"), families_and_splits())
 async def test_any_split_gives_the_tokens_and_logits_of_the_whole_model_and_the_bits_of_any_other(
-    models: Models, recorded: Recorded, bits: dict[str, bytes], family: str, layers: tuple[int, ...]
+    models: Models,
+    recorded: Recorded,
+    bits: dict[str, bytes],
+    family: str,
+    layers: tuple[int, ...],
+    samplings: dict[str, Sampling],
 ) -> None:
     """Which rows are computed together decides the rounding, and no split changes that."""
     whole = models(family)
@@ -123,24 +119,13 @@ async def test_any_split_gives_the_tokens_and_logits_of_the_whole_model_and_the_
         tokens = (await answer(chain, LONG, NUM_TOKENS)).tokens
         found = np.concatenate(recorded)
         assert tokens == whole.tokens(LONG, NUM_TOKENS)
-        await assert_equal(chain, whole, samplings_of(family, layers))
+        await assert_equal(chain, whole, samplings)
     assert bits.setdefault(family, found.tobytes()) == found.tobytes()
     expected = np.array(whole.logits(LONG, tokens))
     assert found.dtype == expected.dtype == np.float32
     assert found.shape == expected.shape == (NUM_TOKENS, VOCAB)
     assert expected.std() > 0.3  # the tolerance is far below what the logits are
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.matrix
-@every_split
-@pytest.mark.parametrize("family", FAMILIES)
-async def test_any_split_gives_the_tokens_of_the_whole_model_under_every_sampling(
-    models: Models, family: str, layers: tuple[int, ...]
-) -> None:
-    whole = models(family)
-    async with running(whole.folder, layers) as chain:
-        await assert_equal(chain, whole)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -215,61 +200,16 @@ WIDE = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 8}
 
 @one_split
 @pytest.mark.parametrize(
-    ("group_size", "bits", "whole_model", "tied"),
-    [
-        # other groups and numbers of bits, and heads that are not tied: by layers, in test_modes.py
-        pytest.param(64, 4, True, False, marks=pytest.mark.matrix),
-        (64, 4, True, True),
-        pytest.param(64, 4, False, False, marks=pytest.mark.matrix),
-        (64, 4, False, True),
-        pytest.param(128, 4, True, False, marks=pytest.mark.matrix),
-        pytest.param(64, 8, True, False, marks=pytest.mark.matrix),
-    ],
+    ("whole_model", "tied"),  # other groups and numbers of bits: by layers, in test_modes.py
+    [(True, True), (False, True), *(pytest.param(each, False, marks=pytest.mark.matrix) for each in (True, False))],
 )
 async def test_a_quantised_checkpoint_gives_the_tokens_of_the_whole_model(
-    models: Models, group_size: int, bits: int, whole_model: bool, tied: bool, layers: tuple[int, ...]
+    models: Models, whole_model: bool, tied: bool, layers: tuple[int, ...]
 ) -> None:
-    whole = models(
-        "qwen3",
-        dtype=mx.bfloat16,
-        quantize={"group_size": group_size, "bits": bits},
-        quantize_embedding=whole_model,
-        tied=tied,
-        config=WIDE,
-    )
+    four_bit: dict[str, Any] = {"quantize": {"group_size": 64, "bits": 4}, "config": WIDE}
+    whole = models("qwen3", dtype=mx.bfloat16, quantize_embedding=whole_model, tied=tied, **four_bit)
     async with running(whole.folder, layers) as chain:
         await assert_equal(chain, whole, GREEDY)
-
-
-@one_split
-async def test_layers_quantised_each_in_its_own_way_give_the_tokens_of_the_whole_model(
-    models: Models, tmp_path: Path, layers: tuple[int, ...]
-) -> None:
-    """As mlx_lm.convert writes mixed recipes: the general parameters, and exceptions by path."""
-    mixed = mixed_precision(
-        models("qwen3", dtype=mx.bfloat16, quantize={"group_size": 64, "bits": 4}, config=WIDE), tmp_path
-    )
-    async with running(mixed.folder, layers) as chain:
-        await assert_equal(chain, mixed, GREEDY)
-
-
-def mixed_precision(four_bit: Whole, folder: Path) -> Whole:
-    """The same model with 8-bit down projections, and layer 2's left as they were."""
-    config = json.loads((four_bit.folder / "config.json").read_text())
-    tensors = dict(tree_flatten(four_bit.reference.model.parameters()))
-    for i in range(4):
-        path = f"model.layers.{i}.mlp.down_proj"
-        weight, scales, biases = (tensors.pop(f"{path}.{part}") for part in ("weight", "scales", "biases"))
-        weight = mx.dequantize(weight, scales, biases, 64, 4)
-        if i == 2:
-            config["quantization"][path] = False
-            tensors[f"{path}.weight"] = weight
-            continue
-        config["quantization"][path] = {"group_size": 128, "bits": 8}
-        parts = zip(("weight", "scales", "biases"), mx.quantize(weight, 128, 8), strict=True)
-        tensors |= {f"{path}.{part}": array for part, array in parts}
-    write_folder(folder / "mixed", config, tensors)
-    return Whole(folder / "mixed")
 
 
 @one_split
@@ -303,61 +243,6 @@ async def test_a_llama_with_some_sliding_layers_gives_the_tokens_of_the_whole_mo
     assert whole.tokens(LONG, NUM_TOKENS) != models("llama").tokens(LONG, NUM_TOKENS)
     async with running(whole.folder, layers) as chain:
         await assert_equal(chain, whole, GREEDY)
-
-
-@one_split
-@pytest.mark.parametrize("num_files", [pytest.param(2, marks=pytest.mark.matrix), 7])
-async def test_a_checkpoint_in_several_files_gives_the_tokens_of_the_whole_model(
-    models: Models, num_files: int, layers: tuple[int, ...]
-) -> None:
-    whole = models("qwen3", num_files=num_files)
-    assert len(list(whole.folder.glob("*.safetensors"))) == num_files
-    assert whole.tokens(LONG, NUM_TOKENS) == models("qwen3").tokens(LONG, NUM_TOKENS)
-    async with running(whole.folder, layers) as chain:
-        await assert_equal(chain, whole, GREEDY)
-
-
-@one_split
-async def test_experts_in_one_tensor_each_are_stacked_as_mlx_lm_stacks_them(
-    models: Models, tmp_path: Path, layers: tuple[int, ...]
-) -> None:
-    """Hugging Face's own layout of a mixture of experts, before any conversion."""
-    stacked = models("qwen3_moe")
-    tensors = {}
-    for name, array in tree_flatten(stacked.reference.model.parameters()):
-        if ".switch_mlp." in name:
-            parts = (name.replace("switch_mlp", f"experts.{i}") for i in range(array.shape[0]))
-            tensors |= dict(zip(parts, array, strict=True))
-        else:
-            tensors[name] = array
-    write_folder(tmp_path / "raw", json.loads((stacked.folder / "config.json").read_text()), tensors, num_files=3)
-    async with running(tmp_path / "raw", layers) as chain:
-        await assert_equal(chain, stacked, GREEDY)
-
-
-@one_split
-async def test_a_hybrid_checkpoint_with_vision_and_mtp_tensors_loads_as_mlx_lm_loads_it(
-    models: Models, tmp_path: Path, layers: tuple[int, ...]
-) -> None:
-    """Hugging Face's own layout: text nested, convolutions transposed, norms around zero, unused parts."""
-    raw = raw_hybrid(models("qwen3_5"), tmp_path / "raw")
-    assert describe(open_folder(raw.folder)).layers == describe(open_folder(models("qwen3_5").folder)).layers
-    assert raw.tokens(LONG, NUM_TOKENS) == models("qwen3_5").tokens(LONG, NUM_TOKENS)
-    async with running(raw.folder, layers) as chain:
-        await assert_equal(chain, raw, GREEDY)
-
-
-def raw_hybrid(converted: Whole, folder: Path) -> Whole:
-    """The converted model as it was before conversion."""
-    config = json.loads((converted.folder / "config.json").read_text())
-    tensors = {"model.visual.patch.weight": mx.ones((4, 4)), "mtp.layers.0.mlp.weight": mx.ones((4, 4))}
-    shifted = ("layernorm.weight", "model.norm.weight", "q_norm.weight", "k_norm.weight")
-    for name, array in tree_flatten(converted.reference.model.parameters()):
-        name = name.replace("language_model.model", "model.language_model").replace("language_model.lm_head", "lm_head")
-        array = array.moveaxis(1, 2) if "conv1d" in name else array
-        tensors[name] = array - 1 if name.endswith(shifted) or name == "model.language_model.norm.weight" else array
-    write_folder(folder, {"model_type": "qwen3_5", "text_config": config}, tensors, num_files=2)
-    return Whole(folder)
 
 
 @pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.matrix), "gemma3_text", "qwen3_5"])

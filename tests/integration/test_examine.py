@@ -14,7 +14,6 @@ import grpc.aio
 import pytest
 
 from coordinator.deploy import checks
-from coordinator.deploy.authority import Authority
 from coordinator.deploy.checks import ModelInUse, check_cluster
 from coordinator.deploy.doctor import collect_facts, num_steps
 from coordinator.deploy.findings import ExaminedCluster, Finding, Kind, Level
@@ -67,6 +66,12 @@ def judged(known: ExaminedCluster) -> list[Finding]:
     return list(check_cluster(known, ModelInUse(), datetime.now(UTC)))
 
 
+async def only_problem(*addresses: str, keys: Path | None = None) -> tuple[Finding, ExaminedCluster]:
+    known = await collect_facts(cluster_of(*addresses, keys=keys))
+    [found] = [each for each in judged(known) if each.level is Level.PROBLEM]
+    return found, known
+
+
 async def test_every_node_is_asked_and_every_hop_is_measured() -> None:
     begun: list[str] = []
     async with serving(2) as nodes:
@@ -101,56 +106,50 @@ async def test_encrypted_hops_are_measured_without_encryption_too(tmp_path: Path
     assert [each.about for each in certificate] == ["coordinator", "node-1", "node-2"]
 
 
-async def test_a_delayed_hop_is_a_finding_and_the_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_delayed_hop_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_VERY_SLOW_MS", 40.0)
     async with serving(2) as [first, second]:
         with proxy_to(second.address, latency_s=0.03) as proxy:
             known = await collect_facts(cluster_of(first.address, proxy.address))
-    direct, *delayed = known.hops
-    assert all(hop.rtt_ms and hop.reply and hop.rtt_ms > 60 for hop in delayed)
     findings = judged(known)
-    for hop in known.hops:  # a busy machine may make the direct one slow, too
-        is_slow = hop in delayed or (direct.rtt_ms or 0.0) > 40
-        assert (said(findings, Kind.SPEED, hop.about).level is Level.PROBLEM) is is_slow
-        assert hop.reply and hop.rtt_ms
-        is_noted = hop.rtt_ms > max(2.0, 4 * hop.reply.lines[0].rtt_ms)  # TCP beside it does not go by the proxy
-        assert (said(findings, Kind.GRPC, hop.about).level is Level.NOTE) is is_noted
+    for hop in known.hops[1:]:  # a busy machine may make the direct one slow, too
+        assert hop.rtt_ms and hop.rtt_ms > 60
+        assert said(findings, Kind.SPEED, hop.about).level is Level.PROBLEM
+        assert said(findings, Kind.GRPC, hop.about).level is Level.NOTE  # TCP beside it does not go by the proxy
 
 
 async def test_a_worker_that_is_not_there_is_a_finding_and_the_others_are_examined() -> None:
     async with serving(1) as [node]:
-        known = await collect_facts(cluster_of(node.address, "127.0.0.1:1"))
-    findings = judged(known)
-    [found] = [each for each in findings if each.level is Level.PROBLEM]
+        found, known = await only_problem(node.address, "127.0.0.1:1")
     assert (found.kind, found.about) == (Kind.UNREACHABLE, "node-2")
     assert found.fix.endswith("brigade worker --config cluster.yaml --name node-2")
     assert known.hops[0].rtt_ms and known.hops[1].reply is None
 
 
-async def test_a_worker_with_a_certificate_of_another_authority_is_a_finding(tmp_path: Path) -> None:
+async def test_a_certificate_that_is_missing_or_of_another_authority_is_a_finding(tmp_path: Path) -> None:
     ours, theirs = Certificates(tmp_path / "ours"), Certificates(tmp_path / "theirs")
-    ours.coordinator()
     async with serving(1, network_of=theirs.network) as [node]:
-        known = await collect_facts(cluster_of(node.address, keys=ours.authority.folder))
-    [found] = [each for each in judged(known) if each.level is Level.PROBLEM]
-    assert found.kind is Kind.CERTIFICATE and "another authority" in found.text
+        missing, _ = await only_problem(node.address, keys=ours.authority.folder)
+        ours.coordinator()
+        other, _ = await only_problem(node.address, keys=ours.authority.folder)
+    assert missing.kind is other.kind is Kind.CERTIFICATE
+    assert "coordinator.pem cannot be read" in missing.text and "another authority" in other.text
 
 
-async def test_a_coordinator_without_a_certificate_is_a_finding(tmp_path: Path) -> None:
-    known = await collect_facts(cluster_of("127.0.0.1:1", keys=Authority.make(tmp_path / "keys").folder))
-    [found] = [each for each in judged(known) if each.level is Level.PROBLEM]
-    assert found.kind is Kind.CERTIFICATE and "coordinator.pem cannot be read" in found.text
+async def test_a_worker_that_is_too_old_to_be_examined_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(NodeService, "Examine")
+    async with serving(1) as [node]:
+        found, _ = await only_problem(node.address)
+    assert (found.kind, found.about) == (Kind.BRIGADE, "node-1") and "is an older Brigade" in found.text
 
 
 async def test_only_a_coordinator_examines_and_has_ports_opened(tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
     async with serving(1, network_of=certificates.network) as [node]:
         async with peer_of(node, certificates.network("node-2")) as worker:
-            with pytest.raises(ConfigError, match="expected a certificate with the role brigade:coordinator"):
-                await worker.examine()
-            with pytest.raises(ConfigError, match="expected a certificate with the role brigade:coordinator"):
-                async with worker.listening(TRANSPORT_TCP):
-                    pass
+            for asked in (worker.examine(), worker.listening(TRANSPORT_TCP).__aenter__()):
+                with pytest.raises(ConfigError, match="expected a certificate with the role brigade:coordinator"):
+                    await asked
         async with peer_of(node, certificates.coordinator()) as coordinator:
             assert (await coordinator.examine(only_time=True)).time > 0
 
@@ -161,16 +160,15 @@ def connect(listener: Listener) -> socket.socket:
     return connection
 
 
-async def talk(listener: Listener, said: bytes) -> bytes:
-    """What comes back for these bytes; nothing if the connection is closed."""
-
-    with await asyncio.to_thread(connect, listener) as connection:
-        return await asyncio.to_thread(ask, connection, said)
-
-
 def ask(connection: socket.socket, said: bytes) -> bytes:
+    """What comes back for these bytes; nothing if the connection is closed."""
     connection.sendall(said)
     return connection.recv(64)
+
+
+async def talk(listener: Listener, said: bytes) -> bytes:
+    with await asyncio.to_thread(connect, listener) as connection:
+        return await asyncio.to_thread(ask, connection, said)
 
 
 async def test_a_port_takes_one_connection_and_answers_only_the_right_token() -> None:
@@ -187,13 +185,17 @@ async def test_a_port_takes_one_connection_and_answers_only_the_right_token() ->
             assert await talk(listener, bytes(32)) == b""
 
 
-async def test_a_port_is_closed_with_the_call_that_opened_it_and_when_it_is_unused(
+async def test_a_port_is_closed_with_the_call_that_opened_it_and_when_it_or_its_connection_is_unused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with serving(1) as [node], peer_of(node) as peer:
         async with peer.listening(TRANSPORT_TCP) as listener:
             pass
         await until_closed(listener)
+        monkeypatch.setattr(links, "_TALK_S", 0.05)
+        async with peer.listening(TRANSPORT_TCP) as listener:
+            with contextlib.suppress(ConnectionError):  # it may be closed before that is sent
+                assert await talk(listener, b"half a token") == b""
         monkeypatch.setattr(links, "_ACCEPT_S", 0.05)
         async with peer.listening(TRANSPORT_TCP) as listener:
             await until_free(listener)
@@ -210,18 +212,9 @@ async def until_free(listener: Listener) -> None:
 
 async def until_closed(listener: Listener) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while True:
-            try:
+        with contextlib.suppress(OSError):
+            while True:
                 (await asyncio.to_thread(connect, listener)).close()
-            except OSError:
-                return
-
-
-async def test_a_silent_connection_to_a_port_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_TALK_S", 0.05)
-    async with serving(1) as [node], peer_of(node) as peer, peer.listening(TRANSPORT_TCP) as listener:
-        with contextlib.suppress(ConnectionError):  # it may be closed before that is sent
-            assert await talk(listener, b"half a token") == b""
 
 
 async def test_an_encrypted_port_takes_certificates_of_the_cluster_only_and_is_measured_by_its_name(
@@ -283,15 +276,6 @@ async def test_tokens_of_another_size_are_not_sent() -> None:
         for listeners in ([Listener(port=1, token=b"GET / HTTP/1.1")], [Listener(port=1, token=bytes(32))] * 5):
             with pytest.raises(FrameError, match="expected at most 4 listeners with tokens of 32 bytes"):
                 await one.measure_link(two, listeners, examined=True)
-
-
-async def test_a_worker_that_is_too_old_to_be_examined_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(NodeService, "Examine")
-    async with serving(1) as [node]:
-        [found] = [
-            each for each in judged(await collect_facts(cluster_of(node.address))) if each.level is Level.PROBLEM
-        ]
-    assert (found.kind, found.about) == (Kind.BRIGADE, "node-1") and "is an older Brigade" in found.text
 
 
 async def test_code_that_was_replaced_under_a_worker_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

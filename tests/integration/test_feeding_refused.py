@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from worker.node.hop import add_node
 from worker.node.log import worker_log
 from worker.node.model_sources import ModelSources
 from worker.node.rpc_errors import error_of
-from worker.node.weights_cache import PartialFile, WeightsCache, pieces_of
+from worker.node.weights_cache import WeightsCache, pieces_of
 from worker.node.weights_receive import receive_weights
 
 CONTENT = b'{"a": 1}'
@@ -84,26 +84,27 @@ def written(message: Feeding) -> bytes:
     return chunk + (b"\x25" + message.checksum.to_bytes(4, "little") if message.checksum else b"")
 
 
-async def say(store: WeightsCache, messages: Sequence[Feeding]) -> list[int]:
-    """What a worker answers to these messages, whatever it answers. Raises what it refuses with."""
+def receiving(
+    store: WeightsCache, first: Feeding, others: AsyncIterator[bytes]
+) -> contextlib.aclosing[AsyncGenerator[Held, None]]:
+    return contextlib.aclosing(
+        receive_weights(store, written(first), others, worker_log("mini", None), has_checksums=True)
+    )
+
+
+async def say(store: WeightsCache, messages: Sequence[Feeding]) -> None:
+    """Have a worker hear these messages. Raises what it refuses with."""
 
     async def sent() -> AsyncIterator[bytes]:
         for message in messages[1:]:
             yield written(message)
 
-    held = receive_weights(store, written(messages[0]), sent(), worker_log("mini", None), has_checksums=True)
-    async with contextlib.aclosing(held):
-        return [each.bytes async for each in held]
+    async with receiving(store, messages[0], sent()) as held:
+        _ = [each async for each in held]
 
 
 def files_in(folder: Path) -> set[str]:
     return {path.name for path in folder.rglob("*") if path.is_file()}
-
-
-async def test_an_honest_coordinator_is_taken_at_its_word(store: WeightsCache, sound: list[Feeding]) -> None:
-    await say(store, sound)
-    assert len([name for name in files_in(store.folder) if name.endswith(".safetensors")]) == 3
-    assert not [name for name in files_in(store.folder) if name.endswith(".part")]
 
 
 async def test_a_coordinator_that_falls_silent_is_not_waited_for(
@@ -116,11 +117,9 @@ async def test_a_coordinator_that_falls_silent_is_not_waited_for(
         await asyncio.Event().wait()
         yield b""
 
-    with pytest.raises(FrameError, match="expected more weights, got nothing for"):
-        async for _ in receive_weights(
-            store, written(Feeding(model=wanted)), nothing(), worker_log("mini", None), has_checksums=True
-        ):
-            pass
+    async with receiving(store, Feeding(model=wanted), nothing()) as held:
+        with pytest.raises(FrameError, match="expected more weights, got nothing for"):
+            _ = [each async for each in held]
 
 
 async def test_a_small_file_of_the_same_size_is_sent_anew(store: WeightsCache, wanted: LoadRequest) -> None:
@@ -131,23 +130,6 @@ async def test_a_small_file_of_the_same_size_is_sent_anew(store: WeightsCache, w
         assert found.read_bytes() == content
 
 
-async def test_a_file_that_another_transfer_receives_is_waited_for_however_long(
-    store: WeightsCache, wanted: LoadRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(feeding_module, "_ASK_AGAIN_S", 0)
-    begin, tries = WeightsCache.begin_file, []
-
-    def busy(*given: Any) -> PartialFile | Path | None:
-        tries.append(given)
-        if len(tries) == 1:
-            raise FileNotFoundError  # it was removed while it was looked at
-        return begin(*given) if len(tries) > 40 else None
-
-    monkeypatch.setattr(WeightsCache, "begin_file", busy)
-    await say(store, [Feeding(model=wanted), *file("config.json")])
-    assert len(tries) == 41 and "config.json" in files_in(store.folder)
-
-
 async def test_what_is_here_already_is_held_until_the_call_is_over(store: WeightsCache, sound: list[Feeding]) -> None:
     await say(store, sound)
     is_tried = asyncio.Event()
@@ -156,9 +138,7 @@ async def test_what_is_here_already_is_held_until_the_call_is_over(store: Weight
         yield written(sound[1])
         await is_tried.wait()
 
-    async with contextlib.aclosing(
-        receive_weights(store, written(sound[0]), sent(), worker_log("mini", None), has_checksums=True)
-    ) as held:
+    async with receiving(store, sound[0], sent()) as held:
         assert [(await anext(held)).bytes, (await anext(held)).bytes] == [0, sound[1].announcement.size]
         [kept] = store.kept()
         assert not store.remove(kept.key) and "config.json" in files_in(store.folder)
@@ -212,15 +192,6 @@ async def test_what_is_not_in_order_is_refused(
         await say(store, [Feeding(model=wanted), *messages])
 
 
-def changed(messages: list[Feeding], **fields: Any) -> list[Feeding]:
-    """The same with another first announcement of a piece."""
-    copies = [Feeding.FromString(message.SerializeToString()) for message in messages]
-    announcement = next(m.announcement for m in copies if m.announcement.WhichOneof("what") == "place")
-    for name, value in fields.items():
-        setattr(announcement, name, value)
-    return copies
-
-
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -235,21 +206,24 @@ def changed(messages: list[Feeding], **fields: Any) -> list[Feeding]:
 async def test_a_piece_is_of_the_size_and_place_that_the_headers_say(
     store: WeightsCache, sound: list[Feeding], fields: dict[str, Any], said: str
 ) -> None:
+    announcement = next(m.announcement for m in sound if m.announcement.WhichOneof("what") == "place")
+    for name, value in fields.items():
+        setattr(announcement, name, value)
     with pytest.raises((FrameError, ModelError), match=said):
-        await say(store, changed(sound, **fields))
+        await say(store, sound)
     assert not [name for name in files_in(store.folder) if name.endswith(".safetensors")]
 
 
 async def test_a_chunk_that_was_changed_on_its_way_is_not_written(store: WeightsCache, sound: list[Feeding]) -> None:
-    broken = [Feeding.FromString(message.SerializeToString()) for message in sound]
-    victim = [message for message in broken if len(message.data) > 1000][3]
+    sent = b"".join(message.data for message in sound)
+    victim = [message for message in sound if len(message.data) > 1000][3]
     victim.data = victim.data[:500] + bytes([victim.data[500] ^ 4]) + victim.data[501:]
     with pytest.raises(FrameError, match="expected bytes as they were sent"):
-        await say(store, broken)
+        await say(store, sound)
     [part] = store.folder.rglob("*.part")
     header = next(piece.header for piece in pieces_of(open_folder(Path(sound[0].model.model)), 2, 3))
     assert part.name.startswith("00002-") and len(part.read_bytes()) > len(header)
-    assert part.read_bytes()[len(header) :] in b"".join(message.data for message in sound)
+    assert part.read_bytes()[len(header) :] in sent
 
 
 async def test_headers_that_are_not_those_of_the_fingerprint_make_no_piece(
@@ -260,15 +234,6 @@ async def test_headers_that_are_not_those_of_the_fingerprint_make_no_piece(
     sound[0].model.contents.headers = pack_headers(known)
     with pytest.raises(ModelError, match=r"tensor headers of .* differ"):
         await say(store, sound)
-
-
-async def test_a_fingerprint_that_is_none_has_no_folder(
-    store: WeightsCache, wanted: LoadRequest, tmp_path: Path
-) -> None:
-    wanted.fingerprint.config = "../../.."
-    with pytest.raises(ModelError, match=r"expected a digest in hex, got '\.\./\.\./\.\.'"):
-        await say(store, [Feeding(model=wanted), *file("config.json")])
-    assert not files_in(tmp_path)
 
 
 MESSAGES = st.one_of(

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,22 +10,19 @@ import pytest
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.peer import Peer
 from coordinator.planning.recovery import Limits
-from coordinator.sessions.output import Answer
 from protos.brigade_pb2 import AttachRequest
-from tests.integration.conftest import Models
+from tests.integration.conftest import Models, Whole
 from tests.integration.many import request, tokens_of
-from tests.integration.test_recovery import COMES_BACK, IS_GONE, Place, assert_equal, supervised, unfailed
+from tests.integration.test_recovery import COMES_BACK, IS_GONE, Place, supervised
 from worker.errors import ModelError, StageLost
 from worker.node import lifecycle
 from worker.node.loading import GivenUp, load_shard
 from worker.platform.threads import run_in_thread
 
-ASKED = [request(tokens_of(5), 8)]
-
 
 @pytest.fixture(scope="module")
-def folder(models: Models) -> Path:
-    return models("qwen3").folder
+def whole(models: Models) -> Whole:
+    return models("qwen3")
 
 
 class Loss:
@@ -54,22 +50,26 @@ class Loss:
             await self._place.start()
 
 
-async def assert_recovers(folder: Path, loss: Loss, limits: Limits, expected: list[Answer]) -> None:
-    async with asyncio.timeout(20), supervised(folder, limits, reaching=loss.reaching) as rig, rig.engine() as engine:
+async def assert_recovers(whole: Whole, loss: Loss, limits: Limits) -> None:
+    async with (
+        asyncio.timeout(20),
+        supervised(whole.folder, limits, reaching=loss.reaching) as rig,
+        rig.engine() as engine,
+    ):
         assert loss.has_begun.is_set()
         assert rig.cluster.chain.plan.layers == ([1, 2, 1] if limits is COMES_BACK else [2, 2])
         [line] = rig.said
         how = "with the same nodes" if limits is COMES_BACK else "without node-2"
         assert line.startswith("worker node-2: ") and f"; going on {how}" in line
         assert "the stream" not in line, "there was none"
-        assert_equal([await engine.answer(ASKED[0])], expected)
+        assert (await engine.answer(request(tokens_of(5), 8))).tokens == whole.tokens(tokens_of(5), 8)
 
 
 @pytest.mark.parametrize("limits", [COMES_BACK, IS_GONE], ids=["comes back", "is planned around"])
 async def test_a_worker_that_is_lost_while_it_loads(
-    folder: Path, limits: Limits, monkeypatch: pytest.MonkeyPatch
+    whole: Whole, limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loss, expected = Loss(limits), await unfailed(folder, ASKED)
+    loss = Loss(limits)
 
     async def stuck(checkpoint: Any, start: int, *rest: Any) -> Any:
         if start < 3 or loss.has_begun.is_set():
@@ -84,7 +84,7 @@ async def test_a_worker_that_is_lost_while_it_loads(
 
     monkeypatch.setattr(lifecycle, "load_shard", stuck)
     losing = asyncio.create_task(lose())
-    await assert_recovers(folder, loss, limits, expected)
+    await assert_recovers(whole, loss, limits)
     await losing
 
 
@@ -98,37 +98,43 @@ class LettingGo(Loss):
 
 @pytest.mark.parametrize("kind", [Loss, LettingGo])
 async def test_a_worker_that_no_longer_holds_its_layers_when_it_joins_reads_them_again(
-    folder: Path, kind: type[Loss], monkeypatch: pytest.MonkeyPatch
+    whole: Whole, kind: type[Loss], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It lacks what the coordinator expects; that would be lasting of a process that had never held it."""
-    loss, attach, expected = kind(COMES_BACK), Peer.attach, await unfailed(folder, ASKED)
+    loss, attach = kind(COMES_BACK), Peer.attach
 
     async def attach_late(peer: Peer, request: AttachRequest) -> None:
         await loss.happen()
         await attach(peer, request)
 
     monkeypatch.setattr(Peer, "attach", attach_late)
-    await assert_recovers(folder, loss, COMES_BACK, expected)
+    await assert_recovers(whole, loss, COMES_BACK)
 
 
-def losing_in_the_warm_up(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
-    warm_up = Chain._warm_up
+@pytest.fixture
+def lost_in_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> Loss:
+    loss, warm_up = Loss(IS_GONE), Chain._warm_up
 
     async def warm_up_late(chain: Chain, *rest: Any) -> None:
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(loss.happen(), chain._main))
         await warm_up(chain, *rest)
 
     monkeypatch.setattr(Chain, "_warm_up", warm_up_late)
+    return loss
 
 
-async def test_a_worker_that_is_lost_in_the_warm_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loss, expected = Loss(IS_GONE), await unfailed(folder, ASKED)
-    losing_in_the_warm_up(loss, monkeypatch)
-    await assert_recovers(folder, loss, IS_GONE, expected)
+async def test_a_worker_that_is_lost_in_the_warm_up(whole: Whole, lost_in_the_warm_up: Loss) -> None:
+    await assert_recovers(whole, lost_in_the_warm_up, IS_GONE)
+
+
+async def test_no_time_for_a_recovery_means_none_for_the_first_try(whole: Whole, lost_in_the_warm_up: Loss) -> None:
+    with pytest.raises(StageLost, match=r"^worker node-2: "):
+        async with supervised(whole.folder, Limits(0, 0), reaching=lost_in_the_warm_up.reaching):
+            pass
 
 
 async def test_what_would_be_the_same_again_ends_the_first_try_at_once(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Whole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: Any) -> None:
         raise ModelError("its config.json differs")
@@ -136,15 +142,5 @@ async def test_what_would_be_the_same_again_ends_the_first_try_at_once(
     monkeypatch.setattr(lifecycle, "check_load_request", refuse)
     async with asyncio.timeout(10):
         with pytest.raises(ModelError, match=r"^worker node-[12]: its config.json differs$"):
-            async with supervised(folder, COMES_BACK):
+            async with supervised(whole.folder, COMES_BACK):
                 pass
-
-
-async def test_no_time_for_a_recovery_means_none_for_the_first_try(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loss = Loss(IS_GONE)
-    losing_in_the_warm_up(loss, monkeypatch)
-    with pytest.raises(StageLost, match=r"^worker node-2: "):
-        async with supervised(folder, Limits(0, 0), reaching=loss.reaching):
-            pass

@@ -12,9 +12,9 @@ from coordinator.engine.engine import Engine
 from coordinator.engine.grammars import regex_grammar
 from coordinator.engine.inputs import InputProcessor
 from coordinator.sessions.output import Answer, Output
-from coordinator.sessions.request import Calls, Conversation, Request, RequestSpec
+from coordinator.sessions.request import Calls, Conversation, RequestSpec
 from tests.cluster.callers import THINK_BEGIN, THINK_END, make_caller
-from tests.integration.conftest import running
+from tests.integration.test_score_doors import resident
 from worker.errors import InputError
 
 SCHEMA = {
@@ -58,9 +58,9 @@ def require_called(delta: Output, *, only: str | None = None) -> None:
         assert bool(arguments) == (call.name == "pick")
 
 
-async def answered(engine: Engine, task: Request) -> tuple[list[int], Output]:
+async def answered(model: Engine, spec: RequestSpec) -> tuple[list[int], Output]:
     answer, whole = Answer(), Output("", [], 0)
-    async for output in engine.generate(task):
+    async for output in model.generate(await model.prepare(spec)):
         answer.add(output)
         whole.content += output.content
         whole.reasoning += output.reasoning
@@ -74,15 +74,12 @@ async def answered(engine: Engine, task: Request) -> tuple[list[int], Output]:
 async def test_every_answer_is_a_call_and_every_lossless_decoder_makes_the_same_one(
     folder: Path, thinker: Path, has_thought: bool, seeds: range
 ) -> None:
-    model = thinker if has_thought else folder
-    frontend, thoughts = await InputProcessor.read(str(model)), list[str]()
-    async with running(model, (1, 3)) as chain, Engine(chain, inputs=frontend) as engine:
+    thoughts = list[str]()
+    async with resident(thinker if has_thought else folder, (1, 3)) as model:
         for seed in seeds:
             found = []
             for decode in DECODES:
-                tokens, delta = await answered(
-                    engine, await frontend.make_request(ask(seed, calls=FORCED, decode=decode))
-                )
+                tokens, delta = await answered(model, ask(seed, calls=FORCED, decode=decode))
                 require_called(delta)
                 assert len(delta.tool_calls) == 1
                 thoughts.append(delta.reasoning)
@@ -92,44 +89,34 @@ async def test_every_answer_is_a_call_and_every_lossless_decoder_makes_the_same_
 
 
 async def test_the_wanted_tool_is_called_and_several_may_be_where_markers_are_mere_text(tmp_path: Path) -> None:
-    folder = make_caller(tmp_path / "text", thinks=False, has_markers=False)
-    frontend = await InputProcessor.read(str(folder))
-    async with running(folder, (2, 2)) as chain, Engine(chain, inputs=frontend) as engine:
+    async with resident(make_caller(tmp_path / "text", thinks=False, has_markers=False), (2, 2)) as model:
         for seed in range(2):
-            named = await frontend.make_request(ask(seed, calls=Calls(are_forced=True, only="pick")))
-            _, delta = await answered(engine, named)
-            require_called(delta, only="pick")
-            required = await frontend.make_request(ask(seed, calls=Calls(are_forced=True)))
-            _, delta = await answered(engine, required)
-            require_called(delta)
+            for only in ("pick", None):
+                _, delta = await answered(model, ask(seed, calls=Calls(are_forced=True, only=only)))
+                require_called(delta, only=only)
 
 
 async def test_after_a_thought_the_answer_keeps_to_its_grammar(thinker: Path) -> None:
-    frontend, thoughts = await InputProcessor.read(str(thinker)), list[str]()
-    async with running(thinker, (2, 2)) as chain, Engine(chain, inputs=frontend) as engine:
+    thoughts = list[str]()
+    async with resident(thinker, (2, 2)) as model:
         for seed, decode in enumerate(DECODES, 1):
-            task = await frontend.make_request(ask(seed, grammar=regex_grammar("[0-9]{2,4}"), decode=decode))
-            _, delta = await answered(engine, task)
+            _, delta = await answered(model, ask(seed, grammar=regex_grammar("[0-9]{2,4}"), decode=decode))
             assert delta.finish_reason == "stop" and delta.content.isdigit() and 2 <= len(delta.content) <= 4
             thoughts.append(delta.reasoning)
     assert any(thoughts)
 
 
 async def test_a_model_that_was_told_to_think_may_do_so_before_it_answers(folder: Path) -> None:
-    frontend = await InputProcessor.read(str(folder))
     told = replace(ask().prompt, template_arguments={"enable_thinking": True})  # type: ignore[type-var]
     bias = {"logit_bias": {THINK_END: 50.0, THINK_BEGIN: 100.0}}
     number = ask(grammar=regex_grammar("[0-9]{2,4}"), sampling=bias)
-    async with running(folder, (2, 2)) as chain, Engine(chain, inputs=frontend) as engine:
+    async with resident(folder, (2, 2)) as model:
         for each, begins in ((number, ""), (replace(number, prompt=told), "<think></think>")):
-            task = await frontend.make_request(each)
-            answer = await engine.answer(task)
-            assert answer.text.startswith(begins) and answer.text.removeprefix(begins).isdigit()
+            text = (await model.answer(await model.prepare(each))).text
+            assert text.startswith(begins) and text.removeprefix(begins).isdigit()
 
 
-async def test_a_call_that_cannot_be_forced_is_refused_before_a_node_is_asked(folder: Path) -> None:
+async def test_a_forced_call_needs_an_end_of_sequence_token(folder: Path) -> None:
     frontend = await InputProcessor.read(str(folder))
-    with pytest.raises(InputError, match=r"^tool_choice: expected tools that can be called, found no tool 'walk'"):
-        await frontend.make_request(ask(calls=Calls(are_forced=True, only="walk")))
     with pytest.raises(InputError, match=r"^tool_choice: expected an end-of-sequence token"):
         await frontend.make_request(ask(calls=FORCED, ignore_eos=True))

@@ -78,71 +78,27 @@ class Loading:
             await peer.load(load_request(folder, start, 4), self.reports.append)
 
 
-async def test_a_download_that_was_given_up_stops_after_its_piece_and_the_next_load_says_that_it_waits(
-    tmp_path: Path, hub: SlowHub
+@pytest.mark.parametrize("is_given_up", [False, True])
+async def test_a_load_says_that_it_waits_for_another_one_which_stops_after_its_piece_if_it_was_given_up(
+    tmp_path: Path, hub: SlowHub, is_given_up: bool
 ) -> None:
     folder = make_model(tmp_path / "model", num_files=3)
     async with serving(1) as [node], asyncio.timeout(60):
         first = Loading(node, folder, 1)
         hub.permits.release()
         await until(lambda: hub.pieces)
-        await first.give_up()
+        if is_given_up:
+            await first.give_up()
         second = Loading(node, folder, 2)
         await until(lambda: second.phases.count("waiting") >= 3)
-        assert set(second.phases) == {"waiting"}
-        hub.permits.release(3 * PIECES + 1)
-        await second.task
-        assert [number for number, _ in hub.pieces].count(1) == 2
+        assert set(second.phases) == {"waiting"} and "waiting" not in first.phases
+        assert first.task.done() == is_given_up
+        hub.permits.release(6 * PIECES)
+        await asyncio.wait([first.task, second.task])
         assert list(dict.fromkeys(second.phases)) == ["waiting", "download", "load"]
+        assert ([number for number, _ in hub.pieces].count(1) == 2) == is_given_up
         async with opened(folder, (2, 2), [node]):
             pass
-
-
-async def test_two_coordinators_load_one_after_the_other(tmp_path: Path, hub: SlowHub) -> None:
-    folder = make_model(tmp_path / "model", num_files=3)
-    async with serving(1) as [node], asyncio.timeout(60):
-        first = Loading(node, folder, 1)
-        hub.permits.release()
-        await until(lambda: hub.pieces)
-        second = Loading(node, folder, 2)
-        await until(lambda: "waiting" in second.phases)
-        assert not first.task.done()
-        hub.permits.release(6 * PIECES)
-        await asyncio.gather(first.task, second.task)
-    assert "waiting" not in first.phases
-    assert second.phases[-1] == "load"
-
-
-async def test_a_load_that_was_given_up_reads_no_layer_more_and_the_next_one_starts(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = models("qwen3")
-    began, go_on = threading.Event(), threading.Event()
-    layers: list[int] = []
-    materialise = Shard.materialise
-
-    def slow(shard: Shard, progress: Callable[[int], None]) -> None:
-        def note(num_bytes: int) -> None:
-            if shard.start:
-                layers.append(shard.start)
-                began.set()
-                assert go_on.wait(60)
-            progress(num_bytes)
-
-        materialise(shard, note)
-
-    monkeypatch.setattr(Shard, "materialise", slow)
-    async with serving(1) as [node], asyncio.timeout(60):
-        first = Loading(node, whole.folder, 1)
-        await asyncio.to_thread(began.wait, 60)
-        await first.give_up()
-        second = Loading(node, whole.folder, 2)
-        await until(lambda: "waiting" in second.phases)
-        go_on.set()
-        await second.task
-        assert layers.count(1) == 1
-        async with opened(whole.folder, (2, 2), [node]) as chain:
-            assert (await answer(chain, (1, 2, 3), 4)).tokens == whole.tokens((1, 2, 3), 4)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from coordinator.decoding.decode_options import Decode
-from coordinator.engine.bounded import GrammarTrials
 from coordinator.engine.engine import Engine
 from coordinator.engine.grammars import json_grammar, lark_grammar, regex_grammar
 from coordinator.engine.inputs import InputProcessor
@@ -17,8 +16,9 @@ from coordinator.sessions.output import Answer
 from coordinator.sessions.request import RequestSpec
 from tests.cluster.models import VOCAB, make_talker
 from tests.integration.conftest import running
-from tests.integration.test_epochs import loaded
-from worker.errors import InputError, StageLost
+from tests.integration.test_epochs import answer_over_a_loss
+from tests.integration.test_score_doors import resident
+from worker.errors import InputError
 
 SCHEMA = {
     "type": "object",
@@ -51,9 +51,8 @@ def require_valid(text: str) -> None:
 
 
 async def answers_alone(folder: Path, layers: tuple[int, ...], asks: list[RequestSpec]) -> list[Answer]:
-    frontend = await InputProcessor.read(str(folder))
-    async with running(folder, layers) as chain, Engine(chain, inputs=frontend) as engine:
-        return [await engine.answer(await frontend.make_request(each)) for each in asks]
+    async with resident(folder, layers) as model:
+        return [await model.answer(await model.prepare(each)) for each in asks]
 
 
 @pytest.mark.parametrize("layers", [pytest.param((4,), marks=pytest.mark.matrix), (1, 3)], ids=str)
@@ -62,28 +61,29 @@ async def test_every_answer_of_every_lossless_decoder_is_the_same_valid_json_of_
     folder: Path, layers: tuple[int, ...], seeds: range
 ) -> None:
     """The first one greedy, the others drawn at a high temperature."""
-    for seed in seeds:
-        sampling = {"seed": seed, "temperature": 1.5 * (seed > 0)}
-        decodes = DECODES if layers == (1, 3) else DECODES[2 * seed % 3 :][:1]
-        asks = [ask(json_grammar(SCHEMA), sampling=sampling, decode=decode) for decode in decodes]
-        first, *others = await answers_alone(folder, layers, asks)
-        assert first.finish_reason == "stop"
-        require_valid(first.text)
-        assert [(each.tokens, each.text) for each in others] == [(first.tokens, first.text)] * len(others)
+    async with resident(folder, layers) as model:
+        for seed in seeds:
+            sampling = {"seed": seed, "temperature": 1.5 * (seed > 0)}
+            decodes = DECODES if layers == (1, 3) else DECODES[2 * seed % 3 :][:1]
+            asks = [ask(json_grammar(SCHEMA), sampling=sampling, decode=decode) for decode in decodes]
+            first, *others = [await model.answer(await model.prepare(each)) for each in asks]
+            assert first.finish_reason == "stop"
+            require_valid(first.text)
+            assert [(each.tokens, each.text) for each in others] == [(first.tokens, first.text)] * len(others)
 
 
 @pytest.mark.parametrize("layers", [(4,), (1, 3)], ids=str)
 async def test_a_drafter_that_is_the_model_drafts_by_the_grammar(folder: Path, layers: tuple[int, ...]) -> None:
-    inputs = await InputProcessor.read(str(folder), str(folder))
-    for sampling in ({"temperature": 0.0}, {"seed": 3, "temperature": 1.5, "repetition_penalty": 1.1}):
-        decodes = [Decode("ar"), *(Decode("draft", num_drafts=count) for count in (3, 15))]
-        asks = [ask(json_grammar(SCHEMA), sampling=sampling, decode=decode) for decode in decodes]
-        async with running(folder, layers, drafter=folder) as chain, Engine(chain, inputs=inputs) as engine:
+    inputs, counts = await InputProcessor.read(str(folder), str(folder)), (3, 15)
+    async with running(folder, layers, drafter=folder) as chain, Engine(chain, inputs=inputs) as engine:
+        for sampling in ({"temperature": 0.0}, {"seed": 3, "temperature": 1.5, "repetition_penalty": 1.1}):
+            decodes = [Decode("ar"), *(Decode("draft", num_drafts=count) for count in counts)]
+            asks = [ask(json_grammar(SCHEMA), sampling=sampling, decode=decode) for decode in decodes]
             first, *others = [await engine.answer(await inputs.make_request(each)) for each in asks]
-        require_valid(first.text)
-        for count, other in zip((3, 15), others, strict=True):
-            assert other.tokens == first.tokens
-            assert other.usage.num_steps == 1 + -(-(len(first.tokens) - 1) // (count + 1))
+            require_valid(first.text)
+            for count, other in zip(counts, others, strict=True):
+                assert other.tokens == first.tokens
+                assert other.usage.num_steps == 1 + -(-(len(first.tokens) - 1) // (count + 1))
 
 
 async def test_under_a_grammar_an_answer_beside_others_is_what_it_is_alone(folder: Path) -> None:
@@ -91,34 +91,29 @@ async def test_under_a_grammar_an_answer_beside_others_is_what_it_is_alone(folde
     asks = [ask(json_grammar(SCHEMA), sampling=sampling, decode=decode) for decode in DECODES]
     free = RequestSpec("Once upon a time", max_tokens=30, sampling=sampling, decode=Decode("ar"))
     alone = await answers_alone(folder, (2, 2), [asks[0], free])
-    frontend = await InputProcessor.read(str(folder))
-    async with running(folder, (1, 2, 1)) as chain, Engine(chain, inputs=frontend) as engine:
-        tasks = [await frontend.make_request(each) for each in [*asks, free]]
-        answers = await asyncio.gather(*(engine.answer(task) for task in tasks))
+    async with resident(folder, (1, 2, 1)) as model:
+        tasks = [await model.prepare(each) for each in [*asks, free]]
+        answers = await asyncio.gather(*map(model.answer, tasks))
     assert [answer.tokens for answer in answers] == [*[alone[0].tokens] * 3, alone[1].tokens]
 
 
 async def test_a_matcher_is_made_again_from_the_tokens_when_a_chain_is_lost(folder: Path) -> None:
     each = ask(json_grammar(SCHEMA), sampling={"seed": 3, "temperature": 1.0}, decode=Decode("ar"))
     [alone] = await answers_alone(folder, (2, 2), [each])
-    frontend, answer = await InputProcessor.read(str(folder)), Answer()
-    async with loaded(folder, (2, 2)) as cluster, Engine(await cluster.open(), when_lost=cluster.open) as engine:
-        async for piece in engine.generate(await frontend.make_request(each)):
-            answer.add(piece)
-            if len(answer.tokens) == len(alone.tokens) // 2:
-                engine.chain._stage.fail(StageLost("is gone"))  # type: ignore[union-attr]
-    assert answer.tokens == alone.tokens and answer.usage.num_recoveries == 1
+    asked = await (await InputProcessor.read(str(folder))).make_request(each)
+    found = await answer_over_a_loss(folder, (2, 2), asked, len(alone.tokens) // 2)
+    assert found.tokens == alone.tokens
 
 
 async def test_regular_expressions_and_lark_grammars_hold_too(folder: Path) -> None:
-    frontend = await InputProcessor.read(str(folder))
     lark = 'start: greeting " " /[a-z]{2,5}/ "!"\ngreeting: "hello" | "good day"'
-    async with running(folder, (2, 2)) as chain, Engine(chain, inputs=frontend) as engine:
-        for grammar, pattern in ((regex_grammar(r"[0-9]{3}-[A-F]{1,9}"), r"[0-9]{3}-[A-F]{1,9}"),
-                                 (lark_grammar(lark), r"(hello|good day) [a-z]{2,5}!")):  # fmt: skip
-            task = await frontend.make_request(ask(grammar, sampling={"seed": 1, "temperature": 0.8}))
-            answer = await engine.answer(task)
-            assert answer.finish_reason == "stop" and re.fullmatch(pattern, answer.text)
+    grammars = {
+        r"[0-9]{3}-[A-F]{1,9}": regex_grammar(r"[0-9]{3}-[A-F]{1,9}"),
+        "(hello|good day) [a-z]{2,5}!": lark_grammar(lark),
+    }
+    asks = [ask(grammar, sampling={"seed": 1, "temperature": 0.8}) for grammar in grammars.values()]
+    for pattern, answer in zip(grammars, await answers_alone(folder, (2, 2), asks), strict=True):
+        assert answer.finish_reason == "stop" and re.fullmatch(pattern, answer.text)
 
 
 @pytest.mark.parametrize(
@@ -136,10 +131,3 @@ async def test_what_cannot_be_kept_to_is_refused(folder: Path, grammar: str, mor
     with pytest.raises(InputError) as refused:
         await frontend.make_request(ask(grammar, **more))
     assert refused.value.field == field and "\n" not in refused.value.message
-
-
-async def test_a_model_without_a_fast_tokenizer_has_no_grammars(folder: Path, tmp_path: Path) -> None:
-    frontend = await InputProcessor.read(str(folder))
-    frontend._trials = GrammarTrials(tmp_path, VOCAB, sorted(frontend.eos))
-    with pytest.raises(InputError, match=r"response_format: grammars need a tokenizer\.json"):
-        await frontend.make_request(ask(json_grammar()))

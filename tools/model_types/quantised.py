@@ -55,11 +55,11 @@ def _publish_fp8(folder: Path, name: str) -> None:
     """A layer's matrices in 8-bit floats with a scale per block, experts apart: as DeepSeek and MiniMax publish."""
     config, model = build_type(name, UNIT)
     numbers: Tensors = dict(tree_flatten(model.parameters()))
-    tensors = _split_experts(_joined_latents(numbers), "w1 w2 w3" if name == "minimax" else None)
+    tensors = split_experts(joined_latents(numbers), "w1 w2 w3" if name == "minimax" else None)
     found: Tensors = {}
     for path, array in tensors.items():
         if path.endswith(("_proj.weight", "_a_proj_with_mqa.weight")) or ".experts." in path:
-            found[path], found[f"{path}_scale_inv"] = _to_fp8(array)
+            found[path], found[f"{path}_scale_inv"] = to_fp8(array)
         else:
             found[path] = array if path.endswith("e_score_correction_bias") else array.astype(mx.bfloat16)
     quantization = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[_BLOCK] * 2)
@@ -67,7 +67,7 @@ def _publish_fp8(folder: Path, name: str) -> None:
     _call_fp8(folder / "model.safetensors", {path for path in found if f"{path}_scale_inv" in found})
 
 
-def _joined_latents(tensors: Tensors) -> Tensors:
+def joined_latents(tensors: Tensors) -> Tensors:
     """What mlx-lm takes apart, as it was: one matrix that makes keys and values of a latent."""
     found = dict(tensors)
     for path in [path for path in tensors if path.endswith(".embed_q.weight")]:
@@ -77,7 +77,7 @@ def _joined_latents(tensors: Tensors) -> Tensors:
     return found
 
 
-def _split_experts(tensors: Tensors, names: str | None) -> Tensors:
+def split_experts(tensors: Tensors, names: str | None) -> Tensors:
     """A tensor per expert where mlx-lm has one of all."""
     called = dict(
         zip(("gate_proj", "down_proj", "up_proj"), (names or "gate_proj down_proj up_proj").split(), strict=True)
@@ -93,7 +93,7 @@ def _split_experts(tensors: Tensors, names: str | None) -> Tensors:
     return found
 
 
-def _to_fp8(array: mx.array) -> tuple[mx.array, mx.array]:
+def to_fp8(array: mx.array) -> tuple[mx.array, mx.array]:
     """A matrix [M, N] in 8-bit floats, and the scale of each of its blocks."""
     M, N = array.shape
     rows, columns = -(-M // _BLOCK), -(-N // _BLOCK)
