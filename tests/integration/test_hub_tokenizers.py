@@ -10,7 +10,6 @@ from tests.code_tokenizer import CODE, IMPORTED, code_kept_in, write_code_tokeni
 from tests.integration.test_hub import COMMIT, Ask, Hub, asking, serving
 from tests.tiny import make_model
 from worker.errors import ModelError
-from worker.model.checkpoint import open_folder
 from worker.model.hub import open_repository
 
 __all__ = ["asking"]  # a fixture
@@ -50,11 +49,3 @@ def test_of_code_that_is_trusted_what_the_tokenizer_needs_is_fetched_and_no_more
     assert {file for file in hub.downloads() if file.endswith(".py")} == {CODE, IMPORTED}
     asked = [path for _, path, _ in hub.asked if path.endswith(CODE)]
     assert asked and all(f"/{COMMIT}/" in path for path in asked), "in the state that was read, whatever is there now"
-
-
-def test_nodes_with_and_without_the_code_hold_the_same_tokenizer(
-    hub: Hub, asking: Ask, folder: Path, tmp_path: Path
-) -> None:
-    with asking(hub.endpoint, tmp_path):
-        without = open_repository("brigade/kimi")
-    assert without.fingerprint.tokenizer == open_folder(folder).fingerprint.tokenizer
