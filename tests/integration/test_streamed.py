@@ -144,8 +144,7 @@ def cluster(models: Models) -> ClusterOptions:
 
 @pytest.fixture
 def size(cluster: ClusterOptions) -> int:
-    spec = describe(open_folder(Path(cluster.model)))
-    return spec.shard_bytes(0, spec.num_layers)
+    return describe(open_folder(Path(cluster.model))).shard_bytes(0, 4)
 
 
 @pytest.mark.parametrize("lacking", [0, 1])
@@ -165,20 +164,17 @@ async def test_what_does_not_fit_is_streamed_and_that_is_said(
     )
 
 
-@pytest.mark.parametrize(("is_here", "streams"), [(True, True), (False, False)])
+@pytest.mark.parametrize("is_here", [True, False])
 async def test_what_workers_on_this_machine_hold_is_not_there_for_the_reference(
-    models: Models, monkeypatch: pytest.MonkeyPatch, is_here: bool, streams: bool
+    cluster: ClusterOptions, size: int, monkeypatch: pytest.MonkeyPatch, is_here: bool
 ) -> None:
-    folder = models("qwen3", **MASKED).folder
-    spec = describe(open_folder(folder))
-    monkeypatch.setattr(verify_module, "memory_budget", lambda: spec.shard_bytes(0, spec.num_layers))
+    monkeypatch.setattr(verify_module, "memory_budget", lambda: size)
     monkeypatch.setattr(verify_module, "is_loopback", lambda host: is_here)
     async with serving(1) as [node]:
         workers = (WorkerConfig(name="mini", address=(node.address,)),)
-        report = await verify(
-            ClusterOptions(ClusterConfig(workers=workers), str(folder), None, 64), Decode(), max_tokens=2, seed=0
-        )
-    assert (report.holds, report.is_streamed) == (True, streams)
+        over_node = ClusterOptions(ClusterConfig(workers=workers), cluster.model, None, 64)
+        report = await verify(over_node, Decode(), max_tokens=2, seed=0)
+    assert (report.holds, report.is_streamed) == (True, is_here)
 
 
 @pytest.mark.parametrize("forced", [True, False])
@@ -193,50 +189,18 @@ async def test_a_decoder_with_tokens_of_its_own_is_refused(
     assert refusal.value.field == ("stream" if forced else "decode")
 
 
-@pytest.mark.parametrize(
-    ("at", "streams", "said"),
-    [
-        ("layer 2 of 4", True, "at layer 2 of 4"),
-        ("sampled, 1 random tokens", False, "while the cluster answered"),
-        ("loading the model in one process", False, "while one process was asked"),
-    ],
-)
-async def test_an_interrupted_verify_says_how_far_it_was(
-    cluster: ClusterOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], at: str,
-    streams: bool, said: str,
-) -> None:  # fmt: skip
-    """Once it streams, no other layer is read then."""
-    read: list[int] = []
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The first layer of each shard that is built, and the memory that is in use by then."""
+    found: list[tuple[int, int]] = []
     build = Shard.__init__
 
     def note(shard: Shard, checkpoint: Any, start: int, *others: Any) -> None:
-        read.append(start)
+        found.append((start, mx.get_active_memory()))
         build(shard, checkpoint, start, *others)
 
     monkeypatch.setattr(Shard, "__init__", note)
-    monkeypatch.setattr(verify_module, "show_steps", cancelling(at))
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.create_task(verify(cluster, Decode(), max_tokens=2, seed=0, stream=streams))
-    assert capsys.readouterr().err == f"interrupted {said}: nothing is proved\n"
-    assert not streams or read == [0, 0, 1], "the cluster's, and two"
-
-
-async def test_the_cluster_is_let_go_of_before_the_reference_is_read(
-    cluster: ClusterOptions, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Here it is the whole model: a coordinator may be full of its own layers."""
-    held: list[int] = []
-    build = Shard.__init__
-
-    def note(shard: Shard, checkpoint: Any, start: int, *others: Any) -> None:
-        held.append(mx.get_active_memory())
-        build(shard, checkpoint, start, *others)
-
-    monkeypatch.setattr(Shard, "__init__", note)
-    gc.collect()
-    assert (await verify(cluster, Decode(), max_tokens=2, seed=0, stream=True)).holds
-    before, *layers = held
-    assert len(layers) == 4 and max(layers) - before < size / 4
+    return found
 
 
 def cancelling(at: str) -> Callable[[int], Any]:
@@ -252,3 +216,33 @@ def cancelling(at: str) -> Callable[[int], Any]:
         yield begin
 
     return show_steps
+
+
+@pytest.mark.parametrize(
+    ("at", "streams", "said"),
+    [
+        ("layer 2 of 4", True, "at layer 2 of 4"),
+        ("sampled, 1 random tokens", False, "while the cluster answered"),
+        ("loading the model in one process", False, "while one process was asked"),
+    ],
+)
+async def test_an_interrupted_verify_says_how_far_it_was(
+    cluster: ClusterOptions, built: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], at: str, streams: bool, said: str,
+) -> None:  # fmt: skip
+    """Once it streams, no other layer is read then."""
+    monkeypatch.setattr(verify_module, "show_steps", cancelling(at))
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(verify(cluster, Decode(), max_tokens=2, seed=0, stream=streams))
+    assert capsys.readouterr().err == f"interrupted {said}: nothing is proved\n"
+    assert not streams or [start for start, _ in built] == [0, 0, 1], "the cluster's, and two"
+
+
+async def test_the_cluster_is_let_go_of_before_the_reference_is_read(
+    cluster: ClusterOptions, size: int, built: list[tuple[int, int]]
+) -> None:
+    """Here it is the whole model: a coordinator may be full of its own layers."""
+    gc.collect()
+    assert (await verify(cluster, Decode(), max_tokens=2, seed=0, stream=True)).holds
+    before, *layers = (held for _, held in built)
+    assert len(layers) == 4 and max(layers) - before < size / 4
