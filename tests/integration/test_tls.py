@@ -254,10 +254,10 @@ async def test_a_renewal_that_will_not_do_leaves_the_certificate_before_in_use(c
         ]
 
 
-async def shown_by(node: RunningNode, certificates: Certificates) -> bytes:
-    """The certificate that the node shows a new caller."""
+async def shown_by(node: RunningNode, certificates: Certificates, address: str = "") -> bytes:
+    """The certificate that the node shows a new caller, at its own address or another."""
     context = tls_context(certificates.authority.issue("studio", Role.COORDINATOR))
-    host, _, port = node.address.rpartition(":")
+    host, _, port = (address or node.address).rpartition(":")
     _, writer = await asyncio.open_connection(host, int(port), ssl=context, server_hostname=node.name)
     with closing(writer):
         return bytes(writer.get_extra_info("ssl_object").getpeercert(True))
