@@ -14,7 +14,6 @@ from worker.compute.shard import Shard
 from worker.errors import ModelError, NodeBusy, StageLost
 from worker.node import lifecycle
 from worker.node.lifecycle import Worker, WorkerState
-from worker.node.service import NodeService
 from worker.platform.mlx_memory import give_back
 
 PROMPT = (1, 2, 3)
@@ -78,19 +77,7 @@ async def test_a_shard_is_held_while_it_is_used_then_let_go_and_read_again(
     assert out.getvalue().count(": unused for 0.02 s; the next load reads it again\n") == 3
 
 
-async def test_a_worker_unloads_only_for_its_own_coordinator(models: Models) -> None:
-    whole = models("qwen3")
-    async with serving(1) as [node]:
-        async with opened(whole.folder, (2, 2), [node]):
-            with pytest.raises(NodeBusy, match="already serves another coordinator"):
-                await unload(node, "another")
-            assert shard_of(node)() is not None
-        await until(lambda: is_free(node.service))
-        await unload(node, "another")
-        assert node.service.worker.shard is None
-
-
-async def test_what_is_loaded_is_held_for_its_coordinator_until_that_has_attached_it(models: Models) -> None:
+async def test_what_is_loaded_is_held_for_its_coordinator_until_that_has_let_go_of_it(models: Models) -> None:
     """It waits for workers that load more slowly."""
     whole, out = models("qwen3"), io.StringIO()
     request = load_request(whole.folder, 2, 4)
@@ -101,7 +88,9 @@ async def test_what_is_loaded_is_held_for_its_coordinator_until_that_has_attache
             await unload(node, "another")
         assert node.service.worker.is_reserved and shard_of(node)() is not None
         async with opened(whole.folder, (2, 2), [node]):
-            pass
+            with pytest.raises(NodeBusy, match="already serves another coordinator"):
+                await unload(node, "another")
+            assert shard_of(node)() is not None
         await until(lambda: node.service.worker.shard is None)
         await load(node, request)
         await unload(node, "one")
@@ -147,7 +136,3 @@ async def test_that_nothing_is_let_go_any_more_is_told(models: Models, monkeypat
     async with serving(1, out=out) as [node], node.service.worker.keep_alive(0.001):
         await load(node, load_request(models("qwen3").folder, 2, 4))
         await until(lambda: "internal error: RuntimeError('no more')" in out.getvalue())
-
-
-def is_free(service: NodeService) -> bool:
-    return service.worker.attachment is None

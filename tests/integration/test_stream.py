@@ -90,23 +90,6 @@ async def test_a_reader_that_never_comes_back_loses_its_request_and_nothing_else
         assert len((await engine.answer(ASKED)).tokens) == 12
 
 
-async def test_a_stop_string_that_the_last_held_back_text_completes_is_a_stop(models: Models) -> None:
-    class Late:
-        """A detokenizer that keeps all of its text until the end."""
-
-        last_segment = ""
-
-        def add_token(self, token: int) -> None: ...
-
-        def finalize(self) -> None:
-            self.last_segment = "all of it, and more"
-
-    async with running(models("qwen3").folder, LAYERS) as chain, Engine(chain) as engine:
-        text: Any = TextParser(Late(), [", and"])
-        found = await engine.answer(request(tokens_of(5), 4), parser=text)
-    assert (found.text, found.finish_reason) == ("all of it", "stop")
-
-
 class Broken:
     """A detokenizer that fails at its fifth token, or at the end, where it is called."""
 
