@@ -18,6 +18,8 @@ import mlx.core as mx
 import pytest
 from huggingface_hub import close_session, constants
 
+from coordinator.engine.tokenizer import Tokenizer
+from tests.code_tokenizer import CODE, IMPORTED, code_kept_in, write_code_tokenizer, write_model_code
 from tests.tiny import make_model
 from worker.errors import ModelError
 from worker.model import hub as hub_module
@@ -334,3 +336,42 @@ def test_copies_from_hubs_and_folders_are_compared_in_what_both_know(folder: Pat
     assert after == [[None, differ, None, differ], [differ, None, differ, None]] * 2
     unread = [[None, differ, None, None], [differ, None, None, None]]  # of a folder no hub's hash is known
     assert before == [*unread, [None, None, None, differ], [None, None, differ, None]]
+
+
+# --- code of a tokenizer --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def with_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kimi") / "model"
+    make_model(folder)
+    write_model_code(folder)
+    return write_code_tokenizer(folder)
+
+
+@pytest.fixture
+def kimi(with_code: Path) -> Iterator[Hub]:
+    with serving(Hub({"brigade/kimi": files_of(with_code)})) as hub:
+        yield hub
+
+
+def test_code_is_not_even_fetched_before_it_is_trusted(kimi: Hub, asking: Ask, tmp_path: Path) -> None:
+    with asking(kimi.endpoint, tmp_path):
+        checkpoint = hub_module.open_repository("brigade/kimi")
+        with pytest.raises(
+            ModelError, match=f"{kimi.endpoint}/brigade/kimi/blob/{COMMIT}/{CODE}\n.*--trust-remote-code"
+        ):
+            Tokenizer(checkpoint)
+    assert "tiktoken.model" in kimi.downloads()
+    assert not [file for file in kimi.downloads() if file.endswith(".py")]
+
+
+def test_of_code_that_is_trusted_what_the_tokenizer_needs_is_fetched_and_no_more(
+    kimi: Hub, asking: Ask, tmp_path: Path
+) -> None:
+    with asking(kimi.endpoint, tmp_path), code_kept_in(tmp_path / "modules"):
+        tokenizer = Tokenizer(hub_module.open_repository("brigade/kimi"), trust_remote_code=True)
+    assert tokenizer.encode("aé") == [97, 195, 169]
+    assert {file for file in kimi.downloads() if file.endswith(".py")} == {CODE, IMPORTED}
+    asked = [path for _, path, _ in kimi.asked if path.endswith(CODE)]
+    assert asked and all(f"/{COMMIT}/" in path for path in asked), "in the state that was read, whatever is there now"

@@ -1,4 +1,4 @@
-"""A worker with several addresses of its own."""
+"""A worker with several addresses of its own, and the end of its servers."""
 
 import asyncio
 import io
@@ -10,9 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from coordinator.cluster.peer import Peer
+from protos.brigade_pb2 import AttachRequest
+from protos.brigade_pb2_grpc import NodeServicer, NodeStub, add_NodeServicer_to_server
 from tests.integration.certificates import Certificates
 from tests.integration.conftest import NETWORK, RunningNode
 from tests.integration.many import until
@@ -25,7 +28,7 @@ from worker.node.certificates import Role
 from worker.node.hop import Link
 from worker.node.log import worker_log
 from worker.node.network import Network, hop_address
-from worker.node.serve import Listening, listening
+from worker.node.serve import Listening, listening, wait_last_calls
 from worker.node.service import NodeService
 from worker.platform.threads import MlxThread
 
@@ -181,3 +184,39 @@ async def test_a_renewed_certificate_is_shown_at_every_address(tmp_path: Path) -
         certificates.authority.issue("mini", Role.WORKER)
         after = {await shown_by(node, certificates, address) for address in addresses}
         assert len(before) == len(after) == 1 and before != after
+
+
+class Slow(NodeServicer):
+    """A node whose attachment closes only when it may."""
+
+    def __init__(self) -> None:
+        self.began, self.may_end = asyncio.Event(), asyncio.Event()
+        self.has_ended = False
+
+    async def Attach(self, request: AttachRequest, context: grpc.aio.ServicerContext) -> None:
+        self.began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await self.may_end.wait()
+            self.has_ended = True
+
+
+def test_a_call_that_is_cut_off_ends_before_the_loop_and_without_a_trace(capfd: pytest.CaptureFixture[str]) -> None:
+    async def serve() -> bool:
+        server, node = grpc.aio.server(), Slow()
+        add_NodeServicer_to_server(node, server)
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+        await server.start()
+        call: Any = NodeStub(channel).Attach(AttachRequest())
+        await node.began.wait()
+        await server.stop(None)
+        await channel.close()
+        node.may_end.set()  # in the very moment in which the server has stopped
+        await wait_last_calls()
+        assert call.done()
+        return node.has_ended
+
+    has_ended = asyncio.run(serve())
+    assert "Traceback" not in capfd.readouterr().err
+    assert has_ended

@@ -38,7 +38,7 @@ from tests.integration.conftest import (
 )
 from tests.integration.many import Live, request, until
 from tests.integration.test_copies import full_request
-from tests.tiny import write_folder
+from tests.tiny import make_model, write_folder
 from worker.compute import held_tensors
 from worker.compute.shard import Shard
 from worker.errors import BrigadeError, ModelError, NodeSilent
@@ -51,7 +51,6 @@ from worker.node.rpc_errors import error_of
 from worker.platform.threads import MlxThread
 
 WEIGHTS = "model.safetensors"
-Tensors = dict[str, mx.array]
 
 
 @pytest.fixture
@@ -72,40 +71,23 @@ async def refusal(request: LoadRequest, copy: Path | ModelSources = ANYWHERE) ->
 # Handshake
 
 
-def other_config(copy: Path) -> None:
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"rope_theta": 20000.0}))
-
-
-def other_tokenizer(copy: Path) -> None:
-    (copy / "tokenizer.json").write_text("{}")
-
-
-def other_dtypes(copy: Path) -> None:
-    edit_tensors(copy, lambda tensors: {name: array.astype(mx.bfloat16) for name, array in tensors.items()})
-
-
-def edit_tensors(folder: Path, edit: Callable[[Tensors], Tensors]) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    write_folder(folder, config, edit(dict(mx.load(str(folder / WEIGHTS)))))
+ANOTHER: dict[str, dict[str, Any]] = {"config": {"config": {"rope_theta": 20000.0}}, "tensors": {"dtype": mx.bfloat16}}
 
 
 @pytest.mark.parametrize(
-    ("change", "part", "named"),
-    [
-        (other_config, "config", "config.json"),
-        (other_tokenizer, "tokenizer", "tokenizer"),
-        (other_dtypes, "tensors", "tensor"),
-    ],
+    ("part", "named"), [("config", "config.json"), ("tokenizer", "tokenizer"), ("tensors", "tensor")]
 )
 async def test_another_model_is_refused_with_both_fingerprints(
-    models: Models, folder: Path, change: Callable[[Path], None], part: str, named: str
+    models: Models, folder: Path, part: str, named: str
 ) -> None:
     request = load_request(models("qwen3").folder, 2, 4)
     async with serving(1, folder) as [node]:
         await load(node, request)  # as long as the copies are equal
         assert gc.get_freeze_count(), "a full collection would stop every stream for a moment"
-    change(folder)
+    if part == "tokenizer":
+        (folder / "tokenizer.json").write_text("{}")
+    else:
+        make_model(folder, **ANOTHER[part])
     here, there = getattr(open_folder(folder).fingerprint, part), getattr(request.fingerprint, part)
     message = await refusal(request, folder)
     assert here[:12] in message and there[:12] in message and named in message
@@ -157,21 +139,6 @@ async def test_another_version_of_the_protocol_is_refused_with_both_versions() -
 # Damage
 
 
-UP = "model.layers.2.mlp.up_proj.weight"
-
-
-def without_up(tensors: Tensors) -> Tensors:
-    return {name: array for name, array in tensors.items() if name != UP}
-
-
-async def test_a_tensor_that_does_not_fit_is_named(folder: Path) -> None:
-    """What else does not: by descriptions alone, in tests/unit/model."""
-    request = load_request(folder, 2, 4)
-    edit_tensors(folder, without_up)
-    request.fingerprint.CopyFrom(open_folder(folder).fingerprint)  # a coordinator with the same damage
-    assert UP in await refusal(request)
-
-
 @pytest.mark.parametrize("is_open", [False, True], ids=["after its header was read", "before its tensors are read"])
 @pytest.mark.parametrize("kept", [0, -100])
 async def test_a_file_that_is_cut_short_is_a_model_error(folder: Path, kept: int, is_open: bool) -> None:
@@ -191,17 +158,20 @@ async def test_a_file_that_is_cut_short_is_a_model_error(folder: Path, kept: int
 async def test_a_refused_load_leaves_what_was_loaded_and_after_a_damaged_model_a_node_takes_a_sound_one(
     models: Models, folder: Path
 ) -> None:
-    whole, damaged = models("qwen3"), load_request(folder, 2, 4)
+    """The damage is named; what else does not fit: by descriptions alone, in tests/unit/model."""
+    whole, damaged, lacking = models("qwen3"), load_request(folder, 2, 4), "model.layers.2.mlp.up_proj.weight"
     async with serving(1) as [node]:
         await load(node, load_request(whole.folder, 2, 4))
         before = await digests(node)
-        other_config(folder)
+        make_model(folder, **ANOTHER["config"])
         with pytest.raises(ModelError, match=r"^worker node-1: "):
             await load(node, changed(folder, num_layers=5))
         assert await digests(node) == before
-        edit_tensors(folder, without_up)
-        damaged.fingerprint.CopyFrom(open_folder(folder).fingerprint)
-        with pytest.raises(ModelError, match=r"^worker node-1: "):
+        tensors = dict(mx.load(str(folder / WEIGHTS)))
+        del tensors[lacking]
+        write_folder(folder, json.loads((whole.folder / "config.json").read_text()), tensors)
+        damaged.fingerprint.CopyFrom(open_folder(folder).fingerprint)  # a coordinator with the same damage
+        with pytest.raises(ModelError, match=f"^worker node-1: .*{lacking}"):
             await load(node, damaged)
         async with opened(whole.folder, (2, 2), [node]) as chain:
             assert (await answer(chain, (1, 2, 3), 4)).tokens == whole.tokens((1, 2, 3), 4)
@@ -217,12 +187,10 @@ async def test_progress_ends_at_the_bytes_of_the_shards_tensors(models: Models, 
     own = [f"model.layers.{i}." for i in range(start, end)] + (["model.norm", "lm_head"] if end == 4 else [])
     expected = sum(array.nbytes for name, array in parameters.items() if name.startswith(tuple(own)))
     async with serving(1) as [node]:
-        reports = [
-            report for report in await load(node, load_request(whole.folder, start, end)) if report.phase == "load"
-        ]
-    assert [report.done for report in reports] == sorted(report.done for report in reports)
-    assert len(reports) >= end - start and reports[0].done > 0
-    assert reports[-1].done == reports[-1].total == expected
+        reports = await load(node, load_request(whole.folder, start, end))
+    done = [report.done for report in reports if report.phase == "load"]
+    assert done == sorted(done) and len(done) >= end - start and done[0] > 0
+    assert done[-1] == reports[-1].total == expected
 
 
 @pytest.fixture

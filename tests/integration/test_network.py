@@ -2,6 +2,8 @@
 
 import asyncio
 import socket
+import subprocess
+import sys
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
@@ -127,3 +129,18 @@ async def test_hints_name_the_configuration_that_was_given_and_what_starts_a_wor
         await peer.close()
     with pytest.raises(ConfigError, match=f"Set `tls:` in {path} "):
         network.channel("mini", "192.168.1.7:50070")
+
+
+HOST = f"{'x' * 64}.invalid"  # a label longer than any: no name server is asked
+LOOK_UP = f"""
+import coordinator, grpc
+
+with grpc.insecure_channel("{HOST}:1") as channel:
+    channel.unary_unary("/a/b")(b"", timeout=10)
+"""
+
+
+def test_names_are_looked_up_as_the_system_does() -> None:
+    """gRPC's own resolver would not find those of Bonjour; the system's fails in the words of `getaddrinfo`."""
+    done = subprocess.run([sys.executable, "-c", LOOK_UP], capture_output=True, text=True)
+    assert f"errors resolving {HOST}" in done.stderr and "getaddrinfo" in done.stderr

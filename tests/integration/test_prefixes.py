@@ -11,13 +11,12 @@ from coordinator.engine.engine import Engine
 from coordinator.sessions.admission import cache_costs
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
-from protos.brigade_pb2 import Frame, Opening, Timing
-from tests.integration.conftest import CHUNK, Models, Pass, opened, receive, running, send, serving
+from protos.brigade_pb2 import Frame, Opening
+from tests.integration.conftest import CHUNK, Models, opened, receive, running, send, serving
 from tests.integration.many import SPLITS, Frames, Live, request, running_within, solo, tokens_of, wait_freed
 from tests.integration.many import frames as frames
-from tests.integration.upstream import feeding, tensor, window_of
+from tests.integration.upstream import window_of
 from tests.integration.windows import MASKED
-from worker.errors import FrameError
 
 WIDE: dict[str, Any] = {"config": {"mask_token_id": 90, "head_dim": 32}, "sharpen": 4.0}
 KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
@@ -227,9 +226,6 @@ async def test_a_short_continuation_of_a_long_text_takes_no_more_than_it_was_pro
             assert all(bytes_ <= most for bytes_, most in zip(held, promised, strict=True)), (held, promised)
 
 
-# --- what an engine refuses -----------------------------------------------------------------------------------------
-
-
 async def test_a_copy_of_a_slot_that_the_same_frame_closes_is_made_before(models: Models) -> None:
     whole = models("qwen3")
     tokens = tokens_of(9)
@@ -240,16 +236,3 @@ async def test_a_copy_of_a_slot_that_the_same_frame_closes_is_made_before(models
         await send(chain, Frame(epoch=1, step=51, opened=[opening], closed=[0], windows=[window_of(tokens, 8, slot=1)]))
         assert (await receive(chain)).result.samples[0].token == whole.tokens(tokens, 1)[0]
         assert [status.slots for status in await chain.statuses()] == [1, 1]
-
-
-async def test_two_windows_for_one_slot_in_one_frame_are_refused(models: Models, passes: list[Pass]) -> None:
-    async with feeding(models("qwen3").folder) as worker:
-        await worker.send(
-            Frame(
-                epoch=1, step=7, opened=[Opening(slot=0)], hidden=tensor([1, 3, 64]), timings=[Timing()],
-                windows=[window_of((5, 6), 0), window_of((5, 6, 7), 2)],
-            )
-        )  # fmt: skip
-        with pytest.raises(FrameError, match=r"^worker node-1: expected one window per slot, got slots \[0, 0\]"):
-            await worker.next_result()
-    assert passes == []

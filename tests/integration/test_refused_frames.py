@@ -8,7 +8,7 @@ import pytest
 
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT32, DTYPE_UNSPECIFIED, Frame, Tensor, Timing
 from tests.integration.conftest import Models, Pass
-from tests.integration.upstream import D, feeding, frame, parts_of, tensor
+from tests.integration.upstream import D, feeding, frame, parts_of, tensor, window_of
 from worker.errors import FrameError
 
 
@@ -69,6 +69,10 @@ REFUSED: dict[str, tuple[Frame, int | None, str]] = {
         )
         for n, wanted in ((0, 0), (0, 1), (3, 4))
     },
+    "two windows for a slot": (
+        odd(windows=[window_of((5, 6), 0), window_of((5, 6, 7), 2)]), None,
+        r"expected one window per slot, got slots \[0, 0\]",
+    ),
     "another epoch": (odd(epoch=2), None, r"expected .*epoch 1, got epoch 2 \(step 1\)"),
 }  # fmt: skip
 

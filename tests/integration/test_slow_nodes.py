@@ -1,5 +1,6 @@
-"""A node that is merely slow stays in the chain; one whose engine hangs does not."""
+"""A node that is merely slow stays in the chain; one whose engine hangs or whose machine slept does not."""
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 
@@ -8,13 +9,14 @@ import pytest
 
 from coordinator.cluster.chain import Chain
 from protos.brigade_pb2 import Frame, StatusReply
-from tests.integration.conftest import Models, receive, send
+from tests.integration.conftest import Models, answer, opened, receive, send, serving
 from tests.integration.many import tokens_of, until
 from tests.integration.test_epochs import hasty, loaded
 from tests.integration.upstream import window_of
 from worker.compute.batching import LaneWindow
 from worker.compute.shard import Shard
-from worker.errors import EngineHung
+from worker.errors import EngineHung, StageLost
+from worker.platform import machine
 
 SILENCE_S = "coordinator.cluster.step_timeouts._SILENCE_S"
 ROW = Frame(epoch=1, step=51, windows=[window_of(tokens_of(1), 0)])
@@ -95,3 +97,23 @@ async def test_a_result_that_comes_while_nodes_are_asked_is_taken(
         monkeypatch.setattr(chain.peers[0], "status", status)
         await send(chain, ROW)
         assert (await receive(chain)).result.step == 51
+
+
+async def test_a_worker_whose_machine_slept_leaves_the_chain_and_is_free(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept_s = 100.0
+    monkeypatch.setattr(machine, "asleep_s", lambda: slept_s)
+    monkeypatch.setattr(machine, "_LOOK_EVERY_S", 0.01)
+    whole = models("qwen3")
+    async with serving(2) as nodes:
+        async with opened(whole.folder, (1, 2, 1), nodes) as chain:
+            expected = (await answer(chain, tokens_of(6), 5)).tokens
+            slept_s += 30
+            with pytest.raises(StageLost, match=r"^worker node-[12]: .*(slept for 30 s|ended the hop)"):
+                async with asyncio.timeout(60):
+                    await receive(chain)
+        for node in nodes:
+            await until(lambda node=node: not node.service.num_slots)  # type: ignore[misc]
+        async with opened(whole.folder, (1, 2, 1), nodes) as chain:
+            assert (await answer(chain, tokens_of(6), 5)).tokens == expected == whole.tokens(tokens_of(6), 5)

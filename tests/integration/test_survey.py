@@ -13,16 +13,14 @@ from coordinator.cluster.peer import Peer
 from coordinator.cluster.survey import survey
 from coordinator.planning.speeds import NO_SPEEDS, UNMEASURED, Survey
 from protos.brigade_pb2 import LinkReply, MeasureRequest, ProbePart, Speed
-from tests.integration.certificates import Certificates
-from tests.integration.conftest import NETWORK, Models, RunningNode, load_request, opened, peer_of, serving
+from tests.integration.conftest import Models, RunningNode, load_request, opened, peer_of, serving
 from tests.unit.virtual_time import VirtualTime
 from worker.compute import microbenchmark
-from worker.errors import ConfigError, FrameError, StageLost
+from worker.errors import FrameError, StageLost
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.describe import describe
 from worker.node import speed_cache
 from worker.node.links import answer_probe
-from worker.node.network import Network
 
 MEASURED_S = 0.05  # instead of two seconds
 
@@ -36,9 +34,9 @@ def quickly_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def peers_of(nodes: Sequence[RunningNode], network: Network = NETWORK) -> AsyncIterator[list[Peer]]:
+async def peers_of(nodes: Sequence[RunningNode]) -> AsyncIterator[list[Peer]]:
     async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(peer_of(node, network)) for node in nodes]
+        yield [await stack.enter_async_context(peer_of(node)) for node in nodes]
 
 
 async def surveyed(folder: Path, nodes: Sequence[RunningNode]) -> Survey:
@@ -109,20 +107,6 @@ async def test_a_node_of_another_model_is_left_out_with_a_word(
         found = await surveyed(models("qwen3").folder, nodes)
     assert not found.covers(["node-1"]) and found.covers(["coordinator"])
     assert "warning: not measured: worker node-1: " in capsys.readouterr().err
-
-
-async def test_only_a_coordinator_has_nodes_measured(models: Models, tmp_path: Path) -> None:
-    certificates = Certificates(tmp_path)
-    request = MeasureRequest(model=load_request(models("qwen3").folder, 1, 4))
-    async with (
-        serving(2, network_of=certificates.network) as nodes,
-        peers_of(nodes, certificates.coordinator()) as [first, second],
-        peers_of(nodes[:1], certificates.network("node-2")) as [as_a_worker],
-    ):
-        assert (await first.measure_link(second)).rtt_ms > 0
-        for ask in (lambda: as_a_worker.measure(request), lambda: as_a_worker.measure_link(second)):
-            with pytest.raises(ConfigError, match="expected a certificate with the role brigade:coordinator"):
-                await ask()
 
 
 @pytest.mark.parametrize("parts", [[ProbePart()] * 65, [ProbePart(data=bytes(2**20 + 1))]], ids=["many", "large"])

@@ -138,20 +138,6 @@ async def test_a_shard_in_the_wrong_place_of_the_chain_is_refused(
             await attach(node, AttachRequest(epoch=1, stage=stage, num_stages=3, loaded=loaded, successor=successor))
 
 
-async def test_a_hop_that_is_refused_is_named_with_who_was_expected(models: Models) -> None:
-    folder = models("qwen3").folder
-    request = attaching(folder)
-    request.predecessor_name = "max"
-    async with serving(1) as [node]:
-        await load(node, request.loaded)
-        async with peer_of(node) as peer:
-            await peer.attach(request)
-            link = peer.link(1, 3, "air")
-            with pytest.raises(FrameError, match=r"a hop of .*\('1', '0'\) from max, got \('1', '3'\) from air$"):
-                await link.wait_open()
-            await link.close()
-
-
 async def test_results_are_reported_only_to_the_coordinator_that_has_attached_the_node_and_of_its_epoch(
     models: Models,
 ) -> None:
