@@ -81,6 +81,11 @@ async def alone_by(chain: Chain, folder: Path, requests: Sequence[Request]) -> l
     return _alone[key]
 
 
+async def assert_as_alone(chain: Chain, folder: Path, requests: Sequence[Request]) -> None:
+    alone = await alone_by(chain, folder, requests)
+    assert_same(await together(chain, requests), alone)
+
+
 @pytest.mark.usefixtures("two_lanes")
 @cases(
     *FAMILIES,
@@ -119,8 +124,7 @@ async def test_every_decoder_sampling_and_chunking_side_by_side_changes_no_token
     ]
     folder = models(family, **MASKED).folder
     async with running(folder, layers) as chain:
-        alone = await alone_by(chain, folder, requests)
-        assert_same(await together(chain, requests), alone)
+        await assert_as_alone(chain, folder, requests)
     assert any(len(set(each.rows)) >= 3 for each in passes), "windows of one length alone prove less"
 
 
@@ -138,8 +142,7 @@ async def test_full_rotating_and_int8_caches_share_a_lane(
     ]
     folder = models(family, **WIDE).folder
     async with running(folder, layers) as chain:
-        alone = await alone_by(chain, folder, requests)
-        assert_same(await together(chain, requests), alone)
+        await assert_as_alone(chain, folder, requests)
     assert max(len(each.rows) for each in passes) > 1
 
 
@@ -225,8 +228,7 @@ async def test_several_prompts_of_several_chunks_at_once_are_each_what_they_are_
     requests = [request(tokens_of(5 * CHUNK + 3 * i, i), 6) for i in range(5)]
     folder = models("gemma3_text").folder
     async with running(folder, layers) as chain:
-        alone = await alone_by(chain, folder, requests)
-        assert_same(await together(chain, requests), alone)
+        await assert_as_alone(chain, folder, requests)
 
 
 async def test_a_step_that_fails_ahead_of_another_fails_the_runner_not_the_process(

@@ -24,7 +24,7 @@ from worker.model.checkpoint import open_folder
 from worker.model.contents import contents_of
 from worker.model.describe import describe
 from worker.node import lifecycle
-from worker.node.lifecycle import Worker, WorkerState
+from worker.node.lifecycle import WorkerState
 from worker.platform.mlx_memory import give_back
 from worker.platform.threads import MlxThread
 
@@ -138,18 +138,6 @@ async def test_a_reservation_ends_with_its_time_its_layers_or_a_failed_load(
         assert node.service.worker.state is WorkerState.EMPTY
 
 
-async def test_that_nothing_is_let_go_any_more_is_told(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(worker: Worker, why: str) -> None:
-        raise RuntimeError("no more")
-
-    monkeypatch.setattr(Worker, "release_tensors", fail)
-    monkeypatch.setattr(lifecycle, "RESERVED_S", 0.0)
-    out = io.StringIO()
-    async with serving(1, out=out) as [node], node.service.worker.keep_alive(0.001):
-        await load(node, load_request(models("qwen3").folder, 2, 4))
-        await until(lambda: "internal error: RuntimeError('no more')" in out.getvalue())
-
-
 # --- what is kept ---------------------------------------------------------------------------------------------------
 
 
@@ -186,6 +174,9 @@ async def test_nothing_is_kept_of_another_model_or_of_files_that_have_changed(
         after = tensors_of(node)
     assert before.keys() & after.keys()
     assert not any(after[name] is before[name] for name in before.keys() & after.keys())
+
+
+# --- nodes on this machine ------------------------------------------------------------------------------------------
 
 
 def deployment_of(folder: Path) -> Deployment:

@@ -2,9 +2,10 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -163,65 +164,58 @@ async def test_a_request_that_waits_too_long_for_memory_is_refused(models: Model
 # --- who leaves -----------------------------------------------------------------------------------------------------
 
 
+@asynccontextmanager
+async def streaming(folder: Path, layers: Sequence[int]) -> AsyncIterator[tuple[Engine, list[Live]]]:
+    """STREAMS under way; in the end each is what it is alone, and nothing is held but their prefixes."""
+    async with running(folder, layers) as chain:
+        alone = await solo(chain, STREAMS)
+        async with Engine(chain) as engine:
+            live = [Live(engine, each) for each in STREAMS]
+            yield engine, live
+            found = [await each.answer() for each in live]
+            await wait_slots(chain, len(STREAMS))
+        await wait_freed(chain)
+    assert [each.tokens for each in found] == [each.tokens for each in alone]
+
+
 @pytest.mark.parametrize("layers", [(4,), (1, 2, 1)], ids=str)
 async def test_cancelling_while_decoding_frees_the_slot_on_every_stage_and_changes_no_tokens(
     models: Models, frames: list[Frame], layers: tuple[int, ...]
 ) -> None:
-    async with running(models("qwen3").folder, layers) as chain:
-        alone = await solo(chain, STREAMS)
-        async with Engine(chain) as engine:
-            leaving = Live(engine, request(tokens_of(7, 9), FOREVER))
-            live = [Live(engine, each) for each in STREAMS]
-            await leaving.wait_pieces(3)
-            await live[-1].wait_pieces(3)
-            sent = len(frames)
-            leaving.task.cancel()
-            found = [await each.answer() for each in live]
-            assert [0] in [list(frame.closed) for frame in frames[sent : sent + 1 + len(layers)]]
-            await wait_slots(chain, len(STREAMS))  # kept for their prefixes
-        await wait_freed(chain)
-    assert [each.tokens for each in found] == [each.tokens for each in alone]
+    async with streaming(models("qwen3").folder, layers) as (engine, live):
+        leaving = Live(engine, request(tokens_of(7, 9), FOREVER))
+        for each in (leaving, live[-1]):
+            await each.wait_pieces(3)
+        sent = len(frames)
+        leaving.task.cancel()
+    assert [3] in [list(frame.closed) for frame in frames[sent : sent + 1 + len(layers)]]
 
 
 async def test_cancelling_while_the_prompt_is_fed_frees_its_slot_and_changes_no_tokens(
     models: Models, frames: Frames
 ) -> None:
-    async with running(models("gemma3_text").folder, (1, 2, 1)) as chain:
-        alone = await solo(chain, STREAMS)
-        async with Engine(chain) as engine:
-            live = [Live(engine, each) for each in STREAMS]
-            await live[0].wait_pieces(2)
-            frames.clear()
-            leaving = Live(engine, request(tokens_of(400, 9), 5))
-            await frames.wait_window(lambda window: len(window.tokens) == CHUNK, count=5)
-            leaving.task.cancel()
-            found = [await each.answer() for each in live]
-            assert leaving.num_pieces == 0
-            await wait_slots(chain, len(STREAMS))
-        await wait_freed(chain)
+    async with streaming(models("gemma3_text").folder, (1, 2, 1)) as (engine, live):
+        await live[0].wait_pieces(2)
+        frames.clear()
+        leaving = Live(engine, request(tokens_of(400, 9), 5))
+        await frames.wait_window(lambda window: len(window.tokens) == CHUNK, count=5)
+        leaving.task.cancel()
+    assert leaving.num_pieces == 0
     assert sum(len(w.tokens) for frame in frames for w in frame.windows if w.slot == 3) < 400
-    assert [each.tokens for each in found] == [each.tokens for each in alone]
 
 
 async def test_many_cancels_at_once_free_all_their_slots_and_leave_the_others(models: Models) -> None:
     """While waiting, while prompts are fed and while decoding."""
-    async with running(models("qwen3", **MASKED).folder, (1, 2, 1)) as chain:
-        alone = await solo(chain, STREAMS)
-        async with Engine(chain) as engine:
-            decodes = [Decode(), Decode("diffusion", 8), Decode("ngram")]
-            leaving = [Live(engine, request(tokens_of(1 + 3 * i, i), FOREVER, decodes[i % 3])) for i in range(12)]
-            live = [Live(engine, each) for each in STREAMS]
-            await live[0].wait_pieces(2)
-            leaving += [Live(engine, request(tokens_of(300, i), 5)) for i in range(4)]
-            await live[0].wait_pieces(4)
-            for each in leaving:
-                each.task.cancel()
-            outcomes = await asyncio.gather(*(each.task for each in leaving), return_exceptions=True)
-            assert {type(outcome) for outcome in outcomes} == {asyncio.CancelledError}
-            found = [await each.answer() for each in live]
-            await wait_slots(chain, len(STREAMS))
-        await wait_freed(chain)
-    assert [each.tokens for each in found] == [each.tokens for each in alone]
+    decodes = [Decode(), Decode("diffusion", 8), Decode("ngram")]
+    async with streaming(models("qwen3", **MASKED).folder, (1, 2, 1)) as (engine, live):
+        leaving = [Live(engine, request(tokens_of(1 + 3 * i, i), FOREVER, decodes[i % 3])) for i in range(12)]
+        await live[0].wait_pieces(2)
+        leaving += [Live(engine, request(tokens_of(300, i), 5)) for i in range(4)]
+        await live[0].wait_pieces(4)
+        for each in leaving:
+            each.task.cancel()
+        outcomes = await asyncio.gather(*(each.task for each in leaving), return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} == {asyncio.CancelledError}
 
 
 async def test_a_slot_that_was_freed_serves_the_next_request_rightly(models: Models, frames: Frames) -> None:
@@ -246,16 +240,10 @@ async def test_an_exception_in_one_requests_emit_fails_that_request_alone(models
         if text.startswith(","):
             raise KeyError("the client is gone")
 
-    async with running(models("qwen3").folder, (1, 3)) as chain:
-        alone = await solo(chain, STREAMS)
-        async with Engine(chain) as engine:
-            failing = Live(engine, request(tokens_of(4, 8), FOREVER), emit=fail)
-            live = [Live(engine, each) for each in STREAMS]
-            with pytest.raises(KeyError, match="the client is gone"):
-                await failing.answer()
-            found = [await each.answer() for each in live]
-            await wait_slots(chain, len(STREAMS))
-    assert [each.tokens for each in found] == [each.tokens for each in alone]
+    async with streaming(models("qwen3").folder, (1, 3)) as (engine, _):
+        failing = Live(engine, request(tokens_of(4, 8), FOREVER), emit=fail)
+        with pytest.raises(KeyError, match="the client is gone"):
+            await failing.answer()
     assert failing.num_pieces == 2
 
 

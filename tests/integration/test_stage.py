@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import pytest
 
-from protos.brigade_pb2 import DTYPE_FLOAT32, Credit, Frame, Opening, Result, Timing
+from protos.brigade_pb2 import Credit, Frame, Opening, Result, Timing
 from protos.brigade_pb2_grpc import HopServicer
 from tests.integration.conftest import NETWORK, Models, load, load_request, serving
 from tests.integration.upstream import feeding, frame, parts_of, tensor
@@ -39,11 +39,11 @@ class Begun:
 
 
 class FakeEngine:
-    """Notes what it begins, and finishes once it is let go: by results, or what `outputs` says, errors or shapes."""
+    """Notes what it begins, and finishes it once it is let go: by a result, or the error of `failures`."""
 
     cache_bytes = weight_bytes = 0
 
-    def __init__(self, *, runs_ahead: bool = False, **outputs: Any) -> None:
+    def __init__(self, *, runs_ahead: bool = False, **failures: Exception) -> None:
         self.runs_ahead = runs_ahead
         self.num_slots = 0
         self.begun: list[int] = []
@@ -53,7 +53,7 @@ class FakeEngine:
         self.is_closed = False
         self.steps = weakref.WeakSet[Begun]()  # that are still in memory
         self.began, self.release = threading.Event(), threading.Event()
-        self._outputs = {int(step.removeprefix("step")): output for step, output in outputs.items()}
+        self._failures = failures
 
     def check(self, header: Frame) -> None:
         pass
@@ -81,16 +81,13 @@ class FakeEngine:
         self.steps.add(step)
         return step
 
-    def finish(self, step: Begun) -> tuple[Any, mx.array | None]:
+    def finish(self, step: Begun) -> tuple[Result, None]:
         assert self.release.wait(60)
         header = step.frame
         self._finished = [header.step]
         self.num_slots += len(header.opened) - len(header.closed)
-        output = self._outputs.get(header.step)
-        if isinstance(output, Exception):
-            raise output
-        if output is not None:
-            return Frame(step=header.step, timings=[Timing()]), mx.ones(output)
+        if failure := self._failures.get(f"step{header.step}"):
+            raise failure
         return Result(step=header.step, timings=[Timing()]), None
 
 
@@ -297,30 +294,6 @@ async def test_a_shard_that_does_not_fit_names_its_node_and_its_size(
 # --- hops -----------------------------------------------------------------------------------------------------------
 
 
-class Outside:
-    """Takes what a stage sends on, or refuses the hop."""
-
-    def __init__(self, refusal: Exception | None = None) -> None:
-        self.sent: list[bytes] = []
-        self.done = threading.Event()
-        self.is_closed = False
-        self._refusal = refusal
-
-    async def send(self, parts: Sequence[bytes]) -> None:
-        self.sent.extend(parts)
-        self.done.set()
-
-    async def wait_open(self) -> None:
-        if self._refusal:
-            raise self._refusal
-
-    async def wait_lost(self) -> None:
-        await asyncio.Event().wait()
-
-    async def close(self) -> None:
-        self.is_closed = True
-
-
 class Receiver(HopServicer):
     """A server that has nothing but a stage."""
 
@@ -368,8 +341,20 @@ def large(step: int, size: int = 1_000_000) -> list[bytes]:
     return parts_of(Frame(epoch=1, step=step, hidden=tensor([1, size // 4, 1])), bytes([step]) * size)
 
 
+class Refusing(Outlet):
+    """A next stage that refuses the hop."""
+
+    is_closed = False
+
+    async def wait_open(self) -> None:
+        raise FrameError("no hop")
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
 async def test_a_stage_whose_next_one_refuses_the_hop_does_not_start() -> None:
-    outlet = Outside(FrameError("no hop"))
+    outlet = Refusing()
     with pytest.raises(FrameError, match=r"^no hop$"):
         async with started(outlet):
             pytest.fail("it has started")
@@ -437,20 +422,13 @@ async def test_a_hop_that_breaks_the_protocol_is_refused(sent: list[bytes], mess
             await running.end_of_hop(of(sent))
 
 
-async def test_a_frame_of_this_process_that_is_refused_fails_the_stage() -> None:
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [(TOO_MANY, ONE_MORE), ([Frame(epoch=2)], r"^expected frames of epoch 1, got epoch 2 \(step 0\)$")],
+    ids=["too many", "of another epoch"],
+)
+async def test_a_frame_of_this_process_that_is_refused_fails_the_stage(refused: list[Frame], message: str) -> None:
     async with started() as running:
-        running.submit(*TOO_MANY)
-        with pytest.raises(FrameError, match=ONE_MORE):
+        running.submit(*refused)
+        with pytest.raises(FrameError, match=message):
             await running.next_result()
-
-
-async def test_a_stage_counts_what_it_sends() -> None:
-    outlet = Outside()
-    async with started(outlet, step0=(1, 100, 1000)) as running:
-        running.submit(Frame(epoch=1))
-        assert await asyncio.to_thread(outlet.done.wait, 60)
-        assert running.stage.status().sent_bytes == sum(map(len, outlet.sent)) > 400_000
-        running.stage.stop()
-        await running.thread.run(lambda: None)
-    assert Frame(hidden=tensor([1, 100, 1000], DTYPE_FLOAT32)).SerializeToString() in outlet.sent[0]
-    assert outlet.is_closed

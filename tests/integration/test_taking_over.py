@@ -46,11 +46,13 @@ def attaching(folder: Path, epoch: int = 1, coordinator: Coordinator = ME) -> At
 
 
 @asynccontextmanager
-async def attached(node: RunningNode, folder: Path, epoch: int = 1) -> AsyncIterator[Peer]:
+async def attached(
+    node: RunningNode, folder: Path, epoch: int = 1, coordinator: Coordinator = ME
+) -> AsyncIterator[Peer]:
     """A node that holds layers [2, 4) and belongs to a chain of this process that is no longer used."""
     await load(node, load_request(folder, 2, 4))
     async with peer_of(node) as peer:
-        await peer.attach(attaching(folder, epoch))
+        await peer.attach(attaching(folder, epoch, coordinator))
         yield peer
 
 
@@ -90,12 +92,9 @@ async def test_it_may_do_so_in_the_same_epoch_or_a_later_one_and_not_in_an_earli
         with pytest.raises(StageLost, match="attached again"):
             await late
         await attach(node, attaching(folder, 6))
-    async with serving(1) as [node]:
-        await load(node, load_request(folder, 2, 4))
-        async with peer_of(node) as peer:
-            await peer.attach(attach_request(folder))
-            with pytest.raises(NodeBusy):  # two coordinators that say no name are not the same
-                await attach(node, attach_request(folder))
+    async with serving(1) as [node], attached(node, folder, coordinator=Coordinator()):
+        with pytest.raises(NodeBusy):  # two coordinators that say no name are not the same
+            await attach(node, attaching(folder, coordinator=Coordinator()))
 
 
 async def test_it_may_do_so_while_the_node_still_tries_to_reach_the_next_stage(models: Models) -> None:
