@@ -251,15 +251,6 @@ def test_a_second_start_asks_for_no_file_again_and_for_nothing_of_a_commit_that_
     assert hub.ranges() == [THIRD], "headers of files that are here are not fetched"
 
 
-def test_headers_that_cannot_be_kept_are_fetched_each_time(hub: Hub, asking: Ask, tmp_path: Path) -> None:
-    (tmp_path / "brigade").touch()  # a file in the folder's place: neither read nor written
-    with asking(hub.endpoint, tmp_path):
-        for _ in range(2):
-            hub.asked.clear()
-            assert hub_module.open_repository("brigade/tiny").tensors
-            assert hub.ranges()
-
-
 def test_without_an_index_the_repository_s_listing_names_the_files(hub: Hub, asking: Ask, tmp_path: Path) -> None:
     for offline, name in ((False, "brigade/unindexed"), (True, "brigade/unindexed@main")):
         with asking(hub.endpoint, tmp_path, offline=offline):

@@ -26,7 +26,7 @@ WIDE: dict[str, Any] = {"config": {"mask_token_id": 90, "head_dim": 32}, "sharpe
 PENALISED: dict[str, Any] = {
     "seed": 5, "temperature": 1.5, "repetition_penalty": 1.4, "presence_penalty": 0.4, "frequency_penalty": 0.3,
 }  # fmt: skip
-MIXED = [  # prompts from one row to five chunks
+MIXED = [  # prompts from one row to six chunks, several of several chunks
     request(tokens_of(1, 1), 9),
     request(tokens_of(5, 2), 6, seed=3, temperature=1.0),
     request(tokens_of(CHUNK + 3, 3), 8, **PENALISED),
@@ -34,6 +34,7 @@ MIXED = [  # prompts from one row to five chunks
     request(tokens_of(2, 5), 10, seed=4, temperature=1.5, top_p=0.8, top_k=20, min_p=0.01),
     request(tokens_of(2 * CHUNK, 6), 4, repetition_penalty=1.5),
     request(tokens_of(3, 7), 1),
+    *(request(tokens_of(5 * CHUNK + 3 * i, 8 + i), 6) for i in range(2)),
 ]
 
 
@@ -219,16 +220,6 @@ async def test_an_answer_takes_its_own_windows_and_no_row_that_was_not_asked_for
         alone = await solo(chain, MIXED)
     assert [len(each.passages) for each in found] == [len(each.passages) for each in alone]
     assert [each.usage.num_steps for each in found] == [len(each.tokens) for each in found]
-
-
-@ahead
-async def test_several_prompts_of_several_chunks_at_once_are_each_what_they_are_alone(
-    models: Models, runs_ahead: bool, family: str, layers: tuple[int, ...]
-) -> None:
-    requests = [request(tokens_of(5 * CHUNK + 3 * i, i), 6) for i in range(5)]
-    folder = models("gemma3_text").folder
-    async with running(folder, layers) as chain:
-        await assert_as_alone(chain, folder, requests)
 
 
 async def test_a_step_that_fails_ahead_of_another_fails_the_runner_not_the_process(

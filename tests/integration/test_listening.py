@@ -28,7 +28,7 @@ from worker.node.certificates import Role
 from worker.node.hop import Link
 from worker.node.log import worker_log
 from worker.node.network import Network, hop_address
-from worker.node.serve import Listening, listening, wait_last_calls
+from worker.node.serve import listening, wait_last_calls
 from worker.node.service import NodeService
 from worker.platform.threads import MlxThread
 
@@ -137,43 +137,6 @@ async def test_an_unexpected_error_of_a_later_try_is_logged(monkeypatch: pytest.
         async with worker("127.0.0.1:0", f"127.0.0.1:{taken.getsockname()[1]}", network=network) as (_, out):
             monkeypatch.setattr(network, "listen", lambda server, bind: 1 // 0)
             await until(lambda: "internal error: ZeroDivisionError" in out.getvalue())
-
-
-@pytest.mark.parametrize(
-    ("how", "num_stopped"), [("refused", 1), ("hops refused", 2), ("hops cancelled", 2), ("cancelled", 1)]
-)
-async def test_servers_that_do_not_serve_are_stopped(
-    monkeypatch: pytest.MonkeyPatch, how: str, num_stopped: int
-) -> None:
-    network, address, stopped = Network(), f"127.0.0.1:{free_port()}", list[float | None]()
-    make, made = network.server, list[Any]()
-
-    def making() -> Any:
-        server = make()
-        made.append(server)
-        stop, start = server.stop, server.start
-
-        async def stopping(grace: float | None) -> None:
-            stopped.append(grace)
-            await stop(grace)
-
-        async def starting() -> None:
-            await start()
-            if how == ("cancelled" if server is made[0] else "hops cancelled"):
-                raise asyncio.CancelledError
-
-        monkeypatch.setattr(server, "stop", stopping)
-        monkeypatch.setattr(server, "start", starting)
-        return server
-
-    monkeypatch.setattr(network, "server", making)
-    with closing(MlxThread()) as thread, socket.create_server(split_address(hop_address(address))) as taken:
-        found = Listening(NodeService("mini", thread, network), network)
-        if how != "hops refused":
-            taken.close()
-        with pytest.raises(ConfigError if "refused" in how else asyncio.CancelledError):
-            await found.add("0.0.0.0:0" if how == "refused" else address)
-    assert stopped == [None] * num_stopped and not found.addresses
 
 
 async def test_a_renewed_certificate_is_shown_at_every_address(tmp_path: Path) -> None:

@@ -467,16 +467,22 @@ def warm_up_rows(frames: Frames, epoch: int) -> list[int]:
     return [len(window.tokens) for frame in own[:end] for window in frame.windows]
 
 
-async def test_while_a_request_waits_the_new_chain_knows_what_the_lost_one_knew(folder: Path, frames: Frames) -> None:
+@pytest.mark.parametrize(("is_awaited", "rows"), [(True, [1]), (False, [64, 64, 1, 1])])
+async def test_while_a_request_waits_the_new_chain_knows_what_the_lost_one_knew_and_else_measures_anew(
+    folder: Path, frames: Frames, is_awaited: bool, rows: list[int]
+) -> None:
     async with supervised(folder, COMES_BACK) as rig, rig.engine() as engine:
         costs = rig.cluster.chain.costs
-        live = Live(engine, LONG)
-        await live.wait_pieces(3)
+        live = [Live(engine, LONG)] if is_awaited else []
+        for each in live:
+            await each.wait_pieces(3)
         await lose(rig, 1, comes_back=True)
-        await live.answer()
-        assert rig.cluster.chain.costs is costs
+        for each in live:
+            await each.answer()
+        await until(lambda: rig.cluster.num_recoveries)
+        assert (rig.cluster.chain.costs is costs) == is_awaited
     assert warm_up_rows(frames, 1) == [64, 64, 1, 1]
-    assert warm_up_rows(frames, 2) == [1]
+    assert warm_up_rows(frames, 2) == rows
 
 
 async def test_a_chain_without_the_lost_node_waits_for_no_rejoin_and_measures_anew(
@@ -499,13 +505,6 @@ async def test_a_chain_without_the_lost_node_waits_for_no_rejoin_and_measures_an
         await live.answer()
         assert rig.cluster.chain.costs is not costs
     assert {*map(frozenset, asked)} == {frozenset({"node-1"})}  # again if loading takes long
-    assert warm_up_rows(frames, 2) == [64, 64, 1, 1]
-
-
-async def test_a_chain_that_no_request_waits_for_measures_anew(folder: Path, frames: Frames) -> None:
-    async with supervised(folder, COMES_BACK) as rig, rig.engine():
-        await lose(rig, 1, comes_back=True)
-        await until(lambda: rig.cluster.num_recoveries)
     assert warm_up_rows(frames, 2) == [64, 64, 1, 1]
 
 
