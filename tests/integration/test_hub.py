@@ -332,17 +332,11 @@ def test_copies_from_hubs_and_folders_are_compared_in_what_both_know(folder: Pat
 # --- code of a tokenizer --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def with_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("kimi") / "model"
-    make_model(folder)
-    write_model_code(folder)
-    return write_code_tokenizer(folder)
-
-
 @pytest.fixture
-def kimi(with_code: Path) -> Iterator[Hub]:
-    with serving(Hub({"brigade/kimi": files_of(with_code)})) as hub:
+def kimi(tmp_path: Path) -> Iterator[Hub]:
+    folder = make_model(tmp_path / "kimi")
+    write_model_code(folder)
+    with serving(Hub({"brigade/kimi": files_of(write_code_tokenizer(folder))})) as hub:
         yield hub
 
 

@@ -127,7 +127,7 @@ async def test_an_address_that_is_not_allowed_is_said_once_and_not_tried_again(m
     async with worker("127.0.0.1:0", "0.0.0.0:0") as (node, out):
         assert len(node.listening.addresses) == 1
         assert out.getvalue().startswith("worker mini: will not listen on 0.0.0.0:0: what is sent there is not encr")
-        assert "tried again" not in out.getvalue()
+        assert "trying again" not in out.getvalue()
 
 
 async def test_an_unexpected_error_of_a_later_try_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 import os
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,31 +22,16 @@ from worker.node.model_sources import ModelSources
 
 folder, hub, asking = test_hub.folder, test_hub.hub, test_hub.asking  # fixtures
 
-_noting: list[str] | None = None
-
-
-def _note(event: str, arguments: tuple[Any, ...]) -> None:
-    if _noting is not None and event in ("open", "os.listdir", "os.scandir"):
-        _noting.append(os.fsdecode(arguments[0]) if not isinstance(arguments[0], int) else "")
-
-
-@pytest.fixture(scope="module")
-def hooked() -> None:
-    sys.addaudithook(_note)  # for good: Python has no way to take it back
-
-
-@pytest.fixture
-def opened_paths(hooked: None) -> Iterator[list[str]]:
-    """Every file and folder that Python opens from here on."""
-    global _noting
-    _noting = []
-    yield _noting
-    _noting = None
-
 
 async def test_no_path_that_a_coordinator_names_is_opened_and_refusals_do_not_tell_what_is_on_the_disk(
-    tmp_path: Path, opened_paths: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    opened_paths, is_over = list[str](), False
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if not is_over and event in ("open", "os.listdir", "os.scandir"):
+            opened_paths.append(os.fsdecode(arguments[0]) if not isinstance(arguments[0], int) else "")
+
     outside, root = make_model(tmp_path / "outside"), tmp_path / "root"  # the one would be loaded, were it opened
     (root / "nested" / "deep").mkdir(parents=True)
     (root / "link").symlink_to(outside)
@@ -59,6 +43,7 @@ async def test_no_path_that_a_coordinator_names_is_opened_and_refusals_do_not_te
     names += ["/etc", "/", "", ".", "..", "~", "loop", "file", "deep", f"{root}/nested/deep", "x\0", "x" * 70_000]
     names += ["é/../..@..", "/not/there", f"{root}/lonk"]
     async with serving(1, ModelSources(roots=(root, root / "not there"))) as [node]:
+        sys.addaudithook(note)  # for good: Python has no way to take it back
         for name in names:
             request.model = name
             opened_paths.clear()
@@ -68,6 +53,7 @@ async def test_no_path_that_a_coordinator_names_is_opened_and_refusals_do_not_te
             assert len(str(caught.value)) < 400 and str(caught.value).isprintable()
             if name in (str(outside), "/not/there", f"{root}/link", f"{root}/lonk"):
                 said.add(str(caught.value).replace(name, "NAME"))
+    is_over = True
     assert len(said) == 1
 
 

@@ -34,7 +34,6 @@ from worker.compute.shard import Shard
 from worker.memory.layer_cache import KVCache
 from worker.memory.slot_caches import Caches
 
-splits = pytest.mark.parametrize("layers", SPLITS, ids=lambda layers: "+".join(map(str, layers)))
 all_or_some = pytest.mark.parametrize(
     "is_all", [False, pytest.param(True, marks=pytest.mark.matrix)], ids=["some", "all"]
 )
@@ -104,7 +103,7 @@ async def test_a_token_filled_ahead_changes_what_is_guessed_before_it(models: Mo
         assert distance(moved, guesses).max() > 1e-3, "positions matter"
 
 
-@splits
+@pytest.mark.parametrize("layers", SPLITS, ids=str)
 async def test_neither_more_mask_rows_nor_a_prompt_in_the_same_window_change_what_a_row_says(
     models: Models, layers: tuple[int, ...]
 ) -> None:
