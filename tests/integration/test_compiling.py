@@ -14,7 +14,7 @@ from coordinator.sessions.request import RequestSpec
 from protos.brigade_pb2 import Grammar
 from tests.cluster.models import make_talker
 from tests.integration.conftest import load, load_request, peer_of, serving
-from tests.integration.test_score_doors import resident
+from tests.integration.test_scores import resident
 from worker.compute import grammar as grammars
 from worker.errors import FrameError, ModelError, SamplingError
 

@@ -6,7 +6,7 @@ from coordinator.api.server import Server
 from coordinator.engine.engine import collect
 from coordinator.sessions.request import RequestSpec
 from tests.cluster.models import make_talker
-from tests.integration.test_score_doors import resident
+from tests.integration.test_scores import resident
 
 
 async def test_a_look_goes_through_every_stage_and_is_no_request_of_a_client(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ LARGE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 2000}  # la
 StoreOf = Callable[[str], WeightsCache]
 Lacking = Callable[..., AbstractAsyncContextManager[list[RunningNode]]]
 
-model, folder, hub, asking = test_hub.model, test_hub.folder, test_hub.hub, test_hub.asking  # fixtures
+folder, hub, asking = test_hub.folder, test_hub.hub, test_hub.asking  # fixtures
 
 
 @pytest.fixture(autouse=True)

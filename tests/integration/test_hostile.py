@@ -34,7 +34,7 @@ from protos.brigade_pb2 import (
 )  # fmt: skip
 from protos.brigade_pb2_grpc import HopServicer, NodeServicer
 from tests.integration.certificates import Certificates
-from tests.integration.conftest import NETWORK, Models, RunningNode, opened, serving
+from tests.integration.conftest import NETWORK, Models, RunningNode, Whole, opened, serving
 from tests.integration.many import Live, request, tokens_of, until
 from tools.worker_process import free_port
 from worker.config import ClusterConfig, split_address
@@ -42,7 +42,7 @@ from worker.errors import BrigadeError, FrameError
 from worker.node import network as network_module
 from worker.node.framing import FrameAssembler, seal
 from worker.node.hop import add_hops, add_node
-from worker.node.network import ACCEPTED, PROTOCOL_VERSION, Network, hop_address
+from worker.node.network import ACCEPTED, PROTOCOL_VERSION, hop_address
 
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = bytes(3) + b"\x04" + bytes(5)
@@ -60,6 +60,18 @@ def intruding(address: str, greetings: list[bytes]) -> Iterator[None]:
         yield
 
 
+@contextlib.asynccontextmanager
+async def served(whole: Whole, keys: Path, *, is_encrypted: bool) -> AsyncIterator[tuple[RunningNode, Engine]]:
+    """A worker of a chain, and the chain's engine."""
+    network_of = Certificates(keys).of if is_encrypted else lambda name: NETWORK
+    async with (
+        serving(1, network_of=network_of) as [node],
+        opened(whole.folder, (2, 2), [node], network_of("coordinator")) as chain,
+        Engine(chain) as engine,
+    ):
+        yield node, engine
+
+
 @pytest.mark.parametrize(
     ("is_encrypted", "port_of"),
     [  # both ports listen by the same code, so each is tried with one of both kinds of links
@@ -73,16 +85,7 @@ async def test_a_stream_goes_on_while_hundreds_connect_and_say_nothing_or_nonsen
     models: Models, tmp_path: Path, is_encrypted: bool, port_of: Callable[[str], str]
 ) -> None:
     whole, numbers, process = models("qwen3"), random.Random(3), psutil.Process()
-    network_of: Callable[[str], Network] = lambda name: NETWORK  # noqa: E731
-    network = NETWORK
-    if is_encrypted:
-        certificates = Certificates(tmp_path)
-        network, network_of = certificates.coordinator(), certificates.network
-    async with (
-        serving(1, network_of=network_of) as [node],
-        opened(whole.folder, (2, 2), [node], network) as chain,
-        Engine(chain) as engine,
-    ):
+    async with served(whole, tmp_path, is_encrypted=is_encrypted) as (node, engine):
         live = Live(engine, request(tokens_of(9), 80))
         await live.wait_pieces(1)
         files, memory = process.num_fds(), process.memory_info().rss
@@ -102,7 +105,13 @@ TRICKLED = {"plaintext": HTTP2 + SETTINGS, "tls": b"\x16\x03\x01\x02\x00\x01\x00
 async def num_trickled(address: str, greeting: bytes) -> int:
     """How many bytes of a greeting get through, one each tenth of a second, before the connection is closed."""
     reader, writer = await asyncio.open_connection(*split_address(address))
-    closed = asyncio.create_task(wait_closed(reader))
+
+    async def wait_closed() -> None:
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(1024):
+                pass
+
+    closed = asyncio.create_task(wait_closed())
     with contextlib.closing(writer):
         for number, byte in enumerate(greeting):
             writer.write(bytes([byte]))
@@ -112,12 +121,6 @@ async def num_trickled(address: str, greeting: bytes) -> int:
     return len(greeting)
 
 
-async def wait_closed(reader: asyncio.StreamReader) -> None:
-    with contextlib.suppress(ConnectionError):
-        while await reader.read(1024):
-            pass
-
-
 @pytest.mark.parametrize("kind", TRICKLED)
 async def test_a_greeting_that_trickles_in_holds_up_no_stream_and_is_not_waited_for(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -125,13 +128,7 @@ async def test_a_greeting_that_trickles_in_holds_up_no_stream_and_is_not_waited_
     whole, greeting = models("qwen3"), TRICKLED[kind]
     options = dict(network_module._SERVER_OPTIONS) | {"grpc.server_handshake_timeout_ms": 700}
     monkeypatch.setattr(network_module, "_SERVER_OPTIONS", list(options.items()))
-    certificates = Certificates(tmp_path)
-    network_of = certificates.of if kind == "tls" else lambda name: NETWORK
-    async with (
-        serving(1, network_of=network_of) as [node],
-        opened(whole.folder, (2, 2), [node], network_of("coordinator")) as chain,
-        Engine(chain) as engine,
-    ):
+    async with served(whole, tmp_path, is_encrypted=kind == "tls") as (node, engine):
         ports = node.address, hop_address(node.address)
         trickling = [asyncio.create_task(num_trickled(ports[number % 2], greeting)) for number in range(20)]
         while not all(each.done() for each in trickling):
@@ -198,10 +195,9 @@ class Liar(NodeServicer, HopServicer):
             if arrival := joiner.add(part):
                 result = sound_result(arrival.header)
                 said = self.wrong(result) if self.wrong else Said([Report(result=result)])
-                for report in said.attached:
-                    self.attached.put_nowait(report)
-                for report in said.results:
-                    self.results.put_nowait(report)
+                for reports, queue in ((said.attached, self.attached), (said.results, self.results)):
+                    for report in reports:
+                        queue.put_nowait(report)
                 yield Credit(frames=1)
 
 
@@ -241,22 +237,29 @@ def changed(**fields: Any) -> Wrong:
     return wrong
 
 
-MANY = 100_000
+def saying(*reports: Report | bytes) -> Wrong:
+    return lambda result: Said([*reports])
+
+
+def saying_attached(*reports: Report | bytes) -> Wrong:
+    """Where it is attached, and no result."""
+    return lambda result: Said([], [*reports])
+
+
 GOODBYE = Report(draining=Draining())
+LONG = b"\x0a" + b"\xff" * (17 << 20)
 NONSENSE: dict[str, Wrong] = {
     "another slot": changed(samples=[Sample(slot=7, token=5)]),
     "a step never asked": changed(step=2**63),
-    "a flood of samples": changed(samples=[Sample(token=5)] * MANY),
+    "a flood of samples": changed(samples=[Sample(token=5)] * 100_000),
     "a flood of results": lambda result: Said([Report(result=result)] * 3000),
-    "a flood of goodbyes": lambda result: Said(
-        [Report(result=Result(step=2**63))], [Report(draining=Draining())] * 3000
-    ),
-    "goodbyes as results": lambda result: Said([GOODBYE] * 3000),
-    "nothing at all": lambda result: Said([Report()]),
-    "no message": lambda result: Said([b"\xff" * 99]),
-    "no message where it is attached": lambda result: Said([], [b"\xff" * 99]),
-    "a message that is too long": lambda result: Said([b"\x0a" + b"\xff" * (17 << 20)]),
-    "a message that is too long where it is attached": lambda result: Said([], [b"\x0a" + b"\xff" * (17 << 20)]),
+    "a flood of goodbyes": lambda result: Said([Report(result=Result(step=2**63))], [GOODBYE] * 3000),
+    "goodbyes as results": saying(*[GOODBYE] * 3000),
+    "nothing at all": saying(Report()),
+    "no message": saying(b"\xff" * 99),
+    "no message where it is attached": saying_attached(b"\xff" * 99),
+    "a message that is too long": saying(LONG),
+    "a message that is too long where it is attached": saying_attached(LONG),
 }
 
 
@@ -295,11 +298,8 @@ async def test_unread_results_do_not_pile_up(models: Models, report: Report) -> 
 
 @pytest.mark.parametrize("until_s", [-(2**63), -1, 2**62, 253402300800])
 def test_a_date_that_there_is_not_is_no_reason_to_warn_or_to_fail(until_s: int) -> None:
-    assert not [
-        line
-        for line in differences("liar", ClusterConfig(), HelloReply(certificate_expires=until_s))
-        if "expires" in line
-    ]
+    lines = differences("liar", ClusterConfig(), HelloReply(certificate_expires=until_s))
+    assert not any("expires" in line for line in lines)
 
 
 async def test_an_empty_greeting_is_no_workers(models: Models) -> None:

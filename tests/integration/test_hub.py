@@ -1,13 +1,11 @@
-"""The hub, served by a real HTTP server on this machine and asked by huggingface_hub: in two processes, and in this."""
+"""The hub, served by a real HTTP server on this machine and asked by huggingface_hub."""
 
 import asyncio
 import hashlib
 import json
-import os
 import re
+import shutil
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -17,43 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from huggingface_hub import close_session, constants
-from mlx.utils import tree_flatten
-from mlx_lm.models import qwen3
 
+from coordinator.engine.tokenizer import Tokenizer
+from tests.code_tokenizer import CODE, IMPORTED, code_kept_in, write_code_tokenizer, write_model_code
+from tests.tiny import make_model
 from worker.errors import ModelError
 from worker.model import hub as hub_module
-from worker.model.checkpoint import open_folder
+from worker.model.checkpoint import Checkpoint
+from worker.model.contents import check_contents, contents_of
 from worker.model.repository import is_repository
 from worker.node.loading import load_shard, open_checkpoint
 from worker.platform.threads import MlxThread
 
-CONFIG = {
-    "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 128, "vocab_size": 96,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-    "max_position_embeddings": 256, "tie_word_embeddings": False,
-}  # fmt: skip
-FIRST, SECOND, THIRD = (f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))
+FIRST, SECOND, THIRD = (f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))  # SECOND ends in layer 2 of 4
 COMMIT = "c0ffee" + 34 * "0"
-
-# Shard [0, 2) ends in the middle of SECOND, so it needs two of the three files.
-PLACES = [("embed_tokens", FIRST), ("layers.0.", FIRST), ("layers.1.self_attn", FIRST)]
-PLACES += [("layers.1.", SECOND), ("layers.2.", SECOND), ("", THIRD)]
-
-LOAD = """
-import sys
-from worker.platform.installation import skip_init
-skip_init("mlx_lm")
-from tests.integration.test_hub import print_report
-from worker.errors import ModelError
-
-try:
-    print_report(sys.argv[1])
-except ModelError as error:
-    sys.exit(f"ModelError: {error}")
-"""
 
 
 @dataclass
@@ -141,29 +118,21 @@ def serving(hub: Hub) -> Iterator[Hub]:
 
 
 @pytest.fixture(scope="module")
-def model() -> qwen3.Model:
-    mx.random.seed(7)
-    return qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG))
-
-
-@pytest.fixture(scope="module")
-def folder(model: qwen3.Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tensors = dict(tree_flatten(model.parameters()))
-    places = {name: next(file for part, file in PLACES if part in name) for name in tensors}
-    for file in {FIRST, SECOND, THIRD}:
-        mx.save_safetensors(str(folder / file), {name: tensors[name] for name in tensors if places[name] == file})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_model(tmp_path_factory.mktemp("model") / "model", num_files=3)
     (folder / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}')
     (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     (folder / "README.md").write_text("not needed to run the model")
     return folder
 
 
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 @pytest.fixture
 def hub(folder: Path) -> Iterator[Hub]:
-    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    files = files_of(folder)
     small = {name: data for name, data in files.items() if name != "model.safetensors.index.json"}
     repositories = {
         "brigade/tiny": files,
@@ -203,19 +172,10 @@ def asking(monkeypatch: pytest.MonkeyPatch) -> Ask:
     return asking
 
 
-def start(script: str, argument: str, endpoint: str, home: Path, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Run the script in a process of its own, which asks the hub as its environment says."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    environment = inherited | {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, **settings}
-    command = [sys.executable, "-W", "error", "-c", script, argument]
-    root = Path(__file__).parents[2]
-    return subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=100, check=False)
-
-
 def report(model: str) -> dict[str, Any]:
     """What loading layers [0, 2) of it brings, from first to last."""
     checkpoint = open_checkpoint(model)
-    before = sorted(path.name for path in checkpoint.folder.iterdir())
+    before = {path.name for path in checkpoint.folder.iterdir()}
     progress: list[tuple[str, int, int]] = []
 
     async def load() -> dict[str, str]:
@@ -227,14 +187,11 @@ def report(model: str) -> dict[str, Any]:
             thread.close()
 
     digests = asyncio.run(load())
+    after = {path.name for path in checkpoint.folder.iterdir()}
     return {
-        "name": checkpoint.name, "folder": str(checkpoint.folder), "before": before, "progress": progress,
-        "digests": digests, "fingerprint": checkpoint.fingerprint.SerializeToString(deterministic=True).hex(),
+        "name": checkpoint.name, "before": before, "after": after, "progress": progress,
+        "digests": digests, "fingerprint": checkpoint.fingerprint,
     }  # fmt: skip
-
-
-def print_report(model: str) -> None:
-    print(json.dumps(report(model)))
 
 
 def refusal(model: str) -> str:
@@ -243,13 +200,6 @@ def refusal(model: str) -> str:
         hub_module.open_repository(model)
     assert len(str(caught.value).strip().splitlines()) <= 2
     return str(caught.value)
-
-
-def of_shard(model: qwen3.Model) -> dict[str, str]:
-    """Digests of what layers [0, 2) hold, taken from the whole model in memory."""
-    parts = ("model.embed_tokens.", "model.layers.0.", "model.layers.1.")
-    tensors = {name: array for name, array in tree_flatten(model.parameters()) if name.startswith(parts)}
-    return {name: hashlib.blake2b(np.array(a).tobytes(), digest_size=16).hexdigest() for name, a in tensors.items()}
 
 
 def _etag(data: bytes) -> str:
@@ -262,45 +212,25 @@ def test_a_repository_is_told_by_its_name() -> None:
     assert [name for name in names if is_repository(name)] == names[:2]
 
 
-@dataclass
-class Start:
-    """A first start with an empty cache: the hub that it asked (down by now), its report, and the cache it left."""
-
-    hub: Hub
-    report: dict[str, Any]
-    home: Path
-
-
-@pytest.fixture(scope="module")
-def first(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
-    home = tmp_path_factory.mktemp("home")
-    with serving(Hub({"brigade/tiny": {path.name: path.read_bytes() for path in folder.iterdir()}})) as hub:
-        process = start(LOAD, "brigade/tiny", hub.endpoint, home)
-    assert process.returncode == 0, process.stderr
-    return Start(hub, json.loads(process.stdout), home)
-
-
-def test_a_shard_downloads_only_the_files_that_hold_its_tensors(first: Start, folder: Path, model: qwen3.Model) -> None:
-    assert first.report["digests"] == of_shard(model)
-    assert first.report["name"] == f"brigade/tiny@{COMMIT}"
-    assert first.hub.ranges() == [FIRST, SECOND, THIRD], "each header is asked for once"
-    assert first.hub.downloads() & {FIRST, SECOND, THIRD} == {FIRST, SECOND}
-    assert not {FIRST, SECOND, THIRD} & set(first.report["before"]), "opening must not download weight files"
-    here = {path.name for path in Path(first.report["folder"]).iterdir()}
-    assert here == {path.name for path in folder.iterdir()} - {THIRD, "README.md"}
-    expected = open_folder(folder).fingerprint.SerializeToString(deterministic=True).hex()
-    assert first.report["fingerprint"] == expected
+def test_a_shard_downloads_only_the_files_that_hold_its_tensors_and_loads_again_without_a_hub(
+    folder: Path, asking: Ask, tmp_path: Path
+) -> None:
+    with serving(Hub({"brigade/tiny": files_of(folder)})) as hub, asking(hub.endpoint, tmp_path):
+        first = report("brigade/tiny")
+    local = report(str(folder))
+    assert (first["digests"], first["fingerprint"]) == (local["digests"], local["fingerprint"])
+    assert first["name"] == f"brigade/tiny@{COMMIT}"
+    assert hub.ranges() == [FIRST, SECOND, THIRD], "each header is asked for once"
+    assert hub.downloads() & {FIRST, SECOND, THIRD} == {FIRST, SECOND}
+    assert not {FIRST, SECOND, THIRD} & first["before"], "opening must not download weight files"
+    assert first["after"] == {path.name for path in folder.iterdir()} - {THIRD, "README.md"}
     for phase in ("download", "load"):  # a bar moves and ends at its total
-        steps = [(done, total) for name, done, total in first.report["progress"] if name == phase]
+        steps = [(done, total) for name, done, total in first["progress"] if name == phase]
         assert len(steps) > 1 and steps == sorted(steps) and steps[-1][0] == steps[-1][1]
-
-
-@pytest.mark.parametrize("offline", [True, False], ids=["offline", "unreachable"])
-def test_a_second_start_loads_the_same_shard_without_a_hub(first: Start, asking: Ask, offline: bool) -> None:
-    with asking(first.hub.endpoint, first.home, offline=offline):
-        second = report("brigade/tiny")
-    for same in ("name", "digests", "fingerprint"):
-        assert second[same] == first.report[same]
+    for offline in (True, False):
+        with asking(hub.endpoint, tmp_path, offline=offline):
+            second = report("brigade/tiny")
+        assert [second[same] == first[same] for same in ("name", "digests", "fingerprint")] == [True] * 3
 
 
 def test_a_second_start_asks_for_no_file_again_and_for_nothing_of_a_commit_that_is_in_the_cache(
@@ -321,21 +251,11 @@ def test_a_second_start_asks_for_no_file_again_and_for_nothing_of_a_commit_that_
     assert hub.ranges() == [THIRD], "headers of files that are here are not fetched"
 
 
-def test_headers_that_cannot_be_kept_are_fetched_each_time(hub: Hub, asking: Ask, tmp_path: Path) -> None:
-    (tmp_path / "brigade").touch()  # a file in the folder's place: neither read nor written
-    with asking(hub.endpoint, tmp_path):
-        for _ in range(2):
-            hub.asked.clear()
-            assert hub_module.open_repository("brigade/tiny").tensors
-            assert hub.ranges()
-
-
 def test_without_an_index_the_repository_s_listing_names_the_files(hub: Hub, asking: Ask, tmp_path: Path) -> None:
-    with asking(hub.endpoint, tmp_path):
-        assert hub_module.open_repository("brigade/unindexed").name == f"brigade/unindexed@{COMMIT}"
+    for offline, name in ((False, "brigade/unindexed"), (True, "brigade/unindexed@main")):
+        with asking(hub.endpoint, tmp_path, offline=offline):
+            assert hub_module.open_repository(name).name == f"brigade/unindexed@{COMMIT}"
     assert hub.ranges() == [FIRST, SECOND, THIRD]
-    with asking(hub.endpoint, tmp_path, offline=True):
-        assert hub_module.open_repository("brigade/unindexed@main").name == f"brigade/unindexed@{COMMIT}"
 
 
 @pytest.mark.parametrize(
@@ -356,36 +276,87 @@ def test_a_repository_that_cannot_serve_is_refused_with_advice(
         assert expected in refusal(name)
 
 
-def test_offline_without_a_cache_is_refused_at_once(hub: Hub, asking: Ask, tmp_path: Path) -> None:
+def test_offline_what_is_not_in_the_cache_is_refused_at_once(hub: Hub, asking: Ask, tmp_path: Path) -> None:
     with asking(hub.endpoint, tmp_path, offline=True):
-        message = refusal("brigade/tiny")
-    assert "HF_HUB_OFFLINE is set" in message
-    assert "get it online once" in message
+        assert re.search("HF_HUB_OFFLINE is set.*get it online once", refusal("brigade/tiny"))
     assert hub.asked == []
+    with asking(hub.endpoint, tmp_path):
+        hub_module.open_repository("brigade/tiny")
+    with asking(hub.endpoint, tmp_path, offline=True), pytest.raises(ModelError, match=r"^cannot get .*HF_HUB_OFFLINE"):
+        report("brigade/tiny")
 
 
 @pytest.mark.timeout(10)  # huggingface_hub's retries would take 23 s
-def test_a_hub_that_is_down_is_refused_without_retries(asking: Ask, tmp_path: Path) -> None:
-    with serving(Hub({})) as hub:
-        pass
-    with asking(hub.endpoint, tmp_path):
-        assert f"{hub.endpoint} does not answer" in refusal("brigade/tiny")
-
-
-@pytest.mark.timeout(10)
-def test_a_hub_that_never_answers_is_given_up(asking: Ask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_silent", [False, True], ids=["down", "silent"])
+def test_a_hub_that_does_not_answer_is_given_up_without_retries(
+    asking: Ask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_silent: bool
+) -> None:
     monkeypatch.setattr(hub_module, "_TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        if not is_silent:
+            silent.close()
         with asking(endpoint, tmp_path):
             assert f"{endpoint} does not answer" in refusal("brigade/tiny")
 
 
-def test_a_weight_file_that_is_neither_here_nor_reachable_is_refused_with_advice(
-    hub: Hub, asking: Ask, tmp_path: Path
+def test_copies_from_hubs_and_folders_are_compared_in_what_both_know(folder: Path, asking: Ask, tmp_path: Path) -> None:
+    """Of files that are not here the hub's hashes count, else bytes."""
+    tuned = Path(shutil.copytree(folder, tmp_path / "tuned"))
+    weights = {name: tensor * 1.01 for name, tensor in mx.load(str(tuned / SECOND)).items()}
+    mx.save_safetensors(str(tuned / SECOND), weights)
+
+    def said(ours: Checkpoint, theirs: Checkpoint) -> str | None:
+        try:
+            check_contents(ours, contents_of(theirs))
+        except ModelError as error:
+            return str(error)
+        return None
+
+    names = ["brigade/tiny", "brigade/tuned", str(folder), str(tuned)]
+    repositories = {"brigade/tiny": files_of(folder), "brigade/tuned": files_of(tuned)}
+    with serving(Hub(repositories)) as hub, asking(hub.endpoint, tmp_path):
+        copies = [open_checkpoint(name) for name in names]
+        hashes = contents_of(copies[0]).hub_hashes
+        before = [[said(ours, theirs) for theirs in copies] for ours in copies]
+        for checkpoint in copies:
+            checkpoint.fetch(checkpoint.tensors, lambda nbytes: None)
+        after = [[said(ours, theirs) for theirs in copies] for ours in copies]
+    assert hashes == {file: _etag((folder / file).read_bytes()) for file in (FIRST, SECOND, THIRD)}
+    differ = f"its weights in {SECOND} differ from the coordinator's; copy the same model to both nodes"
+    assert after == [[None, differ, None, differ], [differ, None, differ, None]] * 2
+    unread = [[None, differ, None, None], [differ, None, None, None]]  # of a folder no hub's hash is known
+    assert before == [*unread, [None, None, None, differ], [None, None, differ, None]]
+
+
+# --- code of a tokenizer --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kimi(tmp_path: Path) -> Iterator[Hub]:
+    folder = make_model(tmp_path / "kimi")
+    write_model_code(folder)
+    with serving(Hub({"brigade/kimi": files_of(write_code_tokenizer(folder))})) as hub:
+        yield hub
+
+
+def test_code_is_not_even_fetched_before_it_is_trusted(kimi: Hub, asking: Ask, tmp_path: Path) -> None:
+    with asking(kimi.endpoint, tmp_path):
+        checkpoint = hub_module.open_repository("brigade/kimi")
+        with pytest.raises(
+            ModelError, match=f"{kimi.endpoint}/brigade/kimi/blob/{COMMIT}/{CODE}\n.*--trust-remote-code"
+        ):
+            Tokenizer(checkpoint)
+    assert "tiktoken.model" in kimi.downloads()
+    assert not [file for file in kimi.downloads() if file.endswith(".py")]
+
+
+def test_of_code_that_is_trusted_what_the_tokenizer_needs_is_fetched_and_no_more(
+    kimi: Hub, asking: Ask, tmp_path: Path
 ) -> None:
-    with asking(hub.endpoint, tmp_path):
-        hub_module.open_repository("brigade/tiny")
-    process = start(LOAD, "brigade/tiny", hub.endpoint, tmp_path, HF_HUB_OFFLINE="1")
-    assert process.stderr.startswith("ModelError: cannot get brigade/tiny")
-    assert "HF_HUB_OFFLINE" in process.stderr
+    with asking(kimi.endpoint, tmp_path), code_kept_in(tmp_path / "modules"):
+        tokenizer = Tokenizer(hub_module.open_repository("brigade/kimi"), trust_remote_code=True)
+    assert tokenizer.encode("aé") == [97, 195, 169]
+    assert {file for file in kimi.downloads() if file.endswith(".py")} == {CODE, IMPORTED}
+    asked = [path for _, path, _ in kimi.asked if path.endswith(CODE)]
+    assert asked and all(f"/{COMMIT}/" in path for path in asked), "in the state that was read, whatever is there now"

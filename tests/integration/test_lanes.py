@@ -17,7 +17,7 @@ from coordinator.sessions.request import Request
 from tests.integration.conftest import CHUNK, Models, Pass, running
 from tests.integration.many import SPLITS, Live, request, solo, together, tokens_of
 from tests.integration.many import two_lanes as two_lanes
-from tests.integration.windows import BIASED, MASKED
+from tests.integration.windows import BIASED, MASKED, assert_same_samples
 from worker.compute.executor import Executor
 from worker.errors import InternalError
 
@@ -26,7 +26,7 @@ WIDE: dict[str, Any] = {"config": {"mask_token_id": 90, "head_dim": 32}, "sharpe
 PENALISED: dict[str, Any] = {
     "seed": 5, "temperature": 1.5, "repetition_penalty": 1.4, "presence_penalty": 0.4, "frequency_penalty": 0.3,
 }  # fmt: skip
-MIXED = [  # prompts from one row to five chunks
+MIXED = [  # prompts from one row to six chunks, several of several chunks
     request(tokens_of(1, 1), 9),
     request(tokens_of(5, 2), 6, seed=3, temperature=1.0),
     request(tokens_of(CHUNK + 3, 3), 8, **PENALISED),
@@ -34,6 +34,7 @@ MIXED = [  # prompts from one row to five chunks
     request(tokens_of(2, 5), 10, seed=4, temperature=1.5, top_p=0.8, top_k=20, min_p=0.01),
     request(tokens_of(2 * CHUNK, 6), 4, repetition_penalty=1.5),
     request(tokens_of(3, 7), 1),
+    *(request(tokens_of(5 * CHUNK + 3 * i, 8 + i), 6) for i in range(2)),
 ]
 
 
@@ -65,8 +66,9 @@ ahead = cases("qwen3", chosen={("qwen3", True, (1, 2, 1))})
 
 
 def assert_same(found: Sequence[Answer], alone: Sequence[Answer]) -> None:
-    assert [each.tokens for each in found] == [each.tokens for each in alone]
-    assert [each.finish_reason for each in found] == [each.finish_reason for each in alone]
+    assert [(each.tokens, each.finish_reason) for each in found] == [
+        (each.tokens, each.finish_reason) for each in alone
+    ]
 
 
 _alone: dict[str, list[Answer]] = {}
@@ -78,6 +80,11 @@ async def alone_by(chain: Chain, folder: Path, requests: Sequence[Request]) -> l
     if key not in _alone:
         _alone[key] = await solo(chain, requests)
     return _alone[key]
+
+
+async def assert_as_alone(chain: Chain, folder: Path, requests: Sequence[Request]) -> None:
+    alone = await alone_by(chain, folder, requests)
+    assert_same(await together(chain, requests), alone)
 
 
 @pytest.mark.usefixtures("two_lanes")
@@ -118,8 +125,7 @@ async def test_every_decoder_sampling_and_chunking_side_by_side_changes_no_token
     ]
     folder = models(family, **MASKED).folder
     async with running(folder, layers) as chain:
-        alone = await alone_by(chain, folder, requests)
-        assert_same(await together(chain, requests), alone)
+        await assert_as_alone(chain, folder, requests)
     assert any(len(set(each.rows)) >= 3 for each in passes), "windows of one length alone prove less"
 
 
@@ -137,8 +143,7 @@ async def test_full_rotating_and_int8_caches_share_a_lane(
     ]
     folder = models(family, **WIDE).folder
     async with running(folder, layers) as chain:
-        alone = await alone_by(chain, folder, requests)
-        assert_same(await together(chain, requests), alone)
+        await assert_as_alone(chain, folder, requests)
     assert max(len(each.rows) for each in passes) > 1
 
 
@@ -148,14 +153,9 @@ async def test_logprobs_side_by_side_are_close_to_those_alone(models: Models, fa
     async with running(models(family).folder, (1, 3)) as chain:
         alone = await solo(chain, requests)
         found = await together(chain, requests)
-    assert_same(found, alone)
     for one, other in zip(found, alone, strict=True):
-        for sample, expected in zip(one.samples, other.samples, strict=True):
-            assert len(sample.alternatives) >= 3
-            assert sample.logprob == pytest.approx(expected.logprob, abs=1e-4)
-            assert [a.token for a in sample.alternatives] == [a.token for a in expected.alternatives]
-            pairs = zip(sample.alternatives, expected.alternatives, strict=True)
-            assert all(a.logprob == pytest.approx(b.logprob, abs=1e-4) for a, b in pairs)
+        assert_same_samples(one, other, family)
+        assert all(len(sample.alternatives) >= 3 for sample in one.samples)
 
 
 @cases(
@@ -220,17 +220,6 @@ async def test_an_answer_takes_its_own_windows_and_no_row_that_was_not_asked_for
         alone = await solo(chain, MIXED)
     assert [len(each.passages) for each in found] == [len(each.passages) for each in alone]
     assert [each.usage.num_steps for each in found] == [len(each.tokens) for each in found]
-
-
-@ahead
-async def test_several_prompts_of_several_chunks_at_once_are_each_what_they_are_alone(
-    models: Models, runs_ahead: bool, family: str, layers: tuple[int, ...]
-) -> None:
-    requests = [request(tokens_of(5 * CHUNK + 3 * i, i), 6) for i in range(5)]
-    folder = models("gemma3_text").folder
-    async with running(folder, layers) as chain:
-        alone = await alone_by(chain, folder, requests)
-        assert_same(await together(chain, requests), alone)
 
 
 async def test_a_step_that_fails_ahead_of_another_fails_the_runner_not_the_process(

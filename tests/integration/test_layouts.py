@@ -14,8 +14,10 @@ from worker.model.checkpoint import open_folder
 from worker.model.describe import describe, shard_tensors
 
 
-@pytest.fixture
-def experts_in_any_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_one_layer_shards_of_a_published_layout_give_mlx_lms_logits(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """MLX's CPU backend multiplies gathered experts in fp32 only: so both sides do here, whatever their dtype."""
     multiply = mx.gather_mm
 
@@ -24,11 +26,6 @@ def experts_in_any_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(mx, "gather_mm", in_fp32)
     monkeypatch.setattr(shard_module, "multiplies_experts", lambda dtype: True)
-
-
-@pytest.mark.usefixtures("experts_in_any_dtype")
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_one_layer_shards_of_a_published_layout_give_mlx_lms_logits(name: str, tmp_path: Path) -> None:
     layout = PUBLISHED[name]
     folder = write_layout(tmp_path / "model", layout)
     assert_every_tensor_has_one_place(folder, layout.others)

@@ -1,18 +1,21 @@
-"""A worker with several addresses of its own."""
+"""A worker with several addresses of its own, and the end of its servers."""
 
 import asyncio
 import io
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from coordinator.cluster.peer import Peer
+from protos.brigade_pb2 import AttachRequest
+from protos.brigade_pb2_grpc import NodeServicer, NodeStub, add_NodeServicer_to_server
 from tests.integration.certificates import Certificates
 from tests.integration.conftest import NETWORK, RunningNode
 from tests.integration.many import until
@@ -25,41 +28,19 @@ from worker.node.certificates import Role
 from worker.node.hop import Link
 from worker.node.log import worker_log
 from worker.node.network import Network, hop_address
-from worker.node.serve import Listening, listening
+from worker.node.serve import listening, wait_last_calls
 from worker.node.service import NodeService
 from worker.platform.threads import MlxThread
 
 
-@pytest.fixture
-def thread() -> Iterator[MlxThread]:
-    thread = MlxThread()
-    yield thread
-    thread.close()
-
-
-@pytest.mark.parametrize("port_of", [str, hop_address], ids=["the port", "that of its hops"])
-async def test_a_worker_listens_on_all_its_addresses_and_on_one_that_it_lacks_as_soon_as_it_has_it(
-    monkeypatch: pytest.MonkeyPatch, thread: MlxThread, port_of: Callable[[str], str]
-) -> None:
-    monkeypatch.setattr(listening_module, "_AGAIN_S", 0.02)
-    missing, out = f"127.0.0.1:{free_port()}", io.StringIO()
-    in_use = port_of(missing)
-    lacking = socket.create_server(split_address(in_use))
-    log = worker_log("mini", out)
-    service = NodeService("mini", thread, NETWORK, log=log)
-    async with listening(service, ["127.0.0.1:0", missing, "127.0.0.2:0"], NETWORK, log) as found:
-        assert len(found.addresses) == 2
-        assert out.getvalue().startswith(f"worker mini: cannot listen on {in_use}: in use or not an address of this")
-        lacking.close()
-        await until(lambda: f"worker mini listens on {missing}\n" in out.getvalue())
-        for address in (*found.addresses[:2], missing):
-            peer = Peer("mini", [address], NETWORK)
-            assert (await peer.hello()).node == "mini"
-            await peer.close()
-            await assert_takes_hops(address)
-        with pytest.raises(ConfigError, match=f"^cannot listen on {missing}: in use"):
-            async with listening(service, [missing], NETWORK, log):
-                pass
+@asynccontextmanager
+async def worker(*binds: str, network: Network = NETWORK) -> AsyncIterator[tuple[RunningNode, io.StringIO]]:
+    """A worker called mini on these addresses, and what it says; it is reached at the first."""
+    out = io.StringIO()
+    with closing(MlxThread()) as thread:
+        service = NodeService("mini", thread, network, log=worker_log("mini", out))
+        async with listening(service, binds, network, service.log) as found:
+            yield RunningNode("mini", found.addresses[0], service, thread, found), out
 
 
 async def assert_takes_hops(address: str) -> None:
@@ -70,20 +51,45 @@ async def assert_takes_hops(address: str) -> None:
     await link.close()
 
 
-async def test_a_worker_whose_port_for_hops_is_in_use_says_so_and_leaves_the_other_one(thread: MlxThread) -> None:
-    address = f"127.0.0.1:{free_port()}"
-    service = NodeService("mini", thread, NETWORK)
-    with socket.create_server(split_address(hop_address(address))):
-        port = split_address(address)[1] + 10_000
-        with pytest.raises(ConfigError, match=f"^cannot listen on 127.0.0.1:{port}: in use"):
-            async with listening(service, [address], NETWORK, service.log):
+@pytest.mark.parametrize("port_of", [str, hop_address], ids=["the port", "that of its hops"])
+async def test_a_worker_listens_on_all_its_addresses_and_on_one_that_it_lacks_as_soon_as_it_has_it(
+    monkeypatch: pytest.MonkeyPatch, port_of: Callable[[str], str]
+) -> None:
+    monkeypatch.setattr(listening_module, "_AGAIN_S", 0.02)
+    missing = f"127.0.0.1:{free_port()}"
+    in_use = port_of(missing)
+    lacking = socket.create_server(split_address(in_use))
+    async with worker("127.0.0.1:0", missing, "127.0.0.2:0") as (node, out):
+        addresses = node.listening.addresses
+        assert len(addresses) == 2
+        assert out.getvalue().startswith(f"worker mini: cannot listen on {in_use}: in use or not an address of this")
+        lacking.close()
+        await until(lambda: f"worker mini listens on {missing}\n" in out.getvalue())
+        for address in (*addresses[:2], missing):
+            peer = Peer("mini", [address], NETWORK)
+            assert (await peer.hello()).node == "mini"
+            await peer.close()
+            await assert_takes_hops(address)
+        with pytest.raises(ConfigError, match=f"^cannot listen on {missing}: in use"):
+            async with worker(missing):
                 pass
-    async with listening(service, [address], NETWORK, service.log) as found:
-        assert found.addresses == [address]
+
+
+async def test_a_worker_whose_port_for_hops_is_in_use_says_so_and_leaves_the_other_one() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    hops = hop_address(address)
+    with (
+        socket.create_server(split_address(hops)),
+        pytest.raises(ConfigError, match=f"^cannot listen on {hops}: in use"),
+    ):
+        async with worker(address):
+            pass
+    async with worker(address) as (node, _):
+        assert node.listening.addresses == [address]
 
 
 async def test_a_worker_that_may_take_any_port_takes_one_whose_port_for_hops_is_free(
-    monkeypatch: pytest.MonkeyPatch, thread: MlxThread
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     network, tried = Network(), list[str]()
     listen = network.listen
@@ -100,92 +106,80 @@ async def test_a_worker_that_may_take_any_port_takes_one_whose_port_for_hops_is_
             return port
 
         monkeypatch.setattr(network, "listen", spoil)
-        service = NodeService("mini", thread, network)
-        async with listening(service, ["127.0.0.1:0"], network, service.log) as found:
-            assert found.addresses == tried[-1:] and len(tried) >= 3
-            await assert_takes_hops(found.addresses[0])
+        async with worker("127.0.0.1:0", network=network) as (node, _):
+            assert node.listening.addresses == tried[-1:] and len(tried) >= 3
+            await assert_takes_hops(node.address)
 
 
-async def test_a_worker_stops_though_its_mlx_thread_is_stuck(
-    monkeypatch: pytest.MonkeyPatch, thread: MlxThread
-) -> None:
+async def test_a_worker_stops_though_its_mlx_thread_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening_module, "_STOP_HOPS_S", 0.05)
-    service, release = NodeService("mini", thread, NETWORK), threading.Event()
-    async with asyncio.timeout(30):
-        async with listening(service, ["127.0.0.1:0"], NETWORK, service.log):
+    release = threading.Event()
+    with closing(MlxThread()) as thread:
+        service = NodeService("mini", thread, NETWORK)
+        async with asyncio.timeout(30), listening(service, ["127.0.0.1:0"], NETWORK, service.log):
             stuck = thread.submit(partial(release.wait, 60))
         release.set()
         await stuck
 
 
-async def test_an_address_that_is_not_allowed_is_said_once_and_not_tried_again(
-    monkeypatch: pytest.MonkeyPatch, thread: MlxThread
-) -> None:
+async def test_an_address_that_is_not_allowed_is_said_once_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening_module, "_AGAIN_S", 0.0)
-    out, network = io.StringIO(), Network()
-    service = NodeService("mini", thread, network, log=worker_log("mini", out))
-    async with listening(service, ["127.0.0.1:0", "0.0.0.0:0"], network, service.log) as found:
-        assert len(found.addresses) == 1
+    async with worker("127.0.0.1:0", "0.0.0.0:0") as (node, out):
+        assert len(node.listening.addresses) == 1
         assert out.getvalue().startswith("worker mini: will not listen on 0.0.0.0:0: what is sent there is not encr")
-        assert "tried again" not in out.getvalue()
+        assert "trying again" not in out.getvalue()
 
 
-async def test_an_unexpected_error_of_a_later_try_is_logged(monkeypatch: pytest.MonkeyPatch, thread: MlxThread) -> None:
+async def test_an_unexpected_error_of_a_later_try_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening_module, "_AGAIN_S", 0.0)
-    out, network = io.StringIO(), Network()
-    service = NodeService("mini", thread, network, log=worker_log("mini", out))
+    network = Network()
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        missing = f"127.0.0.1:{taken.getsockname()[1]}"
-        async with listening(service, ["127.0.0.1:0", missing], network, service.log):
+        async with worker("127.0.0.1:0", f"127.0.0.1:{taken.getsockname()[1]}", network=network) as (_, out):
             monkeypatch.setattr(network, "listen", lambda server, bind: 1 // 0)
             await until(lambda: "internal error: ZeroDivisionError" in out.getvalue())
 
 
-@pytest.mark.parametrize(
-    ("how", "num_stopped"), [("refused", 1), ("hops refused", 2), ("hops cancelled", 2), ("cancelled", 1)]
-)
-async def test_servers_that_do_not_serve_are_stopped(
-    monkeypatch: pytest.MonkeyPatch, thread: MlxThread, how: str, num_stopped: int
-) -> None:
-    network, address, stopped = Network(), f"127.0.0.1:{free_port()}", list[float | None]()
-    make, made = network.server, list[Any]()
-
-    def making() -> Any:
-        server = make()
-        made.append(server)
-        stop, start = server.stop, server.start
-
-        async def stopping(grace: float | None) -> None:
-            stopped.append(grace)
-            await stop(grace)
-
-        async def starting() -> None:
-            await start()
-            if how == ("cancelled" if server is made[0] else "hops cancelled"):
-                raise asyncio.CancelledError
-
-        monkeypatch.setattr(server, "stop", stopping)
-        monkeypatch.setattr(server, "start", starting)
-        return server
-
-    monkeypatch.setattr(network, "server", making)
-    found = Listening(NodeService("mini", thread, network), network)
-    with socket.create_server(split_address(hop_address(address))) as taken:
-        if how != "hops refused":
-            taken.close()
-        with pytest.raises(ConfigError if "refused" in how else asyncio.CancelledError):
-            await found.add("0.0.0.0:0" if how == "refused" else address)
-    assert stopped == [None] * num_stopped and not found.addresses
-
-
-async def test_a_renewed_certificate_is_shown_at_every_address(tmp_path: Path, thread: MlxThread) -> None:
+async def test_a_renewed_certificate_is_shown_at_every_address(tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
-    network = certificates.network("mini")
-    service = NodeService("mini", thread, network, log=worker_log("mini", None))
-    async with listening(service, ["127.0.0.1:0", "127.0.0.1:0"], network, service.log) as found:
-        addresses = [*found.addresses, *map(hop_address, found.addresses)]
-        nodes = [RunningNode("mini", address, service, thread, found) for address in addresses]
-        before = {await shown_by(node, certificates) for node in nodes}
+    async with worker("127.0.0.1:0", "127.0.0.1:0", network=certificates.network("mini")) as (node, _):
+        addresses = [each for own in node.listening.addresses for each in (own, hop_address(own))]
+        before = {await shown_by(node, certificates, address) for address in addresses}
         certificates.authority.issue("mini", Role.WORKER)
-        after = {await shown_by(node, certificates) for node in nodes}
+        after = {await shown_by(node, certificates, address) for address in addresses}
         assert len(before) == len(after) == 1 and before != after
+
+
+class Slow(NodeServicer):
+    """A node whose attachment closes only when it may."""
+
+    def __init__(self) -> None:
+        self.began, self.may_end = asyncio.Event(), asyncio.Event()
+        self.has_ended = False
+
+    async def Attach(self, request: AttachRequest, context: grpc.aio.ServicerContext) -> None:
+        self.began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await self.may_end.wait()
+            self.has_ended = True
+
+
+def test_a_call_that_is_cut_off_ends_before_the_loop_and_without_a_trace(capfd: pytest.CaptureFixture[str]) -> None:
+    async def serve() -> bool:
+        server, node = grpc.aio.server(), Slow()
+        add_NodeServicer_to_server(node, server)
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+        await server.start()
+        call: Any = NodeStub(channel).Attach(AttachRequest())
+        await node.began.wait()
+        await server.stop(None)
+        await channel.close()
+        node.may_end.set()  # in the very moment in which the server has stopped
+        await wait_last_calls()
+        assert call.done()
+        return node.has_ended
+
+    has_ended = asyncio.run(serve())
+    assert "Traceback" not in capfd.readouterr().err
+    assert has_ended

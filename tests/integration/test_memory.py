@@ -1,21 +1,32 @@
-"""What a node holds: within the plan's figures, told by request, and released when it is unused."""
+"""What a node holds: within the plan's figures, kept by layers, and released when it is unused."""
 
 import io
 import weakref
+from contextlib import closing
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
-from protos.brigade_pb2 import Coordinator
+from coordinator.cluster.deployment import Deployment, OwnNode
+from coordinator.cluster.local import LocalWorker
+from coordinator.planning.plan import Node, Objective
+from coordinator.planning.planner import plan
+from coordinator.planning.speeds import NO_SPEEDS
+from protos.brigade_pb2 import Coordinator, LoadProgress
 from tests.integration.conftest import Models, RunningNode, answer, attach, load, load_request, opened, peer_of, serving
 from tests.integration.many import until
 from tests.integration.upstream import attach_request
+from tests.tiny import make_model
 from worker.compute.shard import Shard
 from worker.errors import ModelError, NodeBusy, StageLost
+from worker.model.checkpoint import open_folder
+from worker.model.contents import contents_of
+from worker.model.describe import describe
 from worker.node import lifecycle
-from worker.node.lifecycle import Worker, WorkerState
-from worker.node.service import NodeService
+from worker.node.lifecycle import WorkerState
 from worker.platform.mlx_memory import give_back
+from worker.platform.threads import MlxThread
 
 PROMPT = (1, 2, 3)
 
@@ -78,19 +89,7 @@ async def test_a_shard_is_held_while_it_is_used_then_let_go_and_read_again(
     assert out.getvalue().count(": unused for 0.02 s; the next load reads it again\n") == 3
 
 
-async def test_a_worker_unloads_only_for_its_own_coordinator(models: Models) -> None:
-    whole = models("qwen3")
-    async with serving(1) as [node]:
-        async with opened(whole.folder, (2, 2), [node]):
-            with pytest.raises(NodeBusy, match="already serves another coordinator"):
-                await unload(node, "another")
-            assert shard_of(node)() is not None
-        await until(lambda: is_free(node.service))
-        await unload(node, "another")
-        assert node.service.worker.shard is None
-
-
-async def test_what_is_loaded_is_held_for_its_coordinator_until_that_has_attached_it(models: Models) -> None:
+async def test_what_is_loaded_is_held_for_its_coordinator_until_that_has_let_go_of_it(models: Models) -> None:
     """It waits for workers that load more slowly."""
     whole, out = models("qwen3"), io.StringIO()
     request = load_request(whole.folder, 2, 4)
@@ -101,7 +100,9 @@ async def test_what_is_loaded_is_held_for_its_coordinator_until_that_has_attache
             await unload(node, "another")
         assert node.service.worker.is_reserved and shard_of(node)() is not None
         async with opened(whole.folder, (2, 2), [node]):
-            pass
+            with pytest.raises(NodeBusy, match="already serves another coordinator"):
+                await unload(node, "another")
+            assert shard_of(node)() is not None
         await until(lambda: node.service.worker.shard is None)
         await load(node, request)
         await unload(node, "one")
@@ -137,17 +138,87 @@ async def test_a_reservation_ends_with_its_time_its_layers_or_a_failed_load(
         assert node.service.worker.state is WorkerState.EMPTY
 
 
-async def test_that_nothing_is_let_go_any_more_is_told(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(worker: Worker, why: str) -> None:
-        raise RuntimeError("no more")
-
-    monkeypatch.setattr(Worker, "release_tensors", fail)
-    monkeypatch.setattr(lifecycle, "RESERVED_S", 0.0)
-    out = io.StringIO()
-    async with serving(1, out=out) as [node], node.service.worker.keep_alive(0.001):
-        await load(node, load_request(models("qwen3").folder, 2, 4))
-        await until(lambda: "internal error: RuntimeError('no more')" in out.getvalue())
+# --- what is kept ---------------------------------------------------------------------------------------------------
 
 
-def is_free(service: NodeService) -> bool:
-    return service.worker.attachment is None
+def tensors_of(node: RunningNode) -> dict[str, mx.array]:
+    assert node.service.worker.shard is not None
+    return dict(node.service.worker.shard.tensors)
+
+
+@pytest.mark.parametrize("embeds_last", [False, True])  # True: a draft head reads the embedding there
+async def test_a_node_keeps_the_layers_that_it_has_when_it_is_given_others(models: Models, embeds_last: bool) -> None:
+    request = load_request(models("qwen3").folder, 1, 3)
+    async with serving(1) as [node]:
+        await load(node, request)
+        before = tensors_of(node)
+        request.start, request.end, request.embeds_last = 2, 4, embeds_last
+        await load(node, request)
+        after = tensors_of(node)
+    assert {name.split(".")[2] for name in before if before[name] is after.get(name)} == {"2"}
+    assert ("model.embed_tokens.weight" in after) == embeds_last
+
+
+@pytest.mark.parametrize("is_other_model", [True, False], ids=["another model", "other files"])
+async def test_nothing_is_kept_of_another_model_or_of_files_that_have_changed(
+    tmp_path: Path, is_other_model: bool
+) -> None:
+    folder = make_model(tmp_path / "model")
+    async with serving(1) as [node]:
+        await load(node, load_request(folder, 1, 3))
+        before = tensors_of(node)
+        changed = make_model(tmp_path / "other" if is_other_model else folder, seed=2)
+        request = load_request(changed, 2, 4)
+        request.contents.CopyFrom(contents_of(open_folder(changed)))
+        await load(node, request)
+        after = tensors_of(node)
+    assert before.keys() & after.keys()
+    assert not any(after[name] is before[name] for name in before.keys() & after.keys())
+
+
+# --- nodes on this machine ------------------------------------------------------------------------------------------
+
+
+def deployment_of(folder: Path) -> Deployment:
+    checkpoint = open_folder(folder)
+    spec = describe(checkpoint)
+    return Deployment(checkpoint, spec, plan(spec, [Node("coordinator", 1 << 40)], NO_SPEEDS, Objective(128)), [])
+
+
+async def test_a_shard_is_kept_only_for_the_checkpoint_that_it_is_of(tmp_path: Path) -> None:
+    one, other = (deployment_of(make_model(tmp_path / str(seed), seed=seed)) for seed in (1, 2))
+    assert one.plan.layers == other.plan.layers
+    phases: list[str] = []
+
+    def note(node: str, report: LoadProgress) -> None:
+        if report.phase == "kept" or phases[-1:] != [report.phase]:
+            phases.append(report.phase)
+
+    async with OwnNode() as own:
+        for deployment in (one, one, other, other):
+            await own.load(deployment, note)
+    assert phases == ["load", "kept", "load", "kept"]
+
+
+async def test_a_thread_that_others_use_too_outlives_the_node() -> None:
+    with closing(MlxThread()) as thread:
+        async with OwnNode(thread):
+            pass
+        assert await thread.run(lambda: 3) == 3
+    async with OwnNode() as own:
+        pass
+    with pytest.raises(RuntimeError, match="closed"):
+        await own.thread.run(lambda: 3)
+
+
+@pytest.mark.parametrize("search_path", [None, ":"])
+async def test_a_worker_of_our_own_runs_no_code_of_the_folder_it_is_started_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, search_path: str | None
+) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit('not what was meant')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if search_path is not None:
+        monkeypatch.setenv("PYTHONPATH", search_path)
+    worker = await LocalWorker.start("worker-1", "demo")
+    await worker.stop()

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.cluster.open import read_model
 from protos.brigade_pb2 import Sampling
-from tests.integration.conftest import Pass, Whole, answer, running
+from tests.integration.conftest import Models, Pass, Whole, answer, running
 from tests.integration.many import request, solo, together, tokens_of
 from tests.integration.many import two_lanes as two_lanes
 from tools.model_types.make import make_type
+from worker.model import families
 from worker.model.checkpoint import open_folder
 from worker.model.families import LaneForm, lane_form
 
@@ -46,3 +48,16 @@ async def test_a_coordinator_and_two_workers_give_the_whole_models_tokens_alone_
     assert max(len(each.rows) for each in passes) > 1, "no two windows ever shared a pass"
     assert lane_form(open_folder(whole.folder).config) is not LaneForm.ALONE
     assert len({tuple(tokens) for tokens in alone}) == len(AT_ONCE)
+
+
+async def test_a_type_that_no_test_has_seen_says_so_once_and_steps_alone(
+    models: Models, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = models("qwen3").folder
+    await read_model(str(folder))
+    assert capsys.readouterr().err == "" and lane_form(open_folder(folder).config) is LaneForm.ROWS
+    monkeypatch.delitem(families._LANE_OF, "qwen3")
+    await read_model(str(folder))
+    said = "note: no test has seen a qwen3 model yet; compare with `brigade verify` before you rely on it\n"
+    assert capsys.readouterr().err == said
+    assert lane_form(open_folder(folder).config) is LaneForm.ALONE

@@ -3,7 +3,6 @@
 import os
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,64 +20,30 @@ from worker.model.checkpoint import DEMO, Checkpoint, open_folder
 from worker.model.contents import check_files
 from worker.node.model_sources import ModelSources
 
-model, folder, hub, asking = test_hub.model, test_hub.folder, test_hub.hub, test_hub.asking  # fixtures
-
-_noting: list[str] | None = None
+folder, hub, asking = test_hub.folder, test_hub.hub, test_hub.asking  # fixtures
 
 
-def _note(event: str, arguments: tuple[Any, ...]) -> None:
-    if _noting is not None and event in ("open", "os.listdir", "os.scandir"):
-        _noting.append(os.fsdecode(arguments[0]) if not isinstance(arguments[0], int) else "")
+async def test_no_path_that_a_coordinator_names_is_opened_and_refusals_do_not_tell_what_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened_paths, is_over = list[str](), False
 
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if not is_over and event in ("open", "os.listdir", "os.scandir"):
+            opened_paths.append(os.fsdecode(arguments[0]) if not isinstance(arguments[0], int) else "")
 
-@pytest.fixture(scope="module")
-def hooked() -> None:
-    sys.addaudithook(_note)  # for good: Python has no way to take it back
-
-
-@pytest.fixture
-def opened_paths(hooked: None) -> Iterator[list[str]]:
-    """Every file and folder that Python opens from here on."""
-    global _noting
-    _noting = []
-    yield _noting
-    _noting = None
-
-
-def take(checkpoint: Checkpoint) -> None:
-    """A check that everything passes."""
-
-
-# Paths
-
-
-@pytest.fixture
-def outside(tmp_path: Path) -> Path:
-    """A sound model where no worker of these tests may look."""
-    return make_model(tmp_path / "outside")
-
-
-@pytest.fixture
-def root(tmp_path: Path, outside: Path) -> Path:
-    """A folder of models, with what leads out of it."""
-    root = tmp_path / "root"
-    root.mkdir()
+    outside, root = make_model(tmp_path / "outside"), tmp_path / "root"  # the one would be loaded, were it opened
+    (root / "nested" / "deep").mkdir(parents=True)
     (root / "link").symlink_to(outside)
     (root / "loop").symlink_to("loop")
     (root / "file").write_text("no folder")
-    (root / "nested" / "deep").mkdir(parents=True)
-    return root
-
-
-async def test_no_path_that_a_coordinator_names_is_opened(
-    root: Path, outside: Path, opened_paths: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.chdir(root)
-    request = load_request(outside, 2, 4)  # it would be loaded, were it opened
+    request, said = load_request(outside, 2, 4), set[str]()
     names = [str(outside), "../outside", f"{root}/../outside", f"{root}/link", "link", "outside", "nested/../link"]
     names += ["/etc", "/", "", ".", "..", "~", "loop", "file", "deep", f"{root}/nested/deep", "x\0", "x" * 70_000]
-    names += ["é/../..@.."]
+    names += ["é/../..@..", "/not/there", f"{root}/lonk"]
     async with serving(1, ModelSources(roots=(root, root / "not there"))) as [node]:
+        sys.addaudithook(note)  # for good: Python has no way to take it back
         for name in names:
             request.model = name
             opened_paths.clear()
@@ -86,17 +51,10 @@ async def test_no_path_that_a_coordinator_names_is_opened(
                 await load(node, request)
             assert set(opened_paths) <= {str(root), str(root / "not there")}, name
             assert len(str(caught.value)) < 400 and str(caught.value).isprintable()
-
-
-async def test_a_refusal_does_not_tell_what_is_on_the_disk(root: Path, outside: Path) -> None:
-    request, said = load_request(outside, 2, 4), []
-    async with serving(1, ModelSources(roots=(root,))) as [node]:
-        for name in (str(outside), "/not/there", f"{root}/link", f"{root}/lonk"):
-            request.model = name
-            with pytest.raises(ModelError) as caught:
-                await load(node, request)
-            said.append(str(caught.value).replace(name, "NAME"))
-    assert len(set(said)) == 1
+            if name in (str(outside), "/not/there", f"{root}/link", f"{root}/lonk"):
+                said.add(str(caught.value).replace(name, "NAME"))
+    is_over = True
+    assert len(said) == 1
 
 
 # Models of one's own
@@ -116,57 +74,30 @@ async def test_models_below_the_roots_are_found_by_the_last_part_of_their_name(m
             assert (await load(node, request))[-1].phase == "load", name
 
 
-async def test_a_worker_s_own_model_is_loaded_whatever_a_coordinator_calls_it(models: Models) -> None:
-    whole = models("qwen3").folder
-    request = load_request(whole, 2, 4)
-    for name in (str(whole), "/etc", "../x", "demo"):
-        request.model = name
-        async with serving(1, ModelSources(str(whole))) as [node]:
-            assert (await load(node, request))[-1].phase == "load", name
-
-
-async def test_another_model_than_its_own_is_refused_as_such(models: Models) -> None:
-    request = load_request(models("llama").folder, 2, 4)
+async def test_a_worker_s_own_model_is_loaded_whatever_a_coordinator_calls_it_and_the_bundled_one_by_all(
+    models: Models,
+) -> None:
     own = models("qwen3").folder
-    async with serving(1, own) as [node]:
-        with pytest.raises(ModelError, match=rf"its config.json of {own} \(sha256 .*copy the same model to both"):
-            await load(node, request)
-
-
-async def test_the_bundled_model_needs_no_permission(models: Models) -> None:
-    request = load_request(DEMO, 6, 8)
-    request.model = "demo"
-    for models_of_node in (ModelSources(), ModelSources(str(models("qwen3").folder))):
-        async with serving(1, models_of_node) as [node]:
-            assert (await load(node, request))[-1].phase == "load"
+    cases = [(str(own), load_request(own, 2, 4), name) for name in (str(own), "/etc", "../x", "demo")]
+    cases += [(model, load_request(DEMO, 6, 8), "demo") for model in (None, str(own))]
+    for model, request, name in cases:
+        request.model = name
+        async with serving(1, ModelSources(model)) as [node]:
+            assert (await load(node, request))[-1].phase == "load", name
 
 
 @pytest.mark.parametrize(
     ("name", "flag", "expected"),
-    [
-        ("mini", "flag", "flag"),
-        ("mini", None, "entry"),
-        ("air", None, "top"),
-        (None, None, "top"),
-        ("air", "flag", "flag"),
-    ],
+    [("mini", "flag", "flag"), ("mini", None, "entry"), ("air", None, "top"), (None, None, "top")],
 )
 def test_the_flag_wins_over_the_entry_and_the_entry_over_the_file(
     name: str | None, flag: str | None, expected: str
 ) -> None:
-    workers = (
-        WorkerConfig(name="mini", address="localhost:1", model="entry"),
-        WorkerConfig(name="air", address="localhost:2"),
-    )
-    cluster = ClusterConfig(model="top", models=("shelf",), workers=workers)
-    found = ModelSources.of(cluster, name, flag)
+    mini = WorkerConfig(name="mini", address="localhost:1", model="entry")
+    workers = (mini, WorkerConfig(name="air", address="localhost:2"))
+    found = ModelSources.of(ClusterConfig(model="top", models=("shelf",), workers=workers), name, flag)
     assert found.cache is not None
     assert replace(found, cache=None) == ModelSources(expected, (Path("shelf"),), may_download_own=expected != "top")
-
-
-def test_only_a_configuration_lets_a_node_download_whatever_it_is_asked_for() -> None:
-    assert ModelSources.of(ClusterConfig(pull="none"), None, None) == ModelSources(None, (), may_download=False)
-    assert ModelSources.of(ClusterConfig(pull="hub"), None, None).may_download
 
 
 # The hub
@@ -175,22 +106,26 @@ def test_only_a_configuration_lets_a_node_download_whatever_it_is_asked_for() ->
 REPOSITORY = f"brigade/tiny@{COMMIT}"
 
 
+def take(checkpoint: Checkpoint) -> None:
+    """A check that everything passes."""
+
+
 def test_a_repository_that_is_not_in_the_cache_is_asked_for_only_if_that_is_configured(
     hub: Hub, asking: Ask, tmp_path: Path
 ) -> None:
+    def refuse_demo(checkpoint: Checkpoint) -> None:
+        assert checkpoint.name == "demo"
+        raise ModelError("correct it")
+
+    assert ModelSources.of(ClusterConfig(pull="none"), None, None) == ModelSources(None, (), may_download=False)
     with asking(hub.endpoint, tmp_path):
         for name in (REPOSITORY, "brigade/tiny", "brigade/tiny@main", "brigade/no..name"):
             with pytest.raises(ModelError, match=r"start it with --model brigade/tiny, or set `pull: hub`|correct it"):
                 ModelSources("demo").open_own(name, {}, refuse_demo)
         assert hub.asked == []
-        checkpoint = ModelSources(may_download=True).open_own(REPOSITORY, {}, take)
+        checkpoint = ModelSources.of(ClusterConfig(pull="hub"), None, None).open_own(REPOSITORY, {}, take)
         assert checkpoint.name == REPOSITORY and checkpoint.download is not None
         assert hub.asked
-
-
-def refuse_demo(checkpoint: Checkpoint) -> None:
-    assert checkpoint.name == "demo"
-    raise ModelError("correct it")
 
 
 @pytest.mark.parametrize("own", ["brigade/tiny", "brigade/tiny@main"])
@@ -206,30 +141,21 @@ def test_a_worker_s_own_repository_is_downloaded_without_asking(
     assert not [path for _, path, _ in hub.asked if "elsewhere" in path]
 
 
-@pytest.mark.parametrize("wanted", [REPOSITORY, "/models/tiny"])
-def test_the_model_of_all_is_for_the_coordinator_to_download(
-    hub: Hub, asking: Ask, folder: Path, tmp_path: Path, wanted: str
-) -> None:
-    known = open_folder(folder).tensors
-    with asking(hub.endpoint, tmp_path):
-        models = ModelSources.of(ClusterConfig(model="brigade/tiny"), None, None)
-        with pytest.raises(ModelError, match="is not in its hub cache"):
-            models.open_own(wanted, known, take)
-        assert hub.asked == []
-        test_hub.report("brigade/tiny")  # it downloads some of it
-        hub.asked.clear()
-        assert models.open_own(wanted, known, take).name == REPOSITORY
-    assert hub.asked == []
-
-
 def test_what_is_in_the_cache_is_opened_without_asking_the_hub(
     hub: Hub, asking: Ask, folder: Path, tmp_path: Path
 ) -> None:
-    """The cache has the files of the first layers; of the others it tells what to do."""
+    """So is the model of all, which is for the coordinator to download."""
     known = open_folder(folder).tensors
+    of_all = ModelSources.of(ClusterConfig(model="brigade/tiny"), None, None)
     with asking(hub.endpoint, tmp_path):
-        test_hub.report("brigade/tiny")  # a shard of layers [0, 2)
+        for wanted in (REPOSITORY, "/models/tiny"):
+            with pytest.raises(ModelError, match="is not in its hub cache"):
+                of_all.open_own(wanted, known, take)
+        assert hub.asked == []
+        test_hub.report("brigade/tiny")  # a shard of layers [0, 2): the files of these layers are in the cache
         hub.asked.clear()
+        for wanted in (REPOSITORY, "/models/tiny"):
+            assert of_all.open_own(wanted, known, take).name == REPOSITORY
         for name in ("brigade/tiny", REPOSITORY):
             found = ModelSources().open_own(name, known, partial(check_files, start=0, end=2))
             assert (found.name, found.fingerprint) == (REPOSITORY, open_folder(folder).fingerprint)

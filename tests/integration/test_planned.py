@@ -1,10 +1,8 @@
 """A cluster whose nodes' speeds are known: who makes it no faster is left out, and takes over where a node is lost."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,7 +24,6 @@ from worker.model.describe import describe
 
 PROMPT = tokens_of(9, 3)
 LAYER_MS = {"coordinator": 2.0, "slow": 9.0, "fast": 1.0}
-FREE, FIXED = "free", "fixed"
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +45,15 @@ def known_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_module, "known_speeds", known_speeds)
 
 
+def options(folder: Path, places: list[Place], own: int | None = None, memory: int = 1 << 40) -> ClusterOptions:
+    """`own` is the memory of the coordinator, of which one layer's is the default, `memory` that of the others."""
+    spec = describe(open_folder(folder))
+    room_for_one = spec.shard_bytes(0, 1) + spec.reserved_bytes(0, 1, 128)
+    listed = tuple(WorkerConfig(name=place.name, address=(place.address,), memory=memory) for place in places)
+    cluster = ClusterConfig(coordinator=CoordinatorConfig(memory=own or room_for_one), workers=listed, order="free")
+    return ClusterOptions(cluster, str(folder), None, 128, limits=Limits(rejoin_s=0, recovery_s=20))
+
+
 @asynccontextmanager
 async def workers() -> AsyncIterator[list[Place]]:
     async with AsyncExitStack() as stack:
@@ -58,40 +64,38 @@ async def workers() -> AsyncIterator[list[Place]]:
         yield places
 
 
-def options(folder: Path, places: list[Place], order: str = FREE, own: int | None = None) -> ClusterOptions:
-    """`own` is the memory of the coordinator, that of others is ample."""
-    listed = tuple(WorkerConfig(name=place.name, address=(place.address,), memory=1 << 40) for place in places)
-    cluster = ClusterConfig(coordinator=CoordinatorConfig(memory=own or 1 << 40), workers=listed, order=order)  # type: ignore[arg-type]
-    return ClusterOptions(cluster, str(folder), None, 128, limits=Limits(rejoin_s=0, recovery_s=20))
-
-
 @asynccontextmanager
-async def opened(given: ClusterOptions, missing: Sequence[str] = ()) -> AsyncIterator[Cluster]:
-    checkpoint = open_folder(Path(given.model))
-    peers = [Peer(worker.name, worker.addresses, NETWORK) for worker in given.cluster.workers]
-    there = [peer for peer in peers if peer.name not in missing]
-    async with (
-        Nodes(peers, given.cluster) as nodes,
-        cluster_over(nodes, there, given, checkpoint, describe(checkpoint), 128, missing=missing) as cluster,
-    ):
-        yield cluster
+async def opened(
+    folder: Path, *, is_fast_missing: bool = False, layers: tuple[int, ...] | None = None, **memory: int
+) -> AsyncIterator[tuple[Cluster, Place]]:
+    """The cluster, and the fast worker."""
+    checkpoint = open_folder(folder)
+    async with workers() as places:
+        given = options(folder, places, **memory)
+        given = given.with_layers(layers) if layers else given
+        peers = [Peer(worker.name, worker.addresses, NETWORK) for worker in given.cluster.workers]
+        missing = []
+        if is_fast_missing:
+            missing.append("fast")
+            await places[0].stop()
+        async with (
+            Nodes(peers, given.cluster) as nodes,
+            cluster_over(
+                nodes, peers[len(missing) :], given, checkpoint, describe(checkpoint), 128, missing=missing
+            ) as cluster,
+        ):
+            yield cluster, places[0]
 
 
 def held(cluster: Cluster) -> dict[str, int]:
     return {each.name: each.end - each.start for each in cluster.chain.plan.assignments}
 
 
-def room_for_one(folder: Path) -> int:
-    """Memory for one layer beside the embedding, and its cache."""
-    spec = describe(open_folder(folder))
-    return spec.shard_bytes(0, 1) + spec.reserved_bytes(0, 1, 128)
-
-
 async def test_a_worker_that_makes_it_no_faster_is_left_out(models: Models, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = models("qwen3").folder
-    async with workers() as places, opened(options(folder, places, own=room_for_one(folder))) as cluster:
+    whole = models("qwen3")
+    async with opened(whole.folder) as (cluster, _):
         assert held(cluster) == {"coordinator": 1, "fast": 3} and cluster.missing == []
-        assert (await answer(cluster.chain, PROMPT, 8)).tokens == models("qwen3").tokens(PROMPT, 8)
+        assert (await answer(cluster.chain, PROMPT, 8)).tokens == whole.tokens(PROMPT, 8)
     assert "without slow, which would not make it faster" in capsys.readouterr().err
 
 
@@ -101,109 +105,69 @@ async def test_the_costs_of_prompt_chunks_begin_with_what_the_nodes_measured(
     async def measured(options: ClusterOptions, checkpoint: Checkpoint, *rest: object) -> Survey:
         layer, head = ((1, 1.0), (512, 1000.0)), ((1, 8.0), (512, 8.0))
         speed = NodeSpeed((layer,) * len(describe(checkpoint).kinds), head, 1)
-        return Survey({name: speed for name in LAYER_MS}, {"slow": LinkSpeed(0.1), "fast": LinkSpeed(0.1)})
+        return Survey(dict.fromkeys(LAYER_MS, speed), {"slow": LinkSpeed(0.1), "fast": LinkSpeed(0.1)})
 
     monkeypatch.setattr(open_module, "known_speeds", measured)
-    folder = models("qwen3").folder
-    async with workers() as places, opened(options(folder, places, own=room_for_one(folder))) as cluster:
-        counts = [each.end - each.start for each in cluster.chain.plan.assignments]
-        assert cluster.chain.costs.stages_s(512) == pytest.approx(counts, rel=0.1)
+    async with opened(models("qwen3").folder) as (cluster, _):
+        assert cluster.chain.costs.stages_s(512) == pytest.approx([*held(cluster).values()], rel=0.1)
 
 
 @pytest.mark.parametrize(
-    ("has_room", "then"), [(False, {"coordinator": 1, "slow": 3}), (True, {"coordinator": 4})], ids=["tight", "roomy"]
+    ("own", "then"),
+    [({}, {"coordinator": 1, "slow": 3}), ({"own": 1 << 40}, {"coordinator": 4})],
+    ids=["tight", "roomy"],
 )
 async def test_a_worker_that_was_left_out_takes_over_if_that_helps(
-    models: Models, has_room: bool, then: dict[str, int]
+    models: Models, own: dict[str, int], then: dict[str, int]
 ) -> None:
     """Where it does not, the others go on by themselves, as is fastest then, too."""
     whole = models("qwen3")
-    own = None if has_room else room_for_one(whole.folder)
-    async with workers() as places, opened(options(whole.folder, places, own=own)) as cluster:
+    async with opened(whole.folder, **own) as (cluster, fast):
         assert held(cluster) == {"coordinator": 1, "fast": 3}
         async with Engine(cluster.chain, when_lost=cluster.reopen) as engine:
             live = Live(engine, request(PROMPT, 16))
             await live.wait_pieces(3)
-            await places[0].stop()
+            await fast.stop()
             assert (await live.answer()).tokens == whole.tokens(PROMPT, 16)
         assert held(cluster) == then and cluster.missing == ["fast"]
 
 
-@pytest.mark.parametrize(
-    ("own_ms", "layers", "objective", "expected"),
-    [
-        (0.5, None, None, {"coordinator": 4}),  # one Mac alone answers where that is faster
-        (2.0, (1, 1, 2), None, {"coordinator": 1, "fast": 1, "slow": 2}),  # given layers are kept
-        # one request would have three layers on the fast one; stages of 6 and 9 ms pass more frames than of 2 and 11
-        (2.0, None, "throughput", {"coordinator": 3, "fast": 1}),
-    ],
-)
-async def test_layers_are_where_they_are_wanted_or_fastest(
-    models: Models,
-    monkeypatch: pytest.MonkeyPatch,
-    own_ms: float,
-    layers: Any,
-    objective: Any,
-    expected: dict[str, int],
-) -> None:
-    monkeypatch.setitem(LAYER_MS, "coordinator", own_ms)
-    async with workers() as places:
-        given = options(models("qwen3").folder, places)
-        given = given.with_layers(layers) if layers else given
-        given = replace(given, objective=objective) if objective else given
-        async with opened(given) as cluster:
-            assert held(cluster) == expected
-
-
-@pytest.mark.parametrize(("order", "expected"), [(FREE, ["slow", "fast"]), (FIXED, ["fast", "slow"])])
-async def test_workers_change_places_unless_their_order_is_fixed(
-    models: Models, monkeypatch: pytest.MonkeyPatch, order: str, expected: list[str]
-) -> None:
+async def test_workers_change_places_where_that_is_faster(models: Models) -> None:
     """Both are needed, and the head takes long on the slow one: it is last only if it has to be."""
-    folder = models("qwen3").folder
-    spec = describe(open_folder(folder))
-    room = spec.shard_bytes(2, 4) + spec.reserved_bytes(2, 4, 128)
-    async with workers() as places:
-        given = options(folder, places, order, own=room_for_one(folder))
-        listed = tuple(worker.model_copy(update={"memory": room}) for worker in given.cluster.workers)
-        cluster = given.cluster.model_copy(update={"workers": listed})
-        async with opened(replace(given, cluster=cluster)) as cluster:
-            assert list(held(cluster))[1:] == expected
-            assert (await answer(cluster.chain, PROMPT, 8)).tokens == models("qwen3").tokens(PROMPT, 8)
+    whole = models("qwen3")
+    spec = describe(open_folder(whole.folder))
+    async with opened(whole.folder, memory=spec.shard_bytes(2, 4) + spec.reserved_bytes(2, 4, 128)) as (cluster, _):
+        assert list(held(cluster))[1:] == ["slow", "fast"]
+        assert (await answer(cluster.chain, PROMPT, 8)).tokens == whole.tokens(PROMPT, 8)
 
 
 async def test_what_is_measured_is_measured_on_several_nodes(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """`bench` and `verify` are about a chain, even where one node would be faster alone."""
     monkeypatch.setitem(LAYER_MS, "coordinator", 0.5)
-    folder = models("qwen3").folder
-    checkpoint = open_folder(folder)
-    async with workers() as places, open_chain(options(folder, places), checkpoint, describe(checkpoint), 128) as chain:
-        assert [each.name for each in chain.plan.assignments] == ["coordinator", "fast"]
+    checkpoint = open_folder(models("qwen3").folder)
+    async with workers() as places:
+        given = options(checkpoint.folder, places, own=1 << 40)
+        async with open_chain(given, checkpoint, describe(checkpoint), 128) as chain:
+            assert [each.name for each in chain.plan.assignments] == ["coordinator", "fast"]
 
 
 async def test_a_worker_that_was_missing_at_the_start_is_measured_before_it_joins(models: Models) -> None:
     """By bytes all three would have layers; by speed the slow one is no help any more."""
-    folder = models("qwen3").folder
-    async with workers() as places:
-        await places[0].stop()
-        async with opened(options(folder, places, own=room_for_one(folder)), missing=["fast"]) as cluster:
-            assert held(cluster) == {"coordinator": 1, "slow": 3} and cluster.missing == ["fast"]
-            async with Engine(cluster.chain, when_lost=cluster.reopen) as engine:
-                await places[0].start()
-                await until(lambda: "fast" in held(cluster))
-                assert held(cluster) == {"coordinator": 1, "fast": 3}
-                assert (await engine.answer(request(PROMPT, 8))).tokens == models("qwen3").tokens(PROMPT, 8)
+    whole = models("qwen3")
+    async with opened(whole.folder, is_fast_missing=True) as (cluster, fast):
+        assert held(cluster) == {"coordinator": 1, "slow": 3} and cluster.missing == ["fast"]
+        async with Engine(cluster.chain, when_lost=cluster.reopen) as engine:
+            await fast.start()
+            await until(lambda: "fast" in held(cluster))
+            assert held(cluster) == {"coordinator": 1, "fast": 3}
+            assert (await engine.answer(request(PROMPT, 8))).tokens == whole.tokens(PROMPT, 8)
 
 
 async def test_a_split_that_replaces_the_given_layers_while_a_worker_is_missing_is_reported(
     models: Models, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = models("qwen3").folder
-    async with workers() as places:
-        await places[0].stop()
-        given = options(folder, places, own=room_for_one(folder)).with_layers((1, 1, 2))
-        async with opened(given, missing=["fast"]) as cluster:
-            assert held(cluster) == {"coordinator": 1, "slow": 3}
+    async with opened(models("qwen3").folder, is_fast_missing=True, layers=(1, 1, 2)) as (cluster, _):
+        assert held(cluster) == {"coordinator": 1, "slow": 3}
     assert (
         "layers 1,1,2 need every node, and fast is missing: split as coordinator [0, 1), slow [1, 4) until it joins\n"
     ) in capsys.readouterr().err

@@ -5,19 +5,16 @@ from typing import Any
 
 import pytest
 
-from coordinator.cluster.chain import Chain
 from coordinator.decoding.decode_options import Decode, make_cache_choice
 from coordinator.engine.engine import Engine
 from coordinator.sessions.admission import cache_costs
 from coordinator.sessions.output import Answer
-from coordinator.sessions.request import Request
-from protos.brigade_pb2 import Frame, Opening, Timing
-from tests.integration.conftest import CHUNK, Models, Pass, opened, receive, running, send, serving
+from protos.brigade_pb2 import Frame, Opening
+from tests.integration.conftest import CHUNK, Models, opened, receive, running, send, serving
 from tests.integration.many import SPLITS, Frames, Live, request, running_within, solo, tokens_of, wait_freed
 from tests.integration.many import frames as frames
-from tests.integration.upstream import feeding, tensor, window_of
+from tests.integration.upstream import window_of
 from tests.integration.windows import MASKED
-from worker.errors import FrameError
 
 WIDE: dict[str, Any] = {"config": {"mask_token_id": 90, "head_dim": 32}, "sharpen": 4.0}
 KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
@@ -27,7 +24,6 @@ KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "int8": ("qwen3", WIDE, make_cache_choice("int8", None)),
     "rotating": ("qwen3", MASKED, make_cache_choice("rotating", 14)),  # shorter than the prompts
 }
-caches = pytest.mark.parametrize("kind", KINDS)
 NEW = tokens_of(6, 9)  # what the user says next
 
 
@@ -38,12 +34,6 @@ def rows_fed(frames: Sequence[Frame], since: int = 0) -> int:
 def forks(frames: Sequence[Frame]) -> list[tuple[int, int]]:
     """(slot, the slot it is a copy of), in order."""
     return [(o.slot, o.fork_of) for frame in frames for o in frame.opened if o.HasField("fork_of")]
-
-
-async def fresh(chain: Chain, each: Request) -> Answer:
-    [answer] = await solo(chain, [each])
-    assert answer.usage.num_reused == 0
-    return answer
 
 
 # --- the next turn of a conversation --------------------------------------------------------------------------------
@@ -62,42 +52,29 @@ async def fresh(chain: Chain, each: Request) -> Answer:
         for at, layers in enumerate(SPLITS)
     ],
 )
-async def test_the_next_turn_of_a_conversation_feeds_only_what_is_new(
+async def test_each_turn_of_a_conversation_feeds_only_what_is_new_in_the_same_slot(
     models: Models, frames: list[Frame], kind: str, layers: tuple[int, ...]
 ) -> None:
+    """Nothing is copied, nothing else is held."""
     family, arguments, cache = KINDS[kind]
     async with running(models(family, **arguments).folder, layers) as chain:
-        async with Engine(chain) as engine:
-            first = await engine.answer(request(tokens_of(26), 8, cache=cache), chunk=CHUNK)
-            so_far = (*tokens_of(26), *first.tokens)
-            before = len(frames)
-            again = request((*so_far, *NEW), 8, cache=cache, seed=3, temperature=0.8)
-            found = await engine.answer(again, chunk=CHUNK)
-            assert found.usage.num_reused == len(so_far) - 1  # the answer's last token was never fed
-            assert rows_fed(frames, before) == found.usage.num_rows == 1 + len(NEW) + 8 - 1
-            assert engine.scheduler.slots.num_hits == 1
-        assert found.tokens == (await fresh(chain, again)).tokens
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.matrix if kind in ("sliding", "int8") else ()) for kind in KINDS]
-)
-async def test_a_long_conversation_feeds_every_token_once(models: Models, frames: list[Frame], kind: str) -> None:
-    """Each turn goes on where the one before ended, in the same slot: nothing is copied, nothing else is held."""
-    family, arguments, cache = KINDS[kind]
-    async with running(models(family, **arguments).folder, (1, 3)) as chain:
         frames.clear()
-        text, answers, asked = tokens_of(20), [], []
+        asked, answers, num_known = [request(tokens_of(26), 8, cache=cache)], list[Answer](), 0
         async with Engine(chain) as engine:
-            for turn in range(4):
-                asked.append(request(text, 5 + turn, cache=cache))
+            for turn in range(3):
+                before = len(frames)
                 answers.append(await engine.answer(asked[-1], chunk=CHUNK))
-                text = (*text, *answers[-1].tokens, *tokens_of(3 + turn, turn))
+                usage, num_new = answers[-1].usage, len(asked[-1].prompt) - num_known
+                assert usage.num_reused == num_known
+                assert rows_fed(frames, before) == usage.num_rows == num_new + asked[-1].max_tokens - 1
+                so_far = (*asked[-1].prompt, *answers[-1].tokens)
+                num_known = len(so_far) - 1  # the answer's last token was never fed
+                text = (*so_far, *tokens_of(6, 9 + turn))  # what the user says next
+                asked.append(request(text, 6 + turn, cache=cache, seed=3, temperature=0.8 * turn))
+            assert engine.scheduler.slots.num_hits == 2
             statuses = await chain.statuses()
-        fed = len(asked[-1].prompt) + len(answers[-1].tokens) - 1
-        assert rows_fed(frames) == fed
-        assert {slot for slot, _ in forks(frames)} == {0} and [status.slots for status in statuses] == [1, 1]
-        alone = await solo(chain, asked)
+        assert {slot for slot, _ in forks(frames)} == {0} and {status.slots for status in statuses} == {1}
+        alone = await solo(chain, asked[:-1])
     assert [each.tokens for each in answers] == [each.tokens for each in alone]
 
 
@@ -227,9 +204,6 @@ async def test_a_short_continuation_of_a_long_text_takes_no_more_than_it_was_pro
             assert all(bytes_ <= most for bytes_, most in zip(held, promised, strict=True)), (held, promised)
 
 
-# --- what an engine refuses -----------------------------------------------------------------------------------------
-
-
 async def test_a_copy_of_a_slot_that_the_same_frame_closes_is_made_before(models: Models) -> None:
     whole = models("qwen3")
     tokens = tokens_of(9)
@@ -240,16 +214,3 @@ async def test_a_copy_of_a_slot_that_the_same_frame_closes_is_made_before(models
         await send(chain, Frame(epoch=1, step=51, opened=[opening], closed=[0], windows=[window_of(tokens, 8, slot=1)]))
         assert (await receive(chain)).result.samples[0].token == whole.tokens(tokens, 1)[0]
         assert [status.slots for status in await chain.statuses()] == [1, 1]
-
-
-async def test_two_windows_for_one_slot_in_one_frame_are_refused(models: Models, passes: list[Pass]) -> None:
-    async with feeding(models("qwen3").folder) as worker:
-        await worker.send(
-            Frame(
-                epoch=1, step=7, opened=[Opening(slot=0)], hidden=tensor([1, 3, 64]), timings=[Timing()],
-                windows=[window_of((5, 6), 0), window_of((5, 6, 7), 2)],
-            )
-        )  # fmt: skip
-        with pytest.raises(FrameError, match=r"^worker node-1: expected one window per slot, got slots \[0, 0\]"):
-            await worker.next_result()
-    assert passes == []

@@ -1,22 +1,27 @@
 """Nodes that are lost, and streams that go on all the same: with the tokens, and the text, of the unfailed run."""
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.deployment import Deployment, OwnNode
-from coordinator.cluster.nodes import Nodes
+from coordinator.cluster.nodes import ClusterNode, Nodes
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.step_timeouts import ArrivedResult
 from coordinator.decoding.decode_options import Decode
+from coordinator.deploy.authority import Authority
 from coordinator.engine.engine import Engine
+from coordinator.planning.costs import ChainCosts
 from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan
 from coordinator.planning.recovery import Limits
@@ -25,14 +30,17 @@ from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from coordinator.sessions.text import TextParser
 from protos.brigade_pb2 import Sampling
+from tests.integration.certificates import Certificates
 from tests.integration.conftest import ANYWHERE, NETWORK, Models, running
-from tests.integration.many import Live, request, solo, tokens_of, until
+from tests.integration.many import Frames, Live, request, solo, tokens_of, until
+from tests.integration.many import frames as frames
 from tests.integration.windows import MASKED, Words
 from worker.config import ClusterConfig, CoordinatorConfig, WorkerConfig, split_address
-from worker.errors import ModelError, StageLost
+from worker.errors import ModelError, NodeSilent, StageLost
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
 from worker.node import lifecycle
+from worker.node.certificates import Role
 from worker.node.log import worker_log
 from worker.node.network import Network
 from worker.node.serve import listening
@@ -51,7 +59,7 @@ class Place:
     name: str
     network: Network = NETWORK
     port: int = 0
-    service: NodeService | None = None
+    service: NodeService = field(init=False)
     _running: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     @property
@@ -133,6 +141,7 @@ ASKED = [  # each decoder with two of the samplings
     for i, decode in enumerate(DECODES)
     for j in range(2)
 ]
+STREAM = request(tokens_of(5), 40)
 FORKED = [request((*tokens_of(40, 7), i), 16) for i in range(2)]  # one begins as a copy of the other
 
 
@@ -159,9 +168,8 @@ async def lose(rig: Rig, which: int, *, comes_back: bool) -> None:
 
 
 def assert_equal(found: Sequence[Answer], expected: Sequence[Answer]) -> None:
-    assert [each.tokens for each in found] == [each.tokens for each in expected]
-    assert [each.text for each in found] == [each.text for each in expected]
-    assert [each.finish_reason for each in found] == [each.finish_reason for each in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert (one.tokens, one.text, one.finish_reason) == (other.tokens, other.text, other.finish_reason)
 
 
 @pytest.mark.parametrize(
@@ -373,30 +381,24 @@ async def test_where_the_model_does_not_fit_without_it_a_node_is_awaited_until_i
             assert_equal([await live.answer()], expected)
 
 
-async def test_and_once_the_time_is_over_every_request_fails_with_the_reason(folder: Path) -> None:
-    async with supervised(folder, Limits(0, 0.6), memory=tight(folder)) as rig, rig.engine() as engine:
+ENDED = r"(closed the connection \(its process has ended\)|left the chain)"  # by its first call to end
+
+
+@pytest.mark.parametrize(
+    ("recovery_s", "why"),
+    [(0.6, r".*; node-2 did not come back within 0\.6 s, and the model does not fit without.*"), (0, ENDED)],
+)
+async def test_and_once_the_time_is_over_every_request_fails_with_the_reason(
+    folder: Path, recovery_s: float, why: str
+) -> None:
+    async with supervised(folder, Limits(0, recovery_s), memory=tight(folder)) as rig, rig.engine() as engine:
         live = [Live(engine, request(tokens_of(5, i), 100)) for i in range(2)]
         await live[0].wait_pieces(2)  # the other one waits for memory
         await rig.places[1].stop()
         for each in live:
-            with pytest.raises(
-                StageLost,
-                match=r"^worker node-2: .*; node-2 did not come back within 0.6 s, and the model does not fit without",
-            ) as raised:
+            with pytest.raises(StageLost, match=f"^worker node-2: {why}$") as raised:
                 await each.answer()
             assert raised.value.exit_code == 3
-
-
-ENDED = r"^worker node-2: (closed the connection \(its process has ended\)|left the chain)$"  # by its first call to end
-
-
-async def test_no_time_for_a_recovery_means_none(folder: Path) -> None:
-    async with supervised(folder, Limits(0, 0)) as rig, rig.engine() as engine:
-        live = Live(engine, request(tokens_of(5), 100))
-        await live.wait_pieces(2)
-        await rig.places[1].stop()
-        with pytest.raises(StageLost, match=ENDED):
-            await live.answer()
 
 
 async def test_a_node_whose_engine_hangs_is_done_without_though_it_answers(
@@ -413,9 +415,9 @@ async def test_a_node_whose_engine_hangs_is_done_without_though_it_answers(
     async with supervised(folder, COMES_BACK) as rig, rig.engine() as engine:
         live = [Live(engine, each) for each in ASKED[:2]]
         await live[0].wait_pieces(4)
-        service = rig.places[1].service
-        assert service is not None and service.worker.stage is not None
-        hung.append(service.worker.stage)
+        stage = rig.places[1].service.worker.stage
+        assert stage is not None
+        hung.append(stage)
         monkeypatch.setattr(hung[0].executor, "begin", lambda *step: release.wait(60))
         try:
             assert_equal([await each.answer() for each in live], expected)
@@ -433,25 +435,150 @@ async def test_a_node_that_is_about_to_end_hands_its_sessions_over_where_the_oth
     async with supervised(folder, COMES_BACK) as rig, rig.engine() as engine:
         live = [Live(engine, each) for each in ASKED[::2]]
         await live[0].wait_pieces(4)
-        service = rig.places[which].service
-        assert service is not None
+        worker = rig.places[which].service.worker
         async with asyncio.timeout(60):
-            await service.worker.drain()
-            await service.worker.wait_detached()
+            await worker.drain()
+            await worker.wait_detached()
         assert_equal([await each.answer() for each in live], expected)
         assert rig.cluster.chain.plan.layers == [2, 2]
         assert f"worker node-{which + 1}: is about to end; going on without node-{which + 1}" in "".join(rig.said)
 
 
 async def test_and_where_they_do_not_suffice_its_sessions_end_on_it(folder: Path) -> None:
-    [asked] = asked_long = [request(tokens_of(5), 40)]
-    expected = await unfailed(folder, asked_long)
+    expected = await unfailed(folder, [STREAM])
     async with supervised(folder, COMES_BACK, memory=tight(folder)) as rig, rig.engine() as engine:
-        live = Live(engine, asked)
+        live = Live(engine, STREAM)
         await live.wait_pieces(4)
-        service = rig.places[0].service
-        assert service is not None
-        drain = asyncio.create_task(service.worker.drain())
+        drain = asyncio.create_task(rig.places[0].service.worker.drain())
         assert_equal([await live.answer()], expected)
         await drain
         assert rig.cluster.num_recoveries == 0
+
+
+# --- what is left out while a reader waits --------------------------------------------------------------------------
+
+LONG = request(tokens_of(60), 40)
+
+
+def warm_up_rows(frames: Frames, epoch: int) -> list[int]:
+    """Of the frames before any of a session: theirs begin with step 0 and end with the one that closes the slot."""
+    own = [frame for frame in frames if frame.epoch == epoch]
+    end = next(number for number, frame in enumerate(own) if frame.closed)
+    return [len(window.tokens) for frame in own[:end] for window in frame.windows]
+
+
+@pytest.mark.parametrize(("is_awaited", "rows"), [(True, [1]), (False, [64, 64, 1, 1])])
+async def test_while_a_request_waits_the_new_chain_knows_what_the_lost_one_knew_and_else_measures_anew(
+    folder: Path, frames: Frames, is_awaited: bool, rows: list[int]
+) -> None:
+    async with supervised(folder, COMES_BACK) as rig, rig.engine() as engine:
+        costs = rig.cluster.chain.costs
+        live = [Live(engine, LONG)] if is_awaited else []
+        for each in live:
+            await each.wait_pieces(3)
+        await lose(rig, 1, comes_back=True)
+        for each in live:
+            await each.answer()
+        await until(lambda: rig.cluster.num_recoveries)
+        assert (rig.cluster.chain.costs is costs) == is_awaited
+    assert warm_up_rows(frames, 1) == [64, 64, 1, 1]
+    assert warm_up_rows(frames, 2) == rows
+
+
+async def test_a_chain_without_the_lost_node_waits_for_no_rejoin_and_measures_anew(
+    folder: Path, frames: Frames, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Collection[str]] = []
+    ask = Nodes.ask
+
+    async def note(nodes: Nodes, names: Collection[str], within_s: float) -> None:
+        if rig.cluster.trouble:  # there is no chain
+            asked.append(set(names))
+        await ask(nodes, names, within_s)
+
+    async with supervised(folder, IS_GONE) as rig, rig.engine() as engine:
+        monkeypatch.setattr(Nodes, "ask", note)
+        costs = rig.cluster.chain.costs
+        live = Live(engine, LONG)
+        await live.wait_pieces(3)
+        await lose(rig, 1, comes_back=False)
+        await live.answer()
+        assert rig.cluster.chain.costs is not costs
+    assert {*map(frozenset, asked)} == {frozenset({"node-1"})}  # again if loading takes long
+    assert warm_up_rows(frames, 2) == [64, 64, 1, 1]
+
+
+async def test_chunks_of_the_replay_are_chosen_for_all_that_is_replayed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for the prompt alone: an answer may be much longer."""
+    asked: list[int] = []
+
+    def choose(costs: ChainCosts, num_unfed: int, *, beside_streams: bool) -> int:
+        asked.append(num_unfed)
+        return 32
+
+    monkeypatch.setattr(ChainCosts, "chunk_size", choose)
+    async with supervised(folder, COMES_BACK) as rig, rig.engine() as engine:
+        num_known = 0
+        async with contextlib.aclosing(engine.generate(request(tokens_of(5), 60))) as pieces:
+            async for piece in pieces:
+                num_known += len(piece.tokens)
+                if num_known == 40:
+                    await lose(rig, 1, comes_back=True)
+    assert asked[0] == 5 and asked[1] >= 45
+
+
+async def test_a_worker_of_our_own_that_is_silent_is_ended_before_anybody_is_asked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    ask = Nodes.ask
+
+    async def note(nodes: Nodes, *arguments: Any) -> None:
+        done.append("asked")
+        await ask(nodes, *arguments)
+
+    async with supervised(folder, COMES_BACK) as rig:
+        monkeypatch.setattr(Nodes, "ask", note)
+        monkeypatch.setattr(ClusterNode, "kill", lambda worker: done.append(worker.name))
+        await rig.cluster.reopen(NodeSilent("stopped answering", node="node-2"))
+    assert done[:2] == ["node-2", "asked"]
+
+
+# --- certificates ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_renewed_certificate_opens_the_next_chain(folder: Path, tmp_path: Path) -> None:
+    """The authority is another one, since the file was read: to the worker the old certificate is worth nothing."""
+    certificates = Certificates(tmp_path)
+    [expected] = await unfailed(folder, [STREAM])
+    async with supervised(folder, COMES_BACK, network_of=certificates.of) as rig, rig.engine() as engine:
+        live = Live(engine, STREAM)
+        await live.wait_pieces(5)
+        renewed = Authority.make(certificates.authority.folder, replace=True)
+        for place in rig.places:
+            renewed.issue(place.name, Role.WORKER)
+        renewed.issue("coordinator", Role.COORDINATOR)
+        for place in rig.places:
+            await place.stop()
+            await place.start()
+        assert_equal([await live.answer()], [expected])
+        assert rig.cluster.chain.plan.layers == list(LAYERS), "or this node alone has answered"
+
+
+async def test_where_it_has_expired_the_reason_is_told_once_the_time_is_over(folder: Path, tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path)
+    async with (
+        supervised(folder, Limits(0, 0.5), memory=tight(folder), network_of=certificates.of) as rig,
+        rig.engine() as engine,
+    ):
+        live = Live(engine, STREAM)
+        await live.wait_pieces(5)
+        expired = datetime.now(UTC) - timedelta(seconds=1)
+        certificates.authority.issue("coordinator", Role.COORDINATOR, begins=expired - timedelta(days=1), until=expired)
+        rig.cluster.chain.peers[0].detach()
+        with pytest.raises(
+            StageLost, match=r"did not come back within 0.5 s.* \(\S*coordinator\.pem: the certificate expired"
+        ):
+            await live.answer()

@@ -33,7 +33,9 @@ def load(folder: Path) -> Loaded:
     return Loaded(**json.loads(done.stdout))
 
 
-@pytest.mark.parametrize("file_bytes", [1000 * MB, 30 * MB], ids=["one file", "several"])
+@pytest.mark.parametrize(
+    "file_bytes", [1000 * MB, pytest.param(30 * MB, marks=pytest.mark.matrix)], ids=["one file", "several"]
+)
 def test_a_shard_reads_and_allocates_no_more_than_its_part(tmp_path: Path, file_bytes: int) -> None:
     write_sparse(tmp_path / "model", DENSE, None, file_bytes=file_bytes)
     loaded = load(tmp_path / "model")

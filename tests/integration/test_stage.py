@@ -6,13 +6,14 @@ import traceback
 import weakref
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import mlx.core as mx
 import pytest
 
-from protos.brigade_pb2 import DTYPE_FLOAT32, Credit, Frame, Opening, Result, Timing
+from protos.brigade_pb2 import Credit, Frame, Opening, Result, Timing
 from protos.brigade_pb2_grpc import HopServicer
 from tests.integration.conftest import NETWORK, Models, load, load_request, serving
 from tests.integration.upstream import feeding, frame, parts_of, tensor
@@ -26,6 +27,7 @@ from worker.platform.threads import MlxThread
 WAITING = 64  # frames that a stage takes beside the one that it is at
 
 T = TypeVar("T")
+in_either_mode = pytest.mark.parametrize("runs_ahead", [False, True])
 
 
 class Begun:
@@ -36,12 +38,12 @@ class Begun:
         self.has_drafting = False
 
 
-class HeldEngine:
-    """Notes what it begins, and finishes once it is let go: by results, or what `outputs` says, errors or shapes."""
+class FakeEngine:
+    """Notes what it begins, and finishes it once it is let go: by a result, or the error of `failures`."""
 
     cache_bytes = weight_bytes = 0
 
-    def __init__(self, *, runs_ahead: bool = False, **outputs: Any) -> None:
+    def __init__(self, *, runs_ahead: bool = False, **failures: Exception) -> None:
         self.runs_ahead = runs_ahead
         self.num_slots = 0
         self.begun: list[int] = []
@@ -51,7 +53,7 @@ class HeldEngine:
         self.is_closed = False
         self.steps = weakref.WeakSet[Begun]()  # that are still in memory
         self.began, self.release = threading.Event(), threading.Event()
-        self._outputs = {int(step.removeprefix("step")): output for step, output in outputs.items()}
+        self._failures = failures
 
     def check(self, header: Frame) -> None:
         pass
@@ -79,25 +81,23 @@ class HeldEngine:
         self.steps.add(step)
         return step
 
-    def finish(self, step: Begun) -> tuple[Any, mx.array | None]:
+    def finish(self, step: Begun) -> tuple[Result, None]:
         assert self.release.wait(60)
         header = step.frame
         self._finished = [header.step]
         self.num_slots += len(header.opened) - len(header.closed)
-        output = self._outputs.get(header.step)
-        if isinstance(output, Exception):
-            raise output
-        if output is not None:
-            return Frame(step=header.step, timings=[Timing()]), mx.ones(output)
+        if failure := self._failures.get(f"step{header.step}"):
+            raise failure
         return Result(step=header.step, timings=[Timing()]), None
 
 
+@dataclass
 class Running:
     """A stage that runs on an MLX thread of its own."""
 
-    def __init__(self, stage: Stage, thread: MlxThread) -> None:
-        self.stage = stage
-        self.thread = thread
+    stage: Stage
+    engine: FakeEngine
+    thread: MlxThread
 
     def submit(self, *frames: Frame) -> None:
         """All at once, so that no step ends in between."""
@@ -120,39 +120,42 @@ class Running:
 
 
 @asynccontextmanager
-async def started(engine: Any, outlet: Outlet | None = None) -> AsyncIterator[Running]:
-    thread = MlxThread()
-    stage = Stage(engine, epoch=1)
-    await stage.start(thread, (lambda: outlet) if outlet else None)
+async def started(outlet: Outlet | None = None, *, is_held: bool = False, **engine: Any) -> AsyncIterator[Running]:
+    """`is_held`: no step ends before `engine.release` is set."""
+    thread, fake = MlxThread(), FakeEngine(**engine)
+    if not is_held:
+        fake.release.set()
+    stage = Stage(fake, epoch=1)  # type: ignore[arg-type]
     try:
-        yield Running(stage, thread)
+        async with asyncio.timeout(60):
+            await stage.start(thread, (lambda: outlet) if outlet else None)
+            yield Running(stage, fake, thread)
     finally:
         stage.stop()
-        engine.release.set()
+        fake.release.set()
         await thread.run(lambda: None)
         thread.close()
-
-
-async def test_a_stage_that_always_has_frames_builds_the_steps_of_each_lane_beside_those_of_the_other() -> None:
-    """Or it would have to build each step when its frame is there, while the device waits."""
-    engine = HeldEngine(runs_ahead=True)
-    async with started(engine) as running:
-        running.submit(*numbered(0, 1, 2, 3, 4))
-        engine.release.set()
-        for _ in range(5):
-            await running.next_result()
-        assert engine.built[:4] == [0, 1, 2, 3]
 
 
 def numbered(*steps: int) -> list[Frame]:
     return [Frame(epoch=1, step=step) for step in steps]
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
+async def test_a_stage_that_always_has_frames_builds_the_steps_of_each_lane_beside_those_of_the_other() -> None:
+    """Or it would have to build each step when its frame is there, while the device waits."""
+    async with started(is_held=True, runs_ahead=True) as running:
+        running.submit(*numbered(0, 1, 2, 3, 4))
+        running.engine.release.set()
+        for _ in range(5):
+            await running.next_result()
+        assert running.engine.built[:4] == [0, 1, 2, 3]
+
+
+@in_either_mode
 async def test_a_call_that_is_posted_after_a_stage_is_stopped_finds_its_memory_freed(runs_ahead: bool) -> None:
     """The next load may need that memory, and the next chain must not wait behind these frames."""
-    engine = HeldEngine(runs_ahead=runs_ahead)
-    async with started(engine) as running, asyncio.timeout(60):
+    async with started(is_held=True, runs_ahead=runs_ahead) as running:
+        engine = running.engine
         running.submit(*numbered(*range(20)))
         await asyncio.to_thread(engine.began.wait, 60)
         running.stage.stop()
@@ -162,13 +165,12 @@ async def test_a_call_that_is_posted_after_a_stage_is_stopped_finds_its_memory_f
     assert engine.begun == ([0, 1] if runs_ahead else [0])
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
+@in_either_mode
 async def test_a_stage_is_idle_only_once_no_frame_that_opens_a_slot_is_on_its_way_and_none_is_open(
     runs_ahead: bool,
 ) -> None:
     """Though no slot was open when the step before ended."""
-    engine = HeldEngine(runs_ahead=runs_ahead)
-    async with started(engine) as running, asyncio.timeout(60):
+    async with started(is_held=True, runs_ahead=runs_ahead) as running:
         stage, waiting = running.stage, list[asyncio.Task[None]]()
 
         def begin() -> None:
@@ -177,57 +179,49 @@ async def test_a_stage_is_idle_only_once_no_frame_that_opens_a_slot_is_on_its_wa
             waiting.append(running.thread.loop.create_task(stage.wait_idle()))
 
         await running.thread.run(begin)
-        engine.release.set()
-        for _ in range(2):
-            await running.next_result()
+        running.engine.release.set()
         running.submit(*numbered(2))
-        await running.next_result()
+        for _ in range(3):
+            await running.next_result()
         assert not await running.thread.run(waiting[0].done)
         running.submit(Frame(epoch=1, step=3, closed=[0]))
         await running.call(stage.wait_idle())
         await running.call(asyncio.wait_for(waiting[0], None))
 
 
-async def test_a_stage_that_is_stopped_as_a_frame_comes_does_not_begin_it() -> None:
-    engine = HeldEngine()
-    async with started(engine) as running:
-        running.thread.post(partial(engine.release.wait, 60))
-        running.submit(*numbered(0))
-        running.stage.stop()
-    assert not engine.begun
-
-
-async def test_a_stopped_stage_tells_those_that_wait_for_it() -> None:
-    engine = HeldEngine()
-    engine.release.set()
-    async with started(engine) as running, asyncio.timeout(60):
+async def test_a_stopped_stage_begins_nothing_more_and_tells_those_that_wait_for_it() -> None:
+    go_on = threading.Event()
+    async with started() as running:
         running.submit(Frame(epoch=1, opened=[Opening(slot=0)]))
         await running.next_result()
         idle = asyncio.ensure_future(running.call(running.stage.wait_idle()))
         ended = asyncio.ensure_future(running.next_result())
-        await running.thread.run(lambda: None)
+        running.thread.post(partial(go_on.wait, 60))
+        running.submit(*numbered(1))
         running.stage.stop()
+        go_on.set()
         await idle
-        with pytest.raises(StageLost, match=r"^left the chain$"):
-            await ended
-        with pytest.raises(StageLost, match=r"^left the chain$"):
-            await running.next_result()
+        for waiting in (ended, running.next_result()):
+            with pytest.raises(StageLost, match=r"^left the chain$"):
+                await waiting
+    assert running.engine.begun == [0]
 
 
-# --- failures -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("runs_ahead", [False, True])
+@in_either_mode
 async def test_a_stage_with_frames_without_end_lets_other_calls_run_between_two_of_them(runs_ahead: bool) -> None:
     """Such as a digest's: they wait for one step at most, not for the last frame."""
-    engine = HeldEngine(runs_ahead=runs_ahead)
-    async with started(engine) as running, asyncio.timeout(60):
+    async with started(is_held=True, runs_ahead=runs_ahead) as running:
+        engine = running.engine
+
+        async def num_begun() -> int:
+            return len(engine.begun)
+
         running.submit(*numbered(*range(20)))
         await asyncio.to_thread(engine.began.wait, 60)
         begun = running.thread.submit(lambda: list(engine.begun))
         posted = list[int]()
         running.thread.post(lambda: posted.append(len(engine.begun)))
-        called = asyncio.ensure_future(running.call(begun_by(engine)))
+        called = asyncio.ensure_future(running.call(num_begun()))
         await asyncio.sleep(0)
         engine.release.set()
         assert await begun == ([0, 1] if runs_ahead else [0])
@@ -235,64 +229,26 @@ async def test_a_stage_with_frames_without_end_lets_other_calls_run_between_two_
         assert posted == [len(await begun)] and await called <= posted[0] + 1
 
 
-async def begun_by(engine: HeldEngine) -> int:
-    return len(engine.begun)
+# --- failures -------------------------------------------------------------------------------------------------------
 
 
-async def test_a_failed_stage_fails_every_call_from_then_on() -> None:
-    engine = HeldEngine(step1=FrameError("odd"))
-    engine.release.set()
-    async with started(engine) as running, asyncio.timeout(60):
+async def test_a_failed_stage_ends_its_hop_and_fails_every_call_from_then_on() -> None:
+    async with started(step1=CacheMismatch("odd")) as running:
+        hop = asyncio.ensure_future(running.end_of_hop(endless()))
         running.submit(*numbered(0, 1, 2))
         assert (await running.next_result()).step == 0
         depths = []
         for _ in range(4):
-            with pytest.raises(FrameError, match=r"^odd$") as caught:
+            with pytest.raises(CacheMismatch, match=r"^odd$") as caught:
                 await running.next_result()
             running.thread.post(partial(running.stage.deliver, Result(step=7)))  # of a worker that has not heard yet
             depths.append(len(traceback.extract_tb(caught.value.__traceback__)))
         assert len(set(depths)) == 1, "one exception raised again and again must not keep every frame it passed"
         running.submit(*numbered(3))
-        with pytest.raises(FrameError, match=r"^odd$"):
-            await running.next_result()
-        with pytest.raises(FrameError, match=r"^odd$"):
-            await running.end_of_hop(endless())
-        with pytest.raises(FrameError, match=r"^odd$"):
-            await running.stage.wait_ended()
-    assert engine.begun == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("refused", "message"),
-    [
-        (numbered(3, 3), r"^expected a step after 3, got step 3$"),
-        ([Frame(epoch=2)], r"^expected frames of epoch 1, got epoch 2 \(step 0\)$"),
-        (numbered(*range(1 + WAITING)), rf"^expected at most {WAITING} frames .*got one more \(step {WAITING}\)$"),
-    ],
-    ids=["again", "epoch", "too many"],
-)
-async def test_a_frame_of_this_process_that_is_refused_fails_the_stage(refused: list[Frame], message: str) -> None:
-    engine = HeldEngine()
-    engine.release.set()
-    async with started(engine) as running, asyncio.timeout(60):
-        running.submit(*refused)
-        with pytest.raises(FrameError, match=message):
-            await running.next_result()
-
-
-async def test_the_failure_of_a_stage_ends_its_hop_with_the_same_words() -> None:
-    engine = HeldEngine(step0=CacheMismatch("odd"))
-    async with started(engine) as running, asyncio.timeout(60):
-
-        async def receive() -> None:
-            credit = running.stage.receive(endless())
-            assert await anext(credit) == Credit(frames=WAITING)
-            running.stage.submit(Frame(epoch=1))
-            engine.release.set()
+        for call in (running.next_result(), hop, running.end_of_hop(endless()), running.stage.wait_ended()):
             with pytest.raises(CacheMismatch, match=r"^odd$"):
-                await anext(credit)
-
-        await running.call(receive())
+                await call
+    assert running.engine.begun == [0, 1]
 
 
 @pytest.mark.parametrize("how", ["fails", "ends"])
@@ -301,7 +257,7 @@ async def test_what_a_stage_watches_ends_it(how: str) -> None:
         if how == "fails":
             raise CacheMismatch("odd")
 
-    engine, thread = HeldEngine(), MlxThread()
+    engine, thread = FakeEngine(), MlxThread()
     stage = Stage(engine, epoch=1)  # type: ignore[arg-type]
     async with asyncio.timeout(60):
         await stage.start(thread, None, watched)
@@ -311,71 +267,31 @@ async def test_what_a_stage_watches_ends_it(how: str) -> None:
     thread.close()
 
 
-async def test_a_stage_whose_next_one_refuses_the_hop_does_not_start() -> None:
-    thread, outlet = MlxThread(), Refusing()
-    async with asyncio.timeout(60):
-        with pytest.raises(FrameError, match=r"^no hop$"):
-            await Stage(HeldEngine(), epoch=1).start(thread, lambda: outlet)  # type: ignore[arg-type]
-    assert outlet.is_closed
-    thread.close()
+def exhausted(*anything: Any) -> None:
+    raise RuntimeError("[malloc] Unable to allocate 17179869184 bytes.")
 
 
 async def test_a_stage_whose_memory_is_exhausted_names_its_node_and_the_size(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*anything: Any) -> None:
-        raise RuntimeError("[malloc] Unable to allocate 17179869184 bytes.")
-
     async with feeding(models("qwen3").folder) as worker:
-        monkeypatch.setattr(Shard, "__call__", fail)
+        monkeypatch.setattr(Shard, "__call__", exhausted)
         await worker.send(frame(1, [5, 6, 7]))
-        with pytest.raises(
-            OutOfMemory, match=r"^worker node-1: out of memory at a step: could not get 16\.00 GiB; give"
-        ):
+        with pytest.raises(OutOfMemory, match=r"^worker node-1: .* at a step: could not get 16\.00 GiB; give"):
             await worker.next_result()
 
 
 async def test_a_shard_that_does_not_fit_names_its_node_and_its_size(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(arrays: Any) -> None:
-        raise RuntimeError("[malloc] Unable to allocate 17179869184 bytes.")
-
-    expected = r"^worker node-1: out of memory with layers \[2, 4\), \d+\.\d\d GiB: could not get 16\.00 GiB; "
     async with serving(1) as [node]:
-        monkeypatch.setattr("worker.compute.shard.mx.eval", fail)
+        monkeypatch.setattr("worker.compute.shard.mx.eval", exhausted)
+        expected = r"^worker node-1: .* layers \[2, 4\), \d+\.\d\d GiB: could not get 16\.00 GiB; "
         with pytest.raises(OutOfMemory, match=expected):
             await load(node, load_request(models("qwen3").folder, 2, 4))
 
 
 # --- hops -----------------------------------------------------------------------------------------------------------
-
-
-class Outside:
-    """Takes what a stage sends on."""
-
-    def __init__(self) -> None:
-        self.sent: list[bytes] = []
-        self.done = threading.Event()
-        self.is_closed = False
-
-    async def send(self, parts: Sequence[bytes]) -> None:
-        self.sent.extend(parts)
-        self.done.set()
-
-    async def wait_open(self) -> None:
-        pass
-
-    async def wait_lost(self) -> None:
-        await asyncio.Event().wait()
-
-    async def close(self) -> None:
-        self.is_closed = True
-
-
-class Refusing(Outside):
-    async def wait_open(self) -> None:
-        raise FrameError("no hop")
 
 
 class Receiver(HopServicer):
@@ -425,6 +341,26 @@ def large(step: int, size: int = 1_000_000) -> list[bytes]:
     return parts_of(Frame(epoch=1, step=step, hidden=tensor([1, size // 4, 1])), bytes([step]) * size)
 
 
+class Refusing(Outlet):
+    """A next stage that refuses the hop."""
+
+    is_closed = False
+
+    async def wait_open(self) -> None:
+        raise FrameError("no hop")
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+async def test_a_stage_whose_next_one_refuses_the_hop_does_not_start() -> None:
+    outlet = Refusing()
+    with pytest.raises(FrameError, match=r"^no hop$"):
+        async with started(outlet):
+            pytest.fail("it has started")
+    assert outlet.is_closed
+
+
 async def test_a_closed_hop_reads_nothing_more() -> None:
     is_closed = False
 
@@ -442,60 +378,57 @@ async def test_a_closed_hop_reads_nothing_more() -> None:
             await asyncio.sleep(0)  # the reading begins
         assert is_closed
 
-    async with started(HeldEngine()) as running, asyncio.timeout(60):
+    async with started() as running:
         await running.call(receive(running.stage))
 
 
 async def test_frames_of_any_size_arrive_whole_and_in_order() -> None:
-    engine = HeldEngine()
-    engine.release.set()
     sizes = [4, 1_000_000, 4, 3_000_000, 262_144]
-    async with started(engine) as running, linked(running) as link, asyncio.timeout(60):
+    async with started() as running, linked(running) as link:
         for step, size in enumerate(sizes, start=1):
             await link.send(large(step, size))
         assert [(await running.next_result()).step for _ in sizes] == [1, 2, 3, 4, 5]
-    assert engine.taken == [bytes([step]) * size for step, size in enumerate(sizes, start=1)]
+    assert running.engine.taken == [bytes([step]) * size for step, size in enumerate(sizes, start=1)]
 
 
 async def test_a_sender_waits_once_as_many_frames_wait_as_the_receiver_takes() -> None:
-    engine = HeldEngine()
-    async with started(engine) as running, linked(running) as link, asyncio.timeout(60):
-        for step in range(WAITING):
-            await link.send(parts_of(Frame(epoch=1, step=step), b""))
+    async with started(is_held=True) as running, linked(running) as link:
+        for each in numbered(*range(WAITING)):
+            await link.send(parts_of(each, b""))
         one_more = asyncio.create_task(link.send(parts_of(Frame(epoch=1, step=WAITING), b"")))
         _, waiting = await asyncio.wait([one_more], timeout=0.05)
         assert waiting == {one_more}
-        engine.release.set()
+        running.engine.release.set()
         await asyncio.wait([one_more], timeout=10)
         assert one_more.done(), "completed frames gave no credit back"
         assert [(await running.next_result()).step for _ in range(WAITING + 1)] == list(range(WAITING + 1))
 
 
-async def test_a_sender_that_does_not_wait_is_refused() -> None:
-    engine = HeldEngine()
-    engine.release.set()
-    async with started(engine) as running, asyncio.timeout(60):
-        sent = [part for step in range(WAITING + 1) for part in parts_of(Frame(epoch=1, step=1 + step), b"")]
-        expected = rf"expected at most {WAITING} frames .*got one more \(step {1 + WAITING}\)"
-        with pytest.raises(FrameError, match=expected):
+TOO_MANY = numbered(*range(1 + WAITING))
+ONE_MORE = rf"^expected at most {WAITING} frames .*got one more \(step {WAITING}\)$"
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        ([part for each in TOO_MANY for part in parts_of(each, b"")], ONE_MORE),
+        (large(1)[:1], r"^expected part 1 \(step 1\), got the end of the hop$"),
+    ],
+    ids=["too many frames", "half a frame"],
+)
+async def test_a_hop_that_breaks_the_protocol_is_refused(sent: list[bytes], message: str) -> None:
+    async with started() as running:
+        with pytest.raises(FrameError, match=message):
             await running.end_of_hop(of(sent))
 
 
-async def test_a_hop_that_ends_within_a_frame_is_refused() -> None:
-    async with started(HeldEngine()) as running, asyncio.timeout(60):
-        with pytest.raises(FrameError, match=r"^expected part 1 \(step 1\), got the end of the hop$"):
-            await running.end_of_hop(of(large(1)[:1]))
-
-
-async def test_a_stage_counts_what_it_sends() -> None:
-    outlet = Outside()
-    engine = HeldEngine(step0=(1, 100, 1000))
-    engine.release.set()
-    async with started(engine, outlet) as running, asyncio.timeout(60):
-        running.submit(Frame(epoch=1))
-        assert await asyncio.to_thread(outlet.done.wait, 60)
-        assert running.stage.status().sent_bytes == sum(map(len, outlet.sent)) > 400_000
-        running.stage.stop()
-        await running.thread.run(lambda: None)
-    assert Frame(hidden=tensor([1, 100, 1000], DTYPE_FLOAT32)).SerializeToString() in outlet.sent[0]
-    assert outlet.is_closed
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [(TOO_MANY, ONE_MORE), ([Frame(epoch=2)], r"^expected frames of epoch 1, got epoch 2 \(step 0\)$")],
+    ids=["too many", "of another epoch"],
+)
+async def test_a_frame_of_this_process_that_is_refused_fails_the_stage(refused: list[Frame], message: str) -> None:
+    async with started() as running:
+        running.submit(*refused)
+        with pytest.raises(FrameError, match=message):
+            await running.next_result()

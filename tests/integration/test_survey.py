@@ -1,7 +1,6 @@
 """Nodes measure themselves and their links: what a coordinator learns, who may ask, and how layers follow from it."""
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -12,20 +11,16 @@ import pytest
 
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.survey import survey
-from coordinator.planning.plan import Node, Objective
-from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS, UNMEASURED, Survey
 from protos.brigade_pb2 import LinkReply, MeasureRequest, ProbePart, Speed
-from tests.integration.certificates import Certificates
-from tests.integration.conftest import NETWORK, Models, RunningNode, load_request, opened, peer_of, serving
+from tests.integration.conftest import Models, RunningNode, load_request, opened, peer_of, serving
 from tests.unit.virtual_time import VirtualTime
 from worker.compute import microbenchmark
-from worker.errors import BrigadeError, ConfigError, FrameError, StageLost
+from worker.errors import FrameError, StageLost
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.describe import describe
 from worker.node import speed_cache
 from worker.node.links import answer_probe
-from worker.node.network import Network
 
 MEASURED_S = 0.05  # instead of two seconds
 
@@ -39,9 +34,9 @@ def quickly_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def peers_of(nodes: Sequence[RunningNode], network: Network = NETWORK) -> AsyncIterator[list[Peer]]:
+async def peers_of(nodes: Sequence[RunningNode]) -> AsyncIterator[list[Peer]]:
     async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(peer_of(node, network)) for node in nodes]
+        yield [await stack.enter_async_context(peer_of(node)) for node in nodes]
 
 
 async def surveyed(folder: Path, nodes: Sequence[RunningNode]) -> Survey:
@@ -114,20 +109,6 @@ async def test_a_node_of_another_model_is_left_out_with_a_word(
     assert "warning: not measured: worker node-1: " in capsys.readouterr().err
 
 
-async def test_only_a_coordinator_has_nodes_measured(models: Models, tmp_path: Path) -> None:
-    certificates = Certificates(tmp_path)
-    request = MeasureRequest(model=load_request(models("qwen3").folder, 1, 4))
-    async with (
-        serving(2, network_of=certificates.network) as nodes,
-        peers_of(nodes, certificates.coordinator()) as [first, second],
-        peers_of(nodes[:1], certificates.network("node-2")) as [as_a_worker],
-    ):
-        assert (await first.measure_link(second)).rtt_ms > 0
-        for ask in (lambda: as_a_worker.measure(request), lambda: as_a_worker.measure_link(second)):
-            with pytest.raises(ConfigError, match="expected a certificate with the role brigade:coordinator"):
-                await ask()
-
-
 @pytest.mark.parametrize("parts", [[ProbePart()] * 65, [ProbePart(data=bytes(2**20 + 1))]], ids=["many", "large"])
 async def test_a_probe_has_an_end(parts: list[ProbePart]) -> None:
     async def sent() -> AsyncIterator[ProbePart]:
@@ -158,14 +139,6 @@ def test_an_idle_probe_is_ended() -> None:
         virtual.close()
 
 
-async def test_a_link_to_a_missing_node_is_refused(models: Models) -> None:
-    async with serving(1) as nodes, peers_of(nodes) as [peer]:
-        gone = Peer("gone", ["127.0.0.1:1"], NETWORK)
-        with pytest.raises(BrigadeError, match="gone"):
-            await peer.measure_link(gone)
-        await gone.close()
-
-
 async def test_a_link_that_cannot_be_measured_counts_as_the_slowest(
     models: Models, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,30 +155,3 @@ async def test_a_link_that_cannot_be_measured_counts_as_the_slowest(
     assert found.link("coordinator", "node-1").rtt_ms < UNMEASURED.rtt_ms
     assert found.link("coordinator", "node-2") == found.link("node-1", "node-2") == UNMEASURED
     assert capsys.readouterr().err.count("warning: not measured: ") == 2
-
-
-async def test_layers_leave_a_node_whose_layers_take_longer(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every layer is told to take 0.4 s, and then 2 on the first worker, whatever this machine needs for it."""
-    folder = models("qwen3").folder
-    spec = describe(open_folder(folder))
-    memory = [Node(name, 10**9) for name in ("coordinator", "node-1", "node-2")]
-    delays: dict[int, float] = {}  # by thread
-    real = microbenchmark._seconds
-
-    def delayed(made: list[object]) -> float:
-        real(made)  # type: ignore[arg-type]
-        return len(made) * delays.get(threading.get_ident(), 0.4)
-
-    async def never_kept(checkpoint: object) -> None:
-        return None
-
-    monkeypatch.setattr(microbenchmark, "_seconds", delayed)
-    monkeypatch.setattr(speed_cache, "kept_speed", never_kept)
-    objective = Objective(128, goal="throughput", num_requests=4)
-    async with serving(2) as nodes:
-        before = plan(spec, memory, await surveyed(folder, nodes), objective)
-        delays[await nodes[0].thread.run(threading.get_ident)] = 2.0
-        after = plan(spec, memory, await surveyed(folder, nodes), objective)
-    counts = [{a.name: a.end - a.start for a in found.assignments} for found in (before, after)]
-    assert counts[0]["node-1"] >= 1 and "node-1" not in counts[1]
-    assert counts[1]["coordinator"] + counts[1]["node-2"] == 4

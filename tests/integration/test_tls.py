@@ -1,9 +1,8 @@
 """Encrypted links: right certificates make the same tokens, and every other peer is refused with a reason."""
 
 import asyncio
-import re
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -12,14 +11,23 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.cluster.open import open_cluster
+from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer
+from coordinator.deploy import cluster_file
 from coordinator.deploy.authority import Authority
-from protos.brigade_pb2 import Coordinator
+from coordinator.deploy.cluster_file import coordinator_in, unproven
+from coordinator.deploy.discovery import Endpoint, FoundNode
+from coordinator.planning.recovery import Limits
+from protos.brigade_pb2 import MEDIUM_LOOPBACK, Coordinator, MeasureRequest
 from tests.integration.certificates import Certificates, Shown
 from tests.integration.conftest import Models, RunningNode, answer, load_request, opened, peer_of, serving
 from tests.integration.upstream import attach_request
 from tests.tiny import VOCAB
-from worker.errors import CallerRefused, ConfigError, FrameError, StageLost
+from worker.config import ClusterConfig, TlsConfig, WorkerConfig
+from worker.errors import BrigadeError, CallerRefused, ConfigError, FrameError, StageLost
+from worker.model.checkpoint import open_folder
+from worker.model.describe import describe
 from worker.node.certificates import Identity, KeyFile, Role, split_pem
 from worker.node.hop import Link
 from worker.node.network import Network
@@ -64,58 +72,43 @@ async def test_a_coordinator_without_a_right_certificate_is_refused(
             assert (await peer.hello(60)).node == "node-1"
 
 
-async def test_a_worker_that_trusts_another_authority_refuses_this_node_with_its_reason_at_once(
-    certificates: Certificates, tmp_path: Path
-) -> None:
-    def trusting_another(name: str) -> Network:
-        own, other = (
-            read(authority, name, Role.WORKER)
-            for authority in (certificates.authority, Authority.make(tmp_path / "another"))
-        )
-        return Network(keys=Shown(replace(own, authority=other.authority)))
-
-    async with (
-        serving(1, network_of=trusting_another) as [node],
-        peer_of(node, certificates.coordinator()) as peer,
-        asyncio.timeout(60),
-    ):
-        reason = r"it refuses this node's certificate, .*; .*brigade keys issue coordinator --coordinator$"
-        with pytest.raises(CallerRefused, match=f"^worker node-1: {reason}"):
-            await peer.hello(3600)
+OF_ANOTHER = r"its certificate is of another authority; brigade keys issue node-1 makes one of ours"
+REFUSES = r"it refuses this node's certificate, .*; .*brigade keys issue coordinator --coordinator$"
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"),
+    ("how", "kind", "reason"),
     [
-        ("foreign", "its certificate is of another authority; brigade keys issue node-1 makes one of ours"),
-        ("expired", "its certificate has expired; where the authority is: brigade keys issue node-1"),
-        ("plaintext", "it does not encrypt; set `tls:` in its configuration, too"),
+        ("foreign", ConfigError, OF_ANOTHER),
+        ("expired", ConfigError, r"its certificate has expired; where the authority is: brigade keys issue node-1"),
+        ("plaintext", ConfigError, r"it does not encrypt; set `tls:` in its configuration, too"),
+        ("another name", ConfigError, r"its certificate carries another name"),
+        ("trusts another", CallerRefused, REFUSES),
     ],
 )
-async def test_a_worker_without_a_right_certificate_is_refused_at_once(
-    how: str, reason: str, certificates: Certificates
+async def test_a_worker_that_is_not_trusted_or_does_not_trust_this_node_is_refused_at_once_with_the_reason(
+    how: str, kind: type[BrigadeError], reason: str, certificates: Certificates, tmp_path: Path
 ) -> None:
+    """Whatever its address."""
+
+    def network_of(name: str) -> Network:
+        if how == "another name":
+            return certificates.network("node-2")
+        if how == "trusts another":
+            other = read(Authority.make(tmp_path / "another"), name, Role.WORKER).authority
+            return Network(keys=Shown(replace(read(certificates.authority, name, Role.WORKER), authority=other)))
+        return certificates.wrong(how, name, Role.WORKER)
+
     async with (
-        serving(1, network_of=lambda name: certificates.wrong(how, name, Role.WORKER)) as [node],
+        serving(1, network_of=network_of) as [node],
         peer_of(node, certificates.coordinator()) as peer,
         asyncio.timeout(60),
     ):
-        with pytest.raises(ConfigError, match=f"^worker node-1: {re.escape(reason)}"):
-            await peer.hello()
+        with pytest.raises(kind, match=f"^worker node-1: {reason}"):
+            await peer.hello(3600)
 
 
-async def test_a_worker_with_the_certificate_of_another_name_is_refused_whatever_its_address(
-    certificates: Certificates,
-) -> None:
-    async with (
-        serving(1, network_of=certificates.network) as [node],
-        peer_of(node, certificates.coordinator(), name="node-2") as peer,
-    ):
-        with pytest.raises(ConfigError, match=r"^worker node-2: its certificate carries another name"):
-            await peer.hello()
-
-
-async def test_only_a_coordinator_may_ask_load_and_attach(models: Models, certificates: Certificates) -> None:
+async def test_only_a_coordinator_may_ask_load_attach_and_measure(models: Models, certificates: Certificates) -> None:
     folder = models("qwen3").folder
     async with (
         serving(1, network_of=certificates.network) as [node],
@@ -129,6 +122,8 @@ async def test_only_a_coordinator_may_ask_load_and_attach(models: Models, certif
             peer.digests(),
             peer.unload(Coordinator()),
             peer.results(1, lambda result: None),
+            peer.measure(MeasureRequest(model=load_request(folder, 2, 4))),
+            peer.measure_link(peer),
         )
         for call in calls:
             with pytest.raises(
@@ -145,16 +140,15 @@ async def test_frames_come_from_the_predecessor_of_the_plan_only(models: Models,
         request.predecessor_name = "Studio"
         await peer.load(request.loaded, lambda report: None)
         await peer.attach(request)
-        with pytest.raises(FrameError, match=r"^worker node-1: expected a hop from Studio, got one with .* of mini "):
-            await hop(certificates.network("mini"), node, sender="studio")
-        with pytest.raises(FrameError, match=r"expected a hop from Studio, got one with .* of coordinator "):
-            await hop(certificates.coordinator(), node, sender="studio")
-        await hop(certificates.network("Studio"), node, sender="studio")
+        for name in ("mini", "coordinator"):
+            with pytest.raises(FrameError, match=rf"^worker node-1: expected a hop from Studio, got .* of {name} "):
+                await hop(certificates.of(name), node)
+        await hop(certificates.network("Studio"), node)
 
 
-async def hop(network: Network, node: RunningNode, sender: str) -> None:
-    """Open a hop to the node as stage 0 of epoch 1, and end it."""
-    link = Link(network, node.name, node.address, 1, 0, sender)
+async def hop(network: Network, node: RunningNode) -> None:
+    """Open a hop to the node from studio as stage 0 of epoch 1, and end it."""
+    link = Link(network, node.name, node.address, 1, 0, "studio")
     try:
         await link.wait_open()
     finally:
@@ -254,10 +248,10 @@ async def test_a_renewal_that_will_not_do_leaves_the_certificate_before_in_use(c
         ]
 
 
-async def shown_by(node: RunningNode, certificates: Certificates) -> bytes:
-    """The certificate that the node shows a new caller."""
+async def shown_by(node: RunningNode, certificates: Certificates, address: str = "") -> bytes:
+    """The certificate that the node shows a new caller, at its own address or another."""
     context = tls_context(certificates.authority.issue("studio", Role.COORDINATOR))
-    host, _, port = node.address.rpartition(":")
+    host, _, port = (address or node.address).rpartition(":")
     _, writer = await asyncio.open_connection(host, int(port), ssl=context, server_hostname=node.name)
     with closing(writer):
         return bytes(writer.get_extra_info("ssl_object").getpeercert(True))
@@ -294,3 +288,71 @@ async def test_names_in_capitals_are_names(certificates: Certificates) -> None:
         peer_of(node, certificates.coordinator(), name="Node-1") as peer,
     ):
         assert (await peer.hello()).node == "node-1"
+
+
+# --- commands -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("is_encrypted", "kind", "why"),
+    [
+        (True, ConfigError, OF_ANOTHER),
+        (False, CallerRefused, r"expects TLS.* set `tls:` in cluster\.yaml"),
+    ],
+    ids=["of another authority", "no tls here"],
+)
+async def test_a_worker_that_one_side_does_not_trust_is_reported_while_another_one_is_awaited(
+    models: Models, certificates: Certificates, is_encrypted: bool, kind: type[BrigadeError], why: str
+) -> None:
+    """And not counted as missing."""
+    certificates.coordinator()
+    checkpoint = open_folder(models("qwen3").folder)
+    tls = TlsConfig(keys=str(certificates.authority.folder)) if is_encrypted else None
+    of_others = partial(certificates.wrong, "foreign", role=Role.WORKER)
+    async with (
+        serving(1, network_of=of_others if is_encrypted else certificates.network) as [node],
+        asyncio.timeout(60),
+    ):
+        addresses = {node.name: node.address, "ghost": "127.0.0.1:1"}
+        workers = tuple(WorkerConfig(name=name, address=(address,)) for name, address in addresses.items())
+        limits = Limits(arrival_s=3600)
+        options = ClusterOptions(ClusterConfig(workers=workers, tls=tls), checkpoint.name, None, 128, limits=limits)
+        with pytest.raises(kind, match=why) as caught:
+            async with open_cluster(options, checkpoint, describe(checkpoint), 128):
+                pass
+    assert caught.value.node == node.name
+
+
+def chosen(address: str, names: Sequence[str]) -> list[FoundNode]:
+    endpoints = [Endpoint(address, "lo", MEDIUM_LOOPBACK)]
+    return [FoundNode(name, "0.1.0", "ab" * 32, True, None, endpoints) for name in names]
+
+
+async def test_a_worker_has_the_name_of_its_certificate_and_no_other(
+    certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(1, network_of=certificates.network) as [node]:
+        workers = chosen(node.address, ("node-1", "air"))
+        monkeypatch.setattr(cluster_file, "_HELLO_S", 30.0)  # however busy the machine is
+        [(name, why)] = (await unproven(workers, certificates.coordinator())).items()
+        assert name == "air" and "certificate carries another name" in why
+        stranger = certificates.wrong("foreign", "coordinator", Role.COORDINATOR)
+        monkeypatch.setattr(cluster_file, "_HELLO_S", 0.3)  # which the next one waits for
+        assert list(await unproven(workers, stranger)) == ["node-1", "air"]
+
+
+async def test_without_certificates_a_worker_is_at_least_one_of_that_name() -> None:
+    async with serving(1) as [node]:
+        whys = await unproven(chosen(node.address, ("node-1", "air")), Network())
+        assert whys == {"air": f"the worker at {node.address} has another name"}
+
+
+def test_the_coordinator_is_whose_certificate_is_there(certificates: Certificates) -> None:
+    folder = certificates.authority.folder
+    certificates.authority.issue("mini", Role.WORKER)
+    (folder / "notes.pem").write_text("no certificate")
+    assert coordinator_in(folder) is None and coordinator_in(folder / "nowhere") is None
+    certificates.authority.issue("studio", Role.COORDINATOR)
+    assert coordinator_in(folder) == "studio"
+    certificates.authority.issue("laptop", Role.COORDINATOR)
+    assert coordinator_in(folder) is None

@@ -28,16 +28,12 @@ def options_of(folder: Path, *addresses: str, keys: Path | None = None) -> Clust
     )
 
 
-@pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "tls"])
-async def test_the_tokens_are_the_models_and_every_hop_is_told(
-    models: Models, tmp_path: Path, is_encrypted: bool
-) -> None:
+async def test_the_tokens_are_the_models_and_every_hop_is_told_over_tls(models: Models, tmp_path: Path) -> None:
     whole, certificates = models("qwen3"), Certificates(tmp_path)
     certificates.coordinator()
-    network_of = {"network_of": certificates.network} if is_encrypted else {}
-    async with serving(2, **network_of) as nodes:
-        keys = certificates.authority.folder if is_encrypted else None
-        trial = await try_cluster(options_of(whole.folder, *(node.address for node in nodes), keys=keys))
+    async with serving(2, network_of=certificates.network) as nodes:
+        addresses = (node.address for node in nodes)
+        trial = await try_cluster(options_of(whole.folder, *addresses, keys=certificates.authority.folder))
     assert trial.is_same and trial.first.tokens == whole.tokens(range(1, 9), NUM_TOKENS)
     assert [f"{hop.source} → {hop.target}" for hop in trial.hops] == [
         "coordinator → node-1", "node-1 → node-2", "node-2 → coordinator",

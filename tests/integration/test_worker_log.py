@@ -12,7 +12,7 @@ import pytest
 from coordinator.engine.engine import Engine
 from tests.integration.conftest import Models, RunningNode, answer, load, load_request, opened, serving
 from tests.integration.many import request, tokens_of, until
-from worker.errors import BrigadeError, InternalError, ModelError
+from worker.errors import InternalError, ModelError
 from worker.model.contents import check_contents
 from worker.node import attachment, lifecycle, serve
 from worker.node.hop import Link
@@ -90,39 +90,37 @@ async def test_it_tells_whom_it_refused_and_why(models: Models) -> None:
         assert_lines(out, r"refused to load for coordinator max: cannot hold \[2, 4\) of 5 layers: .*")
 
 
-async def test_it_tells_why_it_left_a_chain_that_failed(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with overheard() as (node, out), opened(models("qwen3").folder, (2, 2), [node]) as chain:
-
-        def fail(*arguments: object) -> None:
-            raise ModelError("no such kernel")
-
-        monkeypatch.setattr(node.service.worker.attachment.stage.executor, "begin", fail)  # type: ignore[union-attr]
-        with pytest.raises(BrigadeError):
-            await answer(chain, (1, 2, 3), 3)
-        await until(lambda: "left" in out.getvalue())  # before its coordinator ends the call
-    assert out.getvalue().splitlines()[-1] == "worker node-1: left the chain of coordinator coordinator: no such kernel"
-
-
-async def test_it_tells_where_a_bug_of_ours_is_and_so_does_its_coordinator(
-    models: Models, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (ModelError("no such kernel"), ModelError, "no such kernel"),
+        (
+            KeyError("slot"),
+            InternalError,
+            r"internal error: KeyError\('slot'\) at test_worker_log\.py:\d+; this is a bug",
+        ),
+    ],
+    ids=["an error", "a bug"],
+)
+async def test_it_tells_why_it_left_a_chain_that_failed_and_where_a_bug_of_ours_is(
+    models: Models, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception], text: str
 ) -> None:
+    def fail(*arguments: object) -> None:
+        raise error
+
     async with overheard() as (node, out):
         async with opened(models("qwen3").folder, (2, 2), [node]) as chain:
-
-            def fail(*arguments: object) -> None:
-                raise KeyError("slot")
-
-            monkeypatch.setattr(node.service.worker.attachment.stage.executor, "begin", fail)  # type: ignore[union-attr]
-            place = rf"test_worker_log\.py:{fail.__code__.co_firstlineno + 1}"
-            text = rf"internal error: KeyError\('slot'\) at {place}; this is a bug"
-            with pytest.raises(InternalError, match=f"^worker node-1: {text}$"):
+            stage = node.service.worker.stage
+            assert stage is not None
+            monkeypatch.setattr(stage.executor, "begin", fail)
+            with pytest.raises(kind, match=f"^worker node-1: {text}$"):
                 await answer(chain, (1, 2, 3), 3)
             await until(lambda: "left" in out.getvalue())  # before its coordinator ends the call
         assert re.fullmatch(f"worker node-1: left the chain of .*: {text}", out.getvalue().splitlines()[-1])
         monkeypatch.setattr(Worker, "_open", fail)
-        with pytest.raises(InternalError, match=f"^worker node-1: {text}$"):
+        with pytest.raises(kind, match=f"^worker node-1: {text}$"):
             await load(node, load_request(models("qwen3").folder, 1, 4))
-    assert re.fullmatch(f"worker node-1: {text}", out.getvalue().splitlines()[-1])
+    assert re.fullmatch(f"worker node-1: (refused to load .*)?{text}", out.getvalue().splitlines()[-1])
 
 
 async def test_it_tells_that_a_load_was_given_up_wherever_that_was(
@@ -160,15 +158,11 @@ async def test_it_tells_what_it_waits_for_when_it_is_to_end(models: Models, monk
         assert_lines(out, "draining: 1 sessions in progress or kept, at most 10 s", "drained")
 
 
-def test_a_worker_without_a_place_to_say_it_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    worker_log("mini", None).error("drained")
-    assert capfd.readouterr() == ("", "")
-
-
-def test_a_log_without_a_reader_is_no_failure(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_log_without_a_place_or_a_reader_is_no_failure(capfd: pytest.CaptureFixture[str]) -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
-    worker_log("mini", Gone()).info("drained")
+    for out in (None, Gone()):
+        worker_log("mini", out).error("drained")
     assert capfd.readouterr() == ("", "")

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,29 +23,8 @@ from worker.memory.history import History
 MASK = 90
 MASKED = {"config": {"mask_token_id": MASK}, "sharpen": 4.0}  # sure enough that thresholds matter
 PROMPT = tuple((7 * i + i * i) % 89 for i in range(CHUNK + 3))
-WINDOWS = [*product((1, 2, 4, 8, 16), (0.0, 0.2, 0.4, 0.8, 3.0))]  # MASK rows, threshold
 SPLITS = [(4,), (1, 3), (2, 1, 1)]
 N = 14
-
-splits = pytest.mark.parametrize("layers", SPLITS, ids=lambda layers: "+".join(map(str, layers)))
-all_or_some = pytest.mark.parametrize(
-    "is_all", [False, pytest.param(True, marks=pytest.mark.matrix)], ids=["some", "all"]
-)
-COVERING = ("qwen3", (2, 1, 1))  # the family and the split on which everything is tried
-SAMPLE = (COVERING, ("qwen3", (4,)), ("llama", (1, 3)))
-families_and_splits = pytest.mark.parametrize(
-    ("family", "layers"),
-    [
-        pytest.param(
-            family,
-            layers,
-            id=f"{family}-{'+'.join(map(str, layers))}",
-            marks=() if (family, layers) in SAMPLE else pytest.mark.matrix,
-        )
-        for layers in SPLITS
-        for family in ("qwen3", "qwen2", "llama")
-    ],
-)
 
 # three tokens far above all others: guesses hold often, yet not always
 BIASED = Sampling(logit_bias={5: 40.0, 17: 40.0, 60: 40.0})
@@ -186,29 +164,6 @@ def logprobs(samples: Sequence[Sample]) -> np.ndarray:
         for alternative in sample.alternatives:
             rows[row, alternative.token] = alternative.logprob
     return rows
-
-
-def distance(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """How far each row [N, V] is from the other at most; the MASK's minus infinity aside."""
-    return np.abs(rows[:, :MASK] - others[:, :MASK]).max(axis=1)
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-
-
-TEXT = PROMPT[:6]
-AHEAD = [(8, 40), (9, 33)]  # filled tokens at positions behind the masks at 6 and 7
-
-
-def reordered(ahead: Sequence[tuple[int, int]], masks: Sequence[int], num_padding: int = 0) -> Window:
-    """Two known tokens, tokens filled ahead, and MASK rows, behind TEXT[:4]."""
-    at = [4, 5, *(position for position, _ in ahead), *masks, *range(90, 90 + num_padding)]
-    tokens = [*TEXT[4:], *(token for _, token in ahead)]
-    return window_of(
-        tokens, 4, TEXT, wanted=len(tokens), masks=len(masks) + num_padding, guessed=len(masks), positions=at
-    )
 
 
 def assert_same_samples(found: Answer, expected: Answer, what: str) -> None:
