@@ -59,30 +59,17 @@ def test_values_of_any_kind_are_read_or_refused(path: Path, content: dict[Any, A
     read(path, written(content))
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "a: &a [*a]\nworkers: *a\nlayers: *a\n",
-        "context: 4294967296",
-        "layers: [4294967296]",
-        "memory: " + "9" * 5000,
-        "coordinator: {memory: 999999999999999TB}",
-        "[" * 200,
-        "- " * 30_000,
-        "{a: " * 15_000,
-        "context: " + "1:" * 2000 + "1.5",
-        "!!python/object:os.system {}",
-        "workers: [" + "{}, " * 1000 + "]",
-        "? " * 30_000,
-    ],
-    ids=["itself", "context", "layers", "digits", "memory", "lists", "dashes", "mappings",
-         "base 60 float", "object", "workers", "keys"],
-)  # fmt: skip
-def test_what_is_no_configuration_is_refused_in_few_words(path: Path, content: str) -> None:
-    path.write_text(content)
-    with within(64 << 20), pytest.raises(ConfigError) as refused:
-        load_cluster(path)
-    assert len(str(refused.value)) < 2000
+def test_extreme_files_are_refused_in_few_words(path: Path) -> None:
+    for content in (
+        "a: &a [*a]\nworkers: *a\nlayers: *a\n", "context: 4294967296", "layers: [4294967296]",
+        "memory: " + "9" * 5000, "coordinator: {memory: 999999999999999TB}", "[" * 200, "- " * 30_000,
+        "{a: " * 15_000, "context: " + "1:" * 2000 + "1.5", "!!python/object:os.system {}",
+        "workers: [" + "{}, " * 1000 + "]", "? " * 30_000,
+    ):  # fmt: skip
+        path.write_text(content)
+        with within(64 << 20), pytest.raises(ConfigError) as refused:
+            load_cluster(path)
+        assert len(str(refused.value)) < 2000, content[:20]
 
 
 def written(content: Any) -> bytes:
