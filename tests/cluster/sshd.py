@@ -74,7 +74,7 @@ class Macs:
     def end(self) -> None:
         """Whatever state their workers are in."""
         for home in self.homes.values():
-            for process in _processes_below(home):
+            for process in processes_naming(home):
                 process.kill()
 
 
@@ -124,7 +124,7 @@ def _write_client(folder: Path, ports: dict[str, int]) -> None:
 
 
 def _server_config(folder: Path, homes: dict[str, Path], ports: dict[str, int]) -> str:
-    packages, programs = _packages(folder / "packages"), _programs(folder / "remote_programs")
+    packages, programs = link_packages(folder / "packages"), _programs(folder / "remote_programs")
     lines = [_SERVER.format(keys=folder)]
     lines += [f"ListenAddress 127.0.0.1:{port}\n" for port in ports.values()]
     for name, port in ports.items():
@@ -141,7 +141,7 @@ def _server_config(folder: Path, homes: dict[str, Path], ports: dict[str, int]) 
     return "".join(lines)
 
 
-def _packages(folder: Path) -> Path:
+def link_packages(folder: Path) -> Path:
     """Link to all packages that the tests run with, except this project."""
     folder.mkdir()
     name_of_such = Path(sysconfig.get_paths()["purelib"]).name
@@ -158,10 +158,11 @@ def _programs(folder: Path) -> Path:
     return folder
 
 
-def _processes_below(home: Path) -> list[psutil.Process]:
+def processes_naming(path: Path) -> list[psutil.Process]:
+    """Return the processes with this path, or one below it, in their command line."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if any(str(home) in word for word in process.cmdline()):
+            if any(str(path) in word for word in process.cmdline()):
                 found.append(process)
     return found
