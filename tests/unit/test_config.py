@@ -107,12 +107,10 @@ ADDRESSES = "expected HOST:PORT, or a list of such in the order in which they ar
     [
         ("memory: 5", f"memory: unknown key; {KEYS}"),
         ("worker: []", "worker: unknown key; did you mean 'workers'?"),
-        ("5: demo", f"5: unknown key; {KEYS}"),
         ("coordinator: {adress: x}", "coordinator.adress: unknown key; expected one of name, memory"),
         (one_worker(memroy="1GB"), "workers[0].memroy: unknown key; did you mean 'memory'?"),
         ("model: 5", f"model: {TEXT}, found 5"),
         ("model: [" + "x, " * 99 + "]", f"model: {TEXT}, found a list"),
-        ("models: shelf", "models: expected a list, found 'shelf'"),
         ("models: ['']", "models[0]: expected text, found ''"),
         ("pull: all", "pull: expected coordinator, hub or none, found 'all'"),
         ("insecure: 1", "insecure: expected true or false, found 1"),
@@ -120,7 +118,6 @@ ADDRESSES = "expected HOST:PORT, or a list of such in the order in which they ar
         ("context: " + "x" * 99, f"context: {COUNT}, found '{'x' * 76}..."),
         ("layers: [0]", f"layers[0]: {COUNT}, found 0"),
         ("layers: [6]\n" + one_worker(), "layers: expected 2 number(s), one per node, coordinator first, found 1"),
-        ("coordinator: studio", "coordinator: expected keys and values, found 'studio'"),
         *(
             (f"coordinator: {{memory: {size}}}", f"coordinator.memory: {SIZE}, found {size!r}")
             for size in (0, "-1GB", "24G", 1.5, "0GiB")
@@ -131,10 +128,8 @@ ADDRESSES = "expected HOST:PORT, or a list of such in the order in which they ar
         ("workers: [{name: w}]", "workers[0].address: expected HOST:PORT, found nothing"),
         ("workers: [{address: '[::1]:1'}]", f"workers[0].name: {NAME}, found nothing"),
         *((one_worker(name=name), f"workers[0].name: {NAME}, found {name!r}") for name in ("", "a/2", "a\n", "ü")),
-        (one_worker(name=5), f"workers[0].name: {TEXT}, found 5"),
         (one_worker(name="coordinator"), f"workers[0].name: {UNIQUE}, found 'coordinator' at coordinator.name too"),
         (one_worker("mini"), "workers[0].address: expected HOST:PORT, found 'mini'"),
-        (one_worker(3050), f"workers[0].address: {TEXT}, found 3050"),
         (one_worker("localhost:0"), f"workers[0].address: {PORT}, found 'localhost:0'"),
         (one_worker([]), f"workers[0].address: {ADDRESSES}, found a list"),
         (one_worker(["localhost:5", "mini"]), "workers[0].address[1]: expected HOST:PORT, found 'mini'"),
@@ -149,7 +144,6 @@ ADDRESSES = "expected HOST:PORT, or a list of such in the order in which they ar
         ("model: demo\nmodel: other", "line 2: expected each key once, found 'model' on line 1 too"),
         ("tls:", "tls: expected keys and values, found nothing"),
         ("tls: {}", "tls.keys: expected a folder, found nothing"),
-        ("tls: {keys: ''}", "tls.keys: expected text, found ''"),
         ("tls: {keys: a}\ninsecure: true", "insecure: expected nothing beside `tls:`, which encrypts every link"),
         ("tls: {keys: a}\ncoordinator: {name: 10.0.0.1}", f"coordinator.name: {HOST_LIKE}, found '10.0.0.1'"),
         (
