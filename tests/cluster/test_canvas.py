@@ -23,7 +23,7 @@ def test_canvases_over_three_processes_are_those_of_one_and_of_the_server(start:
     other = answer_here(*flags, "--model", denoiser, "--local", "0", "--canvas-steps", "1")
     assert other["tokens"] != here["tokens"] and other["stats"]["steps"] < here["stats"]["steps"]
 
-    server = start_server(start, denoiser, "--local", "1")
+    server = start_server(start, denoiser, "--local", "0")
     body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 13, "ignore_eos": True, "seed": 3, "temperature": 0.8}
     for more in ({}, {"decode": "canvas", "canvas_sampler": "confidence"}):
         assert server.post("/v1/completions", **body, **more).json()["choices"][0]["text"] == here["text"]

@@ -1,20 +1,28 @@
-"""`brigade doctor` as a command, with real workers: what it prints, and its exit code."""
+"""`brigade doctor` and `brigade smoke` as commands, with real workers: what they print, and their exit codes."""
 
 import json
 from pathlib import Path
 
 import pytest
 
+from coordinator.cluster.options import ClusterOptions
 from coordinator.deploy import checks
+from coordinator.deploy import trial as trial_module
+from coordinator.deploy.trial import ChainTrial
 from tests.cluster.commands import run_here
-from tests.cluster.processes import Starter, write_cluster
+from tests.cluster.processes import Starter, Worker, write_cluster
+from tests.unit.deploy.cases import tried
+
+
+@pytest.fixture(scope="module")
+def workers(module_start: Starter) -> list[Worker]:
+    return [module_start.worker("one"), module_start.worker("two")]
 
 
 def test_a_line_per_finding_and_exit_code_1_if_one_is_a_problem(
-    start: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workers: list[Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "_VERY_SLOW_MS", 10_000.0)  # a machine that is busy with other tests
-    workers = [start.worker("one"), start.worker("two")]
     nodes = [(worker.name, worker.address) for worker in workers]
     config = write_cluster(tmp_path / "cluster.yaml", *nodes)
     done = run_here("doctor", "--config", config)
@@ -41,3 +49,24 @@ def test_without_a_configuration_this_machine_alone_is_examined() -> None:
     found = json.loads(done.out)
     assert done.code == (1 if found["must_be_mended"] else 0)
     assert ([node["node"] for node in found["nodes"]], found["hops"], found["trial"]) == (["coordinator"], [], None)
+
+
+def test_smoke_tells_every_hop_and_that_it_works_and_the_worker_runs_on(workers: list[Worker], tmp_path: Path) -> None:
+    worker, _ = workers
+    done = run_here("smoke", "--config", write_cluster(tmp_path / "cluster.yaml", ("one", worker.address)))
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert lines[0].startswith("demo on coordinator [0, 4), one [4, 8): open after ")
+    assert [line.split()[:3] for line in lines[2:4]] == [["coordinator", "→", "one"], ["one", "→", "coordinator"]]
+    assert lines[-1].startswith("8 tokens, twice, in ") and lines[-1].endswith("the same tokens: it works")
+    worker.wait_slots(0, 30.0)
+    assert worker.running.is_running
+
+
+def test_other_tokens_of_smoke_are_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def tries(options: ClusterOptions) -> ChainTrial:
+        return tried(second=(7, 9))
+
+    monkeypatch.setattr(trial_module, "try_cluster", tries)
+    done = run_here("smoke", "--model", "demo", "--local", "0")
+    assert done.code == 1 and "OTHER TOKENS the second time, [7, 8], then [7, 9]" in done.out.splitlines()[-1]

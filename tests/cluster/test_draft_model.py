@@ -28,7 +28,7 @@ def test_a_draft_model_changes_no_token_and_its_drafts_are_counted(
     assert drafted["stats"]["drafts_held"] == [1.0, 1.0, 1.0] and expected["stats"]["drafts_held"] == []
     assert drafted["stats"]["steps"] < expected["stats"]["steps"]
 
-    server = start_server(start, talker, "--local", "1", "--draft-model", talker)
+    server = start_server(start, talker, "--local", "0", "--draft-model", talker)
     body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True}
     assert server.post("/v1/completions", **body, num_draft_tokens=2).status_code == 200
     families = text_string_to_metric_families(server.get("/metrics").text)
