@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.cluster.commands import answer_here, run_here
@@ -85,14 +86,15 @@ def test_standard_output_is_the_text_and_nothing_else(answers: dict[str, Any], t
         assert ("wall time" in outcome.err, bool(table)) == (bool(more), bool(more))
 
 
-def test_text_comes_while_it_is_made_in_whole_characters_and_an_interrupt_ends_the_line(
+def test_text_comes_while_it_is_made_in_whole_characters_and_an_interrupt_ends_the_line_and_the_worker(
     start: Starter, reciter: Path
 ) -> None:
-    running = start.brigade("generate", "--model", reciter, "--local", "0", "go", "--max-tokens", "39000")
+    running = start.brigade("generate", "--model", reciter, "--local", "1", "go", "--max-tokens", "39000")
     running.out.wait_match(".{150}", FINISH_S)
+    children = start.children(running, 1)
     running.send_signal(signal.SIGINT)
     outcome, pieces = running.wait(), running.out.pieces
-    assert outcome.code == 130
+    assert outcome.code == 130 and psutil.wait_procs(children, 2.0)[1] == []
     assert not any("\ufffd" in piece.decode() for piece in pieces)  # strict: half a character raises
     assert len(pieces) > 20  # one by one, but for those that a busy reader finds together
     text = outcome.out.removesuffix("\n")
