@@ -38,25 +38,6 @@ def test_a_batch_continues_where_it_stopped(reciter: Path, tmp_path: Path) -> No
         assert line["response"]["body"]["choices"][0]["message"]["content"] == RECITED
 
 
-def test_each_wrong_request_is_one_error_line_beside_the_answers(reciter: Path, tmp_path: Path) -> None:
-    prompt = {"prompt": ["user: x\nassistant: "] * 2, "max_tokens": NUM_BYTES, "echo": True}
-    requests = [
-        request("field", max_tokens=-1),
-        request("place") | {"url": "/v1/\ud800"},
-        request("\ud800") | {"method": "GET"},
-        request("b") | {"url": "/v1/completions", "body": prompt},
-    ]
-    source, target = write(tmp_path / "in.jsonl", *requests), tmp_path / "out.jsonl"
-    assert [run_here("batch", source, "-o", target, *HERE, reciter).code for _ in range(2)] == [2, 2]
-    answers = {line["custom_id"]: line for line in map(json.loads, target.read_text().splitlines())}
-    assert len(target.read_text().splitlines()) == len(answers) == 4, "the second run adds nothing"
-    said = [choice["text"] for choice in answers["b"]["response"]["body"]["choices"]]
-    assert said == [f"user: x\nassistant: {RECITED}"] * 2
-    for name, told in (("field", "line 1: max_tokens"), ("place", "line 2: url: "), ("\ud800", "line 3: url: ")):
-        assert answers[name]["response"]["status_code"] == 400
-        assert answers[name]["error"]["message"].startswith(told)
-
-
 def test_files_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
     source, notes = write(tmp_path / "in.jsonl", request("a")), tmp_path / "notes"
     notes.write_text("text\n")

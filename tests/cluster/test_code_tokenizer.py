@@ -7,8 +7,6 @@ import pytest
 
 from tests.cluster.commands import answer_here, run_here
 from tests.cluster.models import make_talker
-from tests.cluster.processes import Starter
-from tests.cluster.servers import start_server
 from tests.code_tokenizer import CODE, code_kept_in, write_code_tokenizer
 
 TRUSTED = "--trust-remote-code"
@@ -35,18 +33,3 @@ def test_verify_has_texts_among_its_prompts_if_the_code_is_trusted(kimi: Path) -
         assert outcome.code == 0, outcome.err
         assert ("What is 48 + 27?" in outcome.out) == bool(flags)
         assert (CODE in outcome.err) == (not flags)
-
-
-def test_a_server_without_a_fast_tokenizer_refuses_what_needs_a_grammar(kimi: Path, start: Starter) -> None:
-    server = start_server(start, kimi, "--local", "0", TRUSTED)
-    hello = [{"role": "user", "content": "Hello"}]
-    schema = {"type": "json_schema", "schema": {"type": "object"}}
-    for path, body, field in (
-        ("chat/completions", {"messages": hello, "response_format": {"type": "json_object"}}, "response_format"),
-        ("completions", {"prompt": "a", "response_format": {"type": "regex", "regex": "a*"}}, "response_format"),
-        ("responses", {"input": "a", "text": {"format": {"type": "json_object"}}}, "text.format"),
-        ("messages", {"messages": hello, "output_config": {"format": schema}}, "output_config.format"),
-    ):
-        found = server.post(f"/v1/{path}", max_tokens=2, **body)
-        assert found.status_code == 400 and found.json()["error"]["message"].startswith(field)
-    assert server.post("/v1/completions", prompt="aé", max_tokens=2).status_code == 200

@@ -50,10 +50,6 @@ CONVERSATION: list[dict[str, Any]] = [
     {"role": "user", "content": [{"type": "text", "text": "And tomorrow?"}, {"type": "image"}]},
 ]
 # Templates as models have them, shortened: each has something that not all renderers know.
-CHATML = """{%- for message in messages %}
-    {%- set content = message.content if message.content is string else message.content[0].text %}
-    {{- '<|im_start|>' + message.role + '\\n' + content }}{{- '<|im_end|>\\n' }}
-{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
 LLAMA = """{{- bos_token }}{{- "Today Date: " + strftime_now("%d %b %Y") }}
 {%- for t in tools or [] %}{{- t | tojson(indent=4) }}{%- endfor %}
 {%- for message in messages %}
@@ -73,20 +69,13 @@ QWEN = """{%- set ns = namespace(last=-1) %}
 MISTRAL = """{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
 {{ raise_exception('Conversation roles must alternate') }}{% endif %}[INST] {{ message['content'] }}{% endfor %}"""
 TRACKED = """{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}
-{% endgeneration %}{% else %}U: {{ m.content }}{% endif %}{% endfor %}"""
-MACRO = """{%- macro typed(properties) -%}
-{%- for name, spec in properties.items()|sort -%}{{ name }}: {{ spec.type }}{{ ", " if not loop.last }}{%- endfor -%}
-{%- endmacro -%}
-{%- for tool in tools -%}{{ tool.function.name }}({{ typed(tool.function.parameters.properties) }}){%- endfor -%}
-{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | list | tojson(sort_keys=true) }}
-{{ dict(a=1, **{'b': 2}) }} {{ "%05.1f" | format(3.14159) }} {{ '😀' | tojson }} {{ none }} {{ missing }}"""
+{% endgeneration %}{% else %}{{ tools | tojson }} {{ m.content }}{% endif %}{% endfor %}"""
 SAYS = "{{ messages[0].content }}"
-NAMED = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": QWEN}]
+NAMED = [{"name": "default", "template": LLAMA}, {"name": "tool_use", "template": QWEN}]
 ESCAPES = (
     "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
-    "{{ raise_exception.__closure__[0] }}", "{{ strftime_now.__globals__['datetime'] }}",
-    "{{ '{0.__class__.__mro__}'.format('') }}", "{{ (''|attr('__class__')).__mro__ }}", "{{ messages.append(1) }}",
-    "{{ messages[0].update(role='system') }}", "{% import 'os' as os %}{{ os }}", "{% include 'passwd' %}",
+    "{{ strftime_now.__globals__['datetime'] }}", "{{ '{0.__class__.__mro__}'.format('') }}",
+    "{{ messages.append(1) }}", "{% import 'os' as os %}{{ os }}", "{% include 'passwd' %}",
 )  # fmt: skip
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 DEEP_IN_C = "{{ 10 ** (10 ** 9) }}"
@@ -144,21 +133,12 @@ def render_by(patch: pytest.MonkeyPatch, render: Callable[..., Any]) -> None:
     patch.setattr(tokenizer_module, "TEMPLATES", SimpleNamespace(render=render))
 
 
-@pytest.mark.parametrize(
-    ("template", "arguments"),
-    [
-        (CHATML, {"conversations": [CONVERSATION[:2]], "continue_final_message": True}),
-        (LLAMA, {"bos_token": "<s>", "tools": [TOOL]}),
-        (TRACKED, {"eos_token": "</s>", "return_assistant_tokens_mask": True}),
-        (MACRO, {"tools": [TOOL]}),
-    ],
-    ids=["ChatML", "Llama", "tracked", "macros"],
-)
-def test_the_text_is_that_of_transformers(template: str, arguments: dict[str, Any]) -> None:
-    arguments = {"conversations": [CONVERSATION], "chat_template": template} | arguments
+def test_text_and_generated_spans_are_those_of_transformers() -> None:
+    arguments = {"conversations": [CONVERSATION], "chat_template": TRACKED, "eos_token": "</s>", "tools": [TOOL]}
+    arguments["return_assistant_tokens_mask"] = True
     texts, generated = chat_template_utils.render_jinja_template(**arguments)
     assert TEMPLATES.render(**arguments) == ([*texts], [[list(span) for span in spans] for spans in generated])
-    assert any(texts)
+    assert all(texts) and all(generated)
 
 
 def test_what_a_template_refuses_is_told_in_one_line_and_the_sandbox_stays_closed() -> None:
@@ -330,21 +310,16 @@ def test_the_tokens_are_those_of_mlx_lm(talker: Path, tmp_path: Path, settings: 
     ("settings", "messages", "said"),
     [
         ({"chat_template": MISTRAL}, [], "Cannot apply chat template to an empty conversation"),
-        ({"chat_template": MISTRAL}, ["hi"], "no attribute 'items'"),
         ({"chat_template": NAMED[1:]}, HELLO, "multiple chat templates with no default"),
         ({"chat_template_type": "deepseek_v32"}, [{"role": "king"}], "Unknown role: king"),
     ],
 )
-def test_a_conversation_that_its_template_refuses_is_an_input_error(
+def test_a_refused_conversation_is_an_input_error_and_arguments_reach_the_template_only(
     talker: Path, tmp_path: Path, settings: dict[str, Any], messages: Any, said: str
 ) -> None:
     tokenizer = Tokenizer(Checkpoint("", retokenized(talker, tmp_path / "model", **settings), {}, {}))
     with pytest.raises(InputError, match=f"^prompt: the chat template refuses this conversation .*{said}"):
         tokenizer.encode_chat(messages)
-
-
-def test_arguments_reach_the_template_only(talker: Path) -> None:
-    tokenizer = Tokenizer(Checkpoint("", talker, {}, {}))
     for name in ("chat_template", "return_dict", "truncation", "conversation", "messages"):
         with pytest.raises(InputError, match=f"^chat_template_kwargs: {name} is not the chat template's"):
             tokenizer.encode_chat(HELLO, (), {name: None})

@@ -14,28 +14,20 @@ HOST = f"{'x' * 64}.invalid"  # a label longer than any: no name server is asked
 TOLD = f"the name {HOST} does not resolve on this machine"
 
 
-@pytest.fixture
-def unresolved(tmp_path: Path) -> Path:
-    return write_cluster(tmp_path / "cluster.yaml", ("mini", f"{HOST}:50070"), model="demo", insecure="true")
-
-
-def test_a_workers_name_that_does_not_resolve_is_told_with_the_key_to_correct(unresolved: Path) -> None:
-    for command in ("plan", "bench -p 1 -g 2"):
-        outcome = run_here(*command.split(), "--config", unresolved)
-        assert (outcome.code, outcome.out) == (3, "")
-        assert outcome.err.startswith(f"error: worker mini: {TOLD}: ")
-        assert f"`address:` in {unresolved}" in outcome.err and outcome.err.count("\n") == 1
-    status, smoke = (run_here(name, "--config", unresolved, "--json") for name in ("status", "smoke"))
-    assert json.loads(status.out)["nodes"][0]["why"].startswith(TOLD)
-    assert json.loads(smoke.out)["error"]["message"].startswith(f"worker mini: {TOLD}")
-    assert (status.code, smoke.code) == (3, 3)
-
-
-@pytest.mark.parametrize("flags", [(), ("--bind", f"{HOST}:0")], ids=["address", "--bind"])
-def test_a_name_to_listen_on_that_does_not_resolve_is_told(flags: tuple[str, ...], unresolved: Path) -> None:
-    outcome = run_here("--config", unresolved, "--name", "mini", *flags, program="worker")
-    assert (outcome.code, outcome.out) == (2, "")
-    assert f": {TOLD}; give its IP address, as `address:`" in outcome.err
+def test_a_name_that_does_not_resolve_is_told_with_the_key_to_correct(tmp_path: Path) -> None:
+    config = write_cluster(tmp_path / "cluster.yaml", ("mini", f"{HOST}:50070"), model="demo", insecure="true")
+    plan = run_here("plan", "--config", config)
+    assert (plan.code, plan.out) == (3, "")
+    assert plan.err.startswith(f"error: worker mini: {TOLD}: ")
+    assert f"`address:` in {config}" in plan.err and plan.err.count("\n") == 1
+    smoke = run_here("smoke", "--config", config, "--json")
+    found = json.loads(smoke.out)
+    assert (smoke.code, found["works"]) == (3, False)
+    assert found["error"]["message"].startswith(f"worker mini: {TOLD}")
+    for flags in ((), ("--bind", f"{HOST}:0")):
+        worker = run_here("--config", config, "--name", "mini", *flags, program="worker")
+        assert (worker.code, worker.out) == (2, "")
+        assert f": {TOLD}; give its IP address, as `address:`" in worker.err
 
 
 def test_status_shows_workers_that_do_not_answer_and_fails_if_none_does(
