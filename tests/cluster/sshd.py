@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,10 +66,9 @@ class Macs:
                 return process
         return None
 
-    def entry(self, name: str, **more: str) -> str:
+    def entry(self, name: str) -> str:
         """Its line in a cluster.yaml."""
-        keys = {"name": name, "address": f"'127.0.0.1:{self.ports[name]}'", "ssh": name} | more
-        return "  - {" + ", ".join(f"{key}: {value}" for key, value in keys.items()) + "}\n"
+        return f"  - {{name: {name}, address: '127.0.0.1:{self.ports[name]}', ssh: {name}}}\n"
 
     def end(self) -> None:
         """Whatever state their workers are in."""
@@ -79,12 +78,11 @@ class Macs:
 
 
 @contextlib.contextmanager
-def macs(folder: Path, names: Sequence[str] = tuple(HOMES)) -> Iterator[Macs]:
+def macs(folder: Path) -> Iterator[Macs]:
     """Started, and ended with all that runs below their homes."""
     assert PROGRAM and SSH
-    homes = {name: folder / HOMES.get(name, name) for name in names}
-    found = Macs(folder, homes, {name: free_port() for name in names})
-    ports = {name: free_port() for name in names}
+    found = Macs(folder, {name: folder / home for name, home in HOMES.items()}, {name: free_port() for name in HOMES})
+    ports = {name: free_port() for name in HOMES}
     _write_keys(folder, ports.values())
     _write_client(folder, ports)
     (folder / "sshd_config").write_text(_server_config(folder, found.homes, ports))
@@ -106,7 +104,7 @@ def macs(folder: Path, names: Sequence[str] = tuple(HOMES)) -> Iterator[Macs]:
         said.close()
 
 
-def _write_keys(folder: Path, ports: Iterator[int] | Sequence[int]) -> None:
+def _write_keys(folder: Path, ports: Iterable[int]) -> None:
     for name in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
     host = (folder / "host.pub").read_text()
