@@ -1,4 +1,4 @@
-"""What all tests share: MLX's streams on this thread, and what a run says of itself at its end."""
+"""What all tests share: MLX's streams on this thread, and the times of the folders at the end of a run."""
 
 import gc
 import threading
@@ -49,13 +49,6 @@ def pytest_collection() -> Generator[None, object, object]:
     gc.enable()
     gc.freeze()
     return found
-
-
-def pytest_report_header(config: pytest.Config) -> str:
-    return (
-        "unit: rules without sockets; integration: real gRPC and tiny models in this process; cluster: real processes; "
-        f"selected: {config.getoption('markexpr') or 'all'}"
-    )
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

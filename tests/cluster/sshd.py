@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,25 +66,23 @@ class Macs:
                 return process
         return None
 
-    def entry(self, name: str, **more: str) -> str:
+    def entry(self, name: str) -> str:
         """Its line in a cluster.yaml."""
-        keys = {"name": name, "address": f"'127.0.0.1:{self.ports[name]}'", "ssh": name} | more
-        return "  - {" + ", ".join(f"{key}: {value}" for key, value in keys.items()) + "}\n"
+        return f"  - {{name: {name}, address: '127.0.0.1:{self.ports[name]}', ssh: {name}}}\n"
 
     def end(self) -> None:
         """Whatever state their workers are in."""
         for home in self.homes.values():
-            for process in _processes_below(home):
+            for process in processes_naming(home):
                 process.kill()
 
 
 @contextlib.contextmanager
-def macs(folder: Path, names: Sequence[str] = tuple(HOMES)) -> Iterator[Macs]:
+def macs(folder: Path) -> Iterator[Macs]:
     """Started, and ended with all that runs below their homes."""
     assert PROGRAM and SSH
-    homes = {name: folder / HOMES.get(name, name) for name in names}
-    found = Macs(folder, homes, {name: free_port() for name in names})
-    ports = {name: free_port() for name in names}
+    found = Macs(folder, {name: folder / home for name, home in HOMES.items()}, {name: free_port() for name in HOMES})
+    ports = {name: free_port() for name in HOMES}
     _write_keys(folder, ports.values())
     _write_client(folder, ports)
     (folder / "sshd_config").write_text(_server_config(folder, found.homes, ports))
@@ -106,7 +104,7 @@ def macs(folder: Path, names: Sequence[str] = tuple(HOMES)) -> Iterator[Macs]:
         said.close()
 
 
-def _write_keys(folder: Path, ports: Iterator[int] | Sequence[int]) -> None:
+def _write_keys(folder: Path, ports: Iterable[int]) -> None:
     for name in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
     host = (folder / "host.pub").read_text()
@@ -124,7 +122,7 @@ def _write_client(folder: Path, ports: dict[str, int]) -> None:
 
 
 def _server_config(folder: Path, homes: dict[str, Path], ports: dict[str, int]) -> str:
-    packages, programs = _packages(folder / "packages"), _programs(folder / "remote_programs")
+    packages, programs = link_packages(folder / "packages"), _programs(folder / "remote_programs")
     lines = [_SERVER.format(keys=folder)]
     lines += [f"ListenAddress 127.0.0.1:{port}\n" for port in ports.values()]
     for name, port in ports.items():
@@ -141,7 +139,7 @@ def _server_config(folder: Path, homes: dict[str, Path], ports: dict[str, int]) 
     return "".join(lines)
 
 
-def _packages(folder: Path) -> Path:
+def link_packages(folder: Path) -> Path:
     """Link to all packages that the tests run with, except this project."""
     folder.mkdir()
     name_of_such = Path(sysconfig.get_paths()["purelib"]).name
@@ -158,10 +156,11 @@ def _programs(folder: Path) -> Path:
     return folder
 
 
-def _processes_below(home: Path) -> list[psutil.Process]:
+def processes_naming(path: Path) -> list[psutil.Process]:
+    """Return the processes with this path, or one below it, in their command line."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if any(str(home) in word for word in process.cmdline()):
+            if any(str(path) in word for word in process.cmdline()):
                 found.append(process)
     return found

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import pytest
-
-from tests.cluster.commands import parse, run_here
+from tests.cluster.commands import answer_here, run_here
 from tests.cluster.conftest import RECITED
 from tests.cluster.processes import FINISH_S, ROOT, START_S, Starter, Stream
+from tests.cluster.servers import start_server
 
 NUM_BYTES = len(RECITED.encode())
 SHORT = ("-m", str(NUM_BYTES))
@@ -82,35 +81,17 @@ def test_a_piped_conversation_keeps_what_was_said(reciter: Path, tmp_path: Path)
     assert again.code == 2 and "found /nothing" in again.err
 
 
-@pytest.fixture(scope="module")
-def url(module_start: Starter, reciter: Path) -> str:
-    """Of a server that runs."""
-    server = module_start.brigade("serve", "--model", reciter, "--local", "0", "--port", "0")
-    return server.err.wait_match(r"at (http://\S+),", START_S)[1]
-
-
-def test_a_conversation_with_a_server(url: str) -> None:
+def test_chat_and_generate_use_a_running_server_and_tell_what_it_refuses(start: Starter, reciter: Path) -> None:
+    url = start_server(start, reciter, "--local", "0").url
     outcome = run_here("chat", "--server", url, *SHORT, stdin="Hi there, how are you?\nand you?\n/stats\n")
     assert (outcome.code, outcome.out) == (0, f"{RECITED}\n" * 2), outcome.err
     assert int(re.search(r"(\d+) of them reused", outcome.err)[1]) > NUM_BYTES  # type: ignore[index]
-
-
-def test_a_server_that_is_missing_or_refuses_ends_the_command_with_the_reason(url: str) -> None:
-    gone = run_here("chat", "--server", "http://127.0.0.1:9", stdin="Hi\n")
-    assert gone.code == 3 and "error: nothing answers at http://127.0.0.1:9 (" in gone.err
+    raw = answer_here("--server", url, *SHORT, "--raw", "--temp", "0", "user: Hi\nassistant: ")
+    assert (raw["text"], raw["finish_reason"], raw["stats"]["num_tokens"]) == (RECITED, "length", NUM_BYTES)
     refused = run_here("chat", "--server", url, "-m", "4", stdin="x" * 50_000)
     assert refused.code == 2 and "room for" in refused.err
-    both = run_here("chat", "--server", url, "--local", "0")
-    assert both.code == 2 and "--local: not expected with --server" in both.err
-
-
-def test_one_request_to_a_server(url: str) -> None:
-    outcome = run_here("generate", "--server", url, *SHORT, "Hi")
-    assert (outcome.code, outcome.out) == (0, f"{RECITED}\n"), outcome.err
-    raw = parse(
-        run_here("generate", "--server", url, *SHORT, "--raw", "--temp", "0", "user: Hi\nassistant: ", "--json")
-    )
-    assert (raw["text"], raw["finish_reason"], raw["stats"]["num_tokens"]) == (RECITED, "length", NUM_BYTES)
     for flag, why in (("--journal", "keeps no journal"), ("--logprobs", "sends no token ids"), ("--local", "loaded")):
         wrong = run_here("generate", "--server", url, flag, "2", "Hi", "--json")
         assert wrong.code == 2 and re.search(f"error: {flag}: not expected with --server, which .*{why}", wrong.err)
+    gone = run_here("chat", "--server", "http://127.0.0.1:9", stdin="Hi\n")
+    assert gone.code == 3 and "error: nothing answers at http://127.0.0.1:9 (" in gone.err

@@ -45,50 +45,47 @@ run_command(command)
 """
 
 
-@pytest.fixture
-def held_up(tmp_path: Path) -> Path:
-    """A pipe: a program that opens it to read waits until the test opens it to write."""
-    os.mkfifo(tmp_path / "pipe")
-    return tmp_path / "pipe"
-
-
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_ctrl_c_while_modules_are_imported_ends_the_process_silently(
-    start: Starter, held_up: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+@pytest.mark.parametrize("place", ["import", "compiler"])
+def test_ctrl_c_before_there_is_an_event_loop_ends_the_process_silently(
+    start: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, command: tuple[str, ...]
 ) -> None:
-    (held_up.parent / "typer.py").write_text(f"open({str(held_up)!r}).read()")
-    monkeypatch.setenv("PYTHONPATH", str(held_up.parent))
-    running = start.python("-m", *command)
-    with held_up.open("w"):
-        running.send_signal(signal.SIGINT)
-        assert running.wait(10.0) == Outcome(130, "", "")
-
-
-@pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="only for a CPU does MLX need a compiler")
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_ctrl_c_while_mlx_looks_for_a_compiler_is_not_lost(
-    start: Starter, held_up: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
-) -> None:
-    """MLX runs the compiler by system(), during which a process ignores SIGINT."""
-    compiler = held_up.parent / "g++"
-    compiler.write_text(f"#!/bin/sh\ncat {held_up}\nexit 1\n")
+    """MLX looks for a compiler by system(), during which a process ignores SIGINT."""
+    if place == "compiler" and mx.default_device().type != mx.cpu:
+        pytest.skip("MLX needs a compiler for a CPU only")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)  # who opens it to read waits until the test opens it to write
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "typer.py").write_text(f"open({str(pipe)!r}).read()")
+    compiler = tmp_path / "g++"
+    compiler.write_text(f"#!/bin/sh\ncat {pipe}\nexit 1\n")
     compiler.chmod(0o700)
-    monkeypatch.setenv("PATH", f"{held_up.parent}:{os.environ['PATH']}")
+    if place == "import":
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+    else:
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     running = start.python("-m", *command)
-    with held_up.open("w"):
+    with pipe.open("w"):
         running.send_signal(signal.SIGINT)
     assert running.wait(10.0) == Outcome(130, "", "")
 
 
-def start_giving_up(*arguments: str, stdout: int = subprocess.PIPE) -> "subprocess.Popen[str]":
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    command = [sys.executable, "-c", GIVES_UP, *arguments]
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True)
+def test_a_process_ends_as_it_should_while_a_call_that_was_given_up_computes() -> None:
+    def start(*arguments: str, stdout: int = subprocess.PIPE) -> "subprocess.Popen[str]":
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        command = [sys.executable, "-c", GIVES_UP, *arguments]
+        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True)
 
-
-def test_a_process_ends_as_it_should_whatever_a_call_that_was_given_up_is_doing() -> None:
-    running = [start_giving_up() for _ in range(ATTEMPTS)]
+    running = [start() for _ in range(ATTEMPTS)]
     assert {(*process.communicate(timeout=60), process.returncode) for process in running} == {("done\n", "", 7)}
     with open("/dev/full", "w") as full:
-        process = start_giving_up("fail", stdout=full.fileno())
+        process = start("fail", stdout=full.fileno())
         assert (process.communicate(timeout=60)[1], process.wait()) == ("error: torn\n", 2)
+
+
+def test_a_server_that_is_told_to_stop_before_it_answers_ends_well(start: Starter, talker: Path) -> None:
+    running = start.brigade("serve", "--model", talker, "--local", "1", "--port", "0")
+    start.children(running, 2)  # one of them renders chat templates
+    running.process.terminate()
+    outcome = running.wait()
+    assert outcome.code == 0 and "Traceback" not in outcome.err

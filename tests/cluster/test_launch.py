@@ -15,7 +15,7 @@ import pytest
 from coordinator.deploy.package import installed
 from tests.cluster.commands import answer_here, run_here
 from tests.cluster.processes import Starter
-from tests.cluster.sshd import PROGRAM, SSH, WHY_NOT, Macs, macs
+from tests.cluster.sshd import PROGRAM, SSH, WHY_NOT, Macs, macs, processes_naming
 from tools.worker_process import free_port, hop_port
 
 pytestmark = pytest.mark.skipif(not (PROGRAM and SSH and Path("/proc").exists()), reason=WHY_NOT)
@@ -56,66 +56,52 @@ def pids(machines: Macs) -> dict[str, int | None]:
     return {name: process.pid if (process := machines.process(name)) else None for name in machines.homes}
 
 
-def test_one_command_installs_and_starts_workers_that_make_the_right_tokens(
+def test_one_command_installs_and_starts_workers_that_make_the_right_tokens_and_a_second_changes_nothing(
     machines: Macs, config: Path, launched: str
 ) -> None:
     assert rows(launched) == dict.fromkeys(machines.homes, "installed, new certificate, started")
     alone = answer_here("--model", "demo", "--local", "0", *PROMPT)
     assert answer_here("--config", config, *PROMPT)["tokens"] == alone["tokens"]
 
+    def files() -> dict[Path, int]:
+        below = (path for home in machines.homes.values() for path in (home / ".brigade").rglob("*"))
+        ours = (path for path in below if path.name != "worker.log" and "__pycache__" not in path.parts)
+        return {path: path.lstat().st_mtime_ns for path in ours}
+
+    before = pids(machines), files()
+    done = run_here("launch", "--config", config)
+    assert done.code == 0 and rows(done.out) == dict.fromkeys(machines.homes, "unchanged")
+    assert (pids(machines), files()) == before
+
 
 @pytest.mark.usefixtures("launched")
-def test_a_node_gets_this_very_version_its_own_part_and_keeps_it_to_itself(machines: Macs) -> None:
+def test_a_node_gets_this_very_version_and_its_own_part_which_no_other_user_can_read(machines: Macs) -> None:
     for name, home in machines.homes.items():
-        files = [path for path in machines.folder_of(name).rglob("*") if path.is_file()]
-        folder = home / ".brigade" / f"worker-{name}"
+        folder = machines.folder_of(name)
+        files = [path for path in folder.rglob("*") if path.is_file()]
         assert {folder / "keys" / f"{name}.pem", folder / "cluster.yaml"} <= set(files)
         assert not [path for path in files if path.suffix in (".pem", ".key") and path.name != f"{name}.pem"]
         assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
         assert stat.S_IMODE((home / ".brigade").stat().st_mode) == 0o700
         said = (folder / "cluster.yaml").read_text()
         assert re.findall(r"name: (\w+)", said) == [name] and "context" not in said and "ssh" not in said
-        [ours] = [each for each in psutil.process_iter() if any(str(home) in word for word in _words(each))]
-        assert ours.pid == pids(machines)[name]
-        listening = [c.laddr for c in ours.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        [worker] = processes_naming(home)
+        assert worker.pid == pids(machines)[name]
+        listening = [c.laddr for c in worker.net_connections("inet") if c.status == psutil.CONN_LISTEN]
         places = {(place.ip.removeprefix("::ffff:"), place.port) for place in listening}
         port = machines.ports[name]
         assert places == {("127.0.0.1", port), ("127.0.0.1", hop_port(port))}, "nothing else listens"
-    python, *_ = ours.cmdline()
+    python, *_ = worker.cmdline()
     asked = "from coordinator.deploy.package import installed; print(installed().id)"
-    told = subprocess.run(
-        [python, "-P", "-c", asked], cwd=home, env=ours.environ(), capture_output=True, text=True
-    )  # fmt: skip
+    told = subprocess.run([python, "-P", "-c", asked], cwd=home, env=worker.environ(), capture_output=True, text=True)
     assert told.stdout.strip() == installed().id == Path(python).parents[1].name, told.stderr
 
 
-def _words(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
-
-
 @pytest.mark.usefixtures("launched")
-def test_a_second_launch_changes_nothing(machines: Macs, config: Path) -> None:
-    before = pids(machines), _files(machines)
-    done = run_here("launch", "--config", config)
-    assert done.code == 0 and rows(done.out) == dict.fromkeys(machines.homes, "unchanged")
-    assert (pids(machines), _files(machines)) == before
-
-
-def _files(machines: Macs) -> dict[Path, int]:
-    below = (path for home in machines.homes.values() for path in (home / ".brigade").rglob("*"))
-    ours = (path for path in below if path.name != "worker.log" and "__pycache__" not in path.parts)
-    return {path: path.lstat().st_mtime_ns for path in ours}
-
-
-@pytest.mark.usefixtures("launched")
-def test_only_what_changed_is_restarted_and_a_lost_mac_stops_nobody(machines: Macs, config: Path) -> None:
+def test_only_what_changed_is_restarted_and_a_lost_mac_holds_up_no_other(machines: Macs, config: Path) -> None:
     before = pids(machines)
-    nobody = free_port()
     with (machines.folder / "ssh_config").open("a") as more:
-        more.write(f"Host gone\n  Port {nobody}\n")
+        more.write(f"Host gone\n  Port {free_port()}\n")
     other = config.with_name("other.yaml")
     lost = f"  - {{name: lost, address: '127.0.0.1:{free_port()}', ssh: gone}}\n"
     other.write_text(
@@ -135,7 +121,7 @@ def test_only_what_changed_is_restarted_and_a_lost_mac_stops_nobody(machines: Ma
 
 
 @pytest.mark.usefixtures("launched")
-def test_logs_shows_what_a_worker_says_and_goes_on_with_it(machines: Macs, config: Path, start: Starter) -> None:
+def test_logs_shows_what_a_worker_says_and_follows_it(machines: Macs, config: Path, start: Starter) -> None:
     told = run_here("logs", "mini", "--config", config)
     assert told.code == 0 and re.match(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ ", told.out)
     assert f"worker mini listens on 127.0.0.1:{machines.ports['mini']}" in told.out
@@ -144,7 +130,7 @@ def test_logs_shows_what_a_worker_says_and_goes_on_with_it(machines: Macs, confi
     with (machines.folder_of("mini") / "worker.log").open("a") as log:
         log.write("one more line\n")
     following.out.wait_match("one more line\n", 60.0)
-    readers = [each for each in psutil.process_iter() if str(machines.folder_of("mini") / "worker.log") in _words(each)]
+    readers = processes_naming(machines.folder_of("mini") / "worker.log")
     following.send_signal(signal.SIGINT)
     assert following.wait(60.0).code == 130
     assert readers and not psutil.wait_procs(readers, 60.0)[1]
@@ -199,36 +185,12 @@ def test_an_update_installs_anew_and_leaves_one_version(machines: Macs, config: 
     assert rows(run_here("launch", "air", "--config", config).out) == {"air": "unchanged"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("launch", "max"), r"has no worker 'max'"),
-        (("launch", "--stop", "--update"), r"--stop, --restart and --update"),
-        (("logs", "none"), r"has no worker 'none'"),
-        (("launch", "--", "-oProxyCommand=x"), r"has no worker '-oProxyCommand=x'"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused(arguments: tuple[str, ...], message: str, config: Path) -> None:
-    refused = run_here(arguments[0], "--config", config, *arguments[1:])
-    assert refused.code == 2 and re.search(f"^error: .*{message}", refused.err)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (
-            "workers: [{name: Mini, address: '127.0.0.1:1', ssh: mac}, {name: mini, address: '127.0.0.1:2', ssh: mac}]",
-            "more than case",
-        ),
+def test_a_configuration_that_cannot_be_launched_is_refused_before_any_contact(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    for content, message in (
         ("workers: [{name: mini, address: '127.0.0.1:50070'}]", "how to reach mini: expected `ssh: user@host`"),
         ("tls: {keys: own}\nworkers: [{name: mini, address: '127.0.0.1:1', ssh: nobody}]", "brigade keys init"),
-    ],
-    ids=["names that a Mac takes for one", "no ssh", "no authority"],
-)
-def test_a_configuration_that_cannot_be_launched_is_refused_before_any_contact(
-    content: str, message: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "cluster.yaml"
-    path.write_text(content)
-    refused = run_here("launch", "--config", path)
-    assert refused.code == 2 and message in refused.err
+    ):
+        path.write_text(content)
+        refused = run_here("launch", "--config", path)
+        assert refused.code == 2 and message in refused.err

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,28 +16,35 @@ import uvloop
 from coordinator.api import serve as serve_module
 from coordinator.api.serve import ServeOptions, serve
 from coordinator.api.server import RequestLimits
+from coordinator.cluster import deployment
 from coordinator.cluster.open import read_model
 from coordinator.cluster.options import ClusterOptions
+from coordinator.engine.engine import Engine
 from coordinator.planning.recovery import Limits
 from tests.cluster.processes import Starter, write_cluster
 from tools.worker_process import free_port
+from worker.compute.shard import Shard
 from worker.config import ClusterConfig, load_cluster
+from worker.platform.tasks import Use
 
+SHORT: dict[str, Any] = {"prompt": "the", "max_tokens": 4}
 ENDLESS: dict[str, Any] = {"prompt": "the", "max_tokens": 30_000, "ignore_eos": True}
-REFUSED = {"ContextExceeded": 1, "QueueFull": 1, "WaitedTooLong": 1}
-CUT_OFF = "the answer was cut off: the server was shut down"
+LIVES = ": still at it"
 PATIENCE_S = 30.0
+TEXTS = "/v1/completions"
 
 
 @asynccontextmanager
-async def served(options: ClusterOptions, **more: Any) -> AsyncIterator[httpx2.AsyncClient]:
-    """A client of a server that answers."""
+async def served(
+    options: ClusterOptions, **more: Any
+) -> AsyncIterator[tuple[httpx2.AsyncClient, "asyncio.Task[None]"]]:
+    """A client of a server, and the server's task, which ends with the block."""
     serving = ServeOptions("127.0.0.1", free_port(), names=("talker",), **more)
     running = asyncio.create_task(serve(options, serving))
     try:
         async with httpx2.AsyncClient(base_url=serving.url(serving.port), timeout=PATIENCE_S) as client:
             await wait_health(client, 200, running)
-            yield client
+            yield client, running
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -56,44 +64,61 @@ async def wait_health(client: httpx2.AsyncClient, status: int, running: "asyncio
             await asyncio.sleep(0.02)
 
 
-async def lines_of(answer: httpx2.Response) -> AsyncIterator[str]:
-    async for line in answer.aiter_lines():
-        if line:
-            yield line
+@asynccontextmanager
+async def streaming(client: httpx2.AsyncClient, **body: Any) -> AsyncIterator[AsyncIterator[str]]:
+    """The lines of a stream that has begun."""
+    async with client.stream("POST", TEXTS, json=body | {"stream": True}) as answer:
+        lines = (line async for line in answer.aiter_lines() if line)
+        await anext(lines)
+        yield lines
 
 
-def test_a_full_queue_is_refused_at_once_and_a_long_wait_in_the_end(
-    talker: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(serve_module, "say", said.append)
+def text_of(lines: list[str]) -> str:
+    """The text of a whole stream."""
+    *events, _ = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events)
 
+
+def error_of(line: str) -> Any:
+    return json.loads(line.removeprefix("data: "))["error"]
+
+
+def options_of(talker: Path, cluster: ClusterConfig | None = None, **more: Any) -> ClusterOptions:
+    local = None if cluster and cluster.workers else 0
+    return ClusterOptions(cluster or ClusterConfig(), str(talker), local, 4096, **more)
+
+
+async def bytes_for(talker: Path, rows: int) -> int:
+    """What the whole model and so many rows of its caches take."""
+    _, spec = await read_model(str(talker))
+    return spec.shard_bytes(0, spec.num_layers) + spec.reserved_bytes(0, spec.num_layers, rows)
+
+
+@pytest.fixture
+def worker_file(talker: Path, tmp_path: Path) -> Path:
+    """A cluster.yaml with a worker that does not run yet."""
+    return write_cluster(tmp_path / "cluster.yaml", ("last", f"127.0.0.1:{free_port()}"), model=str(talker))
+
+
+def test_a_full_queue_is_refused_at_once_and_a_long_wait_in_the_end(talker: Path) -> None:
     async def check() -> None:
-        _, spec = await read_model(str(talker))
-        memory = spec.shard_bytes(0, spec.num_layers) + spec.reserved_bytes(0, spec.num_layers, 6000)
-        cluster = ClusterConfig.model_validate({"coordinator": {"memory": memory}})
-        options = ClusterOptions(cluster, str(talker), 0, 4096)
+        cluster = ClusterConfig.model_validate({"coordinator": {"memory": await bytes_for(talker, 6000)}})
         limits = RequestLimits(queue_timeout_s=2.0, heartbeat_s=1.5)  # the second is the time to begin to wait in
-        async with served(options, max_waiting=1, limits=limits) as client:
-            assert any("up to 6144 tokens per request" in line for line in said), said
-            card = (await client.get("/v1/models/talker")).json()
-            assert card["max_model_len"] == 6144
-            exceeding = await client.post("/v1/completions", json=ENDLESS | {"prompt": [5] * 6200})
+        async with served(options_of(talker, cluster), max_waiting=1, limits=limits) as (client, _):
+            assert (await client.get("/v1/models/talker")).json()["max_model_len"] == 6144
+            exceeding = await client.post(TEXTS, json=ENDLESS | {"prompt": [5] * 6200})
             assert (exceeding.status_code, exceeding.json()["error"]["code"]) == (400, "context_length_exceeded")
-            hog = {**ENDLESS, "max_tokens": 5800, "stream": True}
-            async with client.stream("POST", "/v1/completions", json=hog) as running:
-                lines = lines_of(running)  # kept: without it the answer is closed
-                await anext(lines)
-                ask = {**ENDLESS, "max_tokens": 500, "stream": True}
-                both = [client.post("/v1/completions", json=ask) for _ in range(2)]
+            async with streaming(client, **ENDLESS | {"max_tokens": 5800}):
+                both = [client.post(TEXTS, json=ENDLESS | {"max_tokens": 500, "stream": True}) for _ in range(2)]
                 full, late = sorted(await asyncio.gather(*both), key=lambda found: found.status_code)
                 assert (full.status_code, full.json()["error"]["code"]) == (429, "rate_limit_exceeded")
                 assert full.headers["retry-after"] == "1" and "x-should-retry" not in full.headers
                 assert (late.status_code, late.json()["error"]["code"]) == (503, "queue_timeout")
                 assert late.headers["retry-after"] == "5"
-                assert (await client.get("/cluster")).json()["totals"]["refused"] == REFUSED
+                refused = dict.fromkeys(("ContextExceeded", "QueueFull", "WaitedTooLong"), 1)
+                assert (await client.get("/cluster")).json()["totals"]["refused"] == refused
                 metrics = (await client.get("/metrics")).text
-                for reason in REFUSED:
+                for reason in refused:
                     assert f'brigade_requests_rejected_total{{model_name="talker",reason="{reason}"}} 1.0' in metrics
 
     uvloop.run(check())
@@ -104,43 +129,30 @@ def test_a_server_without_a_queue_answers_all_that_fit_and_cuts_streams_off_with
     talker: Path, shutdown_s: float, num_signals: int
 ) -> None:
     async def check() -> None:
-        options = ClusterOptions(ClusterConfig(), str(talker), 0, 4096)
-        serving = ServeOptions("127.0.0.1", free_port(), max_waiting=0, shutdown_timeout_s=shutdown_s)
-        running = asyncio.create_task(serve(options, serving))
-        async with httpx2.AsyncClient(base_url=serving.url(serving.port), timeout=PATIENCE_S) as client:
-            await wait_health(client, 200, running)
-            asked = [client.post("/v1/completions", json={"prompt": "the", "max_tokens": 2}) for _ in range(12)]
-            answers = await asyncio.gather(*asked)
-            async with client.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True}) as stream:
-                lines = lines_of(stream)
-                await anext(lines)
+        async with served(options_of(talker), max_waiting=0, shutdown_timeout_s=shutdown_s) as (client, running):
+            answers = await asyncio.gather(*(client.post(TEXTS, json=SHORT) for _ in range(12)))
+            assert {answer.status_code for answer in answers} == {200}
+            async with streaming(client, **ENDLESS) as lines:
                 running.cancel()
                 if num_signals == 2:
                     await wait_health(client, 503)
                     running.cancel()
-                rest = [line async for line in lines]
-        await asyncio.gather(running, return_exceptions=True)
-        assert {answer.status_code for answer in answers} == {200}
-        error = json.loads(rest[-1].removeprefix("data: "))["error"]
-        assert (error["code"], error["message"]) == ("draining", CUT_OFF)
+                error = error_of([line async for line in lines][-1])
+            assert error["code"] == "draining"
+            assert error["message"] == "the answer was cut off: the server was shut down"
 
     uvloop.run(check())
 
 
-def test_a_server_goes_without_a_missing_worker_and_takes_it_in_under_endless_streams(
-    start: Starter, talker: Path, tmp_path: Path
+def test_a_server_runs_without_a_missing_worker_and_takes_it_in_under_endless_streams(
+    start: Starter, talker: Path, worker_file: Path
 ) -> None:
-    config = write_cluster(tmp_path / "cluster.yaml", ("last", f"127.0.0.1:{free_port()}"), model=str(talker))
-
     async def check() -> None:
-        options = ClusterOptions(load_cluster(config), str(talker), None, 4096)
-        async with served(options) as client:
+        async with served(options_of(talker, load_cluster(worker_file))) as (client, _):
 
             async def ask(prompt: str) -> str:
                 body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True, "stream": True}
-                async with client.stream("POST", "/v1/completions", json=body) as stream:
-                    *events, _ = [line[6:] async for line in lines_of(stream) if line.startswith("data: ")]
-                return "".join(json.loads(event)["choices"][0]["text"] for event in events)
+                return text_of((await client.post(TEXTS, json=body)).text.splitlines())
 
             async def ask_on(prompt: str) -> None:
                 while not is_over:
@@ -151,7 +163,7 @@ def test_a_server_goes_without_a_missing_worker_and_takes_it_in_under_endless_st
             expected = {prompt: await ask(prompt) for prompt in ("the", "a longer prompt than the other one")}
             is_over, answers = False, list[tuple[str, str]]()
             asking = asyncio.gather(*map(ask_on, expected))
-            start.worker("last", "--config", config)
+            start.worker("last", "--config", worker_file)
             async with asyncio.timeout(2 * PATIENCE_S):  # the promise: it is used within a minute
                 nodes: list[str] = []
                 while nodes != ["coordinator", "last"] and not asking.done():
@@ -170,39 +182,111 @@ def test_a_server_goes_without_a_missing_worker_and_takes_it_in_under_endless_st
 
 
 def test_a_worker_that_stays_away_closes_the_server_and_its_return_opens_it(
-    start: Starter, talker: Path, tmp_path: Path
+    start: Starter, talker: Path, worker_file: Path
 ) -> None:
-    worker_address = ("last", f"127.0.0.1:{free_port()}")
-    config = write_cluster(tmp_path / "cluster.yaml", worker_address, model=str(talker))
-    worker = start.worker("last", "--config", config)
+    worker = start.worker("last", "--config", worker_file)
     assert worker.address
 
     async def check() -> None:
-        _, spec = await read_model(str(talker))
-        whole = spec.shard_bytes(0, spec.num_layers) + spec.reserved_bytes(0, spec.num_layers, 4096)
-        keys = {"model": str(talker), "coordinator": f"{{memory: {whole - 1}}}"}
-        cluster = load_cluster(write_cluster(config, worker_address, **keys))
-        options = ClusterOptions(cluster, str(talker), None, 4096, limits=Limits(0.4, 0.5))
-        async with served(options, limits=RequestLimits(heartbeat_s=0.05), reopen_s=0.1) as client:
-            async with client.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True}) as stream:
-                lines = lines_of(stream)
-                await anext(lines)
+        memory = await bytes_for(talker, 4096) - 1
+        cluster = load_cluster(
+            write_cluster(
+                worker_file.with_name("own.yaml"), ("last", worker.address), model=str(talker),
+                coordinator=f"{{memory: {memory}}}",
+            )
+        )  # fmt: skip
+        options = options_of(talker, cluster, limits=Limits(0.4, 0.5))
+        async with served(options, limits=RequestLimits(heartbeat_s=0.05), reopen_s=0.1) as (client, _):
+            async with streaming(client, **ENDLESS) as lines:
                 worker.send_signal(signal.SIGSTOP)
                 async with asyncio.timeout(PATIENCE_S):
-                    while await anext(lines) != ": still at it":
+                    while await anext(lines) != LIVES:
                         pass
                 worker.send_signal(signal.SIGKILL)
                 rest = [line async for line in lines]
-                error = json.loads(rest[-1].removeprefix("data: "))["error"]
-                assert error["code"] == "cluster_failed" and "last" in error["message"]
-                assert "data: [DONE]" not in rest
+            error = error_of(rest[-1])
+            assert error["code"] == "cluster_failed" and "last" in error["message"]
+            assert "data: [DONE]" not in rest
             assert await wait_health(client, 503) == "recovering"
-            refused = await client.post("/v1/completions", json={"prompt": "the"})
+            refused = await client.post(TEXTS, json=SHORT)
             assert refused.status_code == 503 and refused.headers["retry-after"] == "5"
             assert refused.json()["error"]["code"] == "recovering"
-            start.worker("last", "--config", config)
+            start.worker("last", "--config", worker_file)
             assert await wait_health(client, 200) == "ready"
-            answered = await client.post("/v1/completions", json={"prompt": "the", "max_tokens": 2})
-            assert answered.status_code == 200
+            assert (await client.post(TEXTS, json=SHORT)).status_code == 200
+
+    uvloop.run(check())
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_an_unused_model_is_unloaded_on_all_nodes_and_loaded_again_for_the_next_request(
+    start: Starter, talker: Path, worker_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(serve_module, "say", said.append)
+    shards: list[weakref.ref[Shard]] = []  # that the coordinator loads
+    load = deployment.load_shard
+
+    async def load_and_note(*given: Any, **named: Any) -> Shard:
+        shard = await load(*given, **named)
+        shards.append(weakref.ref(shard))
+        return shard
+
+    monkeypatch.setattr(deployment, "load_shard", load_and_note)
+    worker = start.worker("last", "--config", worker_file)
+    assert worker.address
+
+    async def check() -> None:
+        options, often = options_of(talker, load_cluster(worker_file)), RequestLimits(heartbeat_s=0.001)
+        async with served(options, keep_alive_s=0.1, max_waiting=2, limits=often) as (client, _):
+            first = (await client.post(TEXTS, json=SHORT)).json()["choices"]
+            async with asyncio.timeout(PATIENCE_S):
+                while (await client.get("/health?deep=1")).json()["status"] != "asleep":
+                    await client.get("/cluster")  # does not count as use
+                while (await asyncio.to_thread(worker.status)).weight_bytes:
+                    pass
+                while any(shard() for shard in shards):
+                    await client.get("/cluster")
+            num_loaded = len(shards)  # more than one if it fell asleep before the first request came
+            assert (await client.get("/cluster")).json()["nodes"] == []
+            asked = (client.post(TEXTS, json=SHORT | more) for more in ({}, {"stream": True}))
+            again, stream = await asyncio.gather(*asked)
+            assert again.json()["choices"] == first and len(shards) > num_loaded
+            assert stream.text.startswith(LIVES)
+            assert text_of(stream.text.splitlines()) == first[0]["text"]
+
+    uvloop.run(check())
+    events = [line.partition(":")[0] for line in said[1:4]]
+    assert events == ["asleep", "a request came", "serving talker at http"]
+
+
+def test_a_request_to_a_server_about_to_fall_asleep_is_answered_though_the_server_is_told_to_stop(
+    talker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_probing, unused, may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    wait_unused = Use.wait_unused
+
+    async def probe(model: Engine) -> None:
+        is_probing.set()
+        await may_end.wait()
+
+    async def note_unused(use: Use, for_s: float | None) -> None:
+        await is_probing.wait()
+        await wait_unused(use, for_s)
+        unused.set()
+
+    monkeypatch.setattr(Engine, "probe", probe)
+    monkeypatch.setattr(Use, "wait_unused", note_unused)
+
+    async def check() -> None:
+        async with served(options_of(talker), keep_alive_s=0.0) as (client, running):
+            probing = asyncio.create_task(client.get("/health?deep=1"))
+            await unused.wait()
+            async with streaming(client, **ENDLESS | {"max_tokens": 300}) as lines:
+                running.cancel()
+                rest = [line async for line in lines]
+            may_end.set()
+            await probing
+        assert rest[-1] == "data: [DONE]" and not any('"error"' in line for line in rest)
 
     uvloop.run(check())

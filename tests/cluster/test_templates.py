@@ -1,4 +1,4 @@
-"""Chat templates are foreign code: transformers renders them in a process with limits of time, text and memory."""
+"""Chat templates are untrusted code: transformers renders them in a process with limits of time, text and memory."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ from transformers.utils import chat_template_utils
 
 from coordinator.cli.generate import GenerateOptions, prepare
 from coordinator.cluster.options import cluster_options
-from coordinator.engine import bounded as templates_module
+from coordinator.engine import bounded
 from coordinator.engine import tokenizer as tokenizer_module
 from coordinator.engine.bounded import TEMPLATES, Bounds, Templates, send
 from coordinator.engine.tokenizer import Tokenizer
@@ -33,44 +33,30 @@ from tests.cluster.commands import run_here
 from worker.errors import InputError
 from worker.model.checkpoint import Checkpoint
 
-# Chat templates as models have them, shortened: each has something that not all renderers know.
-TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Wie ist das Wetter? <b>&amp;</b>",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
-    },
+PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}}
+FUNCTION = {
+    "name": "weather",
+    "description": "Wie ist das Wetter? <b>&amp;</b>",
+    "parameters": {"properties": PROPERTIES},
 }
+TOOL: dict[str, Any] = {"type": "function", "function": FUNCTION}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich", "days": 3}}}
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 CONVERSATION: list[dict[str, Any]] = [
     {"role": "system", "content": "  Be kind.\n"},
     {"role": "user", "content": "日本語 🙂 <|im_end|> 'quoted' \"twice\""},
     {"role": "assistant", "content": "<think>\nhm\n</think>\n\nnaïve", "tool_calls": [CALL]},
-    {"role": "tool", "content": '{"degrees": -3.5}', "name": "weather"},
     {"role": "assistant", "content": "Cold.", "reasoning": "It is below zero."},
     {"role": "user", "content": [{"type": "text", "text": "And tomorrow?"}, {"type": "image"}]},
 ]
-TALK = [message for message in CONVERSATION if message["role"] != "tool"][:2]
-
-CHATML = """{%- for message in messages %}
-    {%- set content = message.content if message.content is string else message.content[0].text %}
-    {{- '<|im_start|>' + message.role + '\\n' + content }}
-    {{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
-
-LLAMA = """{{- bos_token }}
-{%- if not date_string is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}
-{{- "Today Date: " + date_string + "\\n\\n" }}{%- for t in tools or [] %}{{- t | tojson(indent=4) }}{%- endfor %}
+# Templates as models have them, shortened: each has something that not all renderers know.
+LLAMA = """{{- bos_token }}{{- "Today Date: " + strftime_now("%d %b %Y") }}
+{%- for t in tools or [] %}{{- t | tojson(indent=4) }}{%- endfor %}
 {%- for message in messages %}
     {%- if 'tool_calls' in message %}{{ message.tool_calls[0].function.arguments | tojson }}
-    {%- else %}{{- '<|' + message['role'] + '|>' }}{{ message['content'] | string | trim + '<|eot_id|>' }}{%- endif %}
+    {%- else %}{{- '<|' + message['role'] + '|>' }}{{ message['content'] | string | trim }}{%- endif %}
 {%- endfor %}"""
-
-QWEN = """{%- for tool in tools or [] %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
-{%- set ns = namespace(last=-1) %}
+QWEN = """{%- set ns = namespace(last=-1) %}
 {%- for message in messages[::-1] %}
     {%- if ns.last < 0 and message.role == "user" %}{%- set ns.last = messages|length - 1 - loop.index0 %}{%- endif %}
 {%- endfor %}
@@ -80,67 +66,30 @@ QWEN = """{%- for tool in tools or [] %}{{- "\\n" }}{{- tool | tojson }}{%- endf
     {%- if loop.index0 == ns.last %}{{- '(the last)' }}{%- endif %}
 {%- endfor %}
 {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"""
-
-MISTRAL = """{{ bos_token }}{% for message in messages %}
-{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
-{% endif %}[INST] {{ message['content'] }} [/INST]{% endfor %}"""
-
-GENERATION = """{% for m in messages %}
-{% if m.role == 'assistant' %}A: {% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}
-{% else %}U: {{ m.content }}{% endif %}
-{% endfor %}"""
-
-MACRO = """{%- macro typed(properties) -%}
-{%- for name, spec in properties.items()|sort -%}{{ name }}: {{ spec.type }}{{ ", " if not loop.last }}{%- endfor -%}
-{%- endmacro -%}
-{%- for tool in tools -%}{{ tool.function.name }}({{ typed(tool.function.parameters.properties) }}){%- endfor -%}
-{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | list | tojson(sort_keys=true) }}
-{{ dict(a=1, **{'b': 2}) }} {{ "%05.1f" | format(3.14159) }} {{ '😀' | tojson }} {{ none }} {{ missing }}"""
-
-RENDERED: dict[str, tuple[str, dict[str, Any]]] = {
-    "ChatML, to be continued": (CHATML, {"conversations": [TALK], "continue_final_message": True}),
-    "Llama, of today": (LLAMA, {"bos_token": "<s>", "tools": [TOOL]}),
-    "Llama, of another day": (LLAMA, {"bos_token": "<s>", "date_string": "26 Jul 2024"}),
-    "Qwen, not thinking": (QWEN, {"tools": [TOOL], "enable_thinking": False}),
-    "the generation tag, tracked": (GENERATION, {"eos_token": "</s>", "return_assistant_tokens_mask": True}),
-    "macros and filters": (MACRO, {"tools": [TOOL]}),
-    "nothing": ("", {}),
-}  # fmt: skip
-REFUSED: dict[str, tuple[str, str]] = {
-    "its own refusal": (MISTRAL, "Conversation roles must alternate user/assistant"),
-    "no template": ("{% if %}", "Expected an expression"),
-    "a type": ("{{ messages + 1 }}", "can only concatenate list"),
-    "something missing": ("{{ messages[0].function.name }}", "has no attribute 'function'"),
-    "no text": (r"{{ '\ud800' }}", "surrogates not allowed"),
-    "no end": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "maximum recursion depth exceeded"),
-    "the terminal": (r"{{ raise_exception('\x1b[2J no') }}", r"( [2J no)"),
-}
+MISTRAL = """{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('Conversation roles must alternate') }}{% endif %}[INST] {{ message['content'] }}{% endfor %}"""
+TRACKED = """{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}
+{% endgeneration %}{% else %}{{ tools | tojson }} {{ m.content }}{% endif %}{% endfor %}"""
+SAYS = "{{ messages[0].content }}"
+NAMED = [{"name": "default", "template": LLAMA}, {"name": "tool_use", "template": QWEN}]
 ESCAPES = (
     "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
-    "{{ lipsum.__globals__['os'].system('id') }}", "{{ self.__init__.__globals__ }}",
-    "{{ raise_exception.__closure__[0] }}", "{{ strftime_now.__globals__['datetime'] }}",
-    "{{ '{0.__class__.__mro__}'.format('') }}", "{{ (''|attr('__class__')).__mro__ }}", "{{ messages.append(1) }}",
-    "{{ messages[0].update(role='system') }}", "{% import 'os' as os %}{{ os }}", "{% include 'passwd' %}",
+    "{{ strftime_now.__globals__['datetime'] }}", "{{ '{0.__class__.__mro__}'.format('') }}",
+    "{{ messages.append(1) }}", "{% import 'os' as os %}{{ os }}", "{% include 'passwd' %}",
 )  # fmt: skip
-ENDLESS = """{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}
-{% endfor %}{% endfor %}{% endfor %}"""
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 DEEP_IN_C = "{{ 10 ** (10 ** 9) }}"
 DOUBLING = "{% set ns = namespace(x='a') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
-
-SAYS = "{{ messages[0].content }}"
-NAMED = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": QWEN}]
 
 
 @pytest.fixture(scope="module")
 def short() -> Templates:
-    """Templates that may take little time, text and memory."""
     return Templates(Bounds(seconds=2.0, text_bytes=1 << 20, memory_bytes=64 << 20))
 
 
 @pytest.fixture(scope="module")
 def small() -> Templates:
-    """Templates that may take little text and memory, in any time."""
+    """Bounded in text and memory; no busy machine reaches the limit of time."""
     return Templates(Bounds(seconds=60, text_bytes=1 << 20, memory_bytes=64 << 20))
 
 
@@ -171,7 +120,7 @@ def processes() -> list[psutil.Process]:
 
 
 def retokenized(talker: Path, folder: Path, **settings: Any) -> Path:
-    """The talker with these keys in its tokenizer_config.json."""
+    """Copy the talker with these keys in its tokenizer_config.json."""
     shutil.copytree(talker, folder)
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
@@ -184,28 +133,26 @@ def render_by(patch: pytest.MonkeyPatch, render: Callable[..., Any]) -> None:
     patch.setattr(tokenizer_module, "TEMPLATES", SimpleNamespace(render=render))
 
 
-@pytest.mark.parametrize("name", RENDERED)
-def test_the_text_is_that_of_transformers(name: str) -> None:
-    template, arguments = RENDERED[name]
-    arguments = {"conversations": [CONVERSATION], "chat_template": template} | arguments
+def test_text_and_generated_spans_are_those_of_transformers() -> None:
+    arguments = {"conversations": [CONVERSATION], "chat_template": TRACKED, "eos_token": "</s>", "tools": [TOOL]}
+    arguments["return_assistant_tokens_mask"] = True
     texts, generated = chat_template_utils.render_jinja_template(**arguments)
     assert TEMPLATES.render(**arguments) == ([*texts], [[list(span) for span in spans] for spans in generated])
-    assert any(texts) == bool(template)
+    assert all(texts) and all(generated)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_a_template_says_against_a_conversation_is_told_in_one_line(name: str) -> None:
-    template, said = REFUSED[name]
-    message = refusal(TEMPLATES, template, conversations=[TALK])
-    assert said in message and message.endswith("; give it raw")
-
-
-def test_the_sandbox_stays_closed() -> None:
+def test_what_a_template_refuses_is_told_in_one_line_and_the_sandbox_stays_closed() -> None:
+    for template, said in (
+        (MISTRAL, "Conversation roles must alternate"),
+        ("{% if %}", "Expected an expression"),
+        ("{{ messages[0].function.name }}", "has no attribute 'function'"),
+        (r"{{ '\ud800' }}", "surrogates not allowed"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "maximum recursion depth exceeded"),
+        (r"{{ raise_exception('\x1b[2J no') }}", r"( [2J no)"),
+    ):
+        assert said in refusal(TEMPLATES, template)
     for template in ESCAPES:
         refusal(TEMPLATES, template)
-
-
-def test_what_is_no_plain_value_is_told_before_anything_is_rendered() -> None:
     for value in ("\ud800", 2**64, object()):
         with pytest.raises(InputError, match=r"^prompt: expected values that JSON has, in UTF-8; "):
             render(TEMPLATES, SAYS, conversations=[[{"role": "user", "content": value}]])
@@ -213,17 +160,8 @@ def test_what_is_no_plain_value_is_told_before_anything_is_rendered() -> None:
 
 @pytest.mark.parametrize("template", [ENDLESS, DEEP_IN_C], ids=["in Python", "in C"])
 def test_an_endless_template_is_ended_and_the_next_request_is_served(short: Templates, template: str) -> None:
-    began = time.monotonic()
     assert refusal(short, template).endswith("took longer than 2 s; give it raw, or shorter")
-    assert time.monotonic() - began >= 0.5
     assert_works(short)
-
-
-def test_text_ends_at_its_bound(small: Templates) -> None:
-    assert refusal(small, f"{{{{ 'a' * {1 << 20} }}}}").endswith(
-        "made more than 1 MiB of text; give it raw, or shorter"
-    )
-    assert len(render(small, f"{{{{ 'é' * {(1 << 19) - 100} }}}}")[0][0]) == (1 << 19) - 100
 
 
 @pytest.mark.parametrize("template", [DOUBLING, f"{{{{ 'a' * {10**12} }}}}"], ids=["bit by bit", "at once"])
@@ -232,14 +170,16 @@ def test_memory_ends_at_its_bound(small: Templates, template: str) -> None:
     assert_works(small)
 
 
-def test_memory_ends_at_its_bound_where_the_system_does_not_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_ends_at_its_bound_where_the_system_does_not_enforce_it(monkeypatch: pytest.MonkeyPatch) -> None:
     unbounded = Bounds(seconds=30, memory_bytes=1 << 40)
     monkeypatch.setattr(Bounds, "as_arguments", lambda bounds: [str(n) for n in vars(unbounded).values()])
     templates = Templates(Bounds(seconds=30, memory_bytes=100 << 20))
     assert "took more than 100 MiB of memory" in refusal(templates, DOUBLING.replace("40", "28") + ENDLESS)
 
 
-def test_long_conversations_pass_up_to_the_usual_bound() -> None:
+def test_text_ends_at_its_bound_and_long_conversations_pass_up_to_the_usual_one(small: Templates) -> None:
+    assert "made more than 1 MiB of text" in refusal(small, f"{{{{ 'a' * {1 << 20} }}}}")
+    assert len(render(small, f"{{{{ 'é' * {(1 << 19) - 100} }}}}")[0][0]) == (1 << 19) - 100
     conversation = [{"role": "user", "content": "日本🙂 " * 600_000}]
     assert render(TEMPLATES, SAYS, conversations=[conversation])[0] == [conversation[0]["content"]]
     message = refusal(TEMPLATES, SAYS, conversations=[[{"role": "user", "content": "a" * (8 << 20)}]])
@@ -258,7 +198,7 @@ def test_a_process_that_stands_still_is_replaced(short: Templates) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_process_that_is_killed_at_work_gets_one_more_try(
+def test_a_request_whose_process_is_killed_gets_one_more_try(
     small: Templates, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     left = times
@@ -274,7 +214,7 @@ def test_a_process_that_is_killed_at_work_gets_one_more_try(
     for process in processes():  # between two requests
         process.kill()
     assert_works(small)
-    monkeypatch.setattr(templates_module, "send", send_and_kill)
+    monkeypatch.setattr(bounded, "send", send_and_kill)
     if times == 2:
         assert "ended its process 2 times" in refusal(small, ENDLESS)
     assert_works(small)
@@ -288,11 +228,14 @@ def test_many_at_once_get_each_their_own_from_one_process() -> None:
         return render(TEMPLATES, SAYS, conversations=[[{"role": "user", "content": f"{number} " * number}]])
 
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(ask, range(200))) == [([f"{number} " * number], []) for number in range(200)]
+        assert list(pool.map(ask, range(100))) == [([f"{number} " * number], []) for number in range(100)]
     assert processes() == before
 
 
-def test_the_process_knows_the_time_and_little_else_and_goes_with_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_knows_the_time_and_little_else_and_ends_with_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_the_east() -> str:
+        return datetime.now(timezone(timedelta(hours=12))).strftime("%d %H:%M")
+
     monkeypatch.setenv("TZ", "ABC-12")  # twelve hours east of Greenwich
     monkeypatch.setenv("HF_TOKEN", "secret")
     others, templates = processes(), Templates()
@@ -308,41 +251,9 @@ def test_the_process_knows_the_time_and_little_else_and_goes_with_its_owner(monk
     assert not psutil.pid_exists(process.pid), "not even as a zombie"
 
 
-def in_the_east() -> str:
-    return datetime.now(timezone(timedelta(hours=12))).strftime("%d %H:%M")
-
-
-def test_a_command_can_be_interrupted_while_a_template_is_rendered(
-    talker: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, released = asyncio.Event(), threading.Event()
-
-    def wait(**arguments: Any) -> Any:
-        loops[0].call_soon_threadsafe(asked.set)
-        released.wait(10)
-        return [""], []
-
-    async def interrupt() -> None:
-        loops.append(asyncio.get_running_loop())
-        task = asyncio.ensure_future(
-            prepare(GenerateOptions(prompt="hi"), cluster_options(None, str(talker), 0, None, None))
-        )
-        await asked.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert not released.is_set()
-
-    loops: list[asyncio.AbstractEventLoop] = []
-    render_by(monkeypatch, wait)
-    asyncio.run(interrupt())
-    released.set()
-
-
 ENDS = """
 import os, sys
-from coordinator.engine.bounded import Bounds, receive, send
-from coordinator.engine.bounded import Templates
+from coordinator.engine.bounded import Bounds, Templates, receive, send
 import msgpack
 templates = Templates(Bounds(seconds=0.1))
 templates.start()
@@ -382,8 +293,7 @@ def test_the_tokens_are_those_of_mlx_lm(talker: Path, tmp_path: Path, settings: 
     wrapper = tokenizer_utils.load(folder)
     messages = [{"role": "user", "content": "日本 <end> hi", "name": None}]
     more: list[dict[str, Any]] = [
-        {}, {"add_generation_prompt": False}, {"enable_thinking": False}, {"tools": []},
-        {"tools": [TOOL]},
+        {}, {"add_generation_prompt": False}, {"enable_thinking": False}, {"tools": []}, {"tools": [TOOL]},
     ]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:  # transformers as it is without us
         patch.setattr(tokenization_utils_base, "render_jinja_template", chat_template_utils.render_jinja_template)
@@ -399,31 +309,46 @@ def test_the_tokens_are_those_of_mlx_lm(talker: Path, tmp_path: Path, settings: 
 @pytest.mark.parametrize(
     ("settings", "messages", "said"),
     [
-        ({"chat_template": MISTRAL}, TALK, "Conversation roles must alternate"),
         ({"chat_template": MISTRAL}, [], "Cannot apply chat template to an empty conversation"),
-        ({"chat_template": MISTRAL}, ["hi"], "no attribute 'items'"),
         ({"chat_template": NAMED[1:]}, HELLO, "multiple chat templates with no default"),
         ({"chat_template_type": "deepseek_v32"}, [{"role": "king"}], "Unknown role: king"),
     ],
 )
-def test_what_is_wrong_with_a_conversation_is_told(
+def test_a_refused_conversation_is_an_input_error_and_arguments_reach_the_template_only(
     talker: Path, tmp_path: Path, settings: dict[str, Any], messages: Any, said: str
 ) -> None:
     tokenizer = Tokenizer(Checkpoint("", retokenized(talker, tmp_path / "model", **settings), {}, {}))
     with pytest.raises(InputError, match=f"^prompt: the chat template refuses this conversation .*{said}"):
         tokenizer.encode_chat(messages)
-
-
-def test_arguments_reach_the_template_only(talker: Path) -> None:
-    tokenizer = Tokenizer(Checkpoint("", talker, {}, {}))
     for name in ("chat_template", "return_dict", "truncation", "conversation", "messages"):
-        with pytest.raises(InputError, match=f"^chat_template_kwargs: {name} is not the chat template's.*, tokenize"):
+        with pytest.raises(InputError, match=f"^chat_template_kwargs: {name} is not the chat template's"):
             tokenizer.encode_chat(HELLO, (), {name: None})
 
 
-def test_a_command_says_what_its_template_did(
-    talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: Templates
+def test_a_command_can_be_interrupted_while_a_template_is_rendered_and_tells_of_one_that_took_too_long(
+    talker: Path, tmp_path: Path, short: Templates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    released = threading.Event()
+
+    async def interrupt() -> None:
+        asked, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def wait(**arguments: Any) -> Any:
+            loop.call_soon_threadsafe(asked.set)
+            released.wait(10)
+            return [""], []
+
+        render_by(monkeypatch, wait)
+        options = cluster_options(None, str(talker), 0, None, None)
+        task = asyncio.ensure_future(prepare(GenerateOptions(prompt="hi"), options))
+        await asked.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not released.is_set()
+
+    asyncio.run(interrupt())
+    released.set()
     render_by(monkeypatch, short.render)
     folder = retokenized(talker, tmp_path / "model", chat_template=ENDLESS)
     outcome = run_here("generate", "--model", folder, "--local", "0", "--prompt", "hi")

@@ -65,6 +65,7 @@ PROGRAMS = [
     program("train_drafter", "--out @drafter --steps 1 --batch 1 --anchors 2 --pool 0.01", r"parameters", mark=MATRIX),
     program("verify_gpus", "--json @gpus.json --quick", r"random bf16 .* one process", mark=MATRIX),
 ]  # fmt: skip
+LONG = {each.values[0]: each.values[1] for each in PROGRAMS if each.marks}
 ELSEWHERE = {
     "bench_auto": "tests/cluster/test_bench.py",
     "faults/worker": "tests/cluster/test_workers.py",
@@ -101,7 +102,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     return run_here
 
 
-@pytest.mark.parametrize("name", [each.values[0] for each in PROGRAMS if each.marks and each.values[1]])
+@pytest.mark.parametrize("name", [name for name, arguments in LONG.items() if arguments])
 def test_every_program_that_takes_long_says_what_it_takes(name: str, run: Callable[..., int]) -> None:
     """It is imported and reads its arguments; the mark `matrix` runs it."""
     assert run(name, "--help") == 0
@@ -121,7 +122,7 @@ def test_it_ends_well_and_makes_what_it_promises(
     if "@model" in arguments:
         random_model.main(tmp_path / "model", hidden=64, layers=2, vocab=64, context=256)
     given = [word.replace("@", f"{tmp_path}/") for word in arguments.split()]
-    if any(each.marks and each.values[0] == name for each in PROGRAMS):
+    if name in LONG:
         with starting() as start:
             outcome = start.python("-m", f"tools.{name}", *given).wait(FINISH_S)
     else:

@@ -12,7 +12,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from tests.cluster.commands import answer_here, run_here
-from tests.cluster.processes import FINISH_S, Outcome, Running, Starter, Worker, write_cluster
+from tests.cluster.processes import FINISH_S, Starter, Worker, write_cluster
 from tools.proxy import proxy_to
 from tools.worker_process import free_port
 
@@ -21,26 +21,21 @@ LONG = ("--prompt", "go", "--ignore-eos", "--max-tokens", "39000")  # lasts long
 AT_ONCE = ("--recovery-timeout", "0")  # fail with the first loss: tests/cluster/test_faults.py has what goes on
 SOME = ("--prompt", "go", "--ignore-eos", "--max-tokens", "24")
 NAMES = ("first", "last")
+DRAINING = "is shutting down and takes no new request; running requests have ten seconds to end"
 
 
 class Pair:
-    """Two workers on fixed ports, restarted where a test ended one."""
+    """Two workers on fixed ports, restarted after a test that ended one."""
 
     def __init__(self, start: Starter, model: Path, folder: Path) -> None:
         self.model = model
-        self.ports = {name: free_port() for name in NAMES}
-        self.config = write_cluster(
-            folder / "cluster.yaml", *((name, self.address(name)) for name in NAMES), model=str(model)
-        )
+        self.addresses = {name: f"127.0.0.1:{free_port()}" for name in NAMES}
+        self.config = write_cluster(folder / "cluster.yaml", *self.addresses.items(), model=str(model))
         self._start = start
         self._workers: dict[str, Worker] = {}
-        self.revive()
 
     def __getitem__(self, name: str) -> Worker:
         return self._workers[name]
-
-    def address(self, name: str) -> str:
-        return f"127.0.0.1:{self.ports[name]}"
 
     def revive(self) -> None:
         """Start those that do not run; return once both listen."""
@@ -48,30 +43,33 @@ class Pair:
             if name not in self._workers or not self._workers[name].running.is_running:
                 self._workers[name] = self._start.worker(name, "--config", self.config)
         for name in NAMES:
-            assert self._workers[name].address == self.address(name)
+            assert self._workers[name].address == self.addresses[name]
 
-    def generate_long(self, start: Starter) -> Running:
-        """A request that goes on and on; returns when its first text is out."""
-        running = start.brigade("generate", "--config", self.config, *LONG, *AT_ONCE)
-        running.out.wait_match(r".", FINISH_S)
-        return running
-
-    def generate_until_lost(self, config: Path, lose: Callable[[], object] = lambda: None) -> Outcome:
-        """A request that goes on and on, in this process, with a loss at its first text or later; how it ends."""
-        heard: list[float] = []
-
-        def hear(text: str) -> None:
-            if not heard:
-                lose()
-            heard.append(time.monotonic())
-
-        outcome = run_here("generate", "--config", config, *LONG, *AT_ONCE, hear=hear)
-        assert heard and time.monotonic() - heard[-1] < FAILURE_S
-        return outcome
+    def with_address(self, folder: Path, name: str, address: str) -> Path:
+        """A cluster.yaml in which one of them is called at another address."""
+        addresses = self.addresses | {name: address}
+        return write_cluster(folder / "cluster.yaml", *addresses.items(), model=str(self.model))
 
     def generate_some(self) -> list[int]:
         """A short request; its tokens."""
         return list(answer_here("--config", self.config, *SOME)["tokens"])
+
+
+def generate_until_lost(config: Path, lose: Callable[[], object], name: str) -> None:
+    """Generate without end, with a loss at the first text or later: the command ends with the name of the node."""
+    heard: list[float] = []
+
+    def hear(text: str) -> None:
+        if not heard:
+            lose()
+        heard.append(time.monotonic())
+
+    outcome = run_here("generate", "--config", config, *LONG, *AT_ONCE, hear=hear)
+    assert heard and time.monotonic() - heard[-1] < FAILURE_S
+    assert outcome.code == 3 and "Traceback" not in outcome.err, outcome.err
+    lines = outcome.err.removeprefix(f"worker {name}: {DRAINING}\n").splitlines()
+    assert len(lines) in (1, 2) and len(lines[0]) < 300, outcome.err
+    assert lines[0].startswith(f"error: worker {name}: "), outcome.err
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +95,8 @@ def test_the_same_workers_serve_one_request_after_another_and_a_slow_link_change
     pair: Pair, expected: list[int], tmp_path: Path
 ) -> None:
     assert pair.generate_some() == expected
-    with proxy_to(pair.address("last"), latency_s=0.02) as proxy:
-        nodes = ("first", pair.address("first")), ("last", proxy.address)
-        config = write_cluster(tmp_path / "cluster.yaml", *nodes, model=str(pair.model))
-        answer = answer_here("--config", config, *SOME)
+    with proxy_to(pair.addresses["last"], latency_s=0.02) as proxy:
+        answer = answer_here("--config", pair.with_address(tmp_path, "last", proxy.address), *SOME)
     assert answer["tokens"] == expected
     on_the_way = answer["waterfall"]["wire"] + answer["waterfall"]["return"]
     assert 1e3 * 2 * 0.02 * len(expected) <= on_the_way <= answer["waterfall"]["wall_ms"]
@@ -118,9 +114,8 @@ def test_the_same_workers_serve_one_request_after_another_and_a_slow_link_change
 def test_a_lost_worker_ends_the_request_with_its_name_and_is_free_again_once_it_continues(
     pair: Pair, tmp_path: Path, name: str, number: signal.Signals | None
 ) -> None:
-    with proxy_to(pair.address(name)) as proxy:
-        addresses = {each: pair.address(each) for each in NAMES} | ({} if number else {name: proxy.address})
-        config = write_cluster(tmp_path / "cluster.yaml", *addresses.items(), model=str(pair.model))
+    with proxy_to(pair.addresses[name]) as proxy:
+        config = pair.config if number else pair.with_address(tmp_path, name, proxy.address)
 
         def lose() -> None:
             if number:
@@ -128,7 +123,7 @@ def test_a_lost_worker_ends_the_request_with_its_name_and_is_free_again_once_it_
             else:
                 proxy.is_blackhole = True
 
-        _assert_names(pair.generate_until_lost(config, lose), name)
+        generate_until_lost(config, lose, name)
     if number == signal.SIGSTOP:
         pair[name].send_signal(signal.SIGCONT)
         for each in NAMES:
@@ -139,40 +134,31 @@ def test_a_worker_with_a_blocked_event_loop_ends_the_request_with_its_name(
     pair: Pair, start: Starter, tmp_path: Path
 ) -> None:
     blocked = start.worker("first", "--model", pair.model, program=("-m", "tools.faults.worker", "loop@40"))
-    nodes = ("first", blocked.address), ("last", pair.address("last"))
-    config = write_cluster(tmp_path / "cluster.yaml", *nodes, model=str(pair.model))
-    _assert_names(pair.generate_until_lost(config), "first")
+    generate_until_lost(pair.with_address(tmp_path, "first", blocked.address), lambda: None, "first")
 
 
-@pytest.mark.parametrize(("number", "is_streaming"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
-def test_a_command_that_is_interrupted_leaves_no_local_worker_behind(
+@pytest.mark.parametrize(("number", "is_streaming"), [(signal.SIGTERM, False), (signal.SIGKILL, True)])
+def test_a_command_that_is_ended_at_its_start_or_killed_leaves_no_local_worker_behind(
     start: Starter, talker: Path, number: signal.Signals, is_streaming: bool
 ) -> None:
-    """In the middle of its answer, and while it starts."""
+    """tests/cluster/test_generate.py interrupts one in the middle of its answer."""
     running = start.brigade("generate", "--model", talker, "--local", "1", *LONG)
     if is_streaming:
         running.out.wait_match(r".", FINISH_S)
     children = start.children(running, 1 if is_streaming else 2)  # and what renders its chat template
     running.send_signal(number)
     outcome = running.wait(FAILURE_S)
-    assert outcome.code == 130
     assert "Traceback" not in outcome.err and "error" not in outcome.err
+    assert outcome.code == (-signal.SIGKILL if number == signal.SIGKILL else 130)
     assert is_streaming or (outcome.out, outcome.err) == ("", "")
-    assert psutil.wait_procs(children, 2.0 if is_streaming else FAILURE_S)[1] == []
-
-
-def test_local_workers_end_by_themselves_when_the_coordinator_is_killed(start: Starter, talker: Path) -> None:
-    running = start.brigade("generate", "--model", talker, "--local", "1", *LONG)
-    running.out.wait_match(r".", FINISH_S)
-    children = start.children(running, 1)
-    running.send_signal(signal.SIGKILL)
     assert psutil.wait_procs(children, FAILURE_S)[1] == []
 
 
 def test_workers_whose_coordinator_stands_still_drop_its_session_and_serve_the_next(
     pair: Pair, start: Starter, expected: list[int]
 ) -> None:
-    running = pair.generate_long(start)
+    running = start.brigade("generate", "--config", pair.config, *LONG, *AT_ONCE)
+    running.out.wait_match(r".", FINISH_S)
     assert [pair[name].status().slots for name in NAMES] == [1, 1]
     running.send_signal(signal.SIGSTOP)
     for name in NAMES:
@@ -201,61 +187,25 @@ def test_sigterm_lets_a_running_session_end_and_then_ends_the_worker(pair: Pair)
     assert lines[-1] == "drained" or lines[-2:] == ["drained", "left the chain of coordinator coordinator"]
 
 
-def test_a_second_sigterm_ends_the_worker_at_once(pair: Pair) -> None:
+def test_a_second_sigterm_ends_a_worker_at_once_and_the_first_one_an_idle_worker(pair: Pair) -> None:
     def end() -> None:
         pair["last"].send_signal(signal.SIGTERM)
         _wait_draining(pair["last"])
         pair["last"].send_signal(signal.SIGTERM)
 
-    outcome = pair.generate_until_lost(pair.config, end)
+    generate_until_lost(pair.config, end, "last")
     assert pair["last"].running.wait(2.0).code != 0
-    _assert_names(outcome, "last")
-
-
-def test_a_worker_with_another_configuration_is_pointed_out(pair: Pair, tmp_path: Path) -> None:
-    workers = [("first", pair.address("first")), ("air", pair.address("last"))]
-    other = write_cluster(tmp_path / "cluster.yaml", *workers, model="demo")
-    outcome = run_here("plan", "--config", other)
-    assert outcome.code == 0
-    warned = [line for line in outcome.err.splitlines() if line.startswith("warning: ")]
-    assert warned == [
-        f"warning: worker first has another configuration: model is {pair.model} there, demo here",
-        "warning: worker air calls itself last: one of both has the wrong name or address",
-        f"warning: worker air has another configuration: model is {pair.model} there, demo here",
-    ]
-    assert "warning" not in run_here("plan", "--config", pair.config).err
-
-
-def test_an_idle_worker_ends_at_once(start: Starter) -> None:
-    worker = start.worker("mini")
-    address = worker.address
-    worker.send_signal(signal.SIGTERM)
-    outcome = worker.running.wait(5.0)
-    assert (outcome.code, outcome.out) == (0, "")
-    assert outcome.err == f"worker mini listens on {address}\nworker mini: drained\n"
-
-
-DRAINING = "is shutting down and takes no new request; running requests have ten seconds to end"
-
-
-def _assert_names(outcome: Outcome, name: str) -> None:
-    """A loss: exit code 3 and one or two lines that begin with the node, after it may have said that it drains."""
-    assert outcome.code == 3, outcome.err
-    lines = outcome.err.removeprefix(f"worker {name}: {DRAINING}\n").splitlines()
-    assert len(lines) in (1, 2), outcome.err
-    assert lines[0].startswith(f"error: worker {name}: "), outcome.err
-    assert len(lines[0]) < 300, outcome.err
-    assert "Traceback" not in outcome.err
+    pair["first"].wait_slots(0, FAILURE_S)
+    pair["first"].send_signal(signal.SIGTERM)
+    outcome = pair["first"].running.wait(5.0)
+    assert (outcome.code, outcome.out) == (0, "") and outcome.err.endswith("worker first: drained\n")
 
 
 def _wait_draining(worker: Worker) -> None:
     """Return once its health check says that it takes no more work."""
     deadline = time.monotonic() + 60.0
     with grpc.insecure_channel(worker.address) as channel:
-        checks = HealthStub(channel)
-        while (
-            checks.Check(HealthCheckRequest(), timeout=5.0, wait_for_ready=True).status
-            != HealthCheckResponse.NOT_SERVING
-        ):
+        check = HealthStub(channel).Check
+        while check(HealthCheckRequest(), timeout=5.0, wait_for_ready=True).status != HealthCheckResponse.NOT_SERVING:
             assert time.monotonic() < deadline, "still says that it serves"
             time.sleep(0.02)

@@ -1,7 +1,7 @@
 """Canvas rows, which see each other and all rows before: on every split, in lanes, and as the whole model has them."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from mlx_lm.utils import load_model
 from tools.model_types.chain import Chain, Feed
 from tools.model_types.configs import all_types
 from tools.model_types.make import make_type
-from tools.model_types.stand_ins import stand_ins
 from worker.errors import BrigadeError, CacheMismatch
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
@@ -21,16 +20,10 @@ from worker.model.describe import describe
 N = 8  # canvas rows
 CUTS = ((), (2,), (1, 2, 3, 4, 5))
 PROMPTS = (5, 20)  # tokens: within sliding windows and beyond them
-# dense, sliding, soft-capped and unable to share a lane, sinks, latent attention, batches, positions in the embedding
 CHUNKED = ("llama4",)  # its layers cut the caches of the whole model themselves: splits are compared only
 CAUSAL = ("minimax_m3_vl",)  # its indexer takes no mask for a causal one, so it cannot have a canvas
-FEW = ("qwen3", "gemma3_text", "gemma2", "gpt_oss", "deepseek_v3", "phi", "gpt2")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def odd_types() -> Iterator[None]:
-    with stand_ins():
-        yield
+# dense, sliding, sinks, latent attention, positions in the embedding
+FEW = ("qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "gpt2")
 
 
 def tokens_of(count: int, seed: int = 0) -> list[int]:
@@ -70,7 +63,7 @@ def whole_model(folder: Path, text: Sequence[int], canvas: Sequence[int], monkey
     return logits[0, first:].astype(mx.float32)
 
 
-types = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "name",
     [
         pytest.param(name, marks=() if name in FEW else pytest.mark.matrix)
@@ -78,10 +71,7 @@ types = pytest.mark.parametrize(
         if name not in CAUSAL and not name.startswith("prism_")  # which cannot be made without its weights
     ],
 )
-
-
-@types
-def test_canvas_rows_are_those_of_the_whole_model_on_every_split(
+def test_canvas_rows_are_those_of_the_whole_model_on_every_split_and_in_every_lane(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_type(tmp_path / "model", name)
@@ -90,57 +80,46 @@ def test_canvas_rows_are_those_of_the_whole_model_on_every_split(
         chains = [Chain(folder, [*(at for at in cuts if at < num_layers), num_layers]) for cuts in CUTS]
     except BrigadeError as error:
         pytest.skip(str(error))
-    if chains[0].spec.recurrent_layers:
+    chain = chains[0]
+    if chain.spec.recurrent_layers:
         with pytest.raises(CacheMismatch, match="a recurrent layer"):
-            chains[0].run(Feed(chains[0].open(), [1], canvas=[2, 3]))
+            chain.run(Feed(chain.open(), [1], canvas=[2, 3]))
         return
     first, second = tokens_of(N, 11), tokens_of(N, 29)
     for length in PROMPTS:
         prompt = tokens_of(length)
         found = []
-        for chain in chains:
-            session = chain.open()
-            chain.run(Feed(session, prompt[:3]))
-            steps = chain.run(Feed(session, prompt[3:], canvas=first))  # the prompt's end and a canvas in one pass
-            steps += chain.run(Feed(session, [], length, canvas=second))  # the next step has the same base
-            steps += chain.run(Feed(session, second, length, canvas=first))  # it is known now, and a canvas follows
+        for each in chains:
+            session, two_passes = each.open(), each.open()
+            each.run(Feed(session, prompt[:3]))
+            steps = each.run(Feed(session, prompt[3:], canvas=first))  # the prompt's end and a canvas in one pass
+            steps += each.run(Feed(session, [], length, canvas=second))  # the next step has the same base
+            steps += each.run(Feed(session, second, length, canvas=first))  # it is known now, and a canvas follows
             found.append(steps)
-            two_passes = chain.open()
-            chain.run(Feed(two_passes, prompt))
-            chain.run(Feed(two_passes, second))
-            assert largest(chain.run(Feed(two_passes, [], canvas=first))[0], steps[2][N:]) == 0.0, "one pass or two"
+            each.run(Feed(two_passes, prompt))
+            each.run(Feed(two_passes, second))
+            assert largest(each.run(Feed(two_passes, [], canvas=first))[0], steps[2][N:]) == 0.0, "one pass or two"
         assert max(largest(a, b) for steps in found[1:] for a, b in zip(found[0], steps, strict=True)) == 0.0
         for canvas, logits in ((first, found[0][0][-N:]), (second, found[0][1])) if name not in CHUNKED else ():
             assert largest(whole_model(folder, prompt, canvas, monkeypatch), logits) == 0.0
-        causal = chains[0].open()
-        chains[0].run(Feed(causal, prompt))
-        assert largest(chains[0].run(Feed(causal, second))[0], found[0][1]) > 0.0, "a causal mask makes a difference"
-
-
-@types
-def test_a_lane_of_a_chunk_a_token_and_canvases_is_each_alone(name: str, tmp_path: Path) -> None:
-    try:
-        chain = Chain(make_type(tmp_path / "model", name))
-    except BrigadeError as error:
-        pytest.skip(str(error))
-    if chain.spec.recurrent_layers:
-        return
-    held = (20, 5, 0, 20, 5)
+        causal = chain.open()
+        chain.run(Feed(causal, prompt))
+        assert largest(chain.run(Feed(causal, second))[0], found[0][1]) > 0.0, "a causal mask makes a difference"
 
     def feeds() -> list[Feed]:
-        sessions = [chain.open() for _ in held]
-        for session, length in zip(sessions, held, strict=True):
+        """A lane of canvases, a token and a chunk, after prompts of several lengths."""
+        sessions = [chain.open() for _ in range(5)]
+        for session, length in zip(sessions, (20, 5, 0, 20, 5), strict=True):
             if length:
                 chain.run(Feed(session, tokens_of(length)))
         one, two, three, four, five = sessions
         return [
-            Feed(one, [], canvas=tokens_of(N, 11)),
+            Feed(one, [], canvas=first),
             Feed(two, [7]),
             Feed(three, tokens_of(N)),
-            Feed(four, [3, 4], canvas=tokens_of(N - 2, 29)),
+            Feed(four, [3, 4], canvas=second[: N - 2]),
             Feed(five, [], canvas=tokens_of(N, 5)),
         ]
 
-    together = chain.run(*feeds())
     alone = [chain.run(feed)[0] for feed in feeds()]
-    assert [largest(a, b) for a, b in zip(together, alone, strict=True)] == [0.0] * len(held)
+    assert [largest(a, b) for a, b in zip(chain.run(*feeds()), alone, strict=True)] == [0.0] * 5

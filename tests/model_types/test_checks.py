@@ -35,9 +35,8 @@ def test_logits_are_equal_close_or_apart() -> None:
     assert compared(ROWS, ROWS) == "="
     assert compared([ROWS[0] + 1e-5], ROWS) == "≈"
     assert compared([ROWS[0] + 1], ROWS).startswith("off by 0.")
-    assert compared([mx.array([[1.0, 1.0001, 0]])], [mx.array([[1.0, 0.9999, 0]])]).startswith(
-        "off by"
-    )  # another token
+    another_token = compared([mx.array([[1.0, 1.0001, 0]])], [mx.array([[1.0, 0.9999, 0]])])
+    assert another_token.startswith("off by")
     assert compared([ROWS[0] * mx.nan], ROWS) == "off by inf"
     assert compared([ROWS[0][:1]], ROWS) == "off by inf"
 
@@ -62,9 +61,9 @@ def test_lanes_that_are_off_are_seen(chain: Chain, monkeypatch: pytest.MonkeyPat
     assert lanes(chain).startswith("off by")
 
 
-def test_a_type_whose_batches_are_wrong_in_mlx_lm_itself_steps_alone() -> None:
-    assert best_lanes("gemma2") == "alone"
-    assert best_lanes("deepseek_v3") == "batch"
+def test_what_mlx_lm_itself_does_wrong_or_not_at_all_is_no_failure_of_ours() -> None:
+    assert [best_lanes(name) for name in ("gemma2", "deepseek_v3")] == ["alone", "batch"]
+    assert look_at("olmo").is_missing
 
 
 def test_a_cut_that_keeps_what_was_taken_back_is_seen(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,21 +83,17 @@ def test_a_state_that_is_cut_wrongly_or_without_a_word_is_seen(tmp_path: Path, m
     assert cut(chain) == "is cut without a word"
 
 
-def test_caches_of_8_bits_that_are_none_or_far_off_are_seen(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert int8(chain) == "y"
+def test_caches_that_are_not_of_8_bits_far_off_or_never_rotate_are_seen(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert int8(chain) == rotating(chain, chain) == "y"
     full = chain.open
     with monkeypatch.context() as patch:
         patch.setattr(chain, "open", lambda cache=None: full())
         assert int8(chain) == "off by 0"
+        assert rotating(chain, chain) == "lets go of nothing"
     monkeypatch.setattr("tools.model_types.checks.INT8_NOISE", 0.001)
     assert int8(chain).startswith("off by 0.0")
-
-
-def test_rotating_caches_that_let_go_of_nothing_are_seen(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rotating(chain, chain) == "y"
-    full = chain.open
-    monkeypatch.setattr(chain, "open", lambda cache=None: full())
-    assert rotating(chain, chain) == "lets go of nothing"
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "minimax"])
@@ -129,7 +124,3 @@ def test_what_is_refused_or_breaks_is_said_in_one_line_without_a_path(tmp_path: 
 
     assert answer(refuse, tmp_path) == "no: no such layers"
     assert answer(fail, tmp_path).startswith("fails: TypeError: cannot read the model (test_checks.py:")
-
-
-def test_what_mlx_lm_itself_does_not_run_is_no_failure_of_ours() -> None:
-    assert look_at("olmo").is_missing

@@ -10,7 +10,6 @@ import json
 import os
 import pkgutil
 import re
-import shutil
 import signal
 import sys
 import tempfile
@@ -260,7 +259,7 @@ def printed() -> Iterator[str]:
 def lines() -> Iterator[str]:
     """Yield the shapes of the lines of bridge and batch."""
     write_files()
-    asked = [
+    asked: list[Json] = [
         {"id": "a", "op": "generate", "prompt": "Hi", "max_tokens": 4, "temperature": 0},
         {"id": "b", "op": "generate", "prompt_tokens": [5, 6], "max_tokens": 1},
         {"id": 3, "op": "chat", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4},
@@ -277,19 +276,16 @@ def lines() -> Iterator[str]:
     for line in map(json.loads, done.out.splitlines()):
         kind = next((key for key in ("error", "info", "done") if key in line), "piece")
         found.setdefault(f"bridge {line['id']!r} {kind}", []).extend(shapes(line))
-    for name in sorted(found):
-        yield from (f"{name} {each}" for each in united(found[name]))
+    for name, told in found.items():
+        yield from (f"{name} {each}" for each in united(told))
     bodies: dict[str, tuple[str, Json]] = {
         "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}),
         "completion": ("/v1/completions", {"prompt": "Hi", "max_tokens": 2}),
         "wrong": ("/v1/completions", {"prompt": "Hi", "max_tokens": 0}),
         "elsewhere": ("/v1/embeddings", {"input": "Hi"}),
     }
-    Path("in.jsonl").write_text(
-        "".join(
-            json.dumps({"custom_id": name, "url": url, "body": body}) + "\n" for name, (url, body) in bodies.items()
-        )
-    )
+    asked = [{"custom_id": name, "url": url, "body": body} for name, (url, body) in bodies.items()]
+    Path("in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
     yield f"batch: exit code {run_here('batch', 'in.jsonl', '-o', 'out.jsonl', *_HERE.split()).code}"
     for line in sorted(map(json.loads, Path("out.jsonl").read_text().splitlines()), key=lambda line: line["custom_id"]):
         yield from (f"batch {line['custom_id']} {each}" for each in united([*shapes(line)]))
@@ -299,23 +295,18 @@ def lines() -> Iterator[str]:
 
 
 def served() -> Iterator[str]:
-    """Yield routes, fields, statuses, errors, streams, metrics and states of servers, one of which loses its worker."""
+    """Yield routes, fields, statuses, errors, streams, metrics and states of a server."""
     from tests.cluster.callers import CHAT, make_caller
 
     model = make_caller(Path("caller").resolve(), thinks=False)
     _change(model / "tokenizer_config.json", chat_template=CHAT + _THINKS)
-    endless = Path(shutil.copytree(model, "endless")).resolve()  # with room for answers that last until they are lost
     _change(model / "config.json", max_position_embeddings=2048)
-    serve = ("serve", "--local", "1", "--port", "0", "--served-model-name", "demo", "--model")
-    address = r"serving \S+ at (\S+), "
     with starting() as start:
-        server = start.brigade(*serve, model)
-        loser = start.brigade(*serve, endless, "--recovery-timeout", "0")
-        yield from asked_of(server.err.wait_match(address, WAIT_S)[1])
-        yield from after_a_loss(loser.err.wait_match(address, WAIT_S)[1], loser.process.pid)
-        for name, ended, number in (("demo", server, signal.SIGINT), ("caller", loser, signal.SIGTERM)):
-            ended.send_signal(number)
-            yield f"exit code of {name}: {ended.wait(WAIT_S).code} after {number.name}"
+        flags = ("--local", "1", "--port", "0", "--served-model-name", "demo")
+        server = start.brigade("serve", "--model", model, *flags)
+        yield from asked_of(server.err.wait_match(r"serving \S+ at (\S+), ", WAIT_S)[1])
+        server.send_signal(signal.SIGINT)
+        yield f"exit code of demo: {server.wait(WAIT_S).code} after SIGINT"
 
 
 def _change(path: Path, **keys: Any) -> None:
@@ -462,11 +453,12 @@ def asked_of(url: str) -> Iterator[str]:
         for name, (path, body) in REFUSED.items():
             yield from refused(f"asked: {name}", client.post(path, json=body))
         for path in (_CHAT, _MESSAGES, _RESPONSES):
-            json_type = {"content-type": "application/json"}
-            yield from refused(f"{path} with no JSON", client.post(path, content=b"{", headers=json_type))
-            yield from refused(
-                f"{path} as text", client.post(path, content=b"{}", headers={"content-type": "text/plain"})
-            )
+            for told_as, kind, content in (
+                ("with no JSON", "application/json", b"{"),
+                ("as text", "text/plain", b"{}"),
+            ):
+                posted = client.post(path, content=content, headers={"content-type": kind})
+                yield from refused(f"{path} {told_as}", posted)
             yield from refused(f"GET {path}", client.get(path))
             yield from refused(f"{path} for another host", client.post(path, json={}, headers={"host": "evil.example"}))
         for path in (
@@ -484,59 +476,10 @@ def asked_of(url: str) -> Iterator[str]:
         yield from metrics(client.get("/metrics").text)
         [*errors] = client.get("/v1/chat/completions").headers
         yield f"headers of an error: {' '.join(sorted(set(errors) - {'date', 'server', 'content-length'}))}"
-    for name, line in {
-        "generate --server": f"generate --server {url} -m 4 --json Hi",
-        "status --server": f"status --server {url} --json",
-    }.items():
-        done = run_here(*line.split())
+    for command in (f"generate --server {url} -m 4 --json Hi", f"status --server {url} --json"):
+        done, name = run_here(*command.split()), command.partition(" http")[0]
         yield f"{name}: exit code {done.code}"
         yield from (f"{name} {each}" for each in united([*shapes(json.loads(done.out))]))
-
-
-def after_a_loss(url: str, pid: int) -> Iterator[str]:
-    """What a stream says whose worker is killed, and what the server says then."""
-    import httpx2
-    import psutil
-
-    def workers() -> list[psutil.Process]:
-        return [each for each in psutil.Process(pid).children(recursive=True) if "worker" in each.cmdline()]
-
-    [worker] = workers()
-    endless = {"max_tokens": 30_000}
-    streams = {
-        "chat": _chat(messages=THINK, **endless),
-        "completions": _completion(**endless),
-        "messages": _message(messages=THINK, **endless),
-        "responses": _response(input="Think.", max_output_tokens=30_000),
-    }
-    texts: dict[str, bytearray] = {}
-    has_begun = {name: threading.Event() for name in streams}
-
-    def read(name: str) -> None:
-        path, body = streams[name]
-        texts[name] = bytearray()
-        body |= {"stream": True}
-        with httpx2.stream("POST", url + path, json=body, timeout=WAIT_S) as found:
-            for piece in found.iter_bytes():
-                texts[name] += piece
-                if texts[name].count(b"\n\n") >= 6:
-                    has_begun[name].set()
-            has_begun[name].set()
-
-    threads = [threading.Thread(target=read, args=(name,)) for name in streams]
-    for thread in threads:
-        thread.start()
-    for event in has_begun.values():
-        event.wait(WAIT_S)
-    worker.kill()
-    for thread in threads:
-        thread.join(WAIT_S)
-    for name, text in texts.items():
-        found = [*events(text.decode())]
-        yield f"lost stream of {name}: ends with {' / '.join(label for label, _ in found[-2:])}"
-        [*errors] = [data for _, data in found if isinstance(data, dict) and ("error" in json.dumps(data))]
-        assert errors, f"the stream of {name} was not lost: {text[:300]!r} ... {text[-300:]!r}"
-        yield from (f"lost stream of {name}: {each}" for each in united([*shapes(errors[-1])]))
 
 
 def routes(document: Json) -> Iterator[str]:

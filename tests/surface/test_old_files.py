@@ -8,14 +8,14 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.commands import parse, run_here
+from tests.cluster.commands import answer_here, parse, run_here
 from tests.cluster.processes import START_S, Running, Starter, starting, write_cluster
 from tests.fixtures.recipes import write_keys, write_speeds
 from worker.model.checkpoint import open_folder
@@ -46,41 +46,35 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_there_are_journals_of_several_decoders() -> None:
-    assert {"ar", "diffusion", "diffusion-fast", "int8", "ngram", "sampled"} == set(JOURNALS)
+def journal_of(name: str, folder: Path, *, is_cut: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What was printed of a journal when it was written, and what is printed of it, whole or cut, today."""
+    data = (FIXTURES / "journals" / name).read_bytes()
+    (folder / name).write_bytes(data[: len(data) * 4 // 5 + 3] if is_cut else data)
+    found = answer_here("--model", "demo", "--local", "0", "--journal", folder / name)
+    return json.loads((FIXTURES / "journals" / f"{name}.json").read_text()), found
 
 
-@pytest.mark.parametrize("name", JOURNALS)
-def test_a_journal_is_its_answer(name: str, tmp_path: Path) -> None:
-    written, found = journal_of(name, tmp_path)
-    assert {key: found[key] for key in written} == written
-    assert found["stats"]["tokens_from_journal"] == len(written["tokens"])
+def test_a_journal_of_every_decoder_is_its_answer(tmp_path: Path) -> None:
+    for name in JOURNALS:
+        written, found = journal_of(name, tmp_path, is_cut=False)
+        assert {key: found[key] for key in written} == written
+        assert found["stats"]["tokens_from_journal"] == len(written["tokens"])
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        each if each in ("diffusion-fast", "sampled") else pytest.param(each, marks=pytest.mark.matrix)
-        for each in JOURNALS
+        pytest.param(name, marks=[] if name in ("diffusion-fast", "sampled") else pytest.mark.matrix)
+        for name in JOURNALS
     ],
 )
-def test_a_journal_goes_on_where_it_was_cut_within_a_record(name: str, tmp_path: Path) -> None:
+def test_a_journal_continues_where_it_was_cut_within_a_record(name: str, tmp_path: Path) -> None:
     written, rest = journal_of(name, tmp_path, is_cut=True)
     known = rest["stats"]["tokens_from_journal"]
     assert 0 < known < len(written["tokens"])
     assert rest["tokens"][:known] == written["tokens"][:known]
     assert len(rest["tokens"]) == len(written["tokens"]) and rest["finish_reason"] == "length"
     assert rest["seed"] == written["seed"] and rest["prompt_tokens"] == written["prompt_tokens"]
-
-
-def journal_of(name: str, folder: Path, *, is_cut: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What was printed of a journal when it was written, and what is printed of it, whole or cut, today."""
-    data = (FIXTURES / "journals" / name).read_bytes()
-    written = json.loads((FIXTURES / "journals" / f"{name}.json").read_text())
-    journal = folder / name
-    journal.write_bytes(data[: len(data) * 4 // 5 + 3] if is_cut else data)
-    found = parse(run_here("generate", "--model", "demo", "--local", "0", "--journal", journal, "--json"))
-    return written, found
 
 
 def test_received_layers_are_used_and_not_sent_again(cache: Path, start: Starter, tmp_path: Path) -> None:
@@ -95,8 +89,8 @@ def test_received_layers_are_used_and_not_sent_again(cache: Path, start: Starter
     mini = start.worker("mini")
     config = write_cluster(tmp_path / "cluster.yaml", ("mini", mini.address), layers="[1, 2]")
     model = FIXTURES / "received" / "model"
-    asked = ("generate", "--config", config, "--model", model, "--prompt-tokens", "5,6,7", "-m", "4", "--ignore-eos")
-    found = parse(run_here(*asked, "--temp", "0", "--json"))
+    asked = ("--config", config, "--model", model, "--prompt-tokens", "5,6,7", "-m", "4", "--ignore-eos")
+    found = answer_here(*asked, "--temp", "0")
     written = json.loads((FIXTURES / "received" / "answer.json").read_text())
     assert len(found["tokens"]) == len(written["tokens"])
     assert [(stage["node"], stage["start"], stage["end"]) for stage in found["stages"]] == [
@@ -117,38 +111,29 @@ def test_keys_let_nodes_in_and_their_authority_issues_more(start: Starter, tmp_p
     workers = [start.worker(name, "--keys", tmp_path / "keys") for name in ("mini", "air")]
     entries = ", ".join(f"{{name: {each.name}, address: '{each.address}'}}" for each in workers)
     config.write_text(f"{config.read_text()}workers: [{entries}]\nlayers: [4, 2, 2]\n")
-    found = parse(run_here("generate", "--config", config, "--model", "demo", "-m", "4", "--json", "Hi"))
+    found = answer_here("--config", config, "--model", "demo", "-m", "4", "Hi")
     assert [stage["node"] for stage in found["stages"]] == ["studio", "mini", "air"]
 
 
-def of_launchd() -> Sequence[str]:
-    found = plistlib.loads((FIXTURES / "services" / "brigade.worker.mini.plist").read_bytes())
-    return list(found["ProgramArguments"])
-
-
-def of_systemd() -> Sequence[str]:
-    text = (FIXTURES / "services" / "brigade-worker-mini.service").read_text()
-    return shlex.split(next(line for line in text.splitlines() if line.startswith("ExecStart=")).partition("=")[2])
-
-
-def of_a_plain_process() -> Sequence[str]:
-    text = (FIXTURES / "services" / "run.sh").read_text()
-    return shlex.split(next(line for line in text.splitlines() if line.startswith("exec ")))[1:]
-
-
-@pytest.mark.parametrize("command_of", [of_launchd, of_systemd, of_a_plain_process])
-def test_the_command_of_an_installed_service_starts_a_worker(
-    command_of: Callable[[], Sequence[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_of_an_installed_service_starts_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the configuration that was put beside it, but for the address, which a test cannot have."""
-    python, *arguments = command_of()
-    assert re.fullmatch(r"/\w+/anna/\.brigade/versions/[0-9a-f]{16}/bin/python", python)
-    place = arguments.index("--config") + 1
-    assert re.fullmatch(r"/\w+/anna/\.brigade/worker-mini/cluster\.yaml", arguments[place])
+    services = FIXTURES / "services"
+    unit, script = (services / name for name in ("brigade-worker-mini.service", "run.sh"))
+    commands = [
+        plistlib.loads((services / "brigade.worker.mini.plist").read_bytes())["ProgramArguments"],
+        shlex.split(re.findall("^ExecStart=(.*)", unit.read_text(), re.MULTILINE)[0]),
+        shlex.split(re.findall("^exec (.*)", script.read_text(), re.MULTILINE)[0]),
+    ]
+    for command in commands:
+        assert re.fullmatch(r"/\w+/anna/\.brigade/versions/[0-9a-f]{16}/bin/python", command[0])
+        place = command.index("--config") + 1
+        assert re.fullmatch(r"/\w+/anna/\.brigade/worker-mini/cluster\.yaml", command[place])
+        command[place] = str(tmp_path / "cluster.yaml")
+    arguments = commands[0][1:]
+    assert all(command[1:] == arguments for command in commands)
     write_keys(tmp_path / "keys", "studio", ["mini"])
-    config = tmp_path / "cluster.yaml"
-    config.write_text((FIXTURES / "services" / "cluster.yaml").read_text().replace("192.0.2.1:50070", "127.0.0.1:1"))
-    arguments[place] = str(config)
+    config = (services / "cluster.yaml").read_text().replace("192.0.2.1:50070", "127.0.0.1:1")
+    (tmp_path / "cluster.yaml").write_text(config)
     monkeypatch.setenv("PYTHONPATH", str(DEMO.parents[1]))  # -P takes the working directory from the path
     running = Running(*arguments, "--bind", "127.0.0.1:0", "--no-announce")
     try:
