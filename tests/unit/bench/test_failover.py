@@ -42,14 +42,7 @@ def test_the_gap_that_is_wanted_is_made_of_what_could_not_be_avoided() -> None:
     assert replace(ROW, times=replace(TIMES, start_s=None)).wanted_gap_s == pytest.approx(0.025 + 0.25 + 1.2)
     trials = [replace(TIMES, gap_s=gap_s, start_s=None) for gap_s in (9.0, 1.0, 2.0)]
     assert middle(trials) == replace(TIMES, gap_s=2.0, start_s=None), "the medians"
-
-
-def test_the_object_has_every_figure_beside_what_was_wanted() -> None:
-    found = FailoverReport("a machine", "demo", [4, 4], [ROW]).as_json()
-    assert (found["machine"], found["model"], found["layers"]) == ("a machine", "demo", [4, 4])
-    [row] = found["rows"]
-    assert (row["loss"], row["place"], row["context"], row["tokens_equal"]) == ("killed", "restarted", 128, True)
-    assert (row["detect_s"], row["wanted_detect_s"]) == (0.025, 0.05)
+    [row] = FailoverReport("a machine", "demo", [4, 4], [ROW]).as_json()["rows"]
     assert (row["gap_s"], row["wanted_gap_s"]) == (2.0, pytest.approx(1.725))
 
 
