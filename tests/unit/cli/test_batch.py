@@ -12,10 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from coordinator.bench import bench as measuring
-from coordinator.bench.bench import Workload
 from coordinator.cli import batch as batch_module
-from coordinator.cli import bench
 from coordinator.cli.batch import BatchEntry, BatchRun, open_answers
 from coordinator.cluster.options import cluster_options
 from coordinator.cluster.progress import telling_interrupts
@@ -166,16 +163,3 @@ def test_another_run_is_told_of_only_where_there_is_one(tmp_path: Path, monkeypa
     monkeypatch.setattr(fcntl, "flock", refused)
     with pytest.raises(InputError, match=r"^output: cannot lock \S+: No locks available$"), open_answers(path):
         pass
-
-
-def test_whoever_interrupts_a_bench_is_told_that_there_are_no_figures(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async def measure(*arguments: object) -> None:
-        raise asyncio.CancelledError
-
-    monkeypatch.setattr(measuring, "measure", measure)
-    options = cluster_options(None, "demo", 1, None, None)
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(bench.run_bench(options, Workload((1,), 8, 8, (), (), 1), as_json=False, plot=None))
-    assert capsys.readouterr() == ("", "interrupted before all was measured: no figures\n")

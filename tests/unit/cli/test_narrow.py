@@ -1,19 +1,14 @@
 """What commands print on a terminal of 60 columns: no figure and no word is broken."""
 
 import re
-from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from coordinator.bench.report import print_bench
-from coordinator.bench.results import CLUSTER, ONE_PROCESS, Bench
 from coordinator.cli.doctor import print_findings
 from coordinator.cli.nodes import node_table
 from coordinator.deploy.discovery import AnnouncedNode, found_nodes
 from coordinator.deploy.findings import Finding, Kind, note, ok, problem
-from tests.unit.bench.test_results import row
-from tests.unit.cli.conftest import Command
 from tests.unit.deploy.test_discovery import HERE, about, cluster
 
 WIDTH = 60
@@ -30,23 +25,6 @@ def lines(text: str) -> list[str]:
     found = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
     assert max(map(len, found)) <= WIDTH
     return found
-
-
-@pytest.mark.usefixtures("narrow")
-def test_forecasts(brigade: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    brigade("plan", "--simulate", "--stage-ms", "26.5,6.5,3", "--row-ms", "0", "--hop-ms", "3", "--concurrency", "8")
-    shown = lines(capsys.readouterr().out)
-    assert [line.split()[0] for line in shown if line.startswith(" ") and re.search("[0-9]", line)] == ["8", "8"]
-    assert shown[-1].endswith("--row-ms says.") and all(len(line) > 40 for line in shown[-4:-2]), "filled, not broken"
-
-
-@pytest.mark.usefixtures("narrow")
-def test_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [row(ONE_PROCESS, 1, 45, 45), replace(row(CLUSTER, 8, 1234.5, 12345.6), decode="diffusion-fast")]
-    print_bench(Bench("machine", "model", 16, 16, 8, rows))
-    shown = [line for line in lines(capsys.readouterr().out) if line.startswith("cluster")]
-    assert len(shown) > 1 and all(line.startswith(f"{CLUSTER}      diffusion-fast     8  ") for line in shown)
-    assert "  1234.5  12345.6" in " ".join(shown)
 
 
 @pytest.mark.usefixtures("narrow")

@@ -10,12 +10,11 @@ import pytest
 from rich.console import Console
 
 from coordinator.cli.demo import compare
-from coordinator.cli.generate import how_drawn, how_it_ended
+from coordinator.cli.generate import how_it_ended
 from coordinator.cli.report import print_summary
 from coordinator.cli.show import Printer, num_final, showing
 from coordinator.sessions.output import Answer, Token, Usage
 from coordinator.sessions.request import Request
-from protos.brigade_pb2 import Sampling
 from worker.errors import StageLost
 
 
@@ -86,11 +85,6 @@ def test_it_is_told_why_the_answer_ended() -> None:
         (9, make_answer((5, 6), "stop", stop="!"), "ended at a --stop text"),
     ):
         assert how_it_ended(Request((1,) * 4, max_tokens, eos=frozenset([2])), answer, 128) == said
-    own = {"temperature": 0.6, "top_k": 20}
-    by_itself = "sampled as the model's generation_config.json says (temperature 0.6, top_k 20), --seed 3"
-    assert how_drawn(Sampling(seed=3), {}) == ""
-    assert how_drawn(Sampling(seed=3, temperature=0.7), {}) == "sampled at --temp 0.7, --seed 3"
-    assert how_drawn(Sampling(seed=3, **own), own) == by_itself
 
 
 def test_the_demo_compares_windows_with_one_token_per_step() -> None:
