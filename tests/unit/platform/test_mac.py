@@ -146,22 +146,16 @@ ALL, SOME = (f"Firewall has block all state set to {state}.\n" for state in ("en
 
 
 def test_thunderbolt_ports_with_their_speed_and_the_computers_at_them() -> None:
-    found = [
-        (port.name, port.gbit, port.is_connected, port.peer, port.peer_id) for port in parse_thunderbolt(THUNDERBOLT)
+    assert [
+        (port.name, port.id, port.gbit, port.is_connected, port.peer, port.peer_id)
+        for port in parse_thunderbolt(THUNDERBOLT)
+    ] == [
+        ("2", "28CA4C30", 40.0, True, "MacBook Pro", "817DCFA4"),
+        ("4", "5F771049", 80.0, True, "", ""),  # a drive
+        ("6", "1CF1083E", 120.0, False, "", ""),
     ]
-    assert found == [
-        ("2", 40.0, True, "MacBook Pro", "817DCFA4"),
-        ("4", 80.0, True, "", ""),  # a drive
-        ("6", 120.0, False, "", ""),
-    ]
-    assert [port.id for port in parse_thunderbolt(THUNDERBOLT)] == ["28CA4C30", "5F771049", "1CF1083E"]
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{}", "not json", '{"SPThunderboltDataType": 3}', '{"SPThunderboltDataType": [{"_name": "bus"}]}']
-)
-def test_no_thunderbolt_ports_where_something_else_is_printed(text: str) -> None:
-    assert parse_thunderbolt(text) == []
+    for text in ("", "{}", "not json", '{"SPThunderboltDataType": 3}', '{"SPThunderboltDataType": [{"_name": "bus"}]}'):
+        assert parse_thunderbolt(text) == []
 
 
 def test_interfaces_that_are_up_with_what_they_are_and_their_addresses() -> None:
@@ -199,15 +193,13 @@ def test_when_it_falls_asleep_is_not_mistaken_for_other_settings() -> None:
 
 
 def test_battery_and_app_nap() -> None:
-    prints = {"pmset -g batt": "Now drawing from 'Battery Power'\n -InternalBattery-0 (id=4653155)\t62%; discharging\n"}
-    power = read_power(lambda *command: prints.get(" ".join(command), ""))
-    assert power.is_on_battery and power.may_nap
-    prints = {
-        "defaults read NSGlobalDomain NSAppSleepDisabled": "1\n",
-        "pmset -g batt": "Now drawing from 'AC Power'\n",
-    }
-    power = read_power(lambda *command: prints.get(" ".join(command), ""))
-    assert not power.is_on_battery and not power.may_nap
+    batt, nap = "pmset -g batt", "defaults read NSGlobalDomain NSAppSleepDisabled"
+    for prints, is_on_battery, may_nap in (
+        ({batt: "Now drawing from 'Battery Power'\n -InternalBattery-0 (id=4653155)\t62%; discharging\n"}, True, True),
+        ({batt: "Now drawing from 'AC Power'\n", nap: "1\n"}, False, False),
+    ):
+        power = read_power(lambda *command, prints=prints: prints.get(" ".join(command), ""))
+        assert (power.is_on_battery, power.may_nap) == (is_on_battery, may_nap)
 
 
 @pytest.mark.parametrize(
@@ -238,11 +230,9 @@ def test_rdma_is_asked_for_devices_only_where_it_is_enabled() -> None:
     assert read_rdma(lambda *command: enabled[" ".join(command)]) == Facts(rdma="enabled")
 
 
-@pytest.mark.parametrize(
-    ("text", "limit"), [("0\n", 0), ("57344\n", 57344), ("", None), ("unknown oid", None), ("²", None)]
-)
-def test_the_wired_limit(text: str, limit: int | None) -> None:
-    assert parse_wired_limit(text) == limit
+def test_the_wired_limit() -> None:
+    for text, limit in (("0\n", 0), ("57344\n", 57344), ("", None), ("unknown oid", None), ("²", None)):
+        assert parse_wired_limit(text) == limit
 
 
 def test_a_mac_that_tells_nothing_has_no_facts_but_harmless_ones() -> None:
