@@ -24,7 +24,7 @@ from coordinator.api.errors import HttpError
 from coordinator.engine.grammars import json_grammar
 from coordinator.engine.stats import REQUEST_ID
 from coordinator.sessions.output import Output, ToolCall
-from coordinator.sessions.request import Calls, Conversation, RequestSpec
+from coordinator.sessions.request import Conversation, RequestSpec
 from tests.unit.api.fakes import ALL, CALLS, TOOL, ScriptedModel, connected, delta, last, leave_in_the_middle
 from worker.errors import QueueFull, StageLost
 
@@ -122,8 +122,9 @@ def test_arguments_are_an_object_whatever_the_model_says(arguments: str, given: 
     assert accumulated(called).content[0].to_dict()["input"] == {"arguments": given}
 
 
-def test_errors_have_the_type_of_their_status() -> None:
-    for status, kind in (
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
         (400, "invalid_request_error"),
         (401, "authentication_error"),
         (403, "permission_error"),
@@ -132,15 +133,15 @@ def test_errors_have_the_type_of_their_status() -> None:
         (429, "rate_limit_error"),
         (500, "api_error"),
         (503, "overloaded_error"),
-    ):
-        token = REQUEST_ID.set("req_1")
-        told = HttpError(status, "why").to_anthropic()
-        REQUEST_ID.reset(token)
-        error = ErrorResponse.model_validate(told)
-        assert TypeAdapter(AnthropicError).validate_python(told)
-        assert (error.error.type, error.error.message, error.request_id) == (kind, "why", "req_1")
-    # the official client's types do not have this one, only its documentation
-    assert HttpError(413, "why").to_anthropic()["error"]["type"] == "request_too_large"
+    ],
+)
+def test_errors_have_the_type_of_their_status(status: int, kind: str) -> None:
+    token = REQUEST_ID.set("req_1")
+    told = HttpError(status, "why").to_anthropic()
+    REQUEST_ID.reset(token)
+    error = ErrorResponse.model_validate(told)
+    assert TypeAdapter(AnthropicError).validate_python(told)
+    assert (error.error.type, error.error.message, error.request_id) == (kind, "why", "req_1")
 
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -197,39 +198,31 @@ def conversation(**fields: Any) -> Conversation:
 
 def test_a_conversation_with_thoughts_calls_and_results_becomes_a_templates_messages() -> None:
     cached = {"cache_control": {"type": "ephemeral"}}
+    said = [
+        {"type": "thinking", "thinking": "Hm.", "signature": "xyz"},
+        {"type": "redacted_thinking", "data": "abc"},
+        {"type": "text", "text": "Let me see."},
+        {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}},
+        {"type": "tool_use", "id": "t2", "name": "now", "input": {}},
+    ]
+    results = [
+        {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "2"}]},
+        {"type": "tool_result", "tool_use_id": "t2", "is_error": True},
+        {"type": "text", "text": "And now?"},
+    ]
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "One"}, {"type": "text", "text": "Two", **cached}]},
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "Hm.", "signature": "xyz"},
-                {"type": "redacted_thinking", "data": "abc"},
-                {"type": "text", "text": "Let me see."},
-                {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}},
-                {"type": "tool_use", "id": "t2", "name": "now", "input": {}},
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "2"}]},
-                {"type": "tool_result", "tool_use_id": "t2", "is_error": True},
-                {"type": "text", "text": "And now?"},
-            ],
-        },
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": results},
+    ]
+    calls = [
+        {"id": "t1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}},
+        {"id": "t2", "type": "function", "function": {"name": "now", "arguments": {}}},
     ]
     assert conversation(messages=messages, system=[{"type": "text", "text": "Be brief.", **cached}]).messages == (
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "One\nTwo"},
-        {
-            "role": "assistant",
-            "content": "Let me see.",
-            "reasoning_content": "Hm.",
-            "tool_calls": [
-                {"id": "t1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}},
-                {"id": "t2", "type": "function", "function": {"name": "now", "arguments": {}}},
-            ],
-        },
+        {"role": "assistant", "content": "Let me see.", "reasoning_content": "Hm.", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "t1", "content": "2"},
         {"role": "tool", "tool_call_id": "t2", "content": ""},
         {"role": "user", "content": "And now?"},
@@ -253,28 +246,13 @@ def test_fields_become_those_of_a_request() -> None:
     assert read(CountBody, {"messages": HELLO}).conversation() == conversation()  # without max_tokens
 
 
-@pytest.mark.parametrize(
-    ("fields", "arguments"),
-    [
+def test_thinking_is_the_templates_argument() -> None:
+    off = {"thinking": {"type": "disabled"}}
+    for fields, arguments in (
         ({}, {}),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"enable_thinking": True}),
-        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+        (off, {"enable_thinking": False}),
         ({"thinking": {"type": "adaptive"}}, {}),
-        ({"thinking": {"type": "disabled"}, "chat_template_kwargs": {"enable_thinking": 1}}, {"enable_thinking": 1}),
-    ],
-)
-def test_thinking_is_the_templates_argument(fields: dict[str, Any], arguments: dict[str, Any]) -> None:
-    assert conversation(**fields).template_arguments == arguments
-
-
-@pytest.mark.parametrize(
-    ("choice", "calls"),
-    [
-        ({"type": "auto"}, Calls()),
-        ({"type": "auto", "disable_parallel_tool_use": True}, Calls(is_parallel=False)),
-        ({"type": "any"}, Calls(are_forced=True)),
-        ({"type": "tool", "name": "add"}, Calls(are_forced=True, only="add")),
-    ],
-)
-def test_calls_can_be_forced(choice: dict[str, Any], calls: Calls) -> None:
-    assert spec(tool_choice=choice).calls == calls
+        (off | {"chat_template_kwargs": {"enable_thinking": 1}}, {"enable_thinking": 1}),
+    ):
+        assert conversation(**fields).template_arguments == arguments
