@@ -122,26 +122,18 @@ def test_arguments_are_an_object_whatever_the_model_says(arguments: str, given: 
     assert accumulated(called).content[0].to_dict()["input"] == {"arguments": given}
 
 
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        (400, "invalid_request_error"),
-        (401, "authentication_error"),
-        (403, "permission_error"),
-        (404, "not_found_error"),
-        (405, "invalid_request_error"),
-        (429, "rate_limit_error"),
-        (500, "api_error"),
-        (503, "overloaded_error"),
-    ],
-)
-def test_errors_have_the_type_of_their_status(status: int, kind: str) -> None:
-    token = REQUEST_ID.set("req_1")
-    told = HttpError(status, "why").to_anthropic()
-    REQUEST_ID.reset(token)
-    error = ErrorResponse.model_validate(told)
-    assert TypeAdapter(AnthropicError).validate_python(told)
-    assert (error.error.type, error.error.message, error.request_id) == (kind, "why", "req_1")
+def test_errors_have_the_type_of_their_status() -> None:
+    kinds = {
+        400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+        405: "invalid_request_error", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error",
+    }  # fmt: skip
+    for status, kind in kinds.items():
+        token = REQUEST_ID.set("req_1")
+        told = HttpError(status, "why").to_anthropic()
+        REQUEST_ID.reset(token)
+        error = ErrorResponse.model_validate(told)
+        assert TypeAdapter(AnthropicError).validate_python(told)
+        assert (error.error.type, error.error.message, error.request_id) == (kind, "why", "req_1")
 
 
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -68,16 +68,6 @@ def write(folder: Path, *rows: object, **more: object) -> Path:
     return path
 
 
-@pytest.mark.parametrize("row_ms", [None, (0.0,), (4.0, 1.0)])
-def test_columns_multiply(row_ms: tuple[float, ...] | None) -> None:
-    """Also where prompts take longer than answers, so that not all would decode at the same time by themselves."""
-    found = forecast(ForecastTimes(given_pipeline((26.5, 6.5), row_ms, (3.0, 0.3), None, 0)), UNEQUAL)
-    assert [each.concurrency for each in found] == [1, 2, 4, 8, 16]
-    for each in found:
-        assert each.concurrency * each.tokens_per_s_per_request == pytest.approx(each.tokens_per_s)
-        assert each.gap_mean_ms * each.tokens_per_s_per_request == pytest.approx(1000)
-
-
 @pytest.mark.parametrize(("row_ms", "of_eight"), [(None, 8e3 / (2 * 26.5 * 220 / 107)), ((0.0,), 8e3 / 36.3)])
 def test_rows_are_not_free_unless_somebody_says_so(row_ms: tuple[float, ...] | None, of_eight: float) -> None:
     """Two lanes of four rows, and the slower stage never idle; where rows are free, whoever comes goes along."""
@@ -138,14 +128,6 @@ def test_more_requests_than_were_measured_go_by_what_frames_cost_while_all_stage
     assert [hop.latency_s for hop in times.of(8).hops] == pytest.approx([0.001, 0.0005])
     [eight] = forecast(times, replace(TWO_STAGES, concurrency=(8,), num_tokens=200))
     assert eight.tokens_per_s == pytest.approx(8 / 0.020, rel=0.01), "two lanes of four: each frame's way is 20 ms"
-
-
-def test_rows_cost_what_lies_on_a_line_between_one_row_and_a_prompts_chunk(tmp_path: Path) -> None:
-    """A file without frame costs, of one request: eight in two lanes of four rows take what the line says, not 6 ms."""
-    times = read_times(write(tmp_path, ROW | {"stage_ms": [{"1": 6.0, "31": 36.0}] * 2, "hop_ms": [0.0, 0.0]}))
-    assert times.of(8).stages_s(4) == pytest.approx([0.009, 0.009])
-    [eight] = forecast(times, replace(TWO_STAGES, concurrency=(8,), num_tokens=200))
-    assert eight.tokens_per_s == pytest.approx(8 / 0.018, rel=0.05)
 
 
 def test_a_forecast_from_a_file_is_of_the_load_that_was_measured_unless_told_otherwise(tmp_path: Path) -> None:

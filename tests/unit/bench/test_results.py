@@ -97,15 +97,6 @@ def bench_of(*rows: BenchRow, **more: Any) -> Bench:
     return Bench("machine", "model", 16, 16, 8, list(rows), **more)
 
 
-def test_overhead_is_what_a_token_takes_longer_than_in_one_process_decoded_alike() -> None:
-    rows = [
-        row(ONE_PROCESS, 1, 100, 100), row(CLUSTER, 1, 80, 80), row(ONE_PROCESS, 1, 50, 50, decode="ngram"),
-        row(CLUSTER, 1, 50, 50, decode="ngram"), row(CLUSTER, 4, 20, 80), row(MLX_LM, 1, 110, 110),
-    ]  # fmt: skip
-    found = [each.overhead_ms_per_token for each in with_overheads(rows)]
-    assert found == [None, pytest.approx(2.5), None, 0.0, None, None]
-
-
 def test_the_ratios_are_those_that_are_promised() -> None:
     rows = [
         row(ONE_PROCESS, 1, 100, 100), row(MLX_LM, 1, 120, 120), row(CLUSTER, 1, 90, 90),

@@ -1,6 +1,5 @@
 """The scheduler on a clock of its own: what a chain with given times can do, and what one request costs another."""
 
-import math
 from itertools import pairwise
 
 import pytest
@@ -8,7 +7,6 @@ import pytest
 from coordinator.bench.simulate import (
     Hop,
     Pipeline,
-    Simulated,
     SimulatedLoad,
     SimulatedStage,
     aggregate_tokens_per_s,
@@ -70,14 +68,6 @@ def test_n_requests_on_n_equal_stages_have_n_times_the_throughput_of_one() -> No
         assert max(many.gaps_s) == pytest.approx(max(one.gaps_s)), "and none of them is slower than alone"
 
 
-def test_more_requests_than_stages_gain_only_where_rows_are_free() -> None:
-    """Twelve requests on three stages, at the price of three: in lanes of four, or all in one lane."""
-    found = simulate(equal(3), at_once(12, num_tokens=300))
-    assert found.tokens_per_s == pytest.approx(4 * 100, rel=0.03)
-    three, twelve = (simulate(equal(3, PER_ROW), at_once(n, num_tokens=300)).tokens_per_s for n in (3, 12))
-    assert twelve == pytest.approx(three, rel=0.03)
-
-
 def test_a_thin_link_makes_every_row_wait_for_those_before_it() -> None:
     """2 ms per row: a prompt of 64 rows needs 128 ms on every link, a token 2 ms."""
     thin = equal(2, hop=Hop(0.001, 1e6, 2000))
@@ -96,49 +86,11 @@ def test_a_prompt_in_chunks_is_at_work_on_all_stages_at_once() -> None:
     assert whole.ttft_s == [pytest.approx(4 * 0.010)]  # free rows: chunks are not
 
 
-TIMES = SimulatedStage(((1, 0.010), (64, 0.050)))
-
-
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
-def test_no_request_is_faster_than_its_latency_and_enough_of_them_keep_every_stage_at_work(num_stages: int) -> None:
-    for num_requests in (1, 2, 5, 16):
-        found = simulate(equal(num_stages, hop=Hop(0.003)), at_once(num_requests, num_prompt=20, num_tokens=40))
-        assert min([*found.gaps_s, *found.ttft_s]) >= num_stages * 0.013 - 1e-9
-    for per_stage in (1, 2, 5):
-        found = simulate(equal(num_stages, PER_ROW), at_once(num_stages * per_stage, num_tokens=200))
-        assert min(found.utilisation) > 0.97 and max(found.utilisation) <= 1 + 1e-9
-
-
 def test_a_chain_is_as_fast_as_its_slowest_stage() -> None:
     slow = Pipeline((PER_ROW, SimulatedStage(((1, 0.040), (2, 0.080))), PER_ROW), (HERE,) * 3)
     found = simulate(slow, at_once(3, num_tokens=300))
     assert found.tokens_per_s == pytest.approx(1 / 0.040, rel=0.02)
     assert found.utilisation[1] > 0.97 and found.utilisation[0] == pytest.approx(0.25, rel=0.05)
-
-
-def among_streams(pipeline: Pipeline, num_streams: int) -> tuple[Simulated, float]:
-    """Requests with the same long prompt, so many at the start and one more while all of those stream."""
-    alone = simulate(pipeline, SimulatedLoad((0.0,) * num_streams, 4096, 400, 64))
-    late = max(times[0] for times in alone.token_times) + 1.0
-    return simulate(pipeline, SimulatedLoad((*(0.0,) * num_streams, late), 4096, 400, 64)), late
-
-
-@pytest.mark.parametrize(("num_streams", "num_stages", "hop_s"), [(1, 1, 0.02), (5, 2, 0.0), (5, 4, 0.02), (1, 4, 0.0)])
-def test_a_long_prompt_adds_no_more_than_a_chunk_per_stage_and_one_more_to_any_gap_between_tokens(
-    num_streams: int, num_stages: int, hop_s: float
-) -> None:
-    found, late = among_streams(equal(num_stages, TIMES, Hop(hop_s)), num_streams)
-    passage = num_stages * (TIMES.seconds(64) + hop_s)
-    disturbed = [
-        after - before
-        for times in found.token_times[:-1]
-        for before, after in pairwise(times)
-        if late <= after <= found.token_times[-1][0]  # while it is in the chain
-    ]
-    undisturbed = num_stages * (TIMES.seconds(math.ceil(num_streams / num_stages)) + hop_s)
-    assert disturbed and max(disturbed) <= undisturbed + passage + TIMES.seconds(64) + 1e-9
-    if num_stages > 1:
-        assert found.token_times[-1][0] - late < 64 * passage / num_stages * 1.6, "its chunks are on all stages at once"
 
 
 def test_an_8k_prompt_beside_a_stream_uses_all_nodes_and_hardly_slows_the_stream_down() -> None:

@@ -60,15 +60,6 @@ def test_json_has_all_that_programs_rely_on(planned: Any) -> None:
     assert "max alone would be faster" in found["advice"]
 
 
-def test_memory_is_kept_for_all_requests_and_the_objective_decides(planned: Any) -> None:
-    one, four = (json.loads(planned("--json", "--layers", "3,1", *more)) for more in ((), ("--concurrency", "2,4")))
-    assert [node["cache_bytes"] for node in four["nodes"]] == [4 * node["cache_bytes"] for node in one["nodes"]]
-    assert list(four["tokens_per_s_at"]) == ["2", "4"] and (one["sessions"], four["sessions"]) == (1, 4)
-    latency, throughput = (json.loads(planned("--json", "--objective", each)) for each in ("latency", "throughput"))
-    assert latency["layers"] == [4] and latency["left_out"] == ["mini"]
-    assert throughput["layers"] == [3, 1] and throughput["sessions"] == 8
-
-
 def test_what_does_not_fit_is_printed_and_refused(planned: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="does not fit: max lacks"):
         planned("--json", memory="10KiB")

@@ -1,12 +1,8 @@
 """The tables of --stats: no figure is cut or wrapped, however narrow the terminal."""
 
-from io import StringIO
-
 import pytest
-from rich.console import Console
 
 from coordinator.cli.report import print_stats, stages_of
-from coordinator.cli.status import tables as status_tables
 from coordinator.planning.plan import Assignment, Plan
 from coordinator.sessions.output import Answer
 from coordinator.sessions.waterfall import PARTS, StageTime, Waterfall
@@ -38,33 +34,6 @@ def test_every_row_is_one_line_with_all_its_figures(
     assert any(line.split()[:2] == ["gone", "lost"] and line.split()[-2:] == ["-", "-"] for line in lines)
     for part in PARTS:
         assert sum(line.startswith(f"{part} ") for line in lines) == (part != "recovery"), part
-
-
-NODE = {
-    "name": "coordinator", "state": "active", "start": 0, "end": 53, "utilisation": 0.5, "memory_bytes": 96 << 30,
-    "weight_bytes": 70 << 30, "cache_held_bytes": 999 << 20, "cache_promised_bytes": 12 << 30,
-    "peak_memory_bytes": 80 << 30, "active_memory_bytes": 71 << 30, "cached_memory_bytes": 3 << 30,
-}  # fmt: skip
-
-
-def lines_of(*nodes: dict[str, object]) -> list[str]:
-    found = {"standing": {"state": "ready", "why": ""}, "nodes": list(nodes)}
-    console = Console(file=StringIO(), width=60)
-    console.print(status_tables(found))
-    assert isinstance(console.file, StringIO)
-    return [line.rstrip() for line in console.file.getvalue().splitlines()]
-
-
-def test_what_each_node_may_use_has_promised_and_holds_is_told_in_sixty_columns() -> None:
-    lines = lines_of(NODE, {"name": "mini", "state": "lost", "why": "stopped answering"})
-    head = next(i for i, line in enumerate(lines) if line.startswith("memory"))
-    assert [line.split() for line in lines[head : head + 3]] == [
-        ["memory", "may", "use", "promised", "active", "cached"],
-        ["coordinator", "96.0", "G", "12.0", "G", "71.0", "G", "3.0", "G"],
-        ["mini", "–", "–", "–", "–"],
-    ]
-    assert "mini: stopped answering" in lines
-    assert not [line for line in lines_of() if line.startswith("memory")]
 
 
 def test_the_figures_of_a_lost_node_are_null() -> None:

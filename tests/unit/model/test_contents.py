@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from protos.brigade_pb2 import Contents
-from tests.unit.model.test_checkpoint import CONFIG, TENSORS, write_folder, write_tensors
+from tests.unit.model.test_checkpoint import CONFIG, write_folder, write_tensors
 from worker.errors import ModelError
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.contents import check_contents, contents_of
@@ -105,14 +105,6 @@ def test_marks_of_another_number_of_tensors_are_refused_and_none_differ_in_nothi
         with pytest.raises(ModelError, match="expected marks of 18 tensors from the coordinator"):
             check_contents(open_folder(folder), Contents(marks=marks))
     check_contents(open_folder(folder), Contents())
-
-
-def test_tensors_without_bytes_and_of_few_bytes_have_marks_too(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "model")
-    write_tensors(folder / "model.safetensors", TENSORS | {"empty": ("F32", [0, 3])})
-    before = contents_of(open_folder(folder)).marks
-    tune(folder, "c.weight")  # of one byte
-    assert len(before) == 16 and before[:8] == contents_of(open_folder(folder)).marks[:8] != before
 
 
 def many(num_layers: int, num_experts: int) -> Mapping[str, TensorInfo]:

@@ -36,12 +36,6 @@ def test_of_a_plain_model_all_is_found() -> None:
     assert found.entries_of(1, 3) == [1, 2] and found.memories_of(3) == (FULL,)
 
 
-def test_a_head_that_is_the_embedding_needs_it() -> None:
-    model = Toy()
-    model.head = lambda h: model.embed.as_linear(h)
-    assert probe(model).tied
-
-
 class TakesMore(Layer):
     def __call__(self, x: mx.array, *more: Any, cache: Any = None) -> Any:
         return super().__call__(x, None, cache)

@@ -72,16 +72,6 @@ def test_background_work_that_is_ended_by_its_context_reports_nothing() -> None:
     assert not reported
 
 
-def test_results_come_in_the_order_of_the_work() -> None:
-    async def after(turns: int) -> int:
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        return turns
-
-    assert asyncio.run(together(after(3), after(0), after(1))) == [3, 0, 1]
-    assert asyncio.run(together()) == []
-
-
 def test_the_first_failure_ends_the_others_and_is_raised_itself_and_a_deadline_around_them_stays_one() -> None:
     """Not a group of it, on any release of Python."""
     ended = []

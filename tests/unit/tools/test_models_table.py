@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from tools.model_types.report import Survey, differences, load, to_markdown
+from tools.model_types.report import Survey, differences, load
 from tools.model_types.row import Row
 
 LONG = "no: its attention adds up what it should not add up"
@@ -11,15 +11,6 @@ FITS = Row("llama", "=", "=", "kv", "any", "rows", "y", "y", {"4 bit": "=", "mxf
 OUT = Row("afm7", "no: its layers are in two lists", caches="kv")
 ELSEWHERE = Row("olmo", "not in mlx-lm: ValueError: no")
 SURVEY = Survey("a machine", {"device": "cpu", "mlx-lm": "1.0", "mlx": "2.0"}, [OUT, FITS, ELSEWHERE])
-
-
-def test_the_page_tells_the_types_that_fit_those_that_do_not_and_each_long_reason_once() -> None:
-    page = to_markdown(SURVEY)
-    assert "1 of the 2 that mlx-lm itself runs here fit." in page
-    runs, out = page.partition("## What does not")[::2]
-    assert "`llama`" in runs and "`afm7`" not in runs
-    assert "`afm7`" in out and "its layers are in two lists" in out
-    assert page.count("adds up") == 1 and "mxfp4: no (1) `llama`" in page
 
 
 def test_each_difference_from_a_saved_survey_is_a_line_with_both_versions(tmp_path: Path) -> None:
