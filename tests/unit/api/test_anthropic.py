@@ -152,12 +152,12 @@ async def asked(script: Sequence[Output | Exception], *, streamed: bool) -> Mess
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_thoughts_and_calls_reach_the_client_and_one_that_leaves_ends_its_answer(streamed: bool) -> None:
-    message = asyncio.run(asked(ALL, streamed=streamed))
+async def test_thoughts_and_calls_reach_the_client_and_one_that_leaves_ends_its_answer(streamed: bool) -> None:
+    message = await asked(ALL, streamed=streamed)
     assert [block.type for block in message.content] == ["thinking", "text", "tool_use", "tool_use"]
     assert message.content[2].to_dict()["input"] == {"a": 1, "b": "zwei"}
     assert message.stop_reason == "tool_use" and message.usage.cache_read_input_tokens == 2
-    asyncio.run(leave_in_the_middle("/v1/messages", BODY | {"stream": streamed}))
+    await leave_in_the_middle("/v1/messages", BODY | {"stream": streamed})
 
 
 @pytest.mark.parametrize("streamed", [True, False])

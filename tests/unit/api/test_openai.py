@@ -183,6 +183,8 @@ def test_usage_counts_each_prompt_once_and_all_that_was_generated() -> None:
 
 
 def test_an_echoed_prompt_comes_first_and_one_that_is_only_scored_has_no_answer() -> None:
+    opening, chunk = chunks(answer(Choice("xyz", parser=Letters())), delta("a", token(0)))
+    assert opening["text"] == "xyz" and chunk["logprobs"]["text_offset"] == [3]
     assert len(chunks(answer(Choice()), delta("a", token(0)))) == 1
     outputs = [scored(token(1, -0.5, (1, -0.5))), delta("", finish_reason="length")]
     whole = answer(Choice("abc", (0, 1), Letters()), echo=True, logprobs=1).whole([outputs])["choices"][0]

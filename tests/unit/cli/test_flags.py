@@ -211,3 +211,9 @@ def test_a_server_gets_a_zero_that_is_a_value_and_none_that_means_off(
     monkeypatch.setattr(remote, "run_remote", lambda given, body, asked: bodies.append(body))
     brigade("generate", "a", "--server", "http://here", "--temp", "0", "--seed", "0", "--top-p", "0")
     assert bodies == [{"max_tokens": 256, "temperature": 0.0, "seed": 0}]
+
+
+@pytest.mark.parametrize("command", ["generate a", "serve", "batch in.jsonl -o out.jsonl", "bench --concurrency 2,5"])
+def test_every_command_that_opens_a_chain_takes_an_objective(opened: Command, folder: Path, command: str) -> None:
+    options, _ = opened(command, "--objective", "throughput")
+    assert (options.objective, options.num_requests) == ("throughput", 5 if command.startswith("bench") else 8)

@@ -109,3 +109,12 @@ def test_of_many_differences_only_the_first_are_measured() -> None:
     case = replay.case()
     assert (len(case.differences), sorted(case.roundings), case.verdict) == (12, [*range(8)], "DIFFERS")
     assert all(rounding.explains for rounding in case.roundings.values()), "but not what was not measured"
+
+
+def test_each_wanted_row_is_handed_over_with_its_own_logits() -> None:
+    taken: list[tuple[int, list[list[float]]]] = []
+    forced = ForcedPass([[7, 8, 9], [5]], {1, 3}, lambda row, logits: taken.append((row, logits.tolist())))  # type: ignore[arg-type]
+    assert [forced.is_wanted(first, count) for first, count in ((0, 1), (0, 2), (2, 1), (2, 2))] == [0, 1, 0, 1]
+    forced.hand_over(0, mx.array([[0.0, 1], [2, 3], [4, 5]]))
+    forced.hand_over(3, mx.array([[6.0, 7]]))
+    assert taken == [(1, [[2, 3]]), (3, [[6, 7]])]
