@@ -139,50 +139,35 @@ def test_power_and_clock_of_a_node() -> None:
         assert found.level is level and bool(found.fix) == (level is not OK)
 
 
+LOST = StageLost("nothing answers")
+
+
 @pytest.mark.parametrize(
     ("error", "way", "system", "kind", "words", "fix"),
     [
-        (StageLost("nothing answers"), Way(address="a:1", errno=61, error="refused"), "Darwin", Kind.UNREACHABLE,
-         "no worker listens at a:1", "there: brigade worker --config home.yaml --name mini"),
-        (StageLost("nothing answers"), Way(address="a:1", errno=65, error="No route to host"), "Darwin",
-         Kind.LOCAL_NETWORK, "errno 65", "Privacy & Security, Local Network"),
-        (StageLost("nothing answers"), Way(address="a:1", errno=65, error="Package not installed"), "Linux",
-         Kind.UNREACHABLE, "Package not installed", "is it awake"),
-        (StageLost("nothing answers"), Way(address="a:1", error="nothing answers within 3 s"), "Darwin",
-         Kind.UNREACHABLE, "nothing answers within 3 s", "is it awake"),
-        (StageLost("nothing"), Way(address="a.local:1", errno=-1, error="no address is known"), "Darwin",
-         Kind.UNREACHABLE, "a.local:1: no address is known", "correct `address:`"),
-        (Unanswered("nothing answers (5 s)", start="there: brigade worker"), Way(address="a:1"), "Darwin",
-         Kind.UNREACHABLE, "nothing answers (5 s), though connections are accepted", "wake or end it; then there"),
-        (NodeSilent("stopped answering"), Way(address="a:1"), "Darwin", Kind.UNREACHABLE, "stopped", "wake or end it"),
-        (ConfigError("its certificate has expired"), Way(address="a:1"), "Darwin", Kind.CERTIFICATE, "has expired",
-         "brigade keys issue mini"),
-        (ModelError("speaks protocol 2"), Way(address="a:1"), "Darwin", Kind.BRIGADE, "protocol 2", "same version"),
+        (LOST, {"errno": 61, "error": "refused"}, "Darwin", Kind.UNREACHABLE, "no worker listens at a:1",
+         "there: brigade worker --config home.yaml --name mini"),
+        (LOST, {"errno": 65, "error": "No route"}, "Darwin", Kind.LOCAL_NETWORK, "errno 65", "Local Network"),
+        (LOST, {"errno": 65, "error": "No package"}, "Linux", Kind.UNREACHABLE, "No package", "is it awake"),
+        (LOST, {"error": "nothing within 3 s"}, "Darwin", Kind.UNREACHABLE, "nothing within 3 s", "is it awake"),
+        (LOST, {"errno": -1, "error": "unknown"}, "Darwin", Kind.UNREACHABLE, "a:1: unknown", "correct `address:`"),
+        (Unanswered("nothing answers (5 s)", start="there: brigade worker"), {}, "Darwin", Kind.UNREACHABLE,
+         "nothing answers (5 s), though connections are accepted", "wake or end it; then there"),
+        (NodeSilent("stopped answering"), {}, "Darwin", Kind.UNREACHABLE, "stopped", "wake or end it"),
+        (ConfigError("has expired"), {}, "Darwin", Kind.CERTIFICATE, "has expired", "brigade keys issue mini"),
+        (ModelError("speaks protocol 2"), {}, "Darwin", Kind.BRIGADE, "protocol 2", "same version"),
     ],
 )  # fmt: skip
 def test_a_worker_that_cannot_be_asked_is_a_finding_with_its_reason(
-    error: Any, way: Way, system: str, kind: Kind, words: str, fix: str
+    error: Any, way: dict[str, Any], system: str, kind: Kind, words: str, fix: str
 ) -> None:
     studio = node("studio", STUDIO, system=system)
     start = Network(file="home.yaml").start_hint("mini")
-    findings = judged(known(ExaminedNode("mini", error=error, ways=[way], start=start), studio=studio))
+    mini = ExaminedNode("mini", error=error, ways=[Way(address="a:1", **way)], start=start)
+    findings = judged(known(mini, studio=studio))
     found = said(findings, kind, "mini")
     assert found.level is PROBLEM and words in found.text and fix in found.fix
     assert worse(findings) == [(PROBLEM, kind, "mini")]
-
-
-def test_who_trusts_us_not_is_neither_asleep_nor_to_be_ended() -> None:
-    for expires, fix in ((0, "give cluster.yaml here the `tls:`"), (1, "brigade keys issue studio --coordinator")):
-        studio = node("studio", STUDIO, certificate_expires=expires)
-        closed = ExaminedNode(
-            "mini", error=StageLost(CLOSED_AT_ONCE), ways=[Way(address="a:1")], start="brigade worker"
-        )
-        found = said(judged(known(closed, studio=studio)), Kind.UNREACHABLE)
-        assert found.text == CLOSED_AT_ONCE and fix in found.fix and "brigade worker" not in found.fix
-    error = ConfigError("keys/studio.pem cannot be read")
-    findings = judged(ExaminedCluster([replace(node("studio", STUDIO), error=error)]))
-    assert (PROBLEM, Kind.CERTIFICATE, "studio") in worse(findings)
-    assert any("brigade keys issue studio --coordinator" in each.fix for each in findings)
 
 
 def test_an_address_at_which_a_node_is_not_reached_is_noted_if_another_is_in_use() -> None:
@@ -366,3 +351,17 @@ def test_what_another_node_says_cannot_steer_a_terminal() -> None:
         assert told.isprintable() and "\\u" not in told and len(told) < 100_000
     for each in findings:
         assert each.text.isprintable() and each.fix.isprintable() and each.about.isprintable() and len(each.text) < 500
+
+
+def test_a_coordinator_that_is_not_trusted_is_told_how_to_get_a_certificate() -> None:
+    for expires, fix in ((0, "give cluster.yaml here the `tls:`"), (1, "brigade keys issue studio --coordinator")):
+        studio = node("studio", STUDIO, certificate_expires=expires)
+        closed = ExaminedNode(
+            "mini", error=StageLost(CLOSED_AT_ONCE), ways=[Way(address="a:1")], start="brigade worker"
+        )
+        found = said(judged(known(closed, studio=studio)), Kind.UNREACHABLE)
+        assert found.text == CLOSED_AT_ONCE and fix in found.fix and "brigade worker" not in found.fix
+    error = ConfigError("keys/studio.pem cannot be read")
+    findings = judged(ExaminedCluster([replace(node("studio", STUDIO), error=error)]))
+    assert (PROBLEM, Kind.CERTIFICATE, "studio") in worse(findings)
+    assert any("brigade keys issue studio --coordinator" in each.fix for each in findings)
