@@ -1,6 +1,5 @@
 """Open Responses: an answer's deltas as events and as one response, by the types of the official client."""
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -172,21 +171,21 @@ async def asked(script: Sequence[Output | Exception], *, streamed: bool) -> Resp
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_thoughts_and_calls_reach_the_client_and_one_that_leaves_ends_its_answer(streamed: bool) -> None:
-    response = asyncio.run(asked(ALL, streamed=streamed))
+async def test_thoughts_and_calls_reach_the_client_and_one_that_leaves_ends_its_answer(streamed: bool) -> None:
+    response = await asked(ALL, streamed=streamed)
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]
     assert response.output[2].to_dict()["arguments"] == CALLS[0].arguments
     assert response.output_text == "\n\nLet me add.\n\n" and response.temperature == 0.5
-    asyncio.run(leave_in_the_middle("/v1/responses", {"input": "Hello", "stream": streamed}))
+    await leave_in_the_middle("/v1/responses", {"input": "Hello", "stream": streamed})
 
 
-def test_a_failure_in_the_middle_is_an_error_event_and_one_before_the_first_step_a_status() -> None:
+async def test_a_failure_in_the_middle_is_an_error_event_and_one_before_the_first_step_a_status() -> None:
     with pytest.raises(APIError) as failure:
-        asyncio.run(asked([delta("x"), StageLost("the worker has gone")], streamed=True))
+        await asked([delta("x"), StageLost("the worker has gone")], streamed=True)
     assert (failure.value.code, failure.value.message) == ("cluster_failed", "the worker has gone")
     for streamed in (True, False):
         with pytest.raises(RateLimitError) as refused:
-            asyncio.run(asked([QueueFull("too many wait")], streamed=streamed))
+            await asked([QueueFull("too many wait")], streamed=streamed)
         assert refused.value.code == "rate_limit_exceeded" and refused.value.response.headers["retry-after"]
 
 

@@ -1,6 +1,5 @@
 """What a lost worker costs, as numbers and as a table: which part is which, and what counts as too much."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -63,8 +62,8 @@ class Ended:
             yield
 
 
-def test_an_answer_that_ended_before_the_worker_was_struck_is_an_error() -> None:
+async def test_an_answer_that_ended_before_the_worker_was_struck_is_an_error() -> None:
     engine: Any = Ended()
     worker: Any = SimpleNamespace(send_signal=pytest.fail)
     with pytest.raises(BrigadeError, match="expected an answer of 16 tokens, it ended after 0"):
-        asyncio.run(_strike(engine, Request((1,), 16), worker, CASES[0]))
+        await _strike(engine, Request((1,), 16), worker, CASES[0])

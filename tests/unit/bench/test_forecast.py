@@ -84,7 +84,7 @@ def test_hops_are_one_or_as_many_as_stages() -> None:
     assert refused.value.field == "hop_ms"
 
 
-def test_a_forecast_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_forecast_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it takes, the event loop goes on: there Ctrl-C cancels it."""
     begun, go_on = threading.Event(), threading.Event()
 
@@ -95,16 +95,12 @@ def test_a_forecast_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(forecast_module, "forecast", forecast_for_ever)
     options = cluster_options(None, None, None, None, None)
-
-    async def interrupt() -> None:
-        task = asyncio.create_task(run_forecast(options, TWO_STAGES, as_json=True))
-        assert await asyncio.to_thread(begun.wait, 10.0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        go_on.set()
-
-    asyncio.run(interrupt())
+    task = asyncio.create_task(run_forecast(options, TWO_STAGES, as_json=True))
+    assert await asyncio.to_thread(begun.wait, 10.0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    go_on.set()
 
 
 def test_measured_times_are_those_of_as_many_requests_or_the_means_of_the_clusters_rows(tmp_path: Path) -> None:

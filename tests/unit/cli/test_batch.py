@@ -30,46 +30,6 @@ from worker.errors import (
 )
 
 
-def test_whoever_interrupts_a_batch_is_told_what_is_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target = tmp_path / "out.jsonl"
-    entries = [BatchEntry(n, f"r{n}", "POST", "/v1/completions", {"n": n}) for n in range(4)]
-
-    async def answer(waits: asyncio.Event, model: Engine, body: dict[str, Any]) -> dict[str, Any]:
-        if body["n"] == 3:
-            waits.set()
-            await asyncio.Event().wait()
-        if body["n"] == 2:
-            raise OutOfMemory("no memory")
-        return {"usage": {"completion_tokens": 5}}
-
-    async def run_a_while() -> None:
-        waits = asyncio.Event()
-        monkeypatch.setitem(batch_module.ROUTES, "/v1/completions", lambda *given: answer(waits, *given))
-        with open_answers(target) as answers:
-            fake = cast(Engine, type("Model", (), {"failure": None}))
-            run = BatchRun(fake, answers, lambda num_done, num_tokens: None)
-
-            async def work() -> None:
-                with telling_interrupts(partial(run.interrupted, target)):
-                    await run.answer_all(entries)
-
-            task = asyncio.create_task(work())
-            await waits.wait()
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            assert task.cancelled()
-
-    asyncio.run(run_a_while())
-    said = capsys.readouterr().err
-    assert said.startswith(f"interrupted: 3 requests answered, 1 of them with an error in {target}: 10 tokens in ")
-    assert said.endswith("the same command continues with the others\n")
-    with open_answers(target) as answers:
-        assert answers.known == {"r0": 200, "r1": 200, "r2": 503}
-    assert len([json.loads(line) for line in target.read_text().splitlines()]) == 3
-
-
 class Draining:
     """An engine whose chain refuses requests for a while, and has then failed if it is given a failure."""
 
@@ -163,3 +123,39 @@ def test_another_run_is_told_of_only_where_there_is_one(tmp_path: Path, monkeypa
     monkeypatch.setattr(fcntl, "flock", refused)
     with pytest.raises(InputError, match=r"^output: cannot lock \S+: No locks available$"), open_answers(path):
         pass
+
+
+async def test_a_batch_that_is_interrupted_tells_what_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, waits = tmp_path / "out.jsonl", asyncio.Event()
+    entries = [BatchEntry(n, f"r{n}", "POST", "/v1/completions", {"n": n}) for n in range(4)]
+
+    async def answer(model: Engine, body: dict[str, Any]) -> dict[str, Any]:
+        if body["n"] == 3:
+            waits.set()
+            await asyncio.Event().wait()
+        if body["n"] == 2:
+            raise OutOfMemory("no memory")
+        return {"usage": {"completion_tokens": 5}}
+
+    monkeypatch.setitem(batch_module.ROUTES, "/v1/completions", answer)
+    with open_answers(target) as answers:
+        engine = cast(Engine, type("Model", (), {"failure": None}))
+        run = BatchRun(engine, answers, lambda num_done, num_tokens: None)
+
+        async def work() -> None:
+            with telling_interrupts(partial(run.interrupted, target)):
+                await run.answer_all(entries)
+
+        task = asyncio.create_task(work())
+        await waits.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+    said = capsys.readouterr().err
+    assert said.startswith(f"interrupted: 3 requests answered, 1 of them with an error in {target}: 10 tokens in ")
+    assert said.endswith("the same command continues with the others\n")
+    with open_answers(target) as answers:
+        assert answers.known == {"r0": 200, "r1": 200, "r2": 503}
+    assert len([json.loads(line) for line in target.read_text().splitlines()]) == 3

@@ -87,30 +87,21 @@ lo0: flags=8049<UP,LOOPBACK,RUNNING,MULTICAST> mtu 16384
 \tnd6 options=201<PERFORMNUD,DAD>
 gif0: flags=8010<POINTOPOINT,MULTICAST> mtu 1280
 en7: flags=8863<UP,BROADCAST,SMART,RUNNING,SIMPLEX,MULTICAST> mtu 1500
-\tether 00:e0:4c:68:01:02
 \tmedia: autoselect (1000baseT <full-duplex>)
 \tstatus: inactive
 en1: flags=8963<UP,BROADCAST,SMART,RUNNING,PROMISC,SIMPLEX,MULTICAST> mtu 1500
-\toptions=460<TSO4,TSO6,CHANNEL_IO>
 \tether 36:63:02:90:b7:40
-\tmedia: autoselect <full-duplex>
 \tstatus: inactive
 en0: flags=8863<UP,BROADCAST,SMART,RUNNING,SIMPLEX,MULTICAST> mtu 1500
-\tether 5c:e9:1e:b2:06:1f
 \tinet6 fe80::892:c40d:ee29:fc0a%en0 prefixlen 64 secured scopeid 0xe
 \tinet 192.168.110.127 netmask 0xffffff00 broadcast 192.168.110.255
-\tmedia: autoselect
 \tstatus: active
 bridge0: flags=8863<UP,BROADCAST,SMART,RUNNING,SIMPLEX,MULTICAST> mtu 9000
-\toptions=63<RXCSUM,TXCSUM,TSO4,TSO6>
-\tether 36:63:02:90:b7:40
 \tinet 169.254.10.2 netmask 0xffff0000 broadcast 169.254.255.255
 \tConfiguration:
 \t\tid 0:0:0:0:0:0 priority 0 hellotime 0 fwddelay 0
-\t\tmaxage 0 holdcnt 0 proto stp maxaddr 100 timeout 1200
 \tmember: en1 flags=3<LEARNING,DISCOVER>
 \t        ifmaxaddr 0 port 10 priority 0 path cost 0
-\tmedia: <unknown type>
 \tstatus: active
 awdl0: flags=8843<UP,BROADCAST,RUNNING,SIMPLEX,MULTICAST> mtu 1500
 \tinet6 fe80::141f:b7ff:fe3b:6ca2%awdl0 prefixlen 64 scopeid 0x10
@@ -122,18 +113,13 @@ PMSET = """\
 System-wide power settings:
  SleepDisabled\t\t0
 Currently in use:
- standby              1
  Sleep On Power Button 1
- autorestart          0
- powernap             1
  networkoversleep     0
  disksleep            10
  sleep                1 (sleep prevented by powerd, caffeinate)
  ttyskeepawake        1
  displaysleep         10
- tcpkeepalive         1
  lowpowermode         0
- womp                 1
 """
 IBV_DEVICES = """\
     device          \t   node GUID
