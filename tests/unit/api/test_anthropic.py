@@ -1,6 +1,5 @@
 """Anthropic's messages: an answer's deltas as events and as one message, by the types of the official client."""
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -140,14 +139,12 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 
 async def asked(script: Sequence[Output | Exception], *, streamed: bool) -> Message:
-    async with AsyncAnthropic(
-        api_key="any", base_url="http://here", max_retries=0, http_client=connected(ScriptedModel(script))
-    ) as client:
+    http_client = connected(ScriptedModel(script))
+    asking: dict[str, Any] = {"model": "scripted", "max_tokens": 9, "messages": HELLO}
+    async with AsyncAnthropic(api_key="any", base_url="http://h", max_retries=0, http_client=http_client) as client:
         if not streamed:
-            return await client.messages.create(
-                model="scripted", max_tokens=9, messages=HELLO, tools=[{"name": "add", "input_schema": TOOL}]
-            )
-        async with client.messages.stream(model="scripted", max_tokens=9, messages=HELLO) as stream:
+            return await client.messages.create(**asking, tools=[{"name": "add", "input_schema": TOOL}])
+        async with client.messages.stream(**asking) as stream:
             return await stream.get_final_message()
 
 
@@ -161,17 +158,17 @@ async def test_thoughts_and_calls_reach_the_client_and_one_that_leaves_ends_its_
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_a_failure_is_an_error_event_or_a_status(streamed: bool) -> None:
+async def test_a_failure_is_an_error_event_or_a_status(streamed: bool) -> None:
     for script, kind, seen in (
         ([QueueFull("too many wait")], "rate_limit_error", RateLimitError),
         ([StageLost("no chain")], "overloaded_error", ServiceUnavailableError),
     ):
         with pytest.raises(seen) as failure:
-            asyncio.run(asked(script, streamed=streamed))
+            await asked(script, streamed=streamed)
         assert failure.value.type == kind and failure.value.response.headers["retry-after"]
         assert failure.value.request_id == failure.value.response.json()["request_id"]
     with pytest.raises(APIStatusError) as failure:  # in the middle
-        asyncio.run(asked([delta("x"), StageLost("the worker has gone", node="b")], streamed=True))
+        await asked([delta("x"), StageLost("the worker has gone", node="b")], streamed=True)
     assert (failure.value.type, failure.value.api_message) == ("overloaded_error", "worker b: the worker has gone")
 
 

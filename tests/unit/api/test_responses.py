@@ -161,9 +161,8 @@ def test_a_response_tells_the_format_that_it_was_asked_for() -> None:
 
 
 async def asked(script: Sequence[Output | Exception], *, streamed: bool) -> Response:
-    async with AsyncOpenAI(
-        api_key="any", base_url="http://here/v1", max_retries=0, http_client=connected(ScriptedModel(script))
-    ) as openai:
+    http_client = connected(ScriptedModel(script))
+    async with AsyncOpenAI(api_key="any", base_url="http://here/v1", max_retries=0, http_client=http_client) as openai:
         if not streamed:
             return await openai.responses.create(model="scripted", input="Hello")
         async with openai.responses.stream(model="scripted", input="Hello") as stream:
@@ -257,22 +256,24 @@ def test_a_response_tells_what_held_for_it_not_what_was_asked() -> None:
         assert echoed(tool_choice=choice)["tool_choice"] == choice
 
 
-def test_a_refusal_names_the_fields_of_a_response(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refusing(FakeEngine):
-        def __init__(self, field: str) -> None:
-            self.field = field
-
-        async def prepare(self, spec: RequestSpec) -> Any:
-            raise InputError(self.field, "wrong")
-
-    monkeypatch.setattr(grammars, "MOST_GRAMMAR", 10)
-    format = {"type": "json_schema", "name": "a", "schema": {"type": "object"}}
-    for field, body, told in (
+@pytest.mark.parametrize(
+    ("field", "body", "param"),
+    [
         ("prompt", {}, "input"),
         ("max_tokens", {}, "max_output_tokens"),
         ("response_format", {}, "text.format"),
         ("", {"prompt": {"id": "pmpt_1"}}, "prompt"),
-        ("", {"text": {"format": format}}, "text.format"),  # a schema that is too large
-    ):
-        found = ask(make_app(served(model=Refusing(field))), "POST", "/v1/responses", json={"input": "hi"} | body)
-        assert (found.status_code, found.json()["error"]["param"]) == (400, told)
+        ("", {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}}}, "text.format"),
+    ],
+    ids=["prompt", "length", "format", "stored", "too large"],
+)
+def test_a_refusal_names_the_fields_of_a_response(
+    monkeypatch: pytest.MonkeyPatch, field: str, body: dict[str, Any], param: str
+) -> None:
+    class Refusing(FakeEngine):
+        async def prepare(self, spec: RequestSpec) -> Any:
+            raise InputError(field, "wrong")
+
+    monkeypatch.setattr(grammars, "MOST_GRAMMAR", 10)
+    found = ask(make_app(served(model=Refusing())), "POST", "/v1/responses", json={"input": "hi"} | body)
+    assert (found.status_code, found.json()["error"]["param"]) == (400, param)
