@@ -100,6 +100,22 @@ def test_a_failure_in_the_middle_is_the_last_event_and_a_bug_is_logged_too(capsy
     assert line.startswith("request: internal error: ZeroDivisionError at test_streams.py:") and "secret" not in line
 
 
+async def test_a_client_that_leaves_ends_the_stream_that_makes_the_events() -> None:
+    left, begun = asyncio.Event(), asyncio.Event()
+
+    async def endless() -> AsyncGenerator[Event, None]:
+        yield "a"
+        begun.set()
+        await asyncio.Event().wait()
+
+    events = Events(endless)
+    sending = asyncio.create_task(sent(events, served(), left))
+    await begun.wait()
+    left.set()
+    await asyncio.wait([sending], timeout=10)
+    assert sending.done() and events.closed.is_set(), "the answer goes on though its client has left"
+
+
 async def test_a_reader_who_reads_nothing_is_cut_off_and_has_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listen, "_UNREAD_S", 0.2)
     said = 0
