@@ -45,7 +45,7 @@ ALL = [
 
 
 class FakeEngine:
-    """Runs its own `generate` for every request at once; the first failure ends all."""
+    """Runs its own `generate` for one request after the other."""
 
     status = ServerStatus(ServerState.READY)
     num_waiting = 0
@@ -56,29 +56,10 @@ class FakeEngine:
     async def generate_all(
         self, requests: Sequence[Any], *, traced: bool = False
     ) -> AsyncGenerator[tuple[int, Output], None]:
-        queue: asyncio.Queue[tuple[int, Output | Exception]] = asyncio.Queue(maxsize=1)
-
-        async def run(number: int, request: Any) -> None:
-            try:
-                async with aclosing(self.generate(request, traced=traced)) as outputs:
-                    async for output in outputs:
-                        await queue.put((number, output))
-            except Exception as error:
-                await queue.put((number, error))
-
-        running = [asyncio.create_task(run(number, request)) for number, request in enumerate(requests)]
-        num_left = len(requests)
-        try:
-            while num_left:
-                number, found = await queue.get()
-                if isinstance(found, Exception):
-                    raise found
-                num_left -= found.finish_reason is not None
-                yield number, found
-        finally:
-            for each in running:
-                each.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+        for number, request in enumerate(requests):
+            async with aclosing(self.generate(request, traced=traced)) as outputs:
+                async for output in outputs:
+                    yield number, output
 
 
 class ScriptedModel(FakeEngine):

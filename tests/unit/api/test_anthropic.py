@@ -1,6 +1,5 @@
 """Anthropic's messages: an answer's deltas as events and as one message, by the types of the official client."""
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from coordinator.api.errors import HttpError
 from coordinator.engine.grammars import json_grammar
 from coordinator.engine.stats import REQUEST_ID
 from coordinator.sessions.output import Output, ToolCall
-from coordinator.sessions.request import Calls, Conversation, RequestSpec
+from coordinator.sessions.request import Conversation, RequestSpec
 from tests.unit.api.fakes import ALL, CALLS, TOOL, ScriptedModel, connected, delta, last, leave_in_the_middle
 from worker.errors import QueueFull, StageLost
 
@@ -123,62 +122,53 @@ def test_arguments_are_an_object_whatever_the_model_says(arguments: str, given: 
 
 
 def test_errors_have_the_type_of_their_status() -> None:
-    for status, kind in (
-        (400, "invalid_request_error"),
-        (401, "authentication_error"),
-        (403, "permission_error"),
-        (404, "not_found_error"),
-        (405, "invalid_request_error"),
-        (429, "rate_limit_error"),
-        (500, "api_error"),
-        (503, "overloaded_error"),
-    ):
+    kinds = {
+        400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+        405: "invalid_request_error", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error",
+    }  # fmt: skip
+    for status, kind in kinds.items():
         token = REQUEST_ID.set("req_1")
         told = HttpError(status, "why").to_anthropic()
         REQUEST_ID.reset(token)
         error = ErrorResponse.model_validate(told)
         assert TypeAdapter(AnthropicError).validate_python(told)
         assert (error.error.type, error.error.message, error.request_id) == (kind, "why", "req_1")
-    # the official client's types do not have this one, only its documentation
-    assert HttpError(413, "why").to_anthropic()["error"]["type"] == "request_too_large"
 
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
 async def asked(script: Sequence[Output | Exception], *, streamed: bool) -> Message:
-    async with AsyncAnthropic(
-        api_key="any", base_url="http://here", max_retries=0, http_client=connected(ScriptedModel(script))
-    ) as client:
+    http_client = connected(ScriptedModel(script))
+    asking: dict[str, Any] = {"model": "scripted", "max_tokens": 9, "messages": HELLO}
+    async with AsyncAnthropic(api_key="any", base_url="http://h", max_retries=0, http_client=http_client) as client:
         if not streamed:
-            return await client.messages.create(
-                model="scripted", max_tokens=9, messages=HELLO, tools=[{"name": "add", "input_schema": TOOL}]
-            )
-        async with client.messages.stream(model="scripted", max_tokens=9, messages=HELLO) as stream:
+            return await client.messages.create(**asking, tools=[{"name": "add", "input_schema": TOOL}])
+        async with client.messages.stream(**asking) as stream:
             return await stream.get_final_message()
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_thoughts_and_calls_reach_the_client_and_one_that_leaves_ends_its_answer(streamed: bool) -> None:
-    message = asyncio.run(asked(ALL, streamed=streamed))
+async def test_thoughts_and_calls_reach_the_client_and_one_that_leaves_ends_its_answer(streamed: bool) -> None:
+    message = await asked(ALL, streamed=streamed)
     assert [block.type for block in message.content] == ["thinking", "text", "tool_use", "tool_use"]
     assert message.content[2].to_dict()["input"] == {"a": 1, "b": "zwei"}
     assert message.stop_reason == "tool_use" and message.usage.cache_read_input_tokens == 2
-    asyncio.run(leave_in_the_middle("/v1/messages", BODY | {"stream": streamed}))
+    await leave_in_the_middle("/v1/messages", BODY | {"stream": streamed})
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_a_failure_is_an_error_event_or_a_status(streamed: bool) -> None:
+async def test_a_failure_is_an_error_event_or_a_status(streamed: bool) -> None:
     for script, kind, seen in (
         ([QueueFull("too many wait")], "rate_limit_error", RateLimitError),
         ([StageLost("no chain")], "overloaded_error", ServiceUnavailableError),
     ):
         with pytest.raises(seen) as failure:
-            asyncio.run(asked(script, streamed=streamed))
+            await asked(script, streamed=streamed)
         assert failure.value.type == kind and failure.value.response.headers["retry-after"]
         assert failure.value.request_id == failure.value.response.json()["request_id"]
     with pytest.raises(APIStatusError) as failure:  # in the middle
-        asyncio.run(asked([delta("x"), StageLost("the worker has gone", node="b")], streamed=True))
+        await asked([delta("x"), StageLost("the worker has gone", node="b")], streamed=True)
     assert (failure.value.type, failure.value.api_message) == ("overloaded_error", "worker b: the worker has gone")
 
 
@@ -197,39 +187,31 @@ def conversation(**fields: Any) -> Conversation:
 
 def test_a_conversation_with_thoughts_calls_and_results_becomes_a_templates_messages() -> None:
     cached = {"cache_control": {"type": "ephemeral"}}
+    said = [
+        {"type": "thinking", "thinking": "Hm.", "signature": "xyz"},
+        {"type": "redacted_thinking", "data": "abc"},
+        {"type": "text", "text": "Let me see."},
+        {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}},
+        {"type": "tool_use", "id": "t2", "name": "now", "input": {}},
+    ]
+    results = [
+        {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "2"}]},
+        {"type": "tool_result", "tool_use_id": "t2", "is_error": True},
+        {"type": "text", "text": "And now?"},
+    ]
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "One"}, {"type": "text", "text": "Two", **cached}]},
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "Hm.", "signature": "xyz"},
-                {"type": "redacted_thinking", "data": "abc"},
-                {"type": "text", "text": "Let me see."},
-                {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}},
-                {"type": "tool_use", "id": "t2", "name": "now", "input": {}},
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "2"}]},
-                {"type": "tool_result", "tool_use_id": "t2", "is_error": True},
-                {"type": "text", "text": "And now?"},
-            ],
-        },
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": results},
+    ]
+    calls = [
+        {"id": "t1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}},
+        {"id": "t2", "type": "function", "function": {"name": "now", "arguments": {}}},
     ]
     assert conversation(messages=messages, system=[{"type": "text", "text": "Be brief.", **cached}]).messages == (
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "One\nTwo"},
-        {
-            "role": "assistant",
-            "content": "Let me see.",
-            "reasoning_content": "Hm.",
-            "tool_calls": [
-                {"id": "t1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}},
-                {"id": "t2", "type": "function", "function": {"name": "now", "arguments": {}}},
-            ],
-        },
+        {"role": "assistant", "content": "Let me see.", "reasoning_content": "Hm.", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "t1", "content": "2"},
         {"role": "tool", "tool_call_id": "t2", "content": ""},
         {"role": "user", "content": "And now?"},
@@ -253,28 +235,13 @@ def test_fields_become_those_of_a_request() -> None:
     assert read(CountBody, {"messages": HELLO}).conversation() == conversation()  # without max_tokens
 
 
-@pytest.mark.parametrize(
-    ("fields", "arguments"),
-    [
+def test_thinking_is_the_templates_argument() -> None:
+    off = {"thinking": {"type": "disabled"}}
+    for fields, arguments in (
         ({}, {}),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"enable_thinking": True}),
-        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+        (off, {"enable_thinking": False}),
         ({"thinking": {"type": "adaptive"}}, {}),
-        ({"thinking": {"type": "disabled"}, "chat_template_kwargs": {"enable_thinking": 1}}, {"enable_thinking": 1}),
-    ],
-)
-def test_thinking_is_the_templates_argument(fields: dict[str, Any], arguments: dict[str, Any]) -> None:
-    assert conversation(**fields).template_arguments == arguments
-
-
-@pytest.mark.parametrize(
-    ("choice", "calls"),
-    [
-        ({"type": "auto"}, Calls()),
-        ({"type": "auto", "disable_parallel_tool_use": True}, Calls(is_parallel=False)),
-        ({"type": "any"}, Calls(are_forced=True)),
-        ({"type": "tool", "name": "add"}, Calls(are_forced=True, only="add")),
-    ],
-)
-def test_calls_can_be_forced(choice: dict[str, Any], calls: Calls) -> None:
-    assert spec(tool_choice=choice).calls == calls
+        (off | {"chat_template_kwargs": {"enable_thinking": 1}}, {"enable_thinking": 1}),
+    ):
+        assert conversation(**fields).template_arguments == arguments

@@ -13,7 +13,7 @@ from coordinator.api.responses import ResponsesBody
 from coordinator.api.texts import ClassifyBody, DetokenizeBody, ScoreBody, TokenizeBody, classification
 from coordinator.cli.bridge import GenerateBody
 from coordinator.sessions.output import Scored, Token
-from coordinator.sessions.request import make_sampling
+from coordinator.sessions.request import Calls, make_sampling
 from worker.errors import InputError
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -188,26 +188,13 @@ def test_a_boolean_and_a_text_are_no_token_ids() -> None:
     assert read(GenerateBody, {"prompt_tokens": [1, 2], "logit_bias": {"7": 1}}).logit_bias == {7: 1.0}
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("user", "me"),
-        ("store", True),
-        ("metadata", {"a": "b"}),
-        ("service_tier", "flex"),
-        ("prediction", {"type": "content"}),
-        ("parallel_tool_calls", True),
-        ("response_format", {"type": "text"}),
-        ("modalities", ["text"]),
-        ("min_tokens", 0),
-        ("function_call", "none"),
-        ("best_of", 1),
-        ("tool_choice", "none"),
-        ("top_logprobs", 3),
-    ],
-)
-def test_what_changes_nothing_is_let_pass(field: str, value: Any) -> None:
-    assert read(ChatBody, HELLO | {field: value}).to_spec() == read(ChatBody, HELLO).to_spec()
+def test_what_changes_nothing_is_let_pass() -> None:
+    fields = {
+        "user": "me", "store": True, "metadata": {"a": "b"}, "service_tier": "flex", "prediction": {"type": "content"},
+        "parallel_tool_calls": True, "response_format": {"type": "text"}, "modalities": ["text"], "min_tokens": 0,
+        "function_call": "none", "best_of": 1, "tool_choice": "none", "top_logprobs": 3,
+    }  # fmt: skip
+    assert read(ChatBody, HELLO | fields).to_spec() == read(ChatBody, HELLO).to_spec()
 
 
 @pytest.mark.parametrize("shape", WHOLE)
@@ -245,3 +232,33 @@ def test_probabilities_are_over_the_labels() -> None:
     answers = [[Scored(Token(1, -1000.0), False)], [Scored(Token(2, -500.0), True), Scored(Token(3, -500.0), False)]]
     told = classification("m", ["no", "yes"], answers)
     assert told["label"] == "no" and [each["probability"] for each in told["labels"]] == [0.5, 0.5]
+
+
+LOOK = {"type": "function", "function": {"name": "look"}}
+
+
+@pytest.mark.parametrize(
+    ("shape", "fields", "calls"),
+    [
+        (ChatBody, {}, Calls()),
+        (ChatBody, {"parallel_tool_calls": False}, Calls(is_parallel=False)),
+        (ChatBody, {"tool_choice": "required", "parallel_tool_calls": True}, Calls(are_forced=True)),
+        (ChatBody, {"tool_choice": LOOK}, Calls(are_forced=True, only="look")),
+        (MessagesBody, {"tool_choice": {"type": "auto"}}, Calls()),
+        (MessagesBody, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, Calls(is_parallel=False)),
+        (MessagesBody, {"tool_choice": {"type": "any"}}, Calls(are_forced=True)),
+        (MessagesBody, {"tool_choice": {"type": "tool", "name": "look"}}, Calls(are_forced=True, only="look")),
+        (ResponsesBody, {}, Calls()),
+        (ResponsesBody, {"tool_choice": "auto", "parallel_tool_calls": False}, Calls(is_parallel=False)),
+        (ResponsesBody, {"tool_choice": "required"}, Calls(are_forced=True)),
+        (ResponsesBody, {"tool_choice": {"type": "function", "name": "look"}}, Calls(are_forced=True, only="look")),
+    ],
+)
+def test_calls_can_be_forced(shape: type[Any], fields: dict[str, Any], calls: Calls) -> None:
+    assert read(shape, WHOLE[shape] | fields).to_spec().calls == calls
+
+
+def test_tools_are_told_to_the_template_unless_they_may_not_be_called() -> None:
+    tools = {"tools": [LOOK]}
+    assert read(ChatBody, HELLO | tools).to_spec().tools == (LOOK,)
+    assert read(ChatBody, HELLO | tools | {"tool_choice": "none"}).to_spec().tools == ()

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from coordinator.api import serve
-from coordinator.api.serve import ServeOptions, context_text, keep_open
+from coordinator.api.serve import ServeOptions, keep_open
 from coordinator.api.server import RequestLimits, Server
 from coordinator.cluster.options import ClusterOptions
 from coordinator.engine.engine import Engine, ServerState
@@ -95,24 +95,6 @@ def test_a_server_stays_asleep_whose_certificate_no_longer_lets_it_unload_its_wo
     assert "the workers keep what they hold" in capsys.readouterr().err
 
 
-def test_a_context_beyond_the_models_is_told_as_such() -> None:
-    assert context_text(2048, None) == context_text(2048, 2048) == "up to 2048 tokens per request"
-    assert context_text(2048, 10**6) == "up to 2048 tokens per request: the model has no room for 1000000"
-
-
-def test_an_origin_that_no_browser_names_and_an_empty_name_are_refused() -> None:
-    good = ["https://a.example", "http://localhost:3000", "http://[::1]:80", "app://obsidian.md", "null", "*"]
-    ServeOptions("127.0.0.1", 0, cors_origins=good, names=["gpt-4"]).check()
-    for origin in ("nope", "https://a.example/", "https://A.example", "a.example:80", "https://", ""):
-        with pytest.raises(InputError) as refused:
-            ServeOptions("127.0.0.1", 0, cors_origins=[origin]).check()
-        assert refused.value.field == "cors_origin"
-    for name in ("", " "):
-        with pytest.raises(InputError) as refused:
-            ServeOptions("127.0.0.1", 0, names=["gpt-4", name]).check()
-        assert refused.value.field == "served_model_name"
-
-
 def test_the_defaults_of_a_server_are_those_of_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sampling, in the place of the model's own, and the length of an answer that has none given."""
     given: dict[str, Any] = {}
@@ -126,3 +108,15 @@ def test_the_defaults_of_a_server_are_those_of_its_requests(monkeypatch: pytest.
     with pytest.raises(ModelError, match="far enough"):
         asyncio.run(serve.serve(ClusterOptions(ClusterConfig(), "talker", None, 4096), serving))
     assert (given["sampling"], given["max_tokens"]) == ({"temperature": 0.5}, 7)
+
+
+def test_origins_that_no_browser_names_and_empty_names_are_refused() -> None:
+    good = ["https://a.example", "http://localhost:3000", "http://[::1]:80", "app://obsidian.md", "null", "*"]
+    ServeOptions("127.0.0.1", 0, cors_origins=good, names=["gpt-4"]).check()
+    bad = [
+        {"cors_origins": [each]} for each in ("nope", "https://a.example/", "https://A.example", "a:80", "https://", "")
+    ]
+    for options in (*bad, *({"names": ["gpt-4", name]} for name in ("", " "))):
+        with pytest.raises(InputError) as refused:
+            ServeOptions("127.0.0.1", 0, **options).check()
+        assert refused.value.field == ("cors_origin" if "cors_origins" in options else "served_model_name")

@@ -1,5 +1,4 @@
 import asyncio
-import contextlib
 import socket
 from typing import Any
 from unittest.mock import MagicMock
@@ -57,65 +56,49 @@ def connected(state: ServerState) -> tuple[BoundedProtocol, Transport]:
         (b"", b"\r\n" * 500),
     ],
 )
-def test_a_head_without_an_end_is_refused_before_there_is_a_request(first: bytes, again: bytes) -> None:
-    async def talked() -> bytes:
-        state = ServerState()
-        protocol, transport = connected(state)
-        protocol.data_received(first)
-        num_sent = 0
-        while not transport.is_closed and num_sent < 2 * MAX_HEAD_BYTES:
-            protocol.data_received(again)
-            num_sent += len(again)
-        assert transport.is_closed and not state.tasks
-        protocol.connection_lost(None)
-        return transport.written[9:12]
-
-    assert asyncio.run(talked()) == b"431"
+async def test_a_head_without_an_end_is_refused_before_there_is_a_request(first: bytes, again: bytes) -> None:
+    state = ServerState()
+    protocol, transport = connected(state)
+    protocol.data_received(first)
+    num_sent = 0
+    while not transport.is_closed and num_sent < 2 * MAX_HEAD_BYTES:
+        protocol.data_received(again)
+        num_sent += len(again)
+    assert transport.is_closed and not state.tasks
+    protocol.connection_lost(None)
+    assert transport.written[9:12] == b"431"
 
 
-def test_a_client_has_so_long_to_say_what_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_has_so_long_to_say_what_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol_module, "_HEAD_S", 0.0)
-
-    async def talked() -> tuple[bool, bool]:
-        (_, silent), (whole, served) = connected(ServerState()), connected(ServerState())
-        whole.data_received(b"GET / HTTP/1.1\r\n\r\n")
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        [task] = whole.tasks
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        return silent.is_closed, served.abort.called
-
-    assert asyncio.run(talked()) == (True, False)
+    (_, silent), (whole, served) = connected(ServerState()), connected(ServerState())
+    whole.data_received(b"GET / HTTP/1.1\r\n\r\n")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    [task] = whole.tasks
+    task.cancel()
+    await asyncio.wait([task])
+    assert (silent.is_closed, served.abort.called) == (True, False)
 
 
-def test_one_connection_too_many_is_told_to_come_again() -> None:
-    async def talked() -> tuple[bytes, bytes]:
-        state = ServerState()
-        state.connections |= set(range(MAX_CONNECTIONS - 1))
-        (_, last), (_, refused) = connected(state), connected(state)
-        return last.written, refused.written
-
-    last, refused = asyncio.run(talked())
-    assert last == b"" and refused.startswith(b"HTTP/1.1 503") and b"retry-after" in refused
+async def test_one_connection_too_many_is_told_to_come_again() -> None:
+    state = ServerState()
+    state.connections |= set(range(MAX_CONNECTIONS - 1))
+    (_, last), (_, refused) = connected(state), connected(state)
+    assert last.written == b""
+    assert refused.written.startswith(b"HTTP/1.1 503") and b"retry-after" in refused.written
 
 
 @pytest.mark.parametrize("kept", ["keep-alive", "close"])
-def test_an_answer_that_nobody_reads_ends_with_its_connection(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_that_nobody_reads_ends_with_its_connection(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol_module, "_UNREAD_S", 0.05)
-    size, lost, end = 32 << 20, asyncio.Event(), BoundedProtocol.connection_lost
+    lost, end = asyncio.Event(), BoundedProtocol.connection_lost
     monkeypatch.setattr(BoundedProtocol, "connection_lost", lambda self, exc: (end(self, exc), lost.set()))
-
-    async def served() -> None:
-        with listening_socket("127.0.0.1", 0) as listener:
-            async with answering(Response(bytes(size)), listener, None):
-                with socket.create_connection(listener.getsockname()) as client:
-                    client.sendall(f"GET / HTTP/1.1\r\nHost: a\r\nConnection: {kept}\r\n\r\n".encode())
-                    async with asyncio.timeout(60):
-                        await lost.wait()
-
-    asyncio.run(served())
+    with listening_socket("127.0.0.1", 0) as listener:
+        async with answering(Response(bytes(32 << 20)), listener, None):
+            with socket.create_connection(listener.getsockname()) as client:
+                client.sendall(f"GET / HTTP/1.1\r\nHost: a\r\nConnection: {kept}\r\n\r\n".encode())
+                await lost.wait()
 
 
 def test_a_client_is_cut_off_only_once_it_reads_next_to_nothing() -> None:
@@ -143,16 +126,11 @@ def test_a_client_is_cut_off_only_once_it_reads_next_to_nothing() -> None:
     time.close()
 
 
-def test_a_server_whose_listening_fails_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_whose_listening_fails_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     async def failed(self: uvicorn.Server, sockets: Any = None) -> None:
         raise OSError("no more files")
 
     monkeypatch.setattr(uvicorn.Server, "serve", failed)
-
-    async def served() -> None:
-        with listening_socket("127.0.0.1", 0) as listener:
-            async with asyncio.timeout(60), answering(app, listener, None):
-                await asyncio.get_running_loop().create_future()
-
-    with pytest.raises(OSError, match="no more files"):
-        asyncio.run(served())
+    with listening_socket("127.0.0.1", 0) as listener, pytest.raises(OSError, match="no more files"):
+        async with answering(app, listener, None):
+            await asyncio.get_running_loop().create_future()

@@ -9,7 +9,7 @@ from coordinator.api.completions import Choice, CompletionAnswer, CompletionBody
 from coordinator.api.openai import ChatAnswer, ChatBody
 from coordinator.api.sse import DONE, Event, encode
 from coordinator.sessions.output import Output, Scored, Token, ToolCall, Usage
-from coordinator.sessions.request import Calls, Conversation
+from coordinator.sessions.request import Conversation
 from protos.brigade_pb2 import Alternative, Sample
 from tests.unit.api.fakes import only
 
@@ -79,24 +79,6 @@ def test_a_stream_and_a_whole_answer_tell_the_same() -> None:
     assert chunks[-1]["delta"]["tool_calls"] == [call | {"index": 0}]
     assert call["function"] == {"name": "look", "arguments": '{"a": 1}'}
     assert choice["finish_reason"] == chunks[-1]["finish_reason"] == "tool_calls"
-
-
-@pytest.mark.parametrize(
-    ("fields", "calls"),
-    [
-        ({}, Calls()),
-        ({"parallel_tool_calls": False}, Calls(is_parallel=False)),
-        ({"tool_choice": "required", "parallel_tool_calls": True}, Calls(are_forced=True)),
-        ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, Calls(are_forced=True, only="look")),
-    ],
-)
-def test_calls_can_be_forced_and_tools_are_told_to_the_template_unless_they_may_not_be_called(
-    fields: dict[str, Any], calls: Calls
-) -> None:
-    tools = [{"type": "function", "function": {"name": "look"}}]
-    asked = read(ChatBody, HELLO | {"tools": tools} | fields).to_spec()
-    assert asked.calls == calls and list(asked.tools) == tools
-    assert read(ChatBody, HELLO | {"tools": tools, "tool_choice": "none"}).to_spec().tools == ()
 
 
 @pytest.mark.parametrize("wants", [True, False])

@@ -1,11 +1,8 @@
-import json
-import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from coordinator.api import body
 from coordinator.api.app import OPERATIONS, make_app
 from coordinator.api.server import Server
 from coordinator.engine.inputs import InputProcessor
@@ -81,16 +78,3 @@ def test_more_tokens_than_anybody_has_a_use_for_are_refused() -> None:
         assert ask(served, "POST", path, json={field: more[:-1]}).status_code == 200
         refused = ask(served, "POST", path, json={field: more})
         assert (refused.status_code, refused.json()["error"]["param"]) == (413, field)
-
-
-def test_only_small_bodies_are_parsed_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    parse, threads = json.loads, []
-
-    def loads(*args: Any, **more: Any) -> Any:
-        threads.append(threading.current_thread())
-        return parse(*args, **more)
-
-    monkeypatch.setattr(body, "json", SimpleNamespace(loads=loads))
-    for size in (1, body.MAX_INLINE_BYTES):
-        ask(make_app(Server(Words(), ("talker",))), "POST", "/v1/completions", json={"prompt": "a" * size})
-    assert [thread is threading.main_thread() for thread in threads] == [True, False]

@@ -32,60 +32,53 @@ def asleep(max_waking: int = 9) -> Server:
 
 
 @pytest.mark.parametrize("max_waking", [0, 1])
-def test_one_request_may_always_wait_and_no_more_than_may(max_waking: int) -> None:
-    async def check() -> None:
-        shared = asleep(max_waking)
-        assert shared.state is ServerState.ASLEEP
-        first, second = await waiting(shared, 2)
-        assert shared.state is ServerState.WAKING and not first.done()
-        with pytest.raises(QueueFull, match="1 requests wait"):
-            await second
-        shared.open(MODEL)
-        assert await first is MODEL and await shared.wake_engine() is MODEL
-        shared.sleep("nobody asked")
-        assert shared.state is ServerState.ASLEEP, "who waited before counts no more"
-        [again] = await waiting(shared, 1)
-        shared.open(MODEL)
-        assert await again is MODEL
-
-    asyncio.run(check())
+async def test_one_request_may_always_wait_and_no_more_than_may(max_waking: int) -> None:
+    shared = asleep(max_waking)
+    assert shared.state is ServerState.ASLEEP
+    first, second = await waiting(shared, 2)
+    assert shared.state is ServerState.WAKING and not first.done()
+    with pytest.raises(QueueFull, match="1 requests wait"):
+        await second
+    shared.open(MODEL)
+    assert await first is MODEL and await shared.wake_engine() is MODEL
+    shared.sleep("nobody asked")
+    assert shared.state is ServerState.ASLEEP, "requests that waited before count no more"
+    [again] = await waiting(shared, 1)
+    shared.open(MODEL)
+    assert await again is MODEL
 
 
-def test_waiting_requests_are_refused_if_loading_fails_or_the_server_stops_and_wait_on_if_the_model_sleeps_again() -> (
-    None
-):
-    async def check() -> None:
-        failing, stopping, shared = asleep(), asleep(), asleep()
-        refused, drained = await waiting(failing, 2), await waiting(stopping, 2)
-        failing.fail("worker mini is away")
-        stopping.stop()
-        for each, why in [(refused, "recovering: worker mini is away"), (drained, "draining: the server was told")]:
-            for request in each:
-                with pytest.raises(HttpError, match=why):
-                    await asyncio.wait_for(request, 5)
-        [again] = await waiting(shared, 1)
-        shared.open(MODEL)
-        shared.sleep("nobody asked")
-        await asyncio.wait([again], timeout=0)
-        assert not again.done() and shared.state is ServerState.WAKING
-        shared.open(MODEL)
-        assert await again is MODEL
-
-    asyncio.run(check())
+async def test_waiting_requests_are_refused_if_loading_fails_or_the_server_stops() -> None:
+    failing, stopping = asleep(), asleep()
+    refused, drained = await waiting(failing, 2), await waiting(stopping, 2)
+    failing.fail("worker mini is away")
+    stopping.stop()
+    for each, why in [(refused, "recovering: worker mini is away"), (drained, "draining: the server was told")]:
+        for request in each:
+            with pytest.raises(HttpError, match=why):
+                await asyncio.wait_for(request, 5)
 
 
-def test_a_request_that_leaves_has_woken_the_model_all_the_same() -> None:
-    async def check() -> None:
-        shared = asleep()
-        wanted = asyncio.create_task(shared.wait_wanted())
-        await asyncio.wait([wanted], timeout=0)
-        assert not wanted.done()
-        [asked] = await waiting(shared, 1)
-        asked.cancel()
-        await wanted
-        assert shared.state is ServerState.WAKING and shared.engine is None
+async def test_waiting_requests_wait_on_if_the_model_sleeps_again() -> None:
+    shared = asleep()
+    [again] = await waiting(shared, 1)
+    shared.open(MODEL)
+    shared.sleep("nobody asked")
+    await asyncio.wait([again], timeout=0)
+    assert not again.done() and shared.state is ServerState.WAKING
+    shared.open(MODEL)
+    assert await again is MODEL
 
-    asyncio.run(check())
+
+async def test_a_request_that_leaves_has_woken_the_model_all_the_same() -> None:
+    shared = asleep()
+    wanted = asyncio.create_task(shared.wait_wanted())
+    await asyncio.wait([wanted], timeout=0)
+    assert not wanted.done()
+    [asked] = await waiting(shared, 1)
+    asked.cancel()
+    await wanted
+    assert shared.state is ServerState.WAKING and shared.engine is None
 
 
 def test_clients_are_told_that_a_model_is_loading_while_it_is_read_again() -> None:
@@ -103,8 +96,6 @@ def test_clients_are_told_that_a_model_is_loading_while_it_is_read_again() -> No
     with pytest.raises(HttpError, match=r"^loading: a request came") as refused:
         shared.require_engine()
     assert refused.value.code == "loading"
-    with pytest.raises(HttpError, match="loading"):  # for the first time: no request waits
-        asyncio.run(served().wake_engine())
 
 
 def test_a_server_whose_engine_has_failed_is_recovering_from_the_start() -> None:
@@ -162,16 +153,13 @@ def test_a_deep_look_goes_the_way_of_requests_and_has_a_deadline(
     assert ask(app, "GET", "/live").status_code == 200
 
 
-def test_one_deep_look_is_taken_at_a_time() -> None:
-    async def looked() -> int:
-        stuck = Stuck()
-        shared = served(model=stuck)
-        looks = [asyncio.ensure_future(shared.probe()) for _ in range(3)]
-        for _ in range(20):
-            await asyncio.sleep(0)
-        for look in looks:
-            look.cancel()
-        await asyncio.gather(*looks, return_exceptions=True)
-        return stuck.num_sent
-
-    assert asyncio.run(looked()) == 1
+async def test_one_deep_look_is_taken_at_a_time() -> None:
+    stuck = Stuck()
+    shared = served(model=stuck)
+    looks = [asyncio.create_task(shared.probe()) for _ in range(3)]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    for look in looks:
+        look.cancel()
+    await asyncio.gather(*looks, return_exceptions=True)
+    assert stuck.num_sent == 1

@@ -100,57 +100,48 @@ def test_a_failure_in_the_middle_is_the_last_event_and_a_bug_is_logged_too(capsy
     assert line.startswith("request: internal error: ZeroDivisionError at test_streams.py:") and "secret" not in line
 
 
-def test_a_client_that_leaves_ends_what_makes_the_events() -> None:
-    async def check() -> None:
-        left, begun = asyncio.Event(), asyncio.Event()
+async def test_a_client_that_leaves_ends_the_stream_that_makes_the_events() -> None:
+    left, begun = asyncio.Event(), asyncio.Event()
 
-        async def endless() -> AsyncGenerator[Event, None]:
-            yield "a"
-            begun.set()
-            await asyncio.Event().wait()
+    async def endless() -> AsyncGenerator[Event, None]:
+        yield "a"
+        begun.set()
+        await asyncio.Event().wait()
 
-        events = Events(endless)
-        sending = asyncio.create_task(sent(events, served(), left))
-        await begun.wait()
-        left.set()
-        await asyncio.wait([sending], timeout=10)
-        assert sending.done(), "the answer goes on though its client has left"
-        assert events.closed.is_set()
-
-    asyncio.run(check())
+    events = Events(endless)
+    sending = asyncio.create_task(sent(events, served(), left))
+    await begun.wait()
+    left.set()
+    await asyncio.wait([sending], timeout=10)
+    assert sending.done() and events.closed.is_set(), "the answer goes on though its client has left"
 
 
-def test_a_reader_who_reads_nothing_is_cut_off_and_has_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reader_who_reads_nothing_is_cut_off_and_has_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listen, "_UNREAD_S", 0.2)
+    said = 0
 
-    async def check() -> None:
-        said = 0
+    async def endless() -> AsyncGenerator[Event, None]:
+        nonlocal said
+        while True:
+            said += 1
+            yield "x" * 1000
 
-        async def endless() -> AsyncGenerator[Event, None]:
-            nonlocal said
-            while True:
-                said += 1
-                yield "x" * 1000
+    events = Events(endless)
 
-        events = Events(endless)
+    async def reply(request: Request) -> Response:
+        first = asyncio.ensure_future(anext(source := events()))
+        return EventStream(request, source, first, tell)
 
-        async def reply(request: Request) -> Response:
-            first = asyncio.ensure_future(anext(source := events()))
-            return EventStream(request, source, first, tell)
-
-        app = Starlette(routes=[Route("/", reply)])
-        app.state.server = served()
-        with listening_socket("127.0.0.1", 0) as listener:
-            place = listener.getsockname()
-            async with answering(app, listener, None):
-                with socket.create_connection(place) as client:
-                    client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-                    async with asyncio.timeout(60):
-                        await events.closed.wait()
-                    num_said = said
-                    url = f"http://127.0.0.1:{place[1]}/"
-                    async with httpx2.AsyncClient() as other, other.stream("GET", url) as answer:
-                        assert (await anext(answer.aiter_bytes())).startswith(b"data: " + b"x" * 1000)
-        assert num_said < 20_000  # what the kernel's buffers take
-
-    asyncio.run(check())
+    app = Starlette(routes=[Route("/", reply)])
+    app.state.server = served()
+    with listening_socket("127.0.0.1", 0) as listener:
+        place = listener.getsockname()
+        async with answering(app, listener, None):
+            with socket.create_connection(place) as client:
+                client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+                await events.closed.wait()
+                num_said = said
+                url = f"http://127.0.0.1:{place[1]}/"
+                async with httpx2.AsyncClient() as other, other.stream("GET", url) as answer:
+                    assert (await anext(answer.aiter_bytes())).startswith(b"data: " + b"x" * 1000)
+    assert num_said < 20_000  # what the kernel's buffers take

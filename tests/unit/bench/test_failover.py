@@ -1,6 +1,5 @@
 """What a lost worker costs, as numbers and as a table: which part is which, and what counts as too much."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -42,28 +41,17 @@ def test_the_gap_that_is_wanted_is_made_of_what_could_not_be_avoided() -> None:
     assert replace(ROW, times=replace(TIMES, start_s=None)).wanted_gap_s == pytest.approx(0.025 + 0.25 + 1.2)
     trials = [replace(TIMES, gap_s=gap_s, start_s=None) for gap_s in (9.0, 1.0, 2.0)]
     assert middle(trials) == replace(TIMES, gap_s=2.0, start_s=None), "the medians"
-
-
-def test_the_object_has_every_figure_beside_what_was_wanted() -> None:
-    found = FailoverReport("a machine", "demo", [4, 4], [ROW]).as_json()
-    assert (found["machine"], found["model"], found["layers"]) == ("a machine", "demo", [4, 4])
-    [row] = found["rows"]
-    assert (row["loss"], row["place"], row["context"], row["tokens_equal"]) == ("killed", "restarted", 128, True)
-    assert (row["detect_s"], row["wanted_detect_s"]) == (0.025, 0.05)
+    [row] = FailoverReport("a machine", "demo", [4, 4], [ROW]).as_json()["rows"]
     assert (row["gap_s"], row["wanted_gap_s"]) == (2.0, pytest.approx(1.725))
 
 
 def test_the_table_marks_what_took_longer_than_wanted_and_names_other_tokens(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    slow = replace(ROW, loss="stopped", times=replace(TIMES, detect_s=2.6, gap_s=4.3))
-    print_failover(FailoverReport("a machine", "demo", [4, 4], [ROW, slow]))
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "128 killed, restarted 25 50 0.25 0.25 0.88 1.00 1.00 !2.00 1.73" in lines
-    assert "128 stopped, restarted !2600 2500 0.25 0.25 0.88 1.00 1.00 4.30 4.30" in lines
-    assert "Every answer had the tokens of the unfailed run." in lines
-    print_failover(FailoverReport("a machine", "demo", [4, 4], [replace(ROW, is_equal=False)]))
-    assert "OTHER TOKENS than in the unfailed run: 128 tokens, killed, restarted" in capsys.readouterr().out
+    print_failover(FailoverReport("a machine", "demo", [4, 4], [ROW, replace(ROW, context=256, is_equal=False)]))
+    out = capsys.readouterr().out
+    assert "128 killed, restarted 25 50 0.25 0.25 0.88 1.00 1.00 !2.00 1.73" in " ".join(out.split())
+    assert "OTHER TOKENS than in the unfailed run: 256 tokens, killed, restarted" in out
 
 
 class Ended:
@@ -74,8 +62,8 @@ class Ended:
             yield
 
 
-def test_an_answer_that_ended_before_the_worker_was_struck_is_an_error() -> None:
+async def test_an_answer_that_ended_before_the_worker_was_struck_is_an_error() -> None:
     engine: Any = Ended()
     worker: Any = SimpleNamespace(send_signal=pytest.fail)
     with pytest.raises(BrigadeError, match="expected an answer of 16 tokens, it ended after 0"):
-        asyncio.run(_strike(engine, Request((1,), 16), worker, CASES[0]))
+        await _strike(engine, Request((1,), 16), worker, CASES[0])

@@ -12,10 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from coordinator.bench import bench as measuring
-from coordinator.bench.bench import Workload
 from coordinator.cli import batch as batch_module
-from coordinator.cli import bench
 from coordinator.cli.batch import BatchEntry, BatchRun, open_answers
 from coordinator.cluster.options import cluster_options
 from coordinator.cluster.progress import telling_interrupts
@@ -31,46 +28,6 @@ from worker.errors import (
     StageLost,
     WaitedTooLong,
 )
-
-
-def test_whoever_interrupts_a_batch_is_told_what_is_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target = tmp_path / "out.jsonl"
-    entries = [BatchEntry(n, f"r{n}", "POST", "/v1/completions", {"n": n}) for n in range(4)]
-
-    async def answer(waits: asyncio.Event, model: Engine, body: dict[str, Any]) -> dict[str, Any]:
-        if body["n"] == 3:
-            waits.set()
-            await asyncio.Event().wait()
-        if body["n"] == 2:
-            raise OutOfMemory("no memory")
-        return {"usage": {"completion_tokens": 5}}
-
-    async def run_a_while() -> None:
-        waits = asyncio.Event()
-        monkeypatch.setitem(batch_module.ROUTES, "/v1/completions", lambda *given: answer(waits, *given))
-        with open_answers(target) as answers:
-            fake = cast(Engine, type("Model", (), {"failure": None}))
-            run = BatchRun(fake, answers, lambda num_done, num_tokens: None)
-
-            async def work() -> None:
-                with telling_interrupts(partial(run.interrupted, target)):
-                    await run.answer_all(entries)
-
-            task = asyncio.create_task(work())
-            await waits.wait()
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            assert task.cancelled()
-
-    asyncio.run(run_a_while())
-    said = capsys.readouterr().err
-    assert said.startswith(f"interrupted: 3 requests answered, 1 of them with an error in {target}: 10 tokens in ")
-    assert said.endswith("the same command continues with the others\n")
-    with open_answers(target) as answers:
-        assert answers.known == {"r0": 200, "r1": 200, "r2": 503}
-    assert len([json.loads(line) for line in target.read_text().splitlines()]) == 3
 
 
 class Draining:
@@ -168,14 +125,37 @@ def test_another_run_is_told_of_only_where_there_is_one(tmp_path: Path, monkeypa
         pass
 
 
-def test_whoever_interrupts_a_bench_is_told_that_there_are_no_figures(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+async def test_a_batch_that_is_interrupted_tells_what_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def measure(*arguments: object) -> None:
-        raise asyncio.CancelledError
+    target, waits = tmp_path / "out.jsonl", asyncio.Event()
+    entries = [BatchEntry(n, f"r{n}", "POST", "/v1/completions", {"n": n}) for n in range(4)]
 
-    monkeypatch.setattr(measuring, "measure", measure)
-    options = cluster_options(None, "demo", 1, None, None)
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(bench.run_bench(options, Workload((1,), 8, 8, (), (), 1), as_json=False, plot=None))
-    assert capsys.readouterr() == ("", "interrupted before all was measured: no figures\n")
+    async def answer(model: Engine, body: dict[str, Any]) -> dict[str, Any]:
+        if body["n"] == 3:
+            waits.set()
+            await asyncio.Event().wait()
+        if body["n"] == 2:
+            raise OutOfMemory("no memory")
+        return {"usage": {"completion_tokens": 5}}
+
+    monkeypatch.setitem(batch_module.ROUTES, "/v1/completions", answer)
+    with open_answers(target) as answers:
+        engine = cast(Engine, type("Model", (), {"failure": None}))
+        run = BatchRun(engine, answers, lambda num_done, num_tokens: None)
+
+        async def work() -> None:
+            with telling_interrupts(partial(run.interrupted, target)):
+                await run.answer_all(entries)
+
+        task = asyncio.create_task(work())
+        await waits.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+    said = capsys.readouterr().err
+    assert said.startswith(f"interrupted: 3 requests answered, 1 of them with an error in {target}: 10 tokens in ")
+    assert said.endswith("the same command continues with the others\n")
+    with open_answers(target) as answers:
+        assert answers.known == {"r0": 200, "r1": 200, "r2": 503}
+    assert len([json.loads(line) for line in target.read_text().splitlines()]) == 3

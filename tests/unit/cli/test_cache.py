@@ -26,33 +26,6 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_what_is_kept_is_shown(brigade: Command, kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert not brigade("cache", "ls")
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["ab12ab12", "owner/first@1234", "3-5,", "7,", "head", "5.0", "MiB", "just", "now"] in lines
-    assert any(line[:4] == ["cd34cd34", "second", "none", "whole"] for line in lines)
-    brigade("cache", "ls", "--json")
-    found = json.loads(capsys.readouterr().out)
-    first = next(each for each in found["models"] if each["key"] == KEYS[0])
-    assert found["folder"] == str(kept) and first.pop("used") > 1e9
-    expected = {"model": "owner/first@1234", "layers": [3, 4, 5, 7], "bytes": 5 << 20, "in_use": False}
-    assert first == {"key": KEYS[0]} | expected
-    for arguments in ((), ("x", "--all"), ("cd3",), ("elsewhere",)):
-        with pytest.raises(InputError, match=r"expected models by name or key|nothing is kept of"):
-            brigade("cache", "rm", *arguments)
-    assert len(list(kept.iterdir())) == 2
-
-
-def test_nothing_kept_is_said(
-    brigade: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    brigade("cache", "ls")
-    assert "nothing is kept" in capsys.readouterr().out
-    with pytest.raises(InputError, match=r"^nothing is kept$"):
-        brigade("cache", "rm", "x")
-
-
 @pytest.mark.parametrize("name", ["owner/first", "owner/first@1234", KEYS[0], KEYS[0][:8]])
 def test_a_model_is_removed_by_name_or_key(
     brigade: Command, kept: Path, name: str, capsys: pytest.CaptureFixture[str]
@@ -86,3 +59,23 @@ def test_what_is_in_use_stays_and_is_named(brigade: Command, kept: Path, capsys:
     brigade("cache", "rm", "--all", "--json")
     assert [each["model"] for each in json.loads(capsys.readouterr().out)["removed"]] == ["owner/first@1234"]
     assert not list(kept.iterdir())
+
+
+def test_the_cached_models_are_shown(brigade: Command, kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not brigade("cache", "ls")
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["ab12ab12", "owner/first@1234", "3-5,", "7,", "head", "5.0", "MiB", "just", "now"] in lines
+    assert any(line[:4] == ["cd34cd34", "second", "none", "whole"] for line in lines)
+    brigade("cache", "ls", "--json")
+    found = json.loads(capsys.readouterr().out)
+    first = next(each for each in found["models"] if each["key"] == KEYS[0])
+    assert found["folder"] == str(kept) and first.pop("used") > 1e9
+    expected = {"model": "owner/first@1234", "layers": [3, 4, 5, 7], "bytes": 5 << 20, "in_use": False}
+    assert first == {"key": KEYS[0]} | expected
+
+
+@pytest.mark.parametrize("arguments", [(), ("x", "--all"), ("cd3",), ("elsewhere",)])
+def test_only_models_that_are_there_are_removed(brigade: Command, kept: Path, arguments: tuple[str, ...]) -> None:
+    with pytest.raises(InputError, match=r"expected models by name or key|nothing is kept of"):
+        brigade("cache", "rm", *arguments)
+    assert len(list(kept.iterdir())) == 2

@@ -1,90 +1,81 @@
 """What `brigade init` asks, and what it does not take for granted."""
 
 import io
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from coordinator.cli import nodes
-from coordinator.cli.app import app
 from coordinator.deploy import cluster_file, discovery
-from coordinator.deploy.cluster_file import draft as drafted
+from coordinator.deploy.discovery import FoundNode
+from tests.unit.cli.conftest import Command
 from tests.unit.deploy.test_cluster_file import CABLE, LOOPBACK, WIFI, node, plain
-from worker.config import load_cluster
-from worker.errors import InputError
+from worker.config import ClusterConfig, load_cluster
+from worker.errors import InputError, StageLost
 
-OPEN = drafted([plain("mini", CABLE), plain("air", WIFI)], "coordinator")
+Init = Callable[..., tuple[ClusterConfig, str]]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The questions; all answered with their default."""
-    questions: list[str] = []
+def init(brigade: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Init:
+    """Runs `brigade init` where these nodes announce themselves and this is typed: the file, and what is said."""
 
-    def answer(question: str, default: Any, **how: Any) -> Any:
-        questions.append(question)
-        return default
+    def init(there: list[FoundNode], *flags: str, typed: str = "") -> tuple[ClusterConfig, str]:
+        async def look_around(timeout_s: float) -> discovery.Discovered:
+            return discovery.Discovered(there, 0)
 
-    monkeypatch.setattr(typer, "confirm", answer)
-    monkeypatch.setattr(typer, "prompt", answer)
-    return questions
+        async def all_proven(*given: object) -> dict[str, str]:
+            return {}
 
+        monkeypatch.setattr(discovery, "look_around", look_around)
+        monkeypatch.setattr(cluster_file, "unproven", all_proven)
+        monkeypatch.setattr("sys.stdin", Terminal(typed))
+        path = tmp_path / "cluster.yaml"
+        path.unlink(missing_ok=True)
+        brigade("init", "--config", str(path), *flags)
+        return load_cluster(path), capsys.readouterr().err
 
-def test_no_link_is_left_unencrypted_because_nobody_said_no(asked: list[str]) -> None:
-    for yes in (True, False):
-        asked.clear()
-        found = nodes._encrypted_or_trusted(OPEN, yes=yes, insecure=False)
-        assert not found.workers and len(found.left_out) == 2
-        assert "links to it would not be encrypted" in found.left_out[0]
-        assert len(asked) == (not yes)
-    asked.clear()
-    assert nodes._encrypted_or_trusted(OPEN, yes=False, insecure=True) == OPEN
-    for whole in (drafted([plain("mini", LOOPBACK)], "coordinator"), drafted([node("mini", CABLE)], "coordinator")):
-        assert nodes._encrypted_or_trusted(whole, yes=False, insecure=False) == whole
-    assert not asked
+    return init
 
 
-def test_each_worker_and_the_model_are_asked_about_unless_all_is_wished(asked: list[str]) -> None:
-    assert nodes._taken(OPEN, yes=True) == OPEN and nodes._model(None, yes=True) == "demo" and not asked
-    assert nodes._taken(OPEN, yes=False) == OPEN and nodes._model(None, yes=False) == "demo"
-    assert asked[0] == "Take mini at 169.254.10.2:1 by Thunderbolt (bridge0)?" and len(asked) == 3
-    assert nodes._model("org/model", yes=False) == "org/model" and len(asked) == 3
+def names(cluster: ClusterConfig) -> list[str]:
+    return [worker.name for worker in cluster.workers]
 
 
-def test_a_model_that_cannot_be_one_is_refused_before_anybody_is_looked_for_or_asked_for_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_no_link_is_left_unencrypted_unless_the_user_says_so(init: Init, capsys: pytest.CaptureFixture[str]) -> None:
+    exposed = [plain("mini", CABLE), plain("air", WIFI)]
+    for flags, typed in ((["--yes"], ""), ([], "\n")):
+        with pytest.raises(StageLost, match="found no worker"):
+            init(exposed, *flags, typed=typed)
+        assert capsys.readouterr().err.count("links to it would not be encrypted") == 2
+    assert names(init(exposed, "--yes", "--insecure")[0]) == ["mini", "air"]
+    assert names(init(exposed, typed="y\n\n\n\n")[0]) == ["mini", "air"]
+    assert names(init([plain("mini", LOOPBACK)], "--yes")[0]) == ["mini"]
+    # workers with certificates have an authority: they are not to get a second one
+    assert "next: copy the folder of keys" in init([node("mini", CABLE)], "--yes")[1]
+
+
+def test_each_worker_and_the_model_are_asked_about(init: Init) -> None:
+    cluster, said = init([node("mini", CABLE), node("air", WIFI)], typed="\nn\nnope\norg/model\n")
+    assert names(cluster) == ["mini"] and cluster.model == "org/model"
+    assert "Take mini at 169.254.10.2:1 by Thunderbolt (bridge0)?" in said
+
+
+def test_a_model_that_cannot_be_one_is_refused_before_any_worker_is_looked_for(
+    brigade: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(discovery, "look_around", None)
     with pytest.raises(InputError) as refused:
-        nodes.init(config=tmp_path / "cluster.yaml", model="nope", yes=True)
+        brigade("init", "--yes", "--model", "nope", "--config", str(tmp_path / "cluster.yaml"))
     assert refused.value.field == "model" and not list(tmp_path.iterdir())
-    typed = io.StringIO("nope\norg/model\n")
-    monkeypatch.setattr("sys.stdin", typed)
-    assert nodes._model(None, yes=False) == "org/model" and not typed.read()
 
 
-def test_who_is_not_taken_in_the_end_keeps_no_worker_of_this_machine_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def look_around(timeout_s: float) -> discovery.Discovered:
-        return discovery.Discovered([plain("mini", CABLE), plain("air", LOOPBACK)], 0)
-
-    async def all_proven(*given: object) -> dict[str, str]:
-        return {}
-
-    monkeypatch.setattr(discovery, "look_around", look_around)
-    monkeypatch.setattr(cluster_file, "unproven", all_proven)
-    for flags, worker in ((["--yes"], "air"), (["--yes", "--insecure", "--force"], "mini")):
-        path = tmp_path / "cluster.yaml"
-        assert CliRunner().invoke(app, ["init", "--config", str(path), *flags]).exit_code == 0
-        assert [each.name for each in load_cluster(path).workers] == [worker]
-
-
-def test_who_has_certificates_already_is_not_to_get_a_second_authority(capsys: pytest.CaptureFixture[str]) -> None:
-    nodes._say_next(Path("cluster.yaml"), Path("keys"), is_proven=False)
-    said = capsys.readouterr().err.splitlines()
-    assert said[1].startswith("next: copy the folder of keys of these workers' cluster to keys")
-    assert said[2].startswith("only if it is lost: brigade keys init --config cluster.yaml")
+def test_a_worker_that_is_not_taken_keeps_no_worker_of_this_machine_out(init: Init) -> None:
+    there = [plain("mini", CABLE), plain("air", LOOPBACK)]
+    assert names(init(there, "--yes")[0]) == ["air"]
+    assert names(init(there, "--yes", "--insecure")[0]) == ["mini"]

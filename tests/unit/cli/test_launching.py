@@ -6,21 +6,11 @@ from pathlib import Path
 import pytest
 
 from coordinator.cli.keys import init, issue
-from coordinator.cli.launch import _print_line, _shown, _tell, workers_of
+from coordinator.cli.launch import _print_line, _tell, workers_of
 from coordinator.deploy.launch import Outcome
 from tests.unit.cli.conftest import Command
 from worker.config import ClusterConfig, WorkerConfig
 from worker.errors import BrigadeError, ConfigError
-
-
-def test_what_is_done_on_a_node_is_shown_as_it_says(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes it for a terminal
-    monkeypatch.setenv("TERM", "xterm")
-    with _shown() as report:
-        report("mini", "[/oops] [bold]installing")
-    assert "[/oops] [bold]installing" in capsys.readouterr().err
 
 
 def test_neither_a_failure_nor_a_log_can_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,9 +16,7 @@ from coordinator.planning.plan import Node
 from coordinator.planning.speeds import LinkSpeed, NodeSpeed, Survey
 from tests.tiny import make_model
 from tests.unit.cli.conftest import Command
-from tests.unit.planning.test_planner import SEED_MODEL
 from worker.errors import ConfigError, InputError
-from worker.model.model_spec import ModelSpec
 
 MACS = """\
 nodes:
@@ -60,52 +58,6 @@ def test_json_has_all_that_programs_rely_on(planned: Any) -> None:
     assert (alone["layers"], alone["fits"]) == ([4], True) and alone["ms_per_token"] < found["ms_per_token"]
     assert alone["tokens_per_s_at"] == {"8": pytest.approx(1e3 / alone["ms_per_token"])}
     assert "max alone would be faster" in found["advice"]
-
-
-def test_memory_is_kept_for_all_requests_and_the_objective_decides(planned: Any) -> None:
-    one, four = (json.loads(planned("--json", "--layers", "3,1", *more)) for more in ((), ("--concurrency", "2,4")))
-    assert [node["cache_bytes"] for node in four["nodes"]] == [4 * node["cache_bytes"] for node in one["nodes"]]
-    assert list(four["tokens_per_s_at"]) == ["2", "4"] and (one["sessions"], four["sessions"]) == (1, 4)
-    latency, throughput = (json.loads(planned("--json", "--objective", each)) for each in ("latency", "throughput"))
-    assert latency["layers"] == [4] and latency["left_out"] == ["mini"]
-    assert throughput["layers"] == [3, 1] and throughput["sessions"] == 8
-
-
-@pytest.mark.parametrize(
-    ("gbps", "memory", "flags", "layers", "ms"),
-    [
-        pytest.param(120, "11500MB", (), [53, 11], 47.0, id="the faster one has room for 53"),
-        pytest.param(120, "64GiB", (), [64], 26.5, id="and for all"),
-        pytest.param(120, "64GiB", ("--objective", "throughput"), [56, 8], 42.7, id="both at work"),
-        pytest.param(546, "64GiB", ("--objective", "throughput"), [34, 30], 26.8, id="equally fast"),
-    ],
-)
-def test_an_unequal_pair_is_planned_by_its_speed(
-    brigade: Command,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    gbps: int,
-    memory: str,
-    flags: tuple[str, ...],
-    layers: list[int],
-    ms: float,
-) -> None:
-    """64 layers of 0.215 GB and a head of 0.715 over Macs of 546 and 120 GB/s; by bytes it is [34, 30], and 73 ms."""
-
-    async def read_model(model: str, draft_model: str | None) -> tuple[None, ModelSpec]:
-        return None, SEED_MODEL
-
-    monkeypatch.setattr(open_module, "read_model", read_model)
-    path = tmp_path / "nodes.yaml"
-    path.write_text(
-        f"nodes:\n  - {{name: max, memory: {memory}, gbps: 546}}\n"
-        f"  - {{name: mini, memory: 24GiB, gbps: {gbps}, link: {{rtt_ms: 0.3, gbit: 20}}}}\n",
-        encoding="utf-8",
-    )
-    brigade("plan", "--nodes", str(path), "--context", "1", "--json", *flags)
-    found = json.loads(capsys.readouterr().out)
-    assert found["layers"] == layers and found["ms_per_token"] == pytest.approx(ms, abs=0.2)
 
 
 def test_what_does_not_fit_is_printed_and_refused(planned: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,15 +34,6 @@ def base(folder: Path) -> Iterator[Path]:
     settings.write_text(before)
 
 
-@pytest.fixture
-def sampled(folder: Path) -> Iterator[Path]:
-    """The same model while its makers want it sampled."""
-    path = folder / "generation_config.json"
-    path.write_text(json.dumps(SAMPLED))
-    yield folder
-    path.unlink()
-
-
 def prepared(model: Path, **asked: Any) -> Prepared:
     if "prompt_tokens" not in asked:
         asked = {"prompt": PROMPT} | asked
@@ -74,22 +65,25 @@ def test_a_base_model_is_given_the_text_as_it_stands_and_that_is_said_once(
     assert refused.value.field == "system_prompt"
 
 
-def test_a_model_is_sampled_as_its_makers_say_but_for_flags(folder: Path, sampled: Path) -> None:
-    def found(**asked: Any) -> tuple[float, float, int, str]:
-        task = prepared(sampled, **asked)
-        sampling = task.request.sampling
-        return sampling.temperature, sampling.top_p, sampling.top_k, how_drawn(sampling, task.own_sampling)
+def test_a_model_is_sampled_as_its_makers_say_but_for_flags(folder: Path) -> None:
+    def found(config: dict[str, Any], **sampling: float) -> tuple[float, float, int, str]:
+        (folder / "generation_config.json").write_text(json.dumps(config))
+        task = prepared(folder, sampling={"seed": 3} | sampling)
+        drawn = task.request.sampling
+        return drawn.temperature, drawn.top_p, drawn.top_k, how_drawn(drawn, task.own_sampling)
 
-    *own, told = found()
-    assert own == [0.6, 0.95, 20] and "temperature 0.6, top_p 0.95, top_k 20" in told
-    *own, told = found(sampling={"temperature": 0.9, "top_k": 0})
+    *own, told = found(SAMPLED)
+    assert own == [0.6, 0.95, 20] and told == (
+        "sampled as the model's generation_config.json says (temperature 0.6, top_p 0.95, top_k 20), --seed 3"
+    )
+    *own, told = found(SAMPLED, temperature=0.9, top_k=0)
     assert own == [0.9, 0.95, 0] and "(top_p 0.95)" in told
-    assert found(sampling={"temperature": 0})[0] == 0
-    (sampled / "generation_config.json").write_text(json.dumps(SAMPLED | {"top_p": 3}))
+    assert found(SAMPLED, temperature=0)[0] == 0
+    assert found({}, temperature=0.7)[3] == "sampled at --temp 0.7, --seed 3"
     with pytest.raises(ModelError, match=r"generation_config\.json: top_p: expected a number from 0 to 1, got 3"):
-        found()
-    (sampled / "generation_config.json").write_text("{}")
-    assert found()[0] == 0 and found()[3] == "", "greedy unless they say so"
+        found(SAMPLED | {"top_p": 3})
+    *own, told = found({})
+    assert (own[0], told) == (0, ""), "greedy unless they say so"
 
 
 def test_an_answer_ends_where_tokenizer_configuration_or_its_text_part_say(folder: Path, tmp_path: Path) -> None:

@@ -9,13 +9,10 @@ from collections.abc import Sequence
 import pytest
 from rich.console import Console
 
-from coordinator.cli.demo import compare
-from coordinator.cli.generate import how_drawn, how_it_ended
-from coordinator.cli.report import print_summary
+from coordinator.cli.generate import how_it_ended
 from coordinator.cli.show import Printer, num_final, showing
 from coordinator.sessions.output import Answer, Token, Usage
 from coordinator.sessions.request import Request
-from protos.brigade_pb2 import Sampling
 from worker.errors import StageLost
 
 
@@ -67,15 +64,6 @@ def make_answer(
     return answer
 
 
-def test_the_summary_is_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    print_summary(make_answer(), "ended by itself", "sampled at --temp 1, --seed 3")
-    assert capsys.readouterr().err.splitlines() == [
-        "",
-        "3 tokens, 4.0 tok/s, 1.50 per step; first after 0.500 s (prompt: 4 tokens, 8.0 tok/s)",
-        "ended by itself; sampled at --temp 1, --seed 3",
-    ]
-
-
 def test_it_is_told_why_the_answer_ended() -> None:
     for max_tokens, answer, said in (
         (3, make_answer(), "cut off at --max-tokens 3"),
@@ -86,19 +74,6 @@ def test_it_is_told_why_the_answer_ended() -> None:
         (9, make_answer((5, 6), "stop", stop="!"), "ended at a --stop text"),
     ):
         assert how_it_ended(Request((1,) * 4, max_tokens, eos=frozenset([2])), answer, 128) == said
-    own = {"temperature": 0.6, "top_k": 20}
-    by_itself = "sampled as the model's generation_config.json says (temperature 0.6, top_k 20), --seed 3"
-    assert how_drawn(Sampling(seed=3), {}) == ""
-    assert how_drawn(Sampling(seed=3, temperature=0.7), {}) == "sampled at --temp 0.7, --seed 3"
-    assert how_drawn(Sampling(seed=3, **own), own) == by_itself
-
-
-def test_the_demo_compares_windows_with_one_token_per_step() -> None:
-    assert compare(make_answer(num_steps=1), make_answer(num_steps=3)).splitlines() == [
-        "in windows         3 tokens in 1 steps, 4.0 tok/s",
-        "one token per step 3 tokens in 3 steps, 4.0 tok/s: the same tokens",
-    ]
-    assert compare(make_answer(), make_answer((5, 6, 8))).endswith("OTHER TOKENS")
 
 
 def test_blocks_are_final_after_a_blank_line_outside_of_code() -> None:

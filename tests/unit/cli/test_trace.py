@@ -70,19 +70,6 @@ def test_every_node_is_a_process_and_every_event_has_what_the_format_asks_for() 
     assert slices(trace_events([], [])["traceEvents"]) == []
 
 
-def test_a_frames_slices_meet_and_begin_with_the_trace() -> None:
-    first = [event for event in slices(trace(1, 0)) if event["pid"] == 0]
-    assert [(e["name"], e["ts"], e["dur"]) for e in first] == [
-        ("queue", 0, 1000),
-        ("decode", 1000, 0),
-        ("coordinator compute", 1000, 20_000),
-        ("head + sampling", 21_000, 0),
-        ("drafting", 21_000, 0),
-        ("encode", 21_000, 2000),
-        ("return", 123_000, 6000),
-    ]
-
-
 def test_slices_tell_the_step_its_rows_and_the_tokens_that_it_brought() -> None:
     stages = [tuple(MS * ms for ms in stage) for stage in THREE]
     ways = [passage(MS * 200 * i, stages, 0, CLOCKS) for i in range(2)]  # type: ignore[arg-type]

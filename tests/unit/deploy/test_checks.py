@@ -48,7 +48,9 @@ from worker.node.network import Network
 
 PROBLEM, NOTE, OK = Level.PROBLEM, Level.NOTE, Level.OK
 WIFI = bridge("192.168.1.2", MEDIUM_WIFI, name="en0")
+FAR_WIFI = bridge("192.168.1.9", MEDIUM_WIFI, name="en0")
 LAN = bridge("192.168.1.3", MEDIUM_ETHERNET, name="en7")
+VPN = bridge("10.0.0.1", MEDIUM_TUNNEL, name="x0")
 
 
 def days(count: int) -> int:
@@ -137,52 +139,35 @@ def test_power_and_clock_of_a_node() -> None:
         assert found.level is level and bool(found.fix) == (level is not OK)
 
 
+LOST = StageLost("nothing answers")
+
+
 @pytest.mark.parametrize(
     ("error", "way", "system", "kind", "words", "fix"),
     [
-        (StageLost("nothing answers"), Way(address="a:1", errno=61, error="refused"), "Darwin", Kind.UNREACHABLE,
-         "no worker listens at a:1", "there: brigade worker --config home.yaml --name mini"),
-        (StageLost("nothing answers"), Way(address="a:1", errno=111, error="refused"), "Linux", Kind.UNREACHABLE,
-         "no worker listens at a:1", "brigade worker"),
-        (StageLost("nothing answers"), Way(address="a:1", errno=65, error="No route to host"), "Darwin",
-         Kind.LOCAL_NETWORK, "errno 65", "Privacy & Security, Local Network"),
-        (StageLost("nothing answers"), Way(address="a:1", errno=65, error="Package not installed"), "Linux",
-         Kind.UNREACHABLE, "Package not installed", "is it awake"),
-        (StageLost("nothing answers"), Way(address="a:1", error="nothing answers within 3 s"), "Darwin",
-         Kind.UNREACHABLE, "nothing answers within 3 s", "is it awake"),
-        (StageLost("nothing"), Way(address="a.local:1", errno=-1, error="no address is known"), "Darwin",
-         Kind.UNREACHABLE, "a.local:1: no address is known", "correct `address:`"),
-        (Unanswered("nothing answers (5 s)", start="there: brigade worker"), Way(address="a:1"), "Darwin",
-         Kind.UNREACHABLE, "nothing answers (5 s), though connections are accepted", "wake or end it; then there"),
-        (NodeSilent("stopped answering"), Way(address="a:1"), "Darwin", Kind.UNREACHABLE, "stopped", "wake or end it"),
-        (ConfigError("its certificate has expired"), Way(address="a:1"), "Darwin", Kind.CERTIFICATE, "has expired",
-         "brigade keys issue mini"),
-        (ModelError("speaks protocol 2"), Way(address="a:1"), "Darwin", Kind.BRIGADE, "protocol 2", "same version"),
+        (LOST, {"errno": 61, "error": "refused"}, "Darwin", Kind.UNREACHABLE, "no worker listens at a:1",
+         "there: brigade worker --config home.yaml --name mini"),
+        (LOST, {"errno": 65, "error": "No route"}, "Darwin", Kind.LOCAL_NETWORK, "errno 65", "Local Network"),
+        (LOST, {"errno": 65, "error": "No package"}, "Linux", Kind.UNREACHABLE, "No package", "is it awake"),
+        (LOST, {"error": "nothing within 3 s"}, "Darwin", Kind.UNREACHABLE, "nothing within 3 s", "is it awake"),
+        (LOST, {"errno": -1, "error": "unknown"}, "Darwin", Kind.UNREACHABLE, "a:1: unknown", "correct `address:`"),
+        (Unanswered("nothing answers (5 s)", start="there: brigade worker"), {}, "Darwin", Kind.UNREACHABLE,
+         "nothing answers (5 s), though connections are accepted", "wake or end it; then there"),
+        (NodeSilent("stopped answering"), {}, "Darwin", Kind.UNREACHABLE, "stopped", "wake or end it"),
+        (ConfigError("has expired"), {}, "Darwin", Kind.CERTIFICATE, "has expired", "brigade keys issue mini"),
+        (ModelError("speaks protocol 2"), {}, "Darwin", Kind.BRIGADE, "protocol 2", "same version"),
     ],
 )  # fmt: skip
 def test_a_worker_that_cannot_be_asked_is_a_finding_with_its_reason(
-    error: Any, way: Way, system: str, kind: Kind, words: str, fix: str
+    error: Any, way: dict[str, Any], system: str, kind: Kind, words: str, fix: str
 ) -> None:
     studio = node("studio", STUDIO, system=system)
     start = Network(file="home.yaml").start_hint("mini")
-    findings = judged(known(ExaminedNode("mini", error=error, ways=[way], start=start), studio=studio))
+    mini = ExaminedNode("mini", error=error, ways=[Way(address="a:1", **way)], start=start)
+    findings = judged(known(mini, studio=studio))
     found = said(findings, kind, "mini")
     assert found.level is PROBLEM and words in found.text and fix in found.fix
     assert worse(findings) == [(PROBLEM, kind, "mini")]
-
-
-def test_who_trusts_us_not_is_neither_asleep_nor_to_be_ended() -> None:
-    for expires, fix in ((0, "give cluster.yaml here the `tls:`"), (1, "brigade keys issue studio --coordinator")):
-        studio = node("studio", STUDIO, certificate_expires=expires)
-        closed = ExaminedNode(
-            "mini", error=StageLost(CLOSED_AT_ONCE), ways=[Way(address="a:1")], start="brigade worker"
-        )
-        found = said(judged(known(closed, studio=studio)), Kind.UNREACHABLE)
-        assert found.text == CLOSED_AT_ONCE and fix in found.fix and "brigade worker" not in found.fix
-    error = ConfigError("keys/studio.pem cannot be read")
-    findings = judged(ExaminedCluster([replace(node("studio", STUDIO), error=error)]))
-    assert (PROBLEM, Kind.CERTIFICATE, "studio") in worse(findings)
-    assert any("brigade keys issue studio --coordinator" in each.fix for each in findings)
 
 
 def test_an_address_at_which_a_node_is_not_reached_is_noted_if_another_is_in_use() -> None:
@@ -192,56 +177,11 @@ def test_an_address_at_which_a_node_is_not_reached_is_noted_if_another_is_in_use
         assert worse(judged(known(replace(node(), ways=[wrong, right])))) == [(level, kind, "mini")]
 
 
-def over(medium: Interface, other: Interface, **mini: Any) -> list[Finding]:
+def over(near: Interface, far: Interface, **mini: Any) -> list[Finding]:
     """What is said of a hop by these two interfaces, beside the bridges."""
-    studio = node("studio", STUDIO, interfaces=[bridge(STUDIO), medium])
-    far = node(interfaces=[bridge(MINI), other], **mini)
-    return judged(known(far, studio=studio, hops=[hop(local=medium.addresses[0], remote=other.addresses[0])]))
-
-
-FAR_WIFI = bridge("192.168.1.9", MEDIUM_WIFI, name="en0")
-
-
-def test_wifi_though_a_cable_is_there_is_a_problem_and_otherwise_a_note() -> None:
-    found = said(over(WIFI, FAR_WIFI), Kind.WIFI)
-    assert found.level is PROBLEM and "though a Thunderbolt cable is there" in found.text
-    assert found.fix == f"put {MINI} and the port first in `address:` of mini in cluster.yaml, on both nodes"
-    found = said(over(WIFI, FAR_WIFI, thunderbolt=[]), Kind.WIFI)
-    assert found.level is NOTE and found.fix.startswith("connect them by a Thunderbolt cable")
-    found = said(over(LAN, FAR_WIFI), Kind.WIFI)  # Wi-Fi at the far end is Wi-Fi
-    assert found.level is PROBLEM
-    assert found.text.startswith("takes Ethernet (en7, MTU 1500), at mini Wi-Fi (en0, MTU 1500) though a Thunderbolt")
-    drive = ThunderboltPort(name="1", gbit=80.0, is_connected=True, id="mini")  # no cable between two Macs
-    assert said(over(WIFI, FAR_WIFI, thunderbolt=[drive]), Kind.WIFI).level is PROBLEM
-    studio = node("studio", STUDIO, interfaces=[WIFI], thunderbolt=[drive])
-    taken = hop(local=WIFI.addresses[0], remote=MINI)
-    assert said(judged(known(node(), studio=studio, hops=[taken])), Kind.WIFI).level is NOTE
-
-
-def test_wifi_though_the_cable_has_no_address_or_both_are_on_one_ethernet() -> None:
-    taken = [hop(local=WIFI.addresses[0], remote="192.168.1.9")]
-    bare = Interface(name="bridge0", medium=MEDIUM_THUNDERBOLT, mtu=1500)
-    studio = node("studio", STUDIO, interfaces=[bare, WIFI])
-    found = said(judged(known(node(interfaces=[bare, FAR_WIFI]), studio=studio, hops=taken)), Kind.WIFI)
-    assert "Thunderbolt Bridge, TCP/IP" in found.fix
-    studio = node("studio", STUDIO, interfaces=[WIFI, LAN], thunderbolt=[])
-    for address, level in (("192.168.1.8", PROBLEM), ("10.0.0.8", NOTE)):
-        far = node(interfaces=[FAR_WIFI, bridge(address, MEDIUM_ETHERNET)], thunderbolt=[])
-        found = said(judged(known(far, studio=studio, hops=taken)), Kind.WIFI)
-        assert found.level is level and found.fix.startswith("put 192.168.1.8 ") == (level is PROBLEM)
-
-
-def test_other_ways_than_the_cable() -> None:
-    for medium, has_cable, level, words in (
-        (MEDIUM_TUNNEL, True, PROBLEM, "takes a VPN"),
-        (MEDIUM_TUNNEL, False, NOTE, "takes a VPN"),
-        (MEDIUM_ETHERNET, True, NOTE, "takes Ethernet"),
-        (MEDIUM_ETHERNET, False, OK, "takes Ethernet"),
-    ):
-        taken, other = bridge("10.0.0.1", medium, name="x0"), bridge("10.0.0.2", medium, name="x0")
-        found = said(over(taken, other, **({} if has_cable else {"thunderbolt": []})), Kind.INTERFACE)
-        assert found.level is level and words in found.text
-        assert ("though a Thunderbolt cable is there" in found.text) == has_cable
+    studio = node("studio", STUDIO, interfaces=[bridge(STUDIO), near])
+    mini = {"interfaces": [bridge(MINI), far]} | mini
+    return judged(known(node(**mini), studio=studio, hops=[hop(local=near.addresses[0], remote=far.addresses[0])]))
 
 
 @pytest.mark.parametrize(
@@ -280,30 +220,8 @@ def test_what_a_hop_means_for_this_model() -> None:
     figures = "ms of each token (round trip 0.40 ms, 1.0 GB/s by gRPC)"
     assert there.startswith(f"0.21 {figures}; 1,000 tokens of a prompt 8.39") and back == f"0.20 {figures}"
     assert said(findings, Kind.CHAIN).text.startswith("0.41 ms of each token")
-    found = said(judged(known(node(), hops=[hop(6.0)])), Kind.GRPC)
-    told = "gRPC's round trip is 30 times TCP's; for comparison: bare TCP 0.20 ms"
-    assert found.level is NOTE and found.text.startswith(told)
-    assert said(judged(known(node(), hops=[hop(1.9)])), Kind.GRPC).level is OK
-
-
-def test_what_could_not_be_measured_is_noted() -> None:
-    failed, closed, silent = hop(), hop(), [
-        LinkReply(rtt_ms=float("nan"), bytes_per_s=1.0), LinkReply(rtt_ms=-1.0), LinkReply(),
-    ]  # fmt: skip
-    failed.reply.lines[0].error = "timed out"
-    findings = judged(known(node(), hops=[failed]))
-    assert worse(findings) == [(NOTE, Kind.UNMEASURED, "studio → mini")]
-    assert said(findings, Kind.UNMEASURED).text == "not measured: bare TCP: timed out"
-    del closed.reply.lines[:]  # it opens no port: measured by gRPC alone
-    assert worse(judged(known(node(), hops=[closed]))) == [(NOTE, Kind.UNMEASURED, "studio → mini")]
-    for reply in silent:  # figures that can be none are not believed
-        reply.lines.append(Line(transport=TRANSPORT_TCP, rtt_ms=float("nan"), bytes_per_s=float("inf")))
-        findings = judged(known(node(), hops=[ExaminedHop("studio", "mini", reply)]))
-        assert {each.kind for each in findings if each.level is NOTE} == {Kind.UNMEASURED}
-        assert not any("nan" in each.text for each in findings)
-    far = ExaminedNode("mini", error=StageLost("nothing answers"), ways=[Way(address="a:1", errno=61, error="refused")])
-    findings = judged(known(far, hops=[ExaminedHop("studio", "mini")]))
-    assert worse(findings) == [(PROBLEM, Kind.UNREACHABLE, "mini"), (NOTE, Kind.UNMEASURED, "studio → mini")]
+    for rtt_ms, level in ((6.0, NOTE), (1.9, OK)):  # TCP takes 0.2 ms
+        assert said(judged(known(node(), hops=[hop(rtt_ms)])), Kind.GRPC).level is level
 
 
 def test_a_hop_that_leads_nowhere_or_failed_while_it_was_measured_is_a_problem() -> None:
@@ -313,6 +231,69 @@ def test_a_hop_that_leads_nowhere_or_failed_while_it_was_measured_is_a_problem()
         assert worse(findings) == [(PROBLEM, kind, "studio → mini")]
     findings = judged(known(node(), hops=[ExaminedHop("studio", "mini", error=StageLost("closed the connection"))]))
     assert worse(findings) == [(PROBLEM, Kind.UNREACHABLE, "studio → mini")]
+
+
+DRIVE = ThunderboltPort(name="1", gbit=80.0, is_connected=True, id="mini")  # no cable between two Macs
+
+
+@pytest.mark.parametrize(
+    ("near", "far", "has_cable", "level", "words"),
+    [
+        (WIFI, FAR_WIFI, True, PROBLEM, "takes Wi-Fi"),
+        (WIFI, FAR_WIFI, False, NOTE, "takes Wi-Fi"),
+        (LAN, FAR_WIFI, True, PROBLEM, "takes Ethernet (en7, MTU 1500), at mini Wi-Fi (en0, MTU 1500) though a"),
+        (VPN, VPN, True, PROBLEM, "takes a VPN"),
+        (VPN, VPN, False, NOTE, "takes a VPN"),
+        (LAN, LAN, True, NOTE, "takes Ethernet"),
+        (LAN, LAN, False, OK, "takes Ethernet"),
+    ],
+)
+def test_a_link_that_is_no_cable_is_worse_if_there_is_one(
+    near: Interface, far: Interface, has_cable: bool, level: Level, words: str
+) -> None:
+    findings = over(near, far, **({} if has_cable else {"thunderbolt": []}))
+    found = said(findings, Kind.WIFI if far is FAR_WIFI else Kind.INTERFACE)
+    assert found.level is level and words in found.text
+    assert ("though a Thunderbolt cable is there" in found.text) == has_cable
+
+
+def test_the_way_off_wifi_is_the_address_of_the_cable_or_of_one_ethernet_or_a_cable() -> None:
+    found = said(over(WIFI, FAR_WIFI), Kind.WIFI)
+    assert found.fix == f"put {MINI} and the port first in `address:` of mini in cluster.yaml, on both nodes"
+    assert said(over(WIFI, FAR_WIFI, thunderbolt=[]), Kind.WIFI).fix.startswith("connect them by a Thunderbolt cable")
+    assert said(over(WIFI, FAR_WIFI, thunderbolt=[DRIVE]), Kind.WIFI).level is PROBLEM
+    studio = node("studio", STUDIO, interfaces=[WIFI], thunderbolt=[DRIVE])
+    taken = hop(local=WIFI.addresses[0], remote=MINI)
+    assert said(judged(known(node(), studio=studio, hops=[taken])), Kind.WIFI).level is NOTE
+    bare = Interface(name="bridge0", medium=MEDIUM_THUNDERBOLT, mtu=1500)  # the cable has no address
+    taken = hop(local=WIFI.addresses[0], remote=FAR_WIFI.addresses[0])
+    studio = node("studio", STUDIO, interfaces=[bare, WIFI])
+    found = said(judged(known(node(interfaces=[bare, FAR_WIFI]), studio=studio, hops=[taken])), Kind.WIFI)
+    assert "Thunderbolt Bridge, TCP/IP" in found.fix
+    studio = node("studio", STUDIO, interfaces=[WIFI, LAN], thunderbolt=[])
+    for address, level in (("192.168.1.8", PROBLEM), ("10.0.0.8", NOTE)):
+        far = node(interfaces=[FAR_WIFI, bridge(address, MEDIUM_ETHERNET)], thunderbolt=[])
+        found = said(judged(known(far, studio=studio, hops=[taken])), Kind.WIFI)
+        assert found.level is level and found.fix.startswith("put 192.168.1.8 ") == (level is PROBLEM)
+
+
+def test_a_hop_whose_measurement_failed_is_noted_and_impossible_figures_are_not_believed() -> None:
+    failed, closed = hop(), hop()
+    failed.reply.lines[0].error = "timed out"
+    findings = judged(known(node(), hops=[failed]))
+    assert worse(findings) == [(NOTE, Kind.UNMEASURED, "studio → mini")]
+    assert said(findings, Kind.UNMEASURED).text == "not measured: bare TCP: timed out"
+    del closed.reply.lines[:]  # it opens no port: measured by gRPC alone
+    assert worse(judged(known(node(), hops=[closed]))) == [(NOTE, Kind.UNMEASURED, "studio → mini")]
+    for rtt_ms, bytes_per_s in ((float("nan"), 1.0), (-1.0, 0.0), (0.0, 0.0)):
+        line = Line(transport=TRANSPORT_TCP, rtt_ms=float("nan"), bytes_per_s=float("inf"))
+        reply = LinkReply(rtt_ms=rtt_ms, bytes_per_s=bytes_per_s, lines=[line])
+        findings = judged(known(node(), hops=[ExaminedHop("studio", "mini", reply)]))
+        assert {each.kind for each in findings if each.level is NOTE} == {Kind.UNMEASURED}
+        assert not any("nan" in each.text for each in findings)
+    far = ExaminedNode("mini", error=StageLost("nothing answers"), ways=[Way(address="a:1", errno=61, error="refused")])
+    findings = judged(known(far, hops=[ExaminedHop("studio", "mini")]))
+    assert worse(findings) == [(PROBLEM, Kind.UNREACHABLE, "mini"), (NOTE, Kind.UNMEASURED, "studio → mini")]
 
 
 def fitted(nodes: ExaminedCluster, num_layers: int, layers: tuple[int, ...] | None = None) -> list[Finding]:
@@ -368,3 +349,17 @@ def test_what_another_node_says_cannot_steer_a_terminal() -> None:
         assert told.isprintable() and "\\u" not in told and len(told) < 100_000
     for each in findings:
         assert each.text.isprintable() and each.fix.isprintable() and each.about.isprintable() and len(each.text) < 500
+
+
+def test_a_coordinator_that_is_not_trusted_is_told_how_to_get_a_certificate() -> None:
+    for expires, fix in ((0, "give cluster.yaml here the `tls:`"), (1, "brigade keys issue studio --coordinator")):
+        studio = node("studio", STUDIO, certificate_expires=expires)
+        closed = ExaminedNode(
+            "mini", error=StageLost(CLOSED_AT_ONCE), ways=[Way(address="a:1")], start="brigade worker"
+        )
+        found = said(judged(known(closed, studio=studio)), Kind.UNREACHABLE)
+        assert found.text == CLOSED_AT_ONCE and fix in found.fix and "brigade worker" not in found.fix
+    error = ConfigError("keys/studio.pem cannot be read")
+    findings = judged(ExaminedCluster([replace(node("studio", STUDIO), error=error)]))
+    assert (PROBLEM, Kind.CERTIFICATE, "studio") in worse(findings)
+    assert any("brigade keys issue studio --coordinator" in each.fix for each in findings)

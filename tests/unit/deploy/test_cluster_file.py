@@ -54,22 +54,6 @@ def test_a_worker_is_called_by_all_that_leads_there_in_order() -> None:
     assert str(mini) == "mini at 169.254.10.2:1 by Thunderbolt (bridge0), else at 192.168.1.7:1 by Wi-Fi (en0)"
 
 
-def test_who_cannot_be_in_it_is_left_out_with_the_reason() -> None:
-    for nodes, kept, why in (
-        ([node("mini", CABLE), node("mini", WIFI)], [], "2 workers have this name"),
-        ([node("mini", CABLE), node("Mini", WIFI)], [], "2 workers have this name"),
-        ([node("Coordinator", CABLE)], [], "the coordinator has this name"),
-        ([node("mi.ni.", CABLE)], [], "a certificate cannot carry this name"),
-        ([node("mini", NOWHERE)], [], "no interface of this machine leads there"),
-        ([node("mini", CABLE), plain("air", WIFI)], ["mini"], "it was started without a certificate"),
-        ([node("mini", CABLE, WIFI), node("air", LAN, WIFI)], ["mini"], "mini announces 192.168.1.7:1, too"),
-    ):
-        found = drafted(*nodes)
-        assert names(found) == kept
-        assert found.left_out and all(" is left out: " in line for line in found.left_out)
-        assert why in found.left_out[0]
-
-
 def test_links_are_exposed_where_they_leave_the_machine_without_a_certificate() -> None:
     assert not drafted(node("mini", CABLE)).is_exposed and not drafted(plain("mini", LOOPBACK)).is_exposed
     assert drafted(plain("mini", CABLE)).is_exposed and drafted(node("mini", CABLE)).is_encrypted
@@ -87,20 +71,7 @@ def test_of_named_ones_only_they_are_taken_or_told_of() -> None:
     assert "2 workers have this name" in draft(there, "coordinator", ["mini"]).left_out[0]
 
 
-def test_a_worker_on_loopback_is_left_out_beside_those_that_are_taken_only() -> None:
-    whole = drafted(node("mini", CABLE), node("air", LOOPBACK))
-    assert names(whole) == ["mini", "air"]
-    assert within_reach(whole).left_out == (
-        "air is left out: it listens on this machine's loopback, where the others cannot reach it: start it with "
-        "--bind 0.0.0.0:1, or leave its layers to the coordinator",
-    )
-    alone = whole.without({"mini": "as you said"})
-    assert within_reach(alone) == alone and names(alone) == ["air"]
-
-
 MINI = node("mini", CABLE, WIFI)
-
-
 TEXT = cluster_text("demo", "coordinator", Draft((MINI,)))
 
 
@@ -181,15 +152,32 @@ workers:
   - {name: mini, address: "127.0.0.1:50070"}  # by Thunderbolt"""
 
 
-def planned(*names: str) -> Plan:
-    return Plan(tuple(Assignment(name, 4 * i, 4 * i + 4, 1, 1, 9) for i, name in enumerate(names)), 1)
+@pytest.mark.parametrize(
+    ("nodes", "kept", "why"),
+    [
+        ([node("mini", CABLE), node("mini", WIFI)], [], "2 workers have this name"),
+        ([node("mini", CABLE), node("Mini", WIFI)], [], "2 workers have this name"),
+        ([node("Coordinator", CABLE)], [], "the coordinator has this name"),
+        ([node("mi.ni.", CABLE)], [], "a certificate cannot carry this name"),
+        ([node("mini", NOWHERE)], [], "no interface of this machine leads there"),
+        ([node("mini", CABLE), plain("air", WIFI)], ["mini"], "it was started without a certificate"),
+        ([node("mini", CABLE, WIFI), node("air", LAN, WIFI)], ["mini"], "mini announces 192.168.1.7:1, too"),
+    ],
+)
+def test_a_node_that_cannot_be_in_it_is_left_out_with_the_reason(
+    nodes: list[FoundNode], kept: list[str], why: str
+) -> None:
+    found = drafted(*nodes)
+    assert names(found) == kept
+    assert found.left_out and all(" is left out: " in line for line in found.left_out) and why in found.left_out[0]
 
 
-def written(folder: Path, text: str, plan: Plan) -> str:
-    """The file's text afterwards."""
+def written(folder: Path, text: str, *names: str) -> str:
+    """The file's text once a plan over these nodes was to be written into it."""
     path = folder / "cluster.yaml"
     path.write_text(text, encoding="utf-8")
     path.chmod(0o640)
+    plan = Plan(tuple(Assignment(name, 4 * i, 4 * i + 4, 1, 1, 9) for i, name in enumerate(names)), 1)
     try:
         write_layers(path, load_cluster(path), plan)
     finally:
@@ -200,37 +188,34 @@ def written(folder: Path, text: str, plan: Plan) -> str:
 
 @pytest.mark.parametrize("end", ["", "\n"])
 def test_layers_are_added_and_comments_stay(tmp_path: Path, end: str) -> None:
-    found = written(tmp_path, FILE + end, planned("coordinator", "mini"))
-    assert found == f"{FILE}\nlayers: [4, 4]  # as brigade plan says\n"
+    assert written(tmp_path, FILE + end, *HERE) == f"{FILE}\nlayers: [4, 4]  # as brigade plan says\n"
     assert load_cluster(tmp_path / "cluster.yaml").layers == (4, 4)
 
 
-OTHERS = "expected a plan over coordinator, mini, in this order"
-BY_HAND = r"write there yourself: layers: \[4, 4\]"
 HERE = ("coordinator", "mini")
 
 
 @pytest.mark.parametrize(
     ("text", "names", "said"),
     [
-        (FILE, ("coordinator",), OTHERS),
-        (FILE, ("mini", "coordinator"), OTHERS),
-        ('{workers: [{name: mini, address: "127.0.0.1:50070"}]}', HERE, BY_HAND),
-        (f"{FILE}\n...\n", HERE, BY_HAND),
+        (FILE, HERE[:1], "expected a plan over coordinator, mini, in this order"),
+        (FILE, HERE[::-1], "expected a plan over coordinator, mini, in this order"),
+        ('{workers: [{name: mini, address: "127.0.0.1:50070"}]}', HERE, r"write there yourself: layers: \[4, 4\]"),
+        (f"{FILE}\n...\n", HERE, r"write there yourself: layers: \[4, 4\]"),
     ],
 )
 def test_a_file_that_cannot_get_this_plan_stays_as_it_is(
     tmp_path: Path, text: str, names: tuple[str, ...], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        written(tmp_path, text, planned(*names))
+        written(tmp_path, text, *names)
     assert (tmp_path / "cluster.yaml").read_text(encoding="utf-8") == text
 
 
-def test_a_read_only_file_stays_as_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "cluster.yaml"
-    path.write_text(FILE, encoding="utf-8")
-    path.chmod(0o444)
-    with pytest.raises(ConfigError, match=r"cluster\.yaml is read-only: expected a file that may be changed"):
-        write_layers(path, load_cluster(path), planned("coordinator", "mini"))
-    assert path.read_text(encoding="utf-8") == FILE and [each.name for each in tmp_path.iterdir()] == ["cluster.yaml"]
+def test_a_worker_on_loopback_is_left_out_only_beside_those_that_are_taken() -> None:
+    whole = drafted(node("mini", CABLE), node("air", LOOPBACK))
+    assert names(whole) == ["mini", "air"]
+    [said] = within_reach(whole).left_out
+    assert said.startswith("air is left out: it listens on this machine's loopback") and "--bind 0.0.0.0:1" in said
+    alone = whole.without({"mini": "as you said"})
+    assert within_reach(alone) == alone and names(alone) == ["air"]

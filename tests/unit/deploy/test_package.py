@@ -9,20 +9,29 @@ from packaging.metadata import Metadata
 from coordinator.deploy import package as package_module
 from coordinator.deploy.package import Package, files_of, installed, pins, project_at
 from coordinator.deploy.trial import TriedHop, advice, hops_of
+from coordinator.sessions.waterfall import Leg, Passage, Route
 from tests.unit.deploy.cases import tried
 from worker.errors import ConfigError, ModelError, NodeBusy, OutOfMemory, StageLost
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
+def test_there_is_something_to_do_about_every_failure() -> None:
+    for error, words in (
+        (NodeBusy("serves"), "brigade generate --server"),
+        (OutOfMemory("none"), "brigade plan --config a.yaml"),
+        (ModelError("none"), "brigade plan --config a.yaml tells whether it fits"),
+        (ConfigError("none"), "brigade plan --config a.yaml tells whether it fits"),
+        (StageLost("gone"), "brigade doctor --config a.yaml tells what is wrong"),
+    ):
+        assert words in advice(error, "--config a.yaml")
+
+
 def test_a_file_a_pin_or_a_requirement_makes_another_version() -> None:
-    files = [
-        ("a.py", b"1", "mlx==1\n"),
-        ("a.py", b"2", "mlx==1\n"),
-        ("a.py", b"1", "mlx==2\n"),
-        ("a.py", b"1", "mlx==1\n"),
+    ids = [
+        Package("1.0", {"a.py": content}, pins).id
+        for content, pins in ((b"1", "mlx==1\n"), (b"2", "mlx==1\n"), (b"1", "mlx==2\n"), (b"1", "mlx==1\n"))
     ]
-    ids = [Package("1.0", {name: content}, pins).id for name, content, pins in files]
     assert len(set(ids)) == 3 and ids[0] == ids[3]
 
 
@@ -101,18 +110,7 @@ def test_a_hop_has_what_its_stage_sent_and_how_long_a_frame_was_on_the_way() -> 
     trial = tried()
     assert trial.hops == [TriedHop("studio", "mini", 100, 1.0), TriedHop("mini", "studio", 6, 3.0)]
     assert trial.is_same and not tried(second=(7, 9)).is_same
-
-
-def test_one_node_has_no_hops() -> None:
-    leg = tried().first.usage.legs[0]
-    alone = type(leg.route)(leg.route.nodes[:1], [0])
-    passage = type(leg.passages[0])(leg.passages[0].timings[:1], leg.passages[0].returned)
-    assert hops_of([type(leg)(alone, [passage])], tried().first.statuses[:1], tried().first.statuses[:1]) == []
-    for error, words in (
-        (NodeBusy("serves"), "brigade generate --server"),
-        (OutOfMemory("none"), "brigade plan --config a.yaml"),
-        (ModelError("none"), "brigade plan --config a.yaml tells whether it fits"),
-        (ConfigError("none"), "brigade plan --config a.yaml tells whether it fits"),
-        (StageLost("gone"), "brigade doctor --config a.yaml tells what is wrong"),
-    ):
-        assert words in advice(error, "--config a.yaml"), "there is something to do about every failure"
+    [leg] = trial.first.usage.legs
+    [passage] = leg.passages
+    alone = Leg(Route(leg.route.nodes[:1], [0]), [Passage(passage.timings[:1], passage.returned)])
+    assert hops_of([alone], trial.first.statuses[:1], trial.first.statuses[:1]) == [], "one node has none"

@@ -162,21 +162,6 @@ def test_a_turn_that_does_not_end_is_told_with_its_process(machine: FakeMachine)
     assert (done.returncode, done.stderr) == (1, told)
 
 
-def test_a_turn_that_is_over_when_it_is_taken_is_none(machine: FakeMachine) -> None:
-    """Who looks and then takes is too slow if others have had two turns between."""
-    with living() as other:
-        turns = machine.hold("versions", other).parent
-        alive = turns / "1"
-        said = alive.readlink()
-        machine.write("readlink", f'{shutil.which("readlink")} "$@"; mkdir {turns.parent}/looked 2>/dev/null && '
-                                  f"rm {turns}/1 && ln -s '{said}' {turns}/3")  # fmt: skip
-        alive.unlink()
-        alive.symlink_to("1 gone")
-        machine.write("sleep", SLEEP_TO_ITS_END.format(pid=other))
-        assert "waiting for another installation" in install(machine, "mini", "v1")
-        assert [each.name for each in turns.iterdir()] == ["4"]
-
-
 def test_an_installation_that_fails_is_told_before_its_own_words(machine: FakeMachine) -> None:
     folder_of(machine, "mini")
     machine.write("uv", '[ "$1" = venv ] && exit 0\necho "  cause: client error (Connect)" >&2\nexit 2')

@@ -93,29 +93,6 @@ def test_a_line_without_end_is_that_nodes_failure(loud: Remote) -> None:
         asyncio.run(loud.log(10, lambda line: None))
 
 
-def test_a_bug_on_one_node_ends_the_work_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = []
-
-    async def run(remote: Remote, script: str, within_s: float) -> dict[str, list[str]]:
-        await asyncio.sleep(0)
-        if remote.node == "mini":
-            raise KeyError("bug")
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append(remote.node)
-        return {}
-
-    async def stop_all() -> None:
-        workers = [WorkerConfig(name=name, address="127.0.0.1:1", ssh=name) for name in ("mini", "air")]
-        with pytest.raises(KeyError, match="bug"):
-            await stop(workers, lambda node, phase: None)
-        assert ended == ["air"]
-
-    monkeypatch.setattr(Remote, "run", run)
-    asyncio.run(stop_all())
-
-
 @pytest.mark.usefixtures("loud")
 def test_of_what_is_said_without_end_little_is_kept() -> None:
     for place, message in (

@@ -1,49 +1,46 @@
-"""What a plan reads of a checkpoint, which tensors a shard needs, and what does not fit its config.json."""
+"""What a plan reads of a checkpoint, and which tensors a shard needs."""
 
 import math
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from protos.brigade_pb2 import DTYPE_BFLOAT16
+from tests.tiny import make_model
 from tests.unit.model.test_checkpoint import LAYER, synthetic
-from worker.errors import ModelError
 from worker.model.cache_spec import Memory
+from worker.model.checkpoint import open_folder
 from worker.model.describe import describe, shard_tensors
 from worker.model.model_spec import DraftHead, HeadKind, LayerSpec
 from worker.model.module_tree import layer_in_checkpoint
 
 LAYER_BYTES = 2 * sum(map(math.prod, LAYER.values()))
-EMBED, NORM, HEAD = {"model.embed_tokens.weight"}, {"model.norm.weight"}, {"lm_head.weight"}
 
 
 @pytest.mark.parametrize(
-    ("tied", "start", "end", "besides"),
-    [
-        (False, 0, 1, EMBED),
-        (False, 1, 2, set()),
-        (False, 2, 3, NORM | HEAD),
-        (False, 0, 3, EMBED | NORM | HEAD),
-        (True, 0, 1, EMBED),
-        (True, 1, 2, set()),
-        (True, 2, 3, EMBED | NORM),
-        (True, 0, 3, EMBED | NORM),
-    ],
+    ("start", "end", "embedding", "norm"), [(0, 1, 1, 0), (1, 2, 0, 0), (2, 3, 0, 1), (0, 3, 1, 1)]
 )
-def test_a_shard_needs_its_layers_and_what_lies_at_its_end(tied: bool, start: int, end: int, besides: set[str]) -> None:
-    checkpoint = synthetic(tied=tied)
-    assert describe(checkpoint).tied == tied
-    names = shard_tensors(checkpoint, start, end)
-    assert {name for name in names if layer_in_checkpoint(name) is None} == besides
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_shard_needs_its_layers_and_the_parts_at_its_ends(
+    tied: bool, start: int, end: int, embedding: bool, norm: bool
+) -> None:
+    names = shard_tensors(synthetic(tied=tied), start, end)
+    besides = {
+        "model.embed_tokens.weight": embedding or (tied and norm),  # which is its head, too
+        "model.norm.weight": norm,
+        "lm_head.weight": norm and not tied,
+    }
+    assert {name for name in names if layer_in_checkpoint(name) is None} == {name for name in besides if besides[name]}
     assert {layer_in_checkpoint(name) for name in names} - {None} == set(range(start, end))
-    assert len(names) == len(besides) + len(LAYER) * (end - start)
+    assert len(names) == sum(map(bool, besides.values())) + len(LAYER) * (end - start)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_description_counts_bytes(tied: bool) -> None:
     spec = describe(synthetic(tied=tied))
-    layer = LayerSpec(LAYER_BYTES, (Memory(None, 2, 2, 2, 2),))
-    assert spec.layers == (layer, layer, layer)
+    assert spec.layers == (LayerSpec(LAYER_BYTES, (Memory(None, 2, 2, 2, 2),)),) * 3
     assert (spec.embed_bytes, spec.head_bytes, spec.tied) == (160, 16 if tied else 16 + 160, tied)
     assert spec.shard_bytes(0, 3) == 3 * LAYER_BYTES + 16 + (160 if tied else 2 * 160)
     assert (spec.name, spec.family, spec.hidden_size, spec.vocab_size) == ("synthetic", "qwen3", 8, 10)
@@ -51,19 +48,18 @@ def test_a_description_counts_bytes(tied: bool) -> None:
     assert [spec.shard_bytes(i, i + 1) for i in range(3)] == [LAYER_BYTES + 160, LAYER_BYTES, LAYER_BYTES + 176]
     # of an embedding that is no head a token reads one row, also where a draft head needs one on the last stage
     assert [spec.token_bytes(i, i + 1) for i in range(3)] == [LAYER_BYTES, LAYER_BYTES, spec.shard_bytes(2, 3)]
-    serving = replace(spec, drafter=replace(spec, head=DraftHead(HeadKind.MTP, {}, 1, 8, 8, 1, 8)))
-    own = serving.drafter.shard_bytes(0, 3) if serving.drafter else 0
-    assert serving.token_bytes(2, 3) == spec.token_bytes(2, 3) + own
+    drafter = replace(spec, head=DraftHead(HeadKind.MTP, {}, 1, 8, 8, 1, 8))
+    assert replace(spec, drafter=drafter).token_bytes(2, 3) == spec.token_bytes(2, 3) + drafter.shard_bytes(0, 3)
     assert spec.reserved_bytes(0, 2, 5) == 2 * 16 * 256
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "said"),
-    [
-        (4, rf"^synthetic lacks tensor model\.layers\.3\..*\({len(LAYER)} missing\); download"),
-        (2, r"2 layers but there is a tensor model\.layers\.2\..*; download it again"),  # it would answer nonsense
-    ],
-)
-def test_layers_that_do_not_agree_with_the_tensors_are_refused(num_layers: int, said: str) -> None:
-    with pytest.raises(ModelError, match=said):
-        describe(synthetic(tied=True, num_hidden_layers=num_layers))
+@pytest.mark.parametrize("quantize", [None, {"group_size": 32, "bits": 4}], ids=["as it is", "4 bits"])
+def test_experts_that_a_token_is_not_sent_to_are_idle(tmp_path: Path, quantize: dict[str, Any] | None) -> None:
+    """Two of four experts, of three matrices of 64 x 32; layer 1 has none, and a dense model reads all."""
+    spec = describe(open_folder(make_model(tmp_path / "experts", "qwen3_moe", quantize=quantize), "tiny"))
+    numbers = 4 * 3 * 64 * 32
+    nbytes = 4 * numbers if quantize is None else numbers // 2 + 2 * 4 * numbers // 32  # scales and biases are float32
+    assert [layer.idle_bytes for layer in spec.layers] == [nbytes // 2, 0, nbytes // 2, nbytes // 2]
+    assert all(layer.read_bytes == layer.weight_bytes - layer.idle_bytes for layer in spec.layers)
+    dense = describe(open_folder(make_model(tmp_path / "dense", quantize=quantize), "tiny"))
+    assert all(layer.read_bytes == layer.weight_bytes > 0 for layer in dense.layers)

@@ -3,48 +3,9 @@
 import mlx.nn as nn
 import pytest
 
-from tests.unit.model.toy import Toy
 from tools.model_types.make import build_type
 from worker.errors import ModelError
 from worker.model.module_tree import is_text, module_tree_of
-
-
-@pytest.mark.parametrize(
-    ("name", "path", "front", "back"),
-    [
-        ("llama", "model.layers", ["model.embed_tokens"], ["model.norm"]),  # its head is tied
-        ("gpt2", "model.h", ["model.wte", "model.wpe"], ["model.ln_f"]),
-        ("gpt_neox", "model.h", ["model.embed_in"], ["model.embed_out", "model.final_layer_norm"]),
-        ("nemotron_h", "backbone.layers", ["backbone.embeddings"], ["lm_head", "backbone.norm_f"]),
-        ("plamo", "model.layers.layers", ["model.embed_tokens"], ["lm_head", "model.norm"]),
-        ("longcat_flash_ngram", "model.layers", ["model.ngram_embeddings"], ["lm_head", "model.norm"]),
-        (
-            "gemma3",
-            "language_model.model.layers",
-            ["language_model.model.embed_tokens"],
-            ["language_model.lm_head", "language_model.model.norm"],
-        ),
-    ],
-)
-def test_layers_are_found_and_what_stands_before_and_behind_them(
-    name: str, path: str, front: list[str], back: list[str]
-) -> None:
-    model = build_type(name)[1]
-    found = module_tree_of(model)
-    assert (found.path, len(found.layers)) == (path, 6) and all(
-        one is other for one, other in zip(found.layers, model.layers, strict=True)
-    )
-    assert [path for path, _ in found.front] == front and [path for path, _ in found.back] == back
-    assert all(parent[key] is not None for _, (parent, key) in (*found.front, *found.back))
-    assert found.layer_of(f"{path}.5.mlp.weight") == 5
-    assert found.layer_of(f"{path}.x.weight") is found.layer_of(f"other.{path}.5.weight") is None
-    assert all(found.is_front(f"{part}.weight") for part in front)
-    assert not any(found.is_front(name) for name in (f"{back[0]}.weight", f"{front[0]}_norm.weight", f"{path}.0.a"))
-
-
-def test_everything_that_a_model_holds_is_in_one_of_its_parts() -> None:
-    found = module_tree_of(Toy())
-    assert [path for path, _ in found.front] == ["embed"] and [path for path, _ in found.back] == ["norm", "head"]
 
 
 @pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.Sequential()])
@@ -64,3 +25,34 @@ def test_towers_projectors_and_prediction_layers_are_not_text_and_all_else_may_b
         model.subvision.weight lm_head.weight
     """
     assert not any(map(is_text, other.split())) and all(map(is_text, text.split()))
+
+
+LAYERS_OF = {
+    # type: the path of its layers, the parts before them, the parts behind them
+    "llama": ("model.layers", ["model.embed_tokens"], ["model.norm"]),  # its head is tied
+    "gpt2": ("model.h", ["model.wte", "model.wpe"], ["model.ln_f"]),
+    "gpt_neox": ("model.h", ["model.embed_in"], ["model.embed_out", "model.final_layer_norm"]),
+    "nemotron_h": ("backbone.layers", ["backbone.embeddings"], ["lm_head", "backbone.norm_f"]),
+    "plamo": ("model.layers.layers", ["model.embed_tokens"], ["lm_head", "model.norm"]),
+    "longcat_flash_ngram": ("model.layers", ["model.ngram_embeddings"], ["lm_head", "model.norm"]),
+    "gemma3": (
+        "language_model.model.layers",
+        ["language_model.model.embed_tokens"],
+        ["language_model.lm_head", "language_model.model.norm"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS_OF)
+def test_layers_are_found_and_the_parts_before_and_behind_them(name: str) -> None:
+    path, front, back = LAYERS_OF[name]
+    model = build_type(name)[1]
+    found = module_tree_of(model)
+    assert (found.path, len(found.layers)) == (path, 6)
+    assert all(one is other for one, other in zip(found.layers, model.layers, strict=True))
+    assert [path for path, _ in found.front] == front and [path for path, _ in found.back] == back
+    assert all(parent[key] is not None for _, (parent, key) in (*found.front, *found.back))
+    assert found.layer_of(f"{path}.5.mlp.weight") == 5
+    assert found.layer_of(f"{path}.x.weight") is found.layer_of(f"other.{path}.5.weight") is None
+    assert all(found.is_front(f"{part}.weight") for part in front)
+    assert not any(found.is_front(name) for name in (f"{back[0]}.weight", f"{front[0]}_norm.weight", f"{path}.0.a"))

@@ -1,7 +1,6 @@
 """Who can be cut between its layers, and what is said of those that cannot: known types, and oddities of all kinds."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -37,20 +36,6 @@ def test_of_a_plain_model_all_is_found() -> None:
     assert found.entries_of(1, 3) == [1, 2] and found.memories_of(3) == (FULL,)
 
 
-def test_nothing_is_computed() -> None:
-    model = Toy(layer=partial(Layer, 8192), width=8192)  # a gigabyte, if it were
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    assert probe(model).hidden_size == 8192
-    assert mx.get_peak_memory() - before < 2**20
-
-
-def test_a_head_that_is_the_embedding_needs_it() -> None:
-    model = Toy()
-    model.head = lambda h: model.embed.as_linear(h)
-    assert probe(model).tied
-
-
 class TakesMore(Layer):
     def __call__(self, x: mx.array, *more: Any, cache: Any = None) -> Any:
         return super().__call__(x, None, cache)
@@ -67,6 +52,13 @@ def test_masks_positions_and_numbers_that_every_stage_can_make_are_no_obstacle()
     assert probe(Toy(between, TakesMore)).entries == (FULL,) * LAYERS
 
 
+class Forgetful(Layer):
+    """Uses no cache, also where it is given one."""
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> Any:
+        return super().__call__(x)
+
+
 def test_caches_go_to_the_layers_that_take_them_and_the_embeddings_own_to_the_first() -> None:
     """A state, a window, several at once, one that is never asked; a layer without any."""
 
@@ -79,10 +71,6 @@ def test_caches_go_to_the_layers_that_take_them_and_the_embeddings_own_to_the_fi
             cache[1][0] = x[:, :2]
             return super().__call__(x, None, cache[0])
 
-    class Forgetful(Layer):
-        def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> Any:
-            return super().__call__(x)
-
     def between(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
         caches[0][0] = h[:, :1]
         return one_after_another(layers, h, [None, *caches[1:]])
@@ -90,13 +78,11 @@ def test_caches_go_to_the_layers_that_take_them_and_the_embeddings_own_to_the_fi
     model = Mixed(between)
     model.layers[2:] = [OfSeveral(), Forgetful()]
     found = probe(model)
+    first = Memory(state_arrays=1, state_bytes=WIDTH * 4, of_embedding=True)
     window = Memory(5, HEADS, WIDTH // HEADS, WIDTH // HEADS, 4)
-    states = (
-        Memory(state_arrays=1, state_bytes=WIDTH * 4, of_embedding=True),
-        Memory(state_arrays=2, state_bytes=2 * WIDTH * 4),
-    )
-    assert found.entries == (states[0], window, (FULL, states[1]), Memory())
-    assert found.layer_of_entry == (0, 1, 2, 3) and found.memories_of(2) == (FULL, states[1])
+    several = FULL, Memory(state_arrays=2, state_bytes=2 * WIDTH * 4)
+    assert found.entries == (first, window, several, Memory())
+    assert found.layer_of_entry == (0, 1, 2, 3) and found.memories_of(2) == several
 
 
 class Pair(Layer):
@@ -118,13 +104,7 @@ def test_of_a_pair_that_nobody_takes_on_only_rows_travel() -> None:
 
 
 def test_of_a_pair_that_is_handed_on_both_travel_side_by_side() -> None:
-    def between(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
-        first = None
-        for layer, cache in zip(layers, caches, strict=True):
-            h, first = layer(h, None, cache, first)
-        return h
-
-    found = probe(Toy(between, Pair))
+    found = probe(Toy(handing_on, Pair))
     assert (found.shapes, found.hidden_size) == (((WIDTH,), (3, 2)), WIDTH + 6)
     rows, more = mx.random.normal((2, 5, WIDTH)), mx.random.normal((2, 5, 3, 2))
     back = as_returned(as_rows((rows, more, None), found.shapes), found.shapes, 3)
@@ -175,9 +155,16 @@ def handing_on(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
 
 def with_the_first(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
     first = layers[0](h, cache=caches[0])
-    h = layers[1](first, cache=caches[1])
-    h = layers[2](h, cache=caches[2])
+    h = one_after_another(layers[1:3], first, caches[1:3])
     return layers[3](h, first, cache=caches[3])
+
+
+def backwards(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
+    return one_after_another(layers[::-1], h, caches)
+
+
+def sharing_keys(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
+    return one_after_another(layers, h, [*caches[:3], caches[1]])
 
 
 def failing(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
@@ -187,37 +174,47 @@ def failing(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
 @pytest.mark.parametrize(
     ("between", "layer", "said"),
     [
-        (
-            lambda layers, h, caches: one_after_another(layers[::-1], h, caches),
-            Layer,
-            "it calls its layers in the order 3, 2, 1, 0",
-        ),
+        (backwards, Layer, "it calls its layers in the order 3, 2, 1, 0"),
         (doubled_between, Layer, "layer 2 does not take what layer 1 returns as it is"),
         (handing_on, WithSum, "layer 1 takes a result of layer 0 besides a hidden state"),
         (handing_on, WithHalves, "layer 1 takes results of layer 0 of more than one dtype"),
         (with_the_first, TakesMore, "layer 3 takes a result of layer 0 besides a hidden state"),
-        (
-            lambda layers, h, caches: one_after_another(layers, h, [*caches[:3], caches[1]]),
-            Layer,
-            "layer 3 takes keys and values of layer 1",
-        ),
+        (sharing_keys, Layer, "layer 3 takes keys and values of layer 1"),
         (failing, Layer, "its forward fails: no such kernel"),
     ],
 )
-def test_what_a_forward_does_that_cannot_be_cut_is_refused_with_the_reason(
+def test_a_forward_that_cannot_be_cut_is_refused_with_the_reason(
     between: Between, layer: type[Layer], said: str
 ) -> None:
     assert refusal(Toy(between, layer)) == said
 
 
-def test_another_dtype_from_some_layer_on() -> None:
+def test_parts_and_caches_that_one_stage_would_need_of_another_are_refused() -> None:
+    class OwnCache(KVCache):
+        pass
+
     model = Toy()
     model.layers[2].__class__ = type("Half", (Layer,), {"__call__": lambda s, x, *_: x.astype(mx.float16)})
     assert "its hidden states change their shape or dtype on the way" in refusal(model)
+    model = Toy()
+    model.make_cache = lambda: [OwnCache() for _ in range(LAYERS)]
+    assert refusal(model) == "its caches are of a kind of their own, OwnCache"
+    model = Toy(lambda layers, h, caches: one_after_another(layers, model.norm(h), caches))
+    assert refusal(model).startswith("a part behind its layers runs before them too (")
+    model = Toy(lambda layers, h, caches: one_after_another(layers, h * model.embed.weight[0, 0], caches))
+    assert refusal(model).startswith("it asks its embedding for more than rows (")
+
+
+def test_a_last_stage_that_asks_the_embedding_for_its_dtype_needs_it() -> None:
+    class Curious(Toy):
+        def __call__(self, ids: mx.array, cache: Caches) -> mx.array:
+            return super().__call__(ids, cache).astype(self.embed.weight.dtype)
+
+    assert probe(Curious()).tied
 
 
 def test_a_refusal_of_caches_is_one_whatever_the_model_raises() -> None:
-    """What reads its own kind of cache, and looks up a name of it that ours has not."""
+    """A layer that looks up its own kind of cache by name."""
 
     class Choosy(Layer):
         def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> Any:
@@ -225,30 +222,6 @@ def test_a_refusal_of_caches_is_one_whatever_the_model_raises() -> None:
             return super().__call__(x, mask, cache)
 
     assert "'RotatingKVCache' is missing" in probe(Toy(layer=Choosy)).rotating_refusal
-
-
-def test_caches_of_a_kind_of_their_own() -> None:
-    class OwnCache(KVCache):
-        pass
-
-    model = Toy()
-    model.make_cache = lambda: [OwnCache() for _ in range(LAYERS)]
-    assert refusal(model) == "its caches are of a kind of their own, OwnCache"
-
-
-def test_a_norm_before_the_layers_that_only_the_last_stage_would_hold() -> None:
-    model = Toy(lambda layers, h, caches: one_after_another(layers, model.norm(h), caches))
-    assert refusal(model).startswith("a part behind its layers runs before them too (")
-
-
-def test_an_embedding_that_is_asked_for_more_than_rows() -> None:
-    class Curious(Toy):
-        def __call__(self, ids: mx.array, cache: Caches) -> mx.array:
-            return super().__call__(ids, cache).astype(self.embed.weight.dtype)
-
-    assert probe(Curious()).tied  # after the layers: it is needed there
-    model = Toy(lambda layers, h, caches: one_after_another(layers, h * model.embed.weight[0, 0], caches))
-    assert refusal(model).startswith("it asks its embedding for more than rows (")
 
 
 # Other caches

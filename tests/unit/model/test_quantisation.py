@@ -15,8 +15,6 @@ from worker.model.quantisation import quantisation_of
 
 AFFINE = {"group_size": 64, "bits": 4}
 MXFP4 = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
-
-
 MXFP8 = {"group_size": 32, "bits": 8, "mode": "mxfp8"}
 NVFP4 = {"group_size": 16, "bits": 4, "mode": "nvfp4"}
 INT4 = {"group_size": 32, "bits": 4, "mode": "affine"}
@@ -37,16 +35,21 @@ def packed(**weights: Any) -> dict[str, Any]:
         ({"quantization": AFFINE, "quantization_config": AFFINE}, AFFINE, ""),
         ({"quantization": MXFP4, "quantization_config": {"quant_method": "fp8"}}, MXFP4, ""),
         ({"quantization": AFFINE | {"lm_head": False, "a": MXFP4}}, AFFINE | {"lm_head": False, "a": MXFP4}, ""),
-        ({"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}, MXFP4, "mxfp4"),
-        ({"quantization_config": {"quant_method": "mxfp8"}}, MXFP8, "mxfp8"),
         ({"text_config": {"quantization_config": {"quant_method": "mxfp4"}}}, MXFP4, "mxfp4"),
-        ({"quantization_config": BLOCKS}, None, "fp8"),
-        ({"quantization_config": BLOCKS | {"weight_block_size": [32, 32]}}, MXFP8, "fp8"),
-        ({"quantization_config": packed()}, INT4, "compressed-tensors"),
-        ({"quantization_config": packed() | {"format": "nvfp4-pack-quantized"}}, NVFP4, "compressed-tensors"),
-        ({"quantization_config": packed() | {"format": "mxfp4-pack-quantized"}}, MXFP4, "compressed-tensors"),
-        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, NVFP4, "modelopt"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, INT4, "awq"),
+        *(
+            ({"quantization_config": config}, parameters, config["quant_method"])
+            for config, parameters in (
+                ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, MXFP4),
+                ({"quant_method": "mxfp8"}, MXFP8),
+                (BLOCKS, None),
+                (BLOCKS | {"weight_block_size": [32, 32]}, MXFP8),
+                (packed(), INT4),
+                (packed() | {"format": "nvfp4-pack-quantized"}, NVFP4),
+                (packed() | {"format": "mxfp4-pack-quantized"}, MXFP4),
+                ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, NVFP4),
+                ({"quant_method": "awq", "bits": 4}, INT4),
+            )
+        ),
     ],
     ids=str,
 )
@@ -58,28 +61,26 @@ def test_what_mlx_lm_reads_is_read_alike(
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "named"),
     [
-        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "quantised as 'compressed-tensors'"),
-        ({"quantization_config": packed(num_bits=8)}, "not read here: pack-quantized"),
-        ({"quantization_config": packed(symmetric=False)}, "not read here: pack-quantized"),
-        ({"quantization_config": packed() | {"format": "float-quantized"}}, "not read here: float-quantized"),
-        ({"text_config": {"quantization_config": {"quant_method": "modelopt"}}}, "quantised as 'modelopt'"),
-        (
-            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}},
-            "'modelopt', which is not read here: FP8",
+        *(
+            ({"quantization_config": config}, named)
+            for config, named in (
+                ({"quant_method": "compressed-tensors"}, "'compressed-tensors'"),
+                (packed(num_bits=8), "pack-quantized"),
+                (packed(symmetric=False), "pack-quantized"),
+                (packed() | {"format": "float-quantized"}, "float-quantized"),
+                ({"quant_method": "modelopt", "quant_algo": "FP8"}, "'modelopt', which is not read here: FP8"),
+                ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
+                ({"quant_method": "awq", "bits": 8}, "'awq', which is not read here: 8"),
+                ({"quant_method": "awq", "bits": 4}, "'awq'"),
+                ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes'"),
+                ({"bits": 4}, "'unnamed'"),
+                ("int3", "'int3'"),
+            )
         ),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised as 'gptq'"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 8}}, "quantised as 'awq', which is not read here: 8"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantised as 'awq'"),
-        ({"quantization_config": {"quant_method": "bitnet"}}, "quantised as 'bitnet'"),
-        (
-            {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
-            "quantised as 'bitsandbytes'",
-        ),
-        ({"quantization_config": {"bits": 4}}, "quantised as 'unnamed'"),
-        ({"quantization_config": "int3"}, "quantised as 'int3'"),
-        ({"quantization": MXFP8, "quantize_activations": True}, "quantised as 'quantize_activations'"),
+        ({"text_config": CONFIG | {"quantization_config": {"quant_method": "modelopt"}}}, "'modelopt'"),
+        ({"quantization": MXFP8, "quantize_activations": True}, "'quantize_activations'"),
         ({"quantization": MXFP4 | {"mode": "mxfp5"}}, "mode 'mxfp5'"),
         ({"quantization": AFFINE | {"lm_head": {"mode": "q6"}}}, "mode 'q6'"),
         ({"quantization": AFFINE | {"mode": ["affine"]}}, "mode ['affine']"),
@@ -88,12 +89,10 @@ def test_what_mlx_lm_reads_is_read_alike(
     ],
     ids=str,
 )
-def test_what_is_not_read_is_named_with_advice_before_anything_is_loaded(config: dict[str, Any], said: str) -> None:
-    if "text_config" in config:
-        config = {"text_config": CONFIG | config["text_config"]}
+def test_what_is_not_read_is_named_with_advice_before_anything_is_loaded(config: dict[str, Any], named: str) -> None:
     with pytest.raises(ModelError) as caught:
         describe(synthetic(tied=True, **config))
-    assert said in str(caught.value) and "mlx_lm.convert" in str(caught.value)
+    assert named in str(caught.value) and "mlx_lm.convert" in str(caught.value)
 
 
 def test_a_model_that_was_converted_back_may_still_tell_of_fp8(tmp_path: Path) -> None:

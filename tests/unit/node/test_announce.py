@@ -41,10 +41,10 @@ def test_the_part_that_cannot_be_announced_is_named(
         about(name, Network())
 
 
-def test_every_failure_is_told_once_until_it_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_failure_is_told_once_until_it_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(announce, "_LOOK_EVERY_S", 0)
     failures = iter([*3 * [ConfigError("no cable")], ConfigError("no certificate"), OSError()])
-    is_over = asyncio.Event()
+    is_over, out = asyncio.Event(), io.StringIO()
 
     def say() -> About:
         if failure := next(failures, None):
@@ -52,14 +52,9 @@ def test_every_failure_is_told_once_until_it_is_another(monkeypatch: pytest.Monk
         is_over.set()
         raise ConfigError("no cable")
 
-    async def serve() -> list[str]:
-        out = io.StringIO()
-        async with announcing(say, [], worker_log("mini", out)):
-            await is_over.wait()
-        return out.getvalue().splitlines()
-
-    said = asyncio.run(serve())
-    told = [line.partition("(")[2].partition(")")[0] for line in said]
+    async with announcing(say, [], worker_log("mini", out)):
+        await is_over.wait()
+    told = [line.partition("(")[2].partition(")")[0] for line in out.getvalue().splitlines()]
     assert told == ["no cable", "no certificate", "OSError", "no cable"]
 
 

@@ -1,12 +1,8 @@
 """A worker's log: its own words, a line for each thing, with its time where it goes into a file."""
 
 import io
-import os
 import re
-import sys
 from pathlib import Path
-
-import pytest
 
 from worker.node.log import dated, worker_log
 
@@ -40,13 +36,3 @@ def test_each_line_of_a_file_begins_with_its_time(tmp_path: Path) -> None:
         assert out.fileno() == file.fileno() and not out.isatty()
     pattern = rf"{TIME} one two\n{TIME} three\n{TIME} \n{TIME} four\n{TIME} five"
     assert re.fullmatch(pattern, path.read_text())
-
-
-def test_a_terminal_a_pipe_and_what_has_no_descriptor_are_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    pipe, terminal = os.pipe(), os.openpty()
-    for descriptor in (pipe[1], terminal[1]):
-        with os.fdopen(descriptor, "w") as out:
-            assert dated(out) is out
-    assert dated(sys.stderr) is sys.stderr
-    os.close(pipe[0])
-    os.close(terminal[0])

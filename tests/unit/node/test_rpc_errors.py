@@ -66,22 +66,21 @@ def test_no_worker_can_make_a_coordinator_believe_that_its_own_request_or_queue_
     assert type(found) is StageLost and found.node == "mini"
 
 
+BROKEN = ("recvmsg:Connection reset by peer (104)", "Socket closed", "Cancelling all calls", "Internal error from Core")
+
+
 @pytest.mark.parametrize(
-    ("details", "words"),
+    ("details", "kind", "words"),
     [
-        ("Stream removed (ping timeout)", "stopped answering (hung, asleep, or cut off)"),
-        ("recvmsg:Connection reset by peer (104)", "closed the connection (its process has ended)"),
-        ("Socket closed", "closed the connection (its process has ended)"),
-        ("Cancelling all calls", "closed the connection (its process has ended)"),
-        ("Internal error from Core", "closed the connection (its process has ended)"),
+        ("Stream removed (ping timeout)", NodeSilent, "stopped answering (hung, asleep, or cut off)"),
+        *((details, StageLost, "closed the connection (its process has ended)") for details in BROKEN),
     ],
 )
-def test_a_broken_connection_is_told_in_plain_words(details: str, words: str) -> None:
+def test_a_broken_connection_is_told_in_plain_words(details: str, kind: type[BrigadeError], words: str) -> None:
     found = error_of(Aborted(grpc.StatusCode.UNAVAILABLE, details), "mini")
-    assert str(found) == f"worker mini: {words}"
+    assert (type(found), str(found)) == (kind, f"worker mini: {words}")
     passed_on = travelled(found.at("studio"), "studio")
-    assert (type(passed_on), passed_on.node) == (type(found), "mini")
-    assert (type(found) is NodeSilent) == ("ping" in details)
+    assert (type(passed_on), passed_on.node) == (kind, "mini")
 
 
 def unconnected(why: str) -> Aborted:
@@ -93,10 +92,7 @@ def unconnected(why: str) -> Aborted:
 @pytest.mark.parametrize(
     ("why", "words"),
     [
-        (
-            "Custom verification check failed with error: UNAUTHENTICATED: Hostname Verification Check failed.",
-            "a.*name",
-        ),
+        ("Custom verification check failed with error: UNAUTHENTICATED: Hostname Verification Check failed.", "name"),
         ("Tls handshake failed: SSL_ERROR_SSL: CERTIFICATE_VERIFY_FAILED: certificate has expired: OK", "has expired"),
         ("Tls handshake failed: CERTIFICATE_VERIFY_FAILED: certificate is not yet valid", "not valid yet"),
         ("Tls handshake failed: CERTIFICATE_VERIFY_FAILED: unable to get local issuer certificate", "other authority"),
@@ -135,8 +131,7 @@ def test_somebody_who_closes_is_told_from_nobody() -> None:
 def test_a_name_that_does_not_resolve_is_told_without_grpcs_words(details: str) -> None:
     call = Aborted(grpc.StatusCode.UNAVAILABLE, details.replace("{}", "mini.local"))
     assert unresolved_name(call) == "mini.local" and not is_unconnected(call)
-    words = "the name mini.local of its address does not resolve on the node that calls it"
-    assert str(error_of(call, "mini")) == f"worker mini: {words}"
+    assert str(error_of(call, "mini")).startswith("worker mini: the name mini.local of its address does not resolve")
     assert not unresolved_name(unconnected("Connection refused (111)"))
 
 

@@ -1,26 +1,10 @@
 """What runs here, told by a copy that may be installed or not."""
 
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 
-from worker.platform.installation import code_on_disk, read_record, running_code, version_of, write_record
-
-
-def test_a_checkout_runs_without_being_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(package: str) -> str:
-        if package == "brigade":
-            raise PackageNotFoundError(package)
-        return version(package)
-
-    monkeypatch.setattr("worker.platform.installation.version", found)
-    running_code.cache_clear()
-    try:
-        versions = running_code().versions
-    finally:
-        running_code.cache_clear()
-    assert versions["brigade"] == "not installed" and versions["mlx"] == version_of("mlx") == version("mlx")
+from worker.platform.installation import code_on_disk, read_record, write_record
 
 
 def test_code_is_another_once_a_file_of_ours_has_another_text_or_name(
@@ -39,21 +23,6 @@ def test_code_is_another_once_a_file_of_ours_has_another_text_or_name(
     assert found[1] == found[2] and len(set(found)) == 3 and {len(each) for each in found} == {12}
 
 
-def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b.msgpack"
-    for record in ({"key": [1, "x"]}, {}):
-        write_record(path, record)
-        assert read_record(path) == record and [*path.parent.iterdir()] == [path]
-
-
-@pytest.mark.parametrize("damage", [b"", b"\xc1", b"\x81", b"\x01\x01", b"\xa1\xff"])
-def test_a_missing_or_damaged_record_is_none(tmp_path: Path, damage: bytes) -> None:
-    path = tmp_path / "a.msgpack"
-    assert read_record(path) is None
-    path.write_bytes(damage)
-    assert read_record(path) is None
-
-
 @pytest.mark.parametrize("refusal", [PermissionError, NotADirectoryError, OSError])
 def test_a_cache_that_refuses_reads_and_writes_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: type[OSError]
@@ -66,3 +35,14 @@ def test_a_cache_that_refuses_reads_and_writes_is_no_error(
         monkeypatch.setattr(Path, action, refuse)
     write_record(path, {})
     assert read_record(path) is None and not path.exists()
+
+
+def test_a_record_is_read_as_it_was_written_and_a_missing_or_damaged_one_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b.msgpack"
+    assert read_record(path) is None
+    for record in ({"key": [1, "x"]}, {}):
+        write_record(path, record)
+        assert read_record(path) == record and [*path.parent.iterdir()] == [path]
+    for damage in (b"", b"\xc1", b"\x81", b"\x01\x01", b"\xa1\xff"):
+        path.write_bytes(damage)
+        assert read_record(path) is None

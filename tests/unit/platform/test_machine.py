@@ -1,9 +1,8 @@
-import gc
 import resource
 
 import pytest
 
-from worker.platform.machine import allow_connections, budget_from, freeze_heap
+from worker.platform.machine import allow_connections, budget_from
 
 GIB = 2**30
 
@@ -59,13 +58,3 @@ def test_as_many_connections_are_allowed_as_the_system_lets_one_ask_for(
     monkeypatch.setattr(resource, "setrlimit", lambda what, pair: limits.append(pair))
     allow_connections(1000)
     assert limits[-1] == after
-
-
-def test_what_exists_once_a_process_has_loaded_is_collected_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(gc, "collect", lambda: calls.append("collect"))
-    monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: calls.count("freeze"))
-    freeze_heap()
-    freeze_heap()
-    assert calls == ["collect", "freeze"]

@@ -6,7 +6,6 @@ import mlx.core as mx
 import pytest
 
 from tests.unit.platform.test_machine import CPU, MAC_MINI_16, NVIDIA
-from worker.platform import mlx_memory
 from worker.platform.mlx_memory import MemoryLimits, forget_peak, give_back, keep_within, limits_of, memory_held
 
 MIB = 2**20
@@ -46,23 +45,6 @@ def test_mlx_is_told_until_what_is_held_is_given_back_or_no_plan_says_how_much()
         assert usual <= mx.get_memory_limit() < 2**50
     finally:
         give_back()
-
-
-def test_what_is_kept_for_arrays_to_come_is_what_weights_leave_of_the_memory_but_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    before = cache_limit()
-    usual = MemoryLimits(mx.get_memory_limit(), 1 << 40, 0)  # as on a Mac; on a CPU next to nothing is kept anyway
-    monkeypatch.setattr(mlx_memory, "_usual_limits", lambda: usual)
-    try:
-        keep_within(300 * MIB, 100 * MIB)
-        assert cache_limit() == 200 * MIB
-        for memory in (100 << 30, 0):  # 0: no plan says how much
-            keep_within(memory, 100 * MIB)
-            assert 0 < cache_limit() <= 2 << 30
-    finally:
-        give_back()
-        mx.set_cache_limit(before)
 
 
 def cache_limit() -> int:

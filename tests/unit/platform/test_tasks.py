@@ -11,78 +11,50 @@ from worker.errors import ModelError
 from worker.platform.tasks import Use, background, shielded, together
 
 
-def test_a_cancelled_task_ends_only_once_the_work_is_done() -> None:
-    done = []
+async def test_a_cancelled_task_ends_only_once_the_work_is_done() -> None:
+    done, may_end = [], asyncio.Event()
 
-    async def cancel_while_it_works() -> None:
-        may_end = asyncio.Event()
+    async def work() -> None:
+        await may_end.wait()
+        done.append("all of it")
 
-        async def work() -> None:
-            await may_end.wait()
-            done.append("all of it")
-
-        task = asyncio.create_task(shielded(work()))
-        for _ in range(3):
-            await asyncio.sleep(0)
-            task.cancel()
+    task = asyncio.create_task(shielded(work()))
+    for _ in range(3):
         await asyncio.sleep(0)
-        assert not task.done()
-        may_end.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancel_while_it_works())
+        task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     assert done == ["all of it"]
 
 
-def test_what_the_work_fails_with_is_raised() -> None:
-    async def fail() -> None:
-        raise ValueError("lost")
-
-    with pytest.raises(ValueError, match="lost"):
-        asyncio.run(shielded(fail()))
+async def fail() -> None:
+    await asyncio.sleep(0)
+    raise ModelError("torn")
 
 
-def test_the_failure_of_background_work_is_reported_at_once() -> None:
-    async def fail() -> None:
-        raise ValueError("lost")
+async def test_a_failure_of_the_work_is_raised() -> None:
+    with pytest.raises(ModelError, match="torn"):
+        await shielded(fail())
 
+
+def test_a_failure_of_background_work_is_reported_at_once_and_its_end_by_its_context_is_none() -> None:
     async def run() -> object:
         loop = asyncio.get_running_loop()
         reported = loop.create_future()
         loop.set_exception_handler(lambda _, context: reported.set_result(context["exception"]))
+        async with background(asyncio.Event().wait()):
+            await asyncio.sleep(0)
+        assert not reported.done()
         async with background(fail()):
             return await reported
 
-    assert str(asyncio.run(run())) == "lost"
+    assert str(asyncio.run(run())) == "torn"
 
 
-def test_background_work_that_is_ended_by_its_context_reports_nothing() -> None:
-    reported: list[object] = []
-
-    async def wait() -> None:
-        await asyncio.Event().wait()
-
-    async def run() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
-        async with background(wait()):
-            await asyncio.sleep(0)
-
-    asyncio.run(run())
-    assert not reported
-
-
-def test_results_come_in_the_order_of_the_work() -> None:
-    async def after(turns: int) -> int:
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        return turns
-
-    assert asyncio.run(together(after(3), after(0), after(1))) == [3, 0, 1]
-    assert asyncio.run(together()) == []
-
-
-def test_the_first_failure_ends_the_others_and_is_raised_itself_and_a_deadline_around_them_stays_one() -> None:
+async def test_the_first_failure_ends_the_others_and_is_raised_itself_and_a_deadline_around_them_stays_one() -> None:
     """Not a group of it, on any release of Python."""
     ended = []
 
@@ -92,22 +64,14 @@ def test_the_first_failure_ends_the_others_and_is_raised_itself_and_a_deadline_a
         finally:
             ended.append(1)
 
-    async def fail() -> None:
-        await asyncio.sleep(0)
-        raise ModelError("torn")
-
     with pytest.raises(ModelError, match=r"^torn$"):
-        asyncio.run(together(wait(), fail(), wait()))
+        await together(wait(), fail(), wait())
     assert ended == [1, 1]
-
-    async def in_time() -> None:
+    with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
             with contextlib.suppress(ModelError):
                 await together(wait(), fail())
             await wait()
-
-    with pytest.raises(TimeoutError):
-        asyncio.run(in_time())
 
 
 KEEP_S = 300.0

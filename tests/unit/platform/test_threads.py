@@ -6,15 +6,14 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from worker.platform.threads import MlxThread, calls_are_left, run_in_thread
+from worker.platform.threads import MlxThread, calls_are_left
 
 
 @pytest.fixture
@@ -24,54 +23,59 @@ def thread() -> Iterator[MlxThread]:
     thread.close()
 
 
-def run(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run to the end, within a time; what the event loop would only log is a failure too."""
-    logged: list[dict[str, Any]] = []
-
-    async def bounded() -> Any:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
-        async with asyncio.timeout(30):
-            return await work
-
-    outcome = asyncio.run(bounded())
-    assert not logged
-    return outcome
-
-
 @asynccontextmanager
-async def blocked(thread: MlxThread) -> AsyncIterator[threading.Event]:
-    """The thread is in the middle of a call until the event is set."""
+async def blocked(thread: MlxThread) -> AsyncIterator[tuple[threading.Event, "asyncio.Task[object]"]]:
+    """The thread is in the middle of this call until the event is set."""
     entered, leave = threading.Event(), threading.Event()
-    call = asyncio.ensure_future(thread.run(lambda: (entered.set(), leave.wait(5))))
+    call = asyncio.create_task(thread.run(lambda: (entered.set(), leave.wait(5))))
     await asyncio.to_thread(entered.wait, 5)
     try:
-        yield leave
+        yield leave, call
     finally:
         leave.set()
         await asyncio.wait([call])
 
 
-def test_calls_run_one_after_the_other_in_the_order_they_came_on_one_thread_that_is_not_ours(thread: MlxThread) -> None:
-    log: list[tuple[str, int, int]] = []
+@asynccontextmanager
+async def endless(thread: MlxThread) -> AsyncIterator[tuple["asyncio.Task[None]", threading.Event]]:
+    """A coroutine that waits for ever on the thread, and an event that is set once it has been cancelled."""
+    begun, ended = threading.Event(), threading.Event()
+
+    async def wait() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.set()
+
+    waits = asyncio.create_task(thread.call(wait()))
+    await asyncio.to_thread(begun.wait, 5)
+    yield waits, ended
+    await asyncio.wait([waits])
+
+
+async def test_calls_run_one_after_the_other_in_the_order_they_came_on_one_thread_that_is_not_ours(
+    thread: MlxThread,
+) -> None:
+    log: list[tuple[int, int]] = []
 
     def call(number: int) -> int:
-        log.append(("begin", number, threading.get_ident()))
-        log.append(("end", number, threading.get_ident()))
+        log.append((number, threading.get_ident()))
+        log.append((number, threading.get_ident()))
         return number * number
 
-    async def work() -> list[int]:
-        return await asyncio.gather(*(thread.run(lambda n=n: call(n)) for n in range(50)))  # type: ignore[misc]
-
-    assert run(work()) == [n * n for n in range(50)]
-    assert [(what, n) for what, n, _ in log] == [(what, n) for n in range(50) for what in ("begin", "end")]
-    assert len({ident for *_, ident in log}) == 1
-    assert log[0][2] != threading.get_ident()
+    found = await asyncio.gather(*(thread.run(partial(call, n)) for n in range(50)))
+    assert found == [n * n for n in range(50)]
+    assert [n for n, _ in log] == [n for n in range(50) for _ in range(2)]
+    [ident] = {ident for _, ident in log}
+    assert ident != threading.get_ident()
 
 
 @pytest.mark.parametrize(
     "error", [ValueError("bad"), KeyError(3), MemoryError(), SystemError("odd"), asyncio.CancelledError()], ids=repr
 )
-def test_an_exception_of_a_call_or_a_coroutine_comes_back_and_the_thread_goes_on(
+async def test_an_exception_of_a_call_or_a_coroutine_comes_back_and_the_thread_goes_on(
     thread: MlxThread, error: BaseException
 ) -> None:
     def fail() -> None:
@@ -83,41 +87,34 @@ def test_an_exception_of_a_call_or_a_coroutine_comes_back_and_the_thread_goes_on
     async def give() -> int:
         return 7
 
-    async def work() -> list[int]:
+    with pytest.raises(type(error)) as caught:
+        await thread.run(fail)
+    assert caught.value is error
+    if isinstance(error, Exception):
         with pytest.raises(type(error)) as caught:
-            await thread.run(fail)
+            await thread.call(fail_later())
         assert caught.value is error
-        if isinstance(error, Exception):
-            with pytest.raises(type(error)) as caught:
-                await thread.call(fail_later())
-            assert caught.value is error
-        with pytest.raises(RuntimeError, match="StopIteration"):  # asyncio refuses it: its caller would wait for ever
-            await thread.run(lambda: next(iter(())))
-        return [await thread.run(lambda: 7), await thread.call(give())]
-
-    assert run(work()) == [7, 7]
+    with pytest.raises(RuntimeError, match="StopIteration"):  # asyncio refuses it: its caller would wait for ever
+        await thread.run(lambda: next(iter(())))
+    assert [await thread.run(lambda: 7), await thread.call(give())] == [7, 7]
 
 
-def test_a_cancelled_wait_leaves_its_call_running_and_the_next_one_waits_for_it(thread: MlxThread) -> None:
-    done: list[str] = []
-
-    async def work() -> None:
-        entered, leave = threading.Event(), threading.Event()
-        first = asyncio.ensure_future(thread.run(lambda: (entered.set(), leave.wait(5), done.append("first"))))
-        await asyncio.to_thread(entered.wait, 5)
+async def test_a_cancelled_wait_leaves_its_call_running_and_the_next_one_waits_for_it(thread: MlxThread) -> None:
+    done: list[bool] = []
+    async with blocked(thread) as (leave, first):
         first.cancel()
         await asyncio.wait([first])
-        second = asyncio.ensure_future(thread.run(lambda: done.append("second")))
+        second = asyncio.create_task(thread.run(lambda: done.append(leave.is_set())))
         await asyncio.sleep(0)
         assert done == []
         leave.set()
         await second
-        assert done == ["first", "second"]
-
-    run(work())
+        assert done == [True]
 
 
-def test_nothing_that_a_call_took_or_made_is_kept_while_the_thread_waits_for_the_next_one(thread: MlxThread) -> None:
+async def test_nothing_that_a_call_took_or_made_is_kept_while_the_thread_waits_for_the_next_one(
+    thread: MlxThread,
+) -> None:
     class Array:
         pass
 
@@ -129,32 +126,11 @@ def test_nothing_that_a_call_took_or_made_is_kept_while_the_thread_waits_for_the
         weakref.finalize(result, made.set)
         return result
 
-    async def work() -> None:
-        await thread.run(partial(call, Array()))
-
-    run(work())
-    assert taken.wait(2) and made.wait(2)
+    await thread.run(partial(call, Array()))
+    assert await asyncio.to_thread(taken.wait, 2) and await asyncio.to_thread(made.wait, 2)
 
 
-def test_background_calls_share_threads_except_a_cancelled_one() -> None:
-    entered, leave = threading.Event(), threading.Event()
-
-    async def work() -> tuple[set[int], int]:
-        alone = {await run_in_thread(threading.get_ident) for _ in range(5)}
-        stuck = asyncio.ensure_future(run_in_thread(lambda: (entered.set(), leave.wait(5))))
-        await asyncio.to_thread(entered.wait, 5)
-        stuck.cancel()
-        await asyncio.wait([stuck])
-        beside = await run_in_thread(threading.get_ident)
-        leave.set()
-        return alone, beside
-
-    alone, beside = run(work())
-    assert len(alone) == 1
-    assert beside not in alone
-
-
-def test_an_exception_that_is_raised_again_and_again_does_not_gather_frames(thread: MlxThread) -> None:
+async def test_an_exception_that_is_raised_again_and_again_does_not_gather_frames(thread: MlxThread) -> None:
     error = ValueError("the stage has failed")
 
     def fail() -> None:
@@ -165,15 +141,11 @@ def test_an_exception_that_is_raised_again_and_again_does_not_gather_frames(thre
             await thread.run(fail)
         return len(traceback.extract_tb(error.__traceback__))
 
-    async def work() -> list[int]:
-        return [await depth() for _ in range(400)]
-
-    depths = run(work())
-    assert max(depths) < 150
-    assert depths[-1] == depths[-2]
+    depths = [await depth() for _ in range(400)]
+    assert max(depths) < 150 and depths[-1] == depths[-2]
 
 
-def test_a_coroutine_runs_on_the_thread_and_lets_calls_run_where_it_waits(thread: MlxThread) -> None:
+async def test_a_coroutine_runs_on_the_thread_and_lets_calls_run_where_it_waits(thread: MlxThread) -> None:
     log: list[tuple[str, int]] = []
     entered, go_on = threading.Event(), threading.Event()
 
@@ -188,171 +160,129 @@ def test_a_coroutine_runs_on_the_thread_and_lets_calls_run_where_it_waits(thread
         note("second half")
         return "done"
 
-    async def work() -> None:
-        waits = asyncio.ensure_future(thread.call(long()))
-        await asyncio.to_thread(entered.wait, 5)
-        calls = [asyncio.ensure_future(thread.run(partial(note, "a")))]
-        await asyncio.sleep(0)
-        thread.post(partial(note, "b"))
-        calls.append(asyncio.ensure_future(thread.run(partial(note, "c"))))
-        await asyncio.sleep(0)
-        go_on.set()
-        assert await waits == "done"
-        await asyncio.gather(*calls)
-
-    run(work())
+    waits = asyncio.create_task(thread.call(long()))
+    await asyncio.to_thread(entered.wait, 5)
+    calls = [asyncio.create_task(thread.run(partial(note, "a")))]
+    await asyncio.sleep(0)
+    thread.post(partial(note, "b"))
+    calls.append(asyncio.create_task(thread.run(partial(note, "c"))))
+    await asyncio.sleep(0)
+    go_on.set()
+    assert await waits == "done"
+    await asyncio.gather(*calls)
     assert [what for what, _ in log] == ["first half", "a", "b", "c", "second half"]
     assert len({ident for _, ident in log}) == 1 and log[0][1] != threading.get_ident()
 
 
-def test_who_no_longer_waits_for_a_coroutine_cancels_it(thread: MlxThread) -> None:
-    begun, cancelled = threading.Event(), threading.Event()
-
-    async def long() -> None:
-        begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cancelled.set()
-
-    async def work() -> None:
-        waits = asyncio.ensure_future(thread.call(long()))
-        await asyncio.to_thread(begun.wait, 5)
+async def test_a_caller_that_no_longer_waits_for_a_coroutine_cancels_it(thread: MlxThread) -> None:
+    async with endless(thread) as (waits, ended):
         waits.cancel()
         await asyncio.wait([waits])
-        assert waits.cancelled()
-        assert await asyncio.to_thread(cancelled.wait, 5)
-
-    run(work())
+        assert waits.cancelled() and await asyncio.to_thread(ended.wait, 5)
 
 
-def test_a_closed_thread_ends_its_coroutines_takes_no_calls_and_nothing_that_is_posted() -> None:
-    thread = MlxThread()
-    begun, posted = threading.Event(), list[int]()
-    ended: list[str] = []
+async def test_a_closed_thread_ends_its_coroutines_takes_no_calls_and_nothing_that_is_posted() -> None:
+    async def later() -> None:
+        raise AssertionError
 
-    async def long() -> None:
-        begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(0)
-            ended.append("long")
-
-    async def work() -> None:
-        waits = asyncio.ensure_future(thread.call(long()))
-        await asyncio.to_thread(begun.wait, 5)
+    thread, posted = MlxThread(), list[int]()
+    async with endless(thread) as (_, ended):
         thread.close()
-        assert ended == ["long"]
-        await asyncio.wait([waits])
-        thread.post(partial(posted.append, 1))
-        later = long()
-        with pytest.raises(RuntimeError, match="the mlx thread was closed before this call"):
-            await thread.call(later)
-        later.close()
-
-    run(work())
-    assert posted == [] and ended == ["long"]
-    assert not calls_are_left()
+        assert ended.is_set()
+    thread.post(partial(posted.append, 1))
+    call = later()
+    with pytest.raises(RuntimeError, match="the mlx thread was closed before this call"):
+        await thread.call(call)
+    call.close()
+    assert posted == [] and not calls_are_left()
 
 
-def test_whoever_waits_for_a_thread_that_is_given_up_hears_why_and_so_do_later_calls() -> None:
-    thread, error = MlxThread(), ValueError("stuck")
-    release = threading.Event()
+async def test_callers_of_a_thread_that_is_given_up_hear_why_and_so_do_later_calls() -> None:
+    thread, release = MlxThread(), threading.Event()
 
     async def never() -> None:
         raise AssertionError
 
-    async def work() -> None:
-        async with blocked(thread) as leave:
-            waits = [asyncio.ensure_future(thread.call(never())) for _ in range(2)]
-            await asyncio.sleep(0)
-            thread.give_up(error)
-            for each in waits:
-                with pytest.raises(ValueError, match=r"^stuck$"):
-                    await each
+    async with blocked(thread) as (leave, _):
+        waits = [asyncio.create_task(thread.call(never())) for _ in range(2)]
+        await asyncio.sleep(0)
+        thread.give_up(ValueError("stuck"))
+        for call in (*waits, thread.call(never())):
             with pytest.raises(ValueError, match=r"^stuck$"):
-                await thread.call(never())
-            thread.post(release.set)
-            leave.set()
-
-    run(work())
+                await call
+        thread.post(release.set)
+        leave.set()
     thread.loop.call_soon_threadsafe(thread.loop.stop)
     thread.close()
     assert not release.is_set() and not calls_are_left()
 
 
-def test_close_ends_the_thread_after_what_it_was_given_and_later_calls_are_refused_at_once() -> None:
+def started() -> tuple[MlxThread, threading.Thread]:
     before = set(threading.enumerate())
     thread = MlxThread()
-    [started] = set(threading.enumerate()) - before
+    [own] = set(threading.enumerate()) - before
+    return thread, own
+
+
+def test_close_ends_the_thread_after_what_it_was_given_and_later_calls_are_refused_at_once() -> None:
+    thread, own = started()
     entered, leave, done = threading.Event(), threading.Event(), list[int]()
 
     async def abandon() -> None:
-        call = asyncio.ensure_future(thread.run(lambda: (entered.set(), leave.wait(5))))
+        call = asyncio.create_task(thread.run(lambda: (entered.set(), leave.wait(5))))
         await asyncio.to_thread(entered.wait, 5)
         call.cancel()
 
-    async def work() -> None:
-        calls = [asyncio.ensure_future(thread.run(lambda n=n: done.append(n))) for n in range(20)]  # type: ignore[misc]
+    async def close() -> None:
+        calls = [asyncio.create_task(thread.run(partial(done.append, n))) for n in range(20)]
         await asyncio.sleep(0)
         thread.close()
         await asyncio.gather(*calls)
+        with pytest.raises(RuntimeError, match="the mlx thread was closed before this call"):
+            await thread.run(lambda: 1)
 
-    run(abandon())  # a result for a loop that is gone harms nobody
+    asyncio.run(abandon())  # a result for a loop that is gone harms nobody
     leave.set()
-    run(work())
-    assert not started.is_alive()
-    assert done == list(range(20))
-    with pytest.raises(RuntimeError, match="the mlx thread was closed before this call"):
-        run(thread.run(lambda: 1))
+    asyncio.run(close())
+    assert not own.is_alive() and done == list(range(20))
 
 
-def test_close_gives_up_on_a_call_that_never_returns() -> None:
+async def test_close_gives_up_on_a_call_that_never_returns() -> None:
     """And the thread is a daemon, so that it does not keep the process alive."""
-    before = set(threading.enumerate())
-    thread = MlxThread()
-    [started] = set(threading.enumerate()) - before
-
-    async def work() -> None:
-        async with blocked(thread):
-            thread.close(timeout_s=0.01)
-            assert started.is_alive() and started.daemon
-
-    run(work())
-    started.join(5)
-    assert not started.is_alive()
+    thread, own = started()
+    async with blocked(thread):
+        thread.close(timeout_s=0.01)
+        assert own.is_alive() and own.daemon
+    await asyncio.to_thread(own.join, 5)
+    assert not own.is_alive()
 
 
 FAILURES = """
 import asyncio
 import os
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 
 import mlx.core as mx
 
 from worker.platform.threads import MlxThread
 
-path, shape = sys.argv[1], (100,)
+path = sys.argv[1]
 
 
 def fail() -> None:
     for _ in range(10):
-        mx.save_safetensors(path, {str(number): mx.ones(shape) for number in range(300)})
+        mx.save_safetensors(path, {str(number): mx.ones(100) for number in range(300)})
         arrays = mx.load(path)
         os.truncate(path, 1000)
         for array in arrays.values():
-            try:
+            with suppress(RuntimeError):
                 mx.eval(array)
-            except RuntimeError:
-                pass
-            else:
                 raise AssertionError("an array was read from a file that ends before it")
 
 
 def compute() -> None:
-    mx.eval(held := mx.ones(shape))
+    mx.eval(held := mx.ones(100))
     mx.set_memory_limit(1)
     mx.eval(held + 1)
 

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from coordinator.quality.replay import CHUNK, ForcedPass, Replay, full_windows, prompt_chunks
+from coordinator.quality.replay import CHUNK, ForcedPass, Replay
 from coordinator.quality.report import ComparedAnswer, Rounding
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Sampling
@@ -109,15 +109,6 @@ def test_of_many_differences_only_the_first_are_measured() -> None:
     case = replay.case()
     assert (len(case.differences), sorted(case.roundings), case.verdict) == (12, [*range(8)], "DIFFERS")
     assert all(rounding.explains for rounding in case.roundings.values()), "but not what was not measured"
-
-
-def test_windows_hold_all_tokens_and_the_last_is_full() -> None:
-    for length in (1, 2, 3, 7, 8, 20):
-        windows = full_windows(list(range(7)), length)
-        assert [token for window in windows for token in window] == list(range(7))
-        assert [len(window) for window in windows[1:]] == [length] * (len(windows) - 1)
-        assert len(windows[-1]) == min(length, 7)
-    assert prompt_chunks([1, 2, 3, 4, 5], 2) == [[1, 2], [3, 4], [5]]
 
 
 def test_each_wanted_row_is_handed_over_with_its_own_logits() -> None:

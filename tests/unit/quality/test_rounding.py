@@ -64,18 +64,6 @@ def test_a_token_outside_a_filter_is_as_far_as_the_filters_edge() -> None:
     assert margin(narrow, logits, second, first) == pytest.approx(1.0, rel=1e-3), "the least kept is at -1"
 
 
-def test_a_token_at_the_inner_edge_of_a_filter_gives_way_by_as_little_as_it_stands_inside() -> None:
-    race = np.argsort(-np.array(gumbel([random_key(3, POSITION)], V)[0]))
-    first, second = int(race[0]), int(race[1])
-    logits = np.linspace(0, -1, V).astype(np.float32)
-    logits[[first, second]] = -0.98, 1.0
-    last = int(np.argmin(logits))
-    logits[last] = -0.99
-    kept = int((logits >= logits[first]).sum())
-    narrow = Sampling(seed=3, temperature=1000.0, top_k=kept)
-    assert margin(narrow, logits, first, second) == pytest.approx(float(-0.98 - np.sort(logits)[-kept - 1]), rel=0.01)
-
-
 def test_extremes_of_a_margin() -> None:
     """No shift brings a token without a logit, what is drawn already needs none, and ties are as close as can be."""
     logits = LOGITS.copy()

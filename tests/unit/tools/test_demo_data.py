@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tools.demo_data import arithmetic, facts, functions, mix, smalltalk, stories
+from tools.demo_data import arithmetic, facts, functions, mix
 from tools.demo_data.turn import Turn
 
 
@@ -60,15 +60,3 @@ def test_every_fact_is_asked_and_listed_once_per_relation() -> None:
     assert {fact for _, fact in facts.questions()} == set(facts.facts())
     keys = [(fact.relation, fact.subject) for fact in facts.facts()]
     assert len(keys) == len(set(keys)) and len(set(facts.facts())) >= 300
-
-
-def test_a_story_names_its_topics_and_ends() -> None:
-    for hero, place, thing in [("owl", "island", "umbrella"), ("cat", "city", "key")]:
-        text = stories.story(hero, place, thing)
-        assert hero in text and thing in text and text.endswith("The end.")
-    assert "an owl named" in stories.story("owl", "island", "key")
-
-
-def test_the_model_calls_itself_the_demo_model() -> None:
-    answers = {prompt: entry["answer"] for entry in smalltalk.exchanges() for prompt in entry["prompts"]}
-    assert "Brigade's demo model" in answers["Who are you?"]

@@ -1,11 +1,15 @@
-"""The tools' numbers: what they count, and that the report says what was counted."""
+"""The figures of windows: what they count, and that the report says so."""
 
 import json
+
+import pytest
 
 from tools.demo_data.turn import Turn
 from tools.eval_windows import ACCURACY, is_right
 from tools.windows_data import Measured, Score, Speed
-from tools.windows_report import table, to_markdown
+from tools.windows_report import to_markdown
+
+SETTINGS = (("ar", None, None), ("diffusion", 16, None), ("diffusion-fast", 16, 0.4))
 
 
 def score(kind: str, decoder: str, window: int | None = None, threshold: float | None = None, right: int = 4) -> Score:
@@ -14,25 +18,27 @@ def score(kind: str, decoder: str, window: int | None = None, threshold: float |
 
 
 def measured(fast_right: int = 4) -> Measured:
-    settings = (("ar", None, None), ("diffusion", 16, None), ("diffusion-fast", 16, 0.4))
-    speeds = [
-        Speed(kind, *decoder, delay_ms, 100, seconds, picked)
-        for kind in ACCURACY
-        for delay_ms in (0.0, 60.0)
-        for decoder, seconds, picked in (
-            (("ar", None), 2.0, {}),
-            (("diffusion", 16), 1.0, {}),
-            (("diffusion", None), 1.25, {"32": 3}),
-        )
-    ]
     return Measured(
-        "a machine", "demo", {"1": 10.0, "2": 11.0, "32": 40.0},
-        scores=[score(kind, *setting) for kind in ACCURACY for setting in settings],
-        wanted=[score("arithmetic", *settings[0]), score("arithmetic", *settings[1]),
-                score("arithmetic", *settings[2], right=fast_right)],
-        chain=[score("facts", *setting) for setting in settings],
-        speeds=speeds,
-    )  # fmt: skip
+        "a machine",
+        "demo",
+        {"1": 10.0, "2": 11.0, "32": 40.0},
+        scores=[score(kind, *setting) for kind in ACCURACY for setting in SETTINGS],
+        wanted=[
+            score("arithmetic", *setting, right=right)
+            for setting, right in zip(SETTINGS, (4, 4, fast_right), strict=True)
+        ],
+        chain=[score("facts", *setting) for setting in SETTINGS],
+        speeds=[
+            Speed(kind, decoder, window, delay_ms, 100, seconds, picked)
+            for kind in ACCURACY
+            for delay_ms in (0.0, 60.0)
+            for decoder, window, seconds, picked in (
+                ("ar", None, 2.0, {}),
+                ("diffusion", 16, 1.0, {}),
+                ("diffusion", None, 1.25, {"32": 3}),
+            )
+        ],
+    )
 
 
 def test_rows_that_are_computed_in_vain_lower_the_cacheability() -> None:
@@ -45,13 +51,14 @@ def test_rows_that_are_computed_in_vain_lower_the_cacheability() -> None:
     assert (total.accuracy, total.equal, total.num_tokens) == (50, 100, 10)
     assert measured().break_even(16, delay_ms=0) == 4 and measured().break_even(16, delay_ms=50) == 1.5
     assert Measured.from_json(json.loads(measured().to_json())) == measured()
+
+
+def test_an_answer_that_did_not_end_is_not_right() -> None:
     turn = Turn("facts", "Tell me.", "So it is.")
-    assert is_right(turn, "So it is.", True) and not is_right(turn, "So it is.", False)  # it did not end
+    assert is_right(turn, "So it is.", True) and not is_right(turn, "So it is.", False)
 
 
-def test_the_report_admits_what_was_missed() -> None:
-    for right, said in ((4, "|yes|"), (3, "|**no**|")):
-        page = to_markdown(measured(right))
-        line = next(line for line in page.splitlines() if "`diffusion-fast` loses" in line)
-        assert line.replace(" ", "").endswith(said)
-    assert table(("a", "long"), [("xyz", "1")]) == "| a   | long |\n| --- | ---  |\n| xyz | 1    |\n"
+@pytest.mark.parametrize(("right", "said"), [(4, "|yes|"), (3, "|**no**|")])
+def test_the_report_admits_a_miss(right: int, said: str) -> None:
+    [line] = [line for line in to_markdown(measured(right)).splitlines() if "`diffusion-fast` loses" in line]
+    assert line.replace(" ", "").endswith(said)

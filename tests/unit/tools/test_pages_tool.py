@@ -37,48 +37,35 @@ class Repository:
         subprocess.run(["git", *named, *arguments], cwd=self.root, env=os.environ | own, check=True)
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Repository:
-    return Repository(tmp_path)
-
-
-def older(root: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The printed commands."""
-    main(root)
-    return [line for line in capsys.readouterr().out.splitlines() if line in {page.command for page in PAGES}]
-
-
-def test_a_page_is_older_once_its_code_has_changed(repository: Repository, capsys: pytest.CaptureFixture[str]) -> None:
-    repository.commit("worker/node/hop.py", "coordinator/api/app.py")
-    repository.commit(*(f"docs/{page.figures or page.name}" for page in PAGES))
-    assert older(repository.root, capsys) == []
-    repository.commit("coordinator/api/app.py")
-    assert older(repository.root, capsys) == [FAULTS.command, SERVE.command]
-    repository.commit("docs/serve.md", "docs/faults.json")
-    assert older(repository.root, capsys) == []
-
-
-def test_a_page_with_stored_figures_is_as_old_as_these(
-    repository: Repository, capsys: pytest.CaptureFixture[str]
-) -> None:
-    repository.commit("docs/bench.md", "docs/bench.json")
-    repository.commit("coordinator/bench/report.py")
-    repository.commit("docs/bench.md", "docs/bench.png", "docs/faults.json")
-    assert older(repository.root, capsys) == [BENCH.command]
-    repository.commit("docs/bench.json")
-    assert older(repository.root, capsys) == []
-
-
-def test_pages_that_are_in_no_commit_are_older_and_each_command_is_printed_once(
-    repository: Repository, capsys: pytest.CaptureFixture[str]
-) -> None:
-    repository.commit("coordinator/bench/report.py")
-    assert older(repository.root, capsys) == [BENCH.command, FAULTS.command]
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_and_their_code_exist_and_a_page_names_its_command(page: Page) -> None:
     assert all((ROOT / path).exists() for path in (*page.code, f"docs/{page.figures or page.name}"))
     if page.name.endswith(".md"):
         text = " ".join((ROOT / "docs" / page.name).read_text(encoding="utf-8").split())
         assert page.command in text
+
+
+def test_a_page_is_older_once_its_code_has_changed_since_its_stored_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository = Repository(tmp_path)
+
+    def older() -> list[str]:
+        """The printed commands."""
+        main(tmp_path)
+        return [line for line in capsys.readouterr().out.splitlines() if line in {page.command for page in PAGES}]
+
+    repository.commit("coordinator/bench/report.py")
+    assert older() == [BENCH.command, FAULTS.command], "in no commit yet, and each command is printed once"
+    repository.commit("worker/node/hop.py", "coordinator/api/app.py")
+    repository.commit(*(f"docs/{page.figures or page.name}" for page in PAGES))
+    assert older() == []
+    repository.commit("coordinator/api/app.py")
+    assert older() == [FAULTS.command, SERVE.command]
+    repository.commit("docs/serve.md", "docs/faults.json")
+    assert older() == []
+    repository.commit("coordinator/bench/report.py")
+    repository.commit("docs/bench.md", "docs/bench.png", "docs/faults.json")
+    assert older() == [BENCH.command]
+    repository.commit("docs/bench.json")
+    assert older() == []

@@ -2,6 +2,7 @@
 
 import ast
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,42 +49,39 @@ def test_tests_that_import_the_module_through_a_helper_come_first(project: Path)
     assert chosen == {"unit": ["tests/unit/test_seven.py"], "integration": [], "rest": ["tests/unit/test_others.py"]}
 
 
-def test_a_fault_is_caught_by_the_test_that_fails_and_else_missed(project: Path) -> None:
-    faults = [
-        Fault("sums", "minus", "a total adds", "coordinator/sums.py", "a + b", "a - b"),
-        Fault("sums", "third", "a half is the half", "coordinator/sums.py", "a // 2", "a // 3"),
-    ]
+MINUS = Fault("sums", "minus", "a total adds", "coordinator/sums.py", "a + b", "a - b")
+
+
+def measured(project: Path, faults: list[Fault], first: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
+    """The row of each fault."""
     rows: dict[str, dict[str, Any]] = {}
-    assert len([*measure(project, faults, 1, rows)]) == 4  # three stages for the one that is missed
+    assert [*measure(project, faults, 1, rows, first or {})]
+    return rows
+
+
+def test_a_fault_is_caught_by_the_test_that_fails_and_else_missed(project: Path) -> None:
+    third = Fault("sums", "third", "a half is the half", "coordinator/sums.py", "a // 2", "a // 3")
+    rows = measured(project, [MINUS, third])
     found = {name: (row["result"], row["stage"], row["test"]) for name, row in rows.items()}
     assert found == {"minus": ("caught", "unit", SEVEN), "third": ("MISSED", "", "")}
     assert "a + b" in (project / "coordinator/sums.py").read_text()
 
 
 def test_a_test_that_fails_without_a_fault_proves_nothing(project: Path) -> None:
-    (project / "tests/unit/test_seven.py").write_text(
-        "import coordinator.sums\n\n\ndef test_seven():\n    assert False\n"
-    )
-    fault = Fault("sums", "minus", "a total adds", "coordinator/sums.py", "a + b", "a - b")
-    rows: dict[str, dict[str, Any]] = {}
-    assert len([*measure(project, [fault], 1, rows)]) == 2
-    assert rows["minus"]["result"] == "UNSURE"
+    failing = "import coordinator.sums\n\n\ndef test_seven():\n    assert False\n"
+    (project / "tests/unit/test_seven.py").write_text(failing)
+    assert measured(project, [MINUS])["minus"]["result"] == "UNSURE"
 
 
 def test_only_a_failed_test_catches_and_the_test_of_an_earlier_run_is_tried_first(project: Path) -> None:
-    source = "coordinator/sums.py"
-    faults = [
-        Fault("sums", "import", "the module can be imported", source, "def half", "import missing\n\n\ndef half"),
-        Fault("sums", "minus", "a total adds", source, "a + b", "a - b"),
-    ]
+    missing = Fault("sums", "import", "it is imported", MINUS.file, "def half", "import missing\n\n\ndef half")
     first = {"import": "tests/unit/test_gone.py::test_it", "minus": "tests/unit/test_seven.py::test_its_old_name"}
-    rows: dict[str, dict[str, Any]] = {}
-    assert len([*measure(project, faults, 1, rows, first)]) == 2 + 3  # both first, then the three stages for one
+    rows = measured(project, [missing, MINUS], first)
     found = {name: (row["result"], row["stage"], row["test"][:20]) for name, row in rows.items()}
     assert found == {"import": ("ERROR", "unit", "pytest ended with 2:"), "minus": ("caught", "first", SEVEN[:20])}
 
 
 def test_a_fault_whose_text_has_changed_is_refused(project: Path) -> None:
     with pytest.raises(InputError) as caught:
-        Fault("sums", "times", "a total adds", "coordinator/sums.py", "a * b", "a - b").seeded(project)
-    assert caught.value.field == "times"
+        replace(MINUS, old="a * b").seeded(project)
+    assert caught.value.field == "minus"

@@ -41,8 +41,8 @@ def test_a_configuration_has_as_many_parameters_as_its_name_says(name: str) -> N
 
 
 def test_a_quantised_checkpoint_of_holes_has_the_layout_of_one_with_weights(tmp_path: Path) -> None:
-    sizes = {"intermediate_size": 128}
     quantize = {"group_size": 64, "bits": 4}
+    sizes = {"intermediate_size": 128}
     real = make_model(tmp_path / "real", "qwen3", dtype=mx.bfloat16, quantize=quantize, config=sizes)
     config = json.loads((real / "config.json").read_text())
     del config["quantization"]
@@ -60,13 +60,7 @@ def test_experts_apart_are_stacked_again_by_mlx_lm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-120b", "Kimi-K2.5"])
-def test_mlx_lm_finds_every_tensor_and_none_too_many(tmp_path: Path, name: str) -> None:
-    write_sparse(tmp_path / "model", published(name), None if name == "gpt-oss-120b" else 4)
+def test_mlx_lm_finds_every_tensor_and_none_too_many_in_a_few_megabytes_of_the_disk(tmp_path: Path, name: str) -> None:
+    nbytes = write_sparse(tmp_path / "model", published(name), None if name == "gpt-oss-120b" else 4)
+    assert sum(path.stat().st_blocks * 512 for path in (tmp_path / "model").iterdir()) < 4e6 < nbytes / 10_000
     load_model(tmp_path / "model", lazy=True, strict=True)
-
-
-def test_hundreds_of_gigabytes_take_a_few_megabytes_of_the_disk(tmp_path: Path) -> None:
-    nbytes = write_sparse(tmp_path / "model", published("Kimi-K2-Instruct"))
-    used = sum(path.stat().st_blocks * 512 for path in (tmp_path / "model").iterdir())
-    assert nbytes > 550e9
-    assert used < 4e6

@@ -1,0 +1,119 @@
+"""Results and reports of the last stage: as they were sent and as they were asked for, or refused by its name."""
+
+from typing import Any
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protos.brigade_pb2 import Alternative, Draining, Failure, Report, Result, Sample, Score, Timing
+from tests.unit.fuzz import fuzzed, nearly, within
+from worker.compute.header import check_result
+from worker.errors import FrameError
+from worker.node.framing import check_seal, seal
+
+MANY = 1 << 18  # more than any result has of anything
+RESULT = Result(
+    epoch=2,
+    step=9,
+    samples=[Sample(slot=1, token=7, logprob=-0.25, entropy=1.5), Sample(slot=2, token=300)],
+    timings=[Timing(stage=1, sent=5)],
+    failures=[Failure(slot=3, kind="CacheMismatch", message="é")],
+)
+
+
+@pytest.mark.parametrize("what", [Report(result=RESULT), Report(draining=Draining())], ids=["result", "draining"])
+def test_no_flipped_bit_of_a_report_changes_what_it_says(what: Report) -> None:
+    message = seal(what).SerializeToString()
+    check_seal(Report.FromString(message), "last")
+    for at in range(len(message)):
+        for bit in range(8):
+            flipped = bytearray(message)
+            flipped[at] ^= 1 << bit
+            try:
+                found = Report.FromString(bytes(flipped))
+            except DecodeError:  # gRPC refuses it, and the call ends
+                continue
+            with pytest.raises(FrameError, match=r"^worker last: expected a report as it was sent"):
+                check_seal(found, "last")
+
+
+ASKED = {1: (2, 0, 0), 4: (0, 3, 0), 5: (0, 0, 0), 6: (1, 0, 2)}
+
+
+def answered(
+    samples: list[int], guesses: list[int], failed: list[int] | None = None, token: int = 49, num_scores: int = 2
+) -> Result:
+    return Result(
+        step=9,
+        samples=[Sample(slot=slot, token=token) for slot in samples],
+        guesses=[Sample(slot=slot, token=token) for slot in guesses],
+        scores=[Score(slot=6, token=token)] * num_scores,
+        failures=[Failure(slot=slot) for slot in failed or []],
+    )
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        *(
+            (answered(*slots), r"expected \(samples, guesses, scores\) .* \(step 9\)$")
+            for slots in (
+                ([1, 6], [4, 4, 4]), ([1, 1, 1, 6], [4, 4, 4]), ([1, 1, 6], [4, 4]), ([1, 1, 5, 6], [4, 4, 4]),
+            )
+        ),
+        (answered([1, 1, 8, 6], [4, 4, 4]), r".*for slot 8, got \(1, 0, 0\)"),
+        (answered([1, 1, 6], [4, 4, 4], num_scores=0), r".*for slot 6, got \(1, 0, 0\)"),
+        (answered([1, 1, 6], [4, 4, 4], num_scores=3), r".*for slot 6, got \(1, 0, 3\)"),
+        (answered([1, 1, 6], [4, 4, 4], token=50), r"expected tokens below 50, got 50 \(step 9\)$"),
+    ],
+)  # fmt: skip
+def test_a_result_answers_exactly_what_was_asked(result: Result, words: str) -> None:
+    check_result(answered([1, 1, 6], [4, 4, 4]), ASKED, 50, "last")
+    check_result(answered([1, 1, 6], [], failed=[4]), ASKED, 50, "last")
+    with pytest.raises(FrameError, match=f"^worker last: {words}"):
+        check_result(result, ASKED, 50, "last")
+
+
+def test_a_result_of_a_million_samples_is_refused_in_a_few_words() -> None:
+    result = Result(samples=[Sample(slot=3, token=5)] * MANY)
+    with within(1 << 16), pytest.raises(FrameError, match=r"\(262144, 0, 0\)") as refused:
+        check_result(result, {3: (1, 0, 0)}, 50, "mini")
+    assert len(str(refused.value)) < 300
+
+
+U32 = st.sampled_from([0, 1, 2, 3, 7, 2**31, 2**32 - 1]) | st.integers(0, 4)
+SAMPLES: Any = st.lists(st.builds(Sample, slot=U32, token=U32), max_size=4)
+RESULTS = st.builds(Result, samples=SAMPLES, guesses=SAMPLES)
+
+
+@fuzzed(60)
+@given(RESULTS | nearly(Result(step=3, samples=[Sample(slot=3, token=5)]).SerializeToString()), st.integers(0, 3))
+def test_fuzz_a_result_is_as_it_was_asked_for_or_refused_by_the_nodes_name(result: Result | bytes, wanted: int) -> None:
+    try:
+        found = Result.FromString(result) if isinstance(result, bytes) else result
+    except DecodeError:
+        return
+    try:
+        check_result(found, {3: (wanted, 0, 0)}, 50, "mini")
+    except FrameError as error:
+        assert error.node == "mini" and len(str(error)) < 300
+    else:
+        answers = [sample for sample in found.samples if sample.slot == 3]
+        failed = {failure.slot for failure in found.failures}
+        assert 3 in failed or (len(answers) == wanted and not found.guesses)
+        assert all(sample.token < 50 for sample in found.samples)
+
+
+@pytest.mark.parametrize(("token", "count", "wanted"), [(50, 1, 1), (49, 2, 1), (49, 1, 0), (0, MANY, 5)])
+def test_alternatives_that_were_not_asked_for_or_beyond_the_vocabulary_are_refused(
+    token: int, count: int, wanted: int
+) -> None:
+    def result(count: int, token: int) -> Result:
+        return Result(samples=[Sample(slot=3, token=5, alternatives=[Alternative(token=token)] * count)])
+
+    refused = result(count, token)
+    with within(1 << 16), pytest.raises(FrameError, match=r"alternatives for slot 3|tokens below 50"):
+        check_result(refused, {3: (1, 0, 0)}, 50, "mini", {3: wanted})
+    check_result(result(1, 49), {3: (1, 0, 0)}, 50, "mini", {3: 1})
