@@ -9,7 +9,7 @@ from coordinator.sessions.scheduler import Scheduler
 from coordinator.sessions.session import repeats
 from protos.brigade_pb2 import Result
 from tests.unit.decoding.fake_stage import FakeStage, decoders, fixed, opened, oracle, run
-from tests.unit.fake_chain import costs_per_row, make_session, masked, plain_answer, prompt_of
+from tests.unit.fake_chain import VOCAB, costs_per_row, make_session, masked, plain_answer, prompt_of
 
 
 @pytest.mark.parametrize("kind", decoders())
@@ -19,9 +19,10 @@ from tests.unit.fake_chain import costs_per_row, make_session, masked, plain_ans
 def test_a_session_ends_at_the_same_token_for_the_same_reason_whatever_the_decoder(
     kind: str, max_tokens: int, eos_at: int | None
 ) -> None:
-    prompt = prompt_of(6, seed=4)
+    """An end-of-sequence token of the prompt ends nothing."""
+    prompt = [VOCAB + 1, *prompt_of(6, seed=4)]
     text = plain_answer(prompt, 50)
-    eos = frozenset() if eos_at is None else frozenset({text[eos_at]})
+    eos = frozenset({VOCAB + 1}) | (frozenset() if eos_at is None else {text[eos_at]})
     expected = plain_answer(prompt, max_tokens, eos)
     session = opened(prompt, max_tokens, eos, decoders(eos)[kind]())
     found = run(session, FakeStage(oracle([*prompt, *text], 1.0, random.Random(0))))
