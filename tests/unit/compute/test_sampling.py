@@ -127,26 +127,6 @@ def test_a_filter_that_is_off_changes_nothing(off: dict) -> None:
     assert draws(Sampling(seed=11, temperature=1.0, **off)) == draws(Sampling(seed=11, temperature=1.0))
 
 
-def test_greedy_takes_the_likeliest_token_whatever_the_seed() -> None:
-    for n in range(10):
-        logits = logits_of(n)
-        assert {draw(Sampling(seed=seed), logits) for seed in range(5)} == {int(np.argmax(np.array(logits)))}
-
-
-def test_a_draw_depends_on_seed_and_position_and_on_nothing_that_was_drawn_before() -> None:
-    sampling = Sampling(seed=7, temperature=1.5)
-    sampler, logits = Sampler(sampling), logits_of(1)
-    alone = [draw(sampling, logits, [1] * n) for n in range(30)]
-    in_order = [int(after(sampler, mx.array(logits), [1] * n).tokens.item()) for n in range(30)]
-    backwards = [int(after(sampler, mx.array(logits), [1] * n).tokens.item()) for n in reversed(range(30))][::-1]
-    mx.random.uniform(shape=(100,))
-    disturbed = [draw(sampling, logits, [1] * n) for n in range(30)]
-    in_one_graph = [after(Sampler(sampling), mx.array(logits), [1] * n).tokens for n in range(30)]
-    mx.eval(in_one_graph)  # as a step samples for several rows
-    assert alone == in_order == backwards == disturbed == [int(token.item()) for token in in_one_graph]
-    assert len(set(alone)) > 5, "positions have draws of their own"
-
-
 def test_the_same_seed_gives_other_draws_at_every_position_and_another_seed_others_again() -> None:
     logits = mx.zeros((1, VOCAB))
     drawn = {seed: [draw(Sampling(seed=seed, temperature=1), logits, [1] * n) for n in range(40)] for seed in (0, 1, 2)}

@@ -91,18 +91,6 @@ def test_random_cuts_and_appends_are_seen_as_in_a_plain_list(
     assert refused or window in (None, 300)
 
 
-@pytest.mark.parametrize("window", [None, 4, 64])
-def test_a_cut_cache_equals_a_fresh_one_bit_for_bit(window: int | None) -> None:
-    kept, dropped, after = [list(range(start, end)) for start, end in ((1, 31), (900, 903), (31, 34))]
-    cut, fresh = KVCache(window), KVCache(window)
-    feed(cut, kept)
-    feed(cut, dropped)
-    cut.cut(len(kept))
-    feed(fresh, kept)
-    for found, expected in zip(feed(cut, after), feed(fresh, after), strict=True):
-        np.testing.assert_array_equal(found, expected)
-
-
 def test_a_sliding_cache_can_always_take_back_the_last_step() -> None:
     """What speculative decoding needs: drafts are rejected right after the step that fed them."""
     window = 4

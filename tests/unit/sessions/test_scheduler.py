@@ -11,7 +11,7 @@ from coordinator.decoding.decoders import Proposal, Verified
 from coordinator.sessions.scheduler import Scheduler
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import Frame
-from tests.unit.fake_chain import VOCAB, Rig, decoders, plain_answer, prompt_of
+from tests.unit.fake_chain import Rig, decoders, plain_answer, prompt_of
 
 DECODERS = decoders()
 
@@ -154,32 +154,6 @@ def test_whoever_comes_and_goes_lanes_are_few_and_equal_and_nobody_waits_while_a
         if rig.chain.in_flight and (frame is None or numbers.random() < 0.3):
             rig.take_one()
         alive = [session for session in alive if session.finish_reason is None]
-
-
-def test_who_joins_steps_with_the_next_lane_that_has_room_and_who_leaves_makes_lanes_smaller() -> None:
-    rig = Rig(num_stages=2)
-    old = streaming(rig, 2)
-    rig.send_all()
-    new = rig.submit(prompt_of(3, seed=9), 1000)
-    rig.send_all()  # its prompt
-    assert sorted(map(len, rig.chain.lanes_in_flight))[:2] == [1, 1]
-    while not new.num_generated:
-        rig.take_one()
-        rig.send_all()
-    for _ in range(4):
-        rig.take_one()
-        rig.send_all()
-    assert sorted(map(len, rig.chain.lanes_in_flight)) == [1, 2]
-    assert {slot for lane in rig.chain.lanes_in_flight for slot in lane} == {session.slot for session in [*old, new]}
-    rig = Rig(num_stages=2)
-    sessions = streaming(rig, 6)
-    assert [len(frame.windows) for frame in rig.send_all()] == [3, 3]
-    for session in sessions[:4]:
-        rig.scheduler.close(session)
-    for _ in range(4):
-        rig.take_one()
-        rig.send_all()
-    assert sorted(map(len, rig.chain.lanes_in_flight)) == [1, 1]
 
 
 # --- prompts --------------------------------------------------------------------------------------------------------
@@ -336,24 +310,4 @@ def test_to_close_twice_frees_once() -> None:
     rig.scheduler.close(session)
     rig.run(new)
     assert new.generated == plain_answer(prompt_of(4), 3)
-    rig.end()
-
-
-# --- all of it at once ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_sessions_with_different_decoders_side_by_side_get_what_each_gets_alone(seed: int) -> None:
-    numbers = random.Random(seed)
-    rig = Rig(num_stages=numbers.randint(1, 4), chunk=numbers.choice([1, 7, 16]))
-    sessions = []
-    for number, make in enumerate([*DECODERS.values()] * 3):
-        eos = frozenset({numbers.randrange(VOCAB)})
-        prompt = prompt_of(numbers.randint(1, 70), seed=number)
-        sessions.append((rig.submit(prompt, 30, eos, decoder=make()), plain_answer(prompt, 30, eos)))
-        for _ in range(numbers.randint(0, 3)):
-            rig.step()
-    rig.run(*(session for session, _ in sessions))
-    assert [session.generated for session, _ in sessions] == [expected for _, expected in sessions]
-    assert any(len(frame.windows) > 1 for frame in rig.chain.frames)
     rig.end()
