@@ -86,10 +86,6 @@ def test_what_began_before_a_frame_says_nothing_of_it(clock: Clock) -> None:
     assert flying.overdue() == (FIRST_S, FIRST_S)
 
 
-def test_a_chain_at_rest_is_looked_at_before_any_limit_of_a_frame_that_is_sent_meanwhile(clock: Clock) -> None:
-    assert Flight(ChainCosts(2), SuspendWatch()).left_s < flight._COMPILES_S < SILENCE_S
-
-
 @pytest.mark.parametrize("asleep", [False, True])
 def test_a_process_that_stood_still_says_for_how_long_and_is_not_at_fault_long_after(
     clock: Clock, asleep: bool

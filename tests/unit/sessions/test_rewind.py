@@ -36,9 +36,9 @@ class Asked:
         )
 
     def submit(self, rig: Rig) -> Session:
-        decoder = decoders(self.eos)[self.kind]()
-        more = {"seed": self.seed, "temperature": 1.0 if self.seed else 0.0}
-        return rig.submit(self.prompt, self.max_tokens, self.eos, decoder=decoder, **more)  # type: ignore[arg-type]
+        session = self.build(rig)
+        rig.scheduler.submit(session)
+        return session
 
     def undisturbed(self) -> list[int]:
         if self.kind != "diffusion-fast":

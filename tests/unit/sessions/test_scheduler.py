@@ -73,18 +73,6 @@ def test_a_slot_is_opened_by_the_first_frame_with_its_sampling_and_closed_by_the
     assert rig.chain.slots == {} and rig.scheduler.is_idle
 
 
-def test_slots_are_used_again_and_one_closed_and_taken_in_the_same_frame_is_empty_when_it_is_taken() -> None:
-    rig = Rig(chunk=16)
-    for round_ in range(5):
-        prompts = [prompt_of(3 + i, seed=round_ * 2 + i) for i in range(2)]
-        sessions = [rig.submit(prompt) for prompt in prompts]
-        assert {session.slot for session in sessions} == {0, 1}
-        rig.run(*sessions)
-        assert [session.generated for session in sessions] == [plain_answer(prompt, 3) for prompt in prompts]
-    reused = [frame for frame in rig.chain.frames if frame.closed]
-    assert any(set(frame.closed) & {opening.slot for opening in frame.opened} for frame in reused)
-
-
 # --- lanes ----------------------------------------------------------------------------------------------------------
 
 
