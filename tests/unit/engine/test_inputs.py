@@ -146,15 +146,12 @@ def test_a_grammar_that_nothing_is_of_is_refused_with_the_words_of_its_parser(
         run(front.make_request(RequestSpec("a", max_tokens=1, grammar=grammar)))
 
 
-def test_what_is_usual_holds_for_requests_that_do_not_say(run: Run) -> None:
+def test_what_is_usual_holds_for_requests_that_do_not_say_within_the_context(run: Run) -> None:
     front = run(inputs.InputProcessor.read("demo", sampling={"temperature": 0.5, "top_k": 3}, max_tokens=7))
     silent = run(front.make_request(RequestSpec((1,))))
     said = run(front.make_request(RequestSpec((1,), max_tokens=9, sampling={"temperature": 0.25})))
     assert (silent.max_tokens, silent.sampling.temperature, silent.sampling.top_k) == (7, 0.5, 3)
     assert (said.max_tokens, said.sampling.temperature, said.sampling.top_k) == (9, 0.25, 3)
-
-
-def test_an_answer_of_no_given_length_may_be_as_long_as_the_context_and_no_longer(run: Run) -> None:
     for usual in (None, 10**9):
         front = run(inputs.InputProcessor.read("demo", max_tokens=usual))
         assert run(front.make_request(RequestSpec((1,)))).max_tokens == front.spec.context

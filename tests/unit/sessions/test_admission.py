@@ -12,9 +12,8 @@ from coordinator.sessions.admission import (
     cache_costs,
     make_room,
 )
-from coordinator.sessions.session import Session
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
-from tests.unit.fake_chain import Rig, decoders, from_text, make_session, plain_answer, prompt_of
+from tests.unit.fake_chain import Rig, decoders, make_session, plain_answer, prompt_of
 from worker.errors import InputError, QueueFull
 from worker.model.cache_spec import Memory
 from worker.model.model_spec import LayerSpec, ModelSpec
@@ -226,28 +225,6 @@ def test_a_cancel_before_the_first_frame_frees_a_slot_that_was_taken_over() -> N
     [frame] = rig.send_all()
     assert list(frame.closed) == [first.slot] and not frame.opened
     assert rig.chain.slots == {} and not any(rig.scheduler.slots.promised)
-
-
-def test_forget_kept_frees_what_is_kept_and_nothing_else() -> None:
-    rig = Rig(keep=True, chunk=64)
-    for seed in range(3):
-        rig.answer(prompt_of(20, seed=seed), 2)
-    live: Session = rig.submit(prompt_of(30, seed=9), 9)
-    rig.step()
-    rig.scheduler.slots.forget_kept()
-    rig.run(live)
-    assert rig.chain.slots.keys() == {live.slot} and rig.scheduler.slots.num_kept == 1
-    assert live.generated == plain_answer(prompt_of(30, seed=9), 9)
-    rig.end()
-
-
-def test_a_kept_slot_has_room_for_the_drafts_that_were_rejected_last() -> None:
-    start, rest = prompt_of(3), prompt_of(9)
-    prompt = next(p for x in range(5000) if plain_answer(p := [*start, x % 50, x // 50, *rest, *start], 1) == [x % 50])
-    rig = Rig(num_stages=1, keep=True, chunk=64)
-    rig.answer(prompt, 40, eos=frozenset({plain_answer(prompt, 2)[1]}), decoder=from_text())
-    held, promised = rig.chain.held(rig.costs.bytes_of), rig.scheduler.slots.promised
-    assert held <= promised
 
 
 def test_what_a_takeover_gives_back_lets_the_next_one_in() -> None:

@@ -82,17 +82,6 @@ def test_what_is_reused_is_not_fed_again_and_one_token_at_least_is_fed() -> None
     assert session.finish_reason == "stop" and not session.is_ready
 
 
-@pytest.mark.parametrize("kind", DECODERS)
-def test_no_window_writes_more_rows_than_were_promised(kind: str) -> None:
-    for num_prompt in (1, 2, 15, 16, 17, 40, 64, 100):
-        for max_tokens in (1, 2, 7, 31, 60):
-            for chunk in (1, 8, 256):
-                session = opened(prompt_of(num_prompt), max_tokens, chunk=chunk, decoder=DECODERS[kind]())
-                most = session.most_rows
-                written = max(step.window.base + num_rows(step.window) for step in run(session, FakeStage()))
-                assert written == session.rows_written <= most == session.most_rows
-
-
 def test_steps_and_rows_are_counted_those_that_are_fed_again_too() -> None:
     session = opened(prompt_of(9), 5, chunk=4)
     assert sum(step.window.wanted for step in run(session, FakeStage())) == session.num_steps == 5
