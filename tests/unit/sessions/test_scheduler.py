@@ -116,6 +116,7 @@ def test_whoever_comes_and_goes_lanes_are_few_and_equal_and_nobody_waits_while_a
     alive: list[Session] = []
     lanes: set[int] = set()  # by step
     passed: dict[Session, Counter[Session]] = {}  # since it became ready: how often each other one stepped
+    last: Counter[Session] = Counter()  # the step of its latest window
     for number in range(600):
         if numbers.random() < 0.1 and len(alive) < 12:
             prompt = prompt_of(numbers.choice([1, 2, 5, 20]), seed=number)
@@ -127,11 +128,13 @@ def test_whoever_comes_and_goes_lanes_are_few_and_equal_and_nobody_waits_while_a
         if stepping:
             assert frame and len(frame.windows) == len(stepping) <= -(-len(decoding) // num_stages)
             for waiting in ready - stepping:
+                assert max(last[session] for session in stepping) <= last[waiting], "the latest first"
                 passed.setdefault(waiting, Counter()).update(stepping)
                 assert max(passed[waiting].values()) == 1
             for session in stepping:
                 passed.pop(session, None)
             lanes.add(frame.step)
+        last.update({each: frame.step - last[each] for each in alive if frame and each.slot in slots_of(frame)})
         in_flight = [frame for frame, _ in rig.chain.in_flight if frame.step in lanes]
         assert len(in_flight) <= num_stages
         slots = [slot for frame in in_flight for slot in slots_of(frame)]
