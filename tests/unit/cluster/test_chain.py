@@ -24,7 +24,9 @@ OFF_NS = 1_500_000  # what may be wrong of an offset: the drift of little more t
 
 
 class FakeStage:
-    """Stage 0 and all others: answers at once."""
+    """Stage 0 and all others: answers at once, or never."""
+
+    answers, busy_s, last_step = True, 0.0, 0
 
     def __init__(self, executor: Any, epoch: int, wire: Any) -> None:
         self._results: list[Result] = []
@@ -43,6 +45,8 @@ class FakeStage:
         self._results.append(Result(epoch=frame.epoch, step=frame.step, samples=samples, timings=timings))
 
     async def next_result(self) -> Result:
+        if not self.answers:
+            await asyncio.Event().wait()
         return self._results.pop(0)
 
     def deliver(self, result: Result) -> None:
@@ -56,13 +60,14 @@ class FakeStage:
         pass
 
 
-class DriftingPeer:
-    """A worker whose clock gains or loses."""
+class FakePeer:
+    """A worker whose clock gains or loses, that may never join, and reports how long its engine has been at a step."""
 
-    def __init__(self, name: str, drift: float) -> None:
-        self.name, self.addresses, self.is_draining, self.wire = name, ["192.168.1.7:50070"], False, PLAIN
-        self.drift = drift
-        self.is_silent = False
+    address, addresses, is_draining, wire = "192.168.1.7:50070", ["192.168.1.7:50070"], False, PLAIN
+    is_silent = False
+
+    def __init__(self, name: str, drift: float = 0.0, *, joins: bool = True, busy_s: float | None = 0.0) -> None:
+        self.name, self.drift, self.joins, self.busy_s = name, drift, joins, busy_s
         self._began = time.monotonic_ns()
 
     @property
@@ -76,7 +81,13 @@ class DriftingPeer:
         return self.true_offset
 
     async def attach(self, request: Any) -> None:
-        pass
+        if not self.joins:
+            await asyncio.Event().wait()
+
+    async def status(self, within_s: float) -> StatusReply:
+        if self.busy_s is None:
+            raise StageLost("does not answer", node=self.name)
+        return StatusReply(busy_s=self.busy_s)
 
     def detach(self) -> None:
         pass
@@ -91,36 +102,6 @@ class DriftingPeer:
         await asyncio.Event().wait()
 
 
-class SilentStage(FakeStage):
-    """Takes frames, and no result ever comes back."""
-
-    busy_s, last_step = 0.0, 0
-
-    async def next_result(self) -> Result:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-
-class OpeningPeer(DriftingPeer):
-    """A worker that never joins, or that reports how long its engine has been at a step."""
-
-    address = "192.168.1.7:50070"
-
-    def __init__(self, name: str, *, joins: bool = True, busy_s: float | None = 0.0) -> None:
-        super().__init__(name, 0.0)
-        self._joins = joins
-        self._busy_s = busy_s
-
-    async def attach(self, request: Any) -> None:
-        if not self._joins:
-            await asyncio.Event().wait()
-
-    async def status(self, within_s: float) -> StatusReply:
-        if self._busy_s is None:
-            raise StageLost("does not answer", node=self.name)
-        return StatusReply(busy_s=self._busy_s)
-
-
 @pytest.fixture
 def virtual(monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualTime]:
     monkeypatch.setattr(chain, "Stage", FakeStage)
@@ -131,7 +112,7 @@ def virtual(monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualTime]:
 
 
 @asynccontextmanager
-async def chain_over(peers: Sequence[DriftingPeer]) -> AsyncIterator[Chain]:
+async def chain_over(peers: Sequence[FakePeer]) -> AsyncIterator[Chain]:
     """A chain that is not open yet, over this node and two workers with a layer each."""
     plan = Plan(tuple(Assignment(name, at, at + 1, 0, 0, 0) for at, name in enumerate(("here", "a", "b"))), 100)
     deployment: Any = SimpleNamespace(
@@ -152,7 +133,7 @@ def test_offsets_stay_right_for_hours(virtual: VirtualTime) -> None:
     """Or what stages compute shows as what the wire takes: 72 ms after an hour."""
 
     async def run() -> None:
-        peers = [DriftingPeer("a", DRIFT), DriftingPeer("b", -DRIFT)]
+        peers = [FakePeer("a", DRIFT), FakePeer("b", -DRIFT)]
         async with chain_over(peers) as found:
             await found.open()
             offsets = found.clock_offsets
@@ -171,22 +152,22 @@ def test_offsets_stay_right_for_hours(virtual: VirtualTime) -> None:
 @pytest.mark.parametrize(
     ("a", "b", "kind", "node"),
     [
-        (OpeningPeer("a", joins=False), OpeningPeer("b"), EngineHung, "a"),
-        (OpeningPeer("a", busy_s=9.0), OpeningPeer("b", busy_s=2.0), EngineHung, "a"),
-        (OpeningPeer("a", busy_s=9.0), OpeningPeer("b", busy_s=None), NodeSilent, "b"),
-        (OpeningPeer("a"), OpeningPeer("b"), StageLost, ""),
+        (FakePeer("a", joins=False), FakePeer("b"), EngineHung, "a"),
+        (FakePeer("a", busy_s=9.0), FakePeer("b", busy_s=2.0), EngineHung, "a"),
+        (FakePeer("a", busy_s=9.0), FakePeer("b", busy_s=None), NodeSilent, "b"),
+        (FakePeer("a"), FakePeer("b"), StageLost, ""),
     ],
     ids=["never joins", "hangs at a step", "falls silent", "no engine is at work"],
 )
 def test_the_node_that_holds_up_the_opening_is_named(
     virtual: VirtualTime,
     monkeypatch: pytest.MonkeyPatch,
-    a: OpeningPeer,
-    b: OpeningPeer,
+    a: FakePeer,
+    b: FakePeer,
     kind: type[BrigadeError],
     node: str,
 ) -> None:
-    monkeypatch.setattr(chain, "Stage", SilentStage)
+    monkeypatch.setattr(FakeStage, "answers", False)
 
     async def run() -> None:
         began = virtual.now

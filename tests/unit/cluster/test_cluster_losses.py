@@ -9,7 +9,7 @@ import pytest
 from coordinator.cluster.deployment import OwnCopy
 from coordinator.planning.recovery import Limits, NodeState
 from coordinator.sessions.request import Request
-from tests.unit.cluster import fake_network, test_cluster_states
+from tests.unit.cluster import fake_network
 from tests.unit.cluster.test_cluster_states import Cluster3
 from worker.errors import BrigadeError, StageLost
 from worker.node.rpc_errors import error_named
@@ -17,25 +17,11 @@ from worker.node.rpc_errors import error_named
 WHOLE = ["coordinator", "a", "b", "c"]
 
 
-@pytest.fixture(autouse=True)
-def usual_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_cluster_states, "LIMITS", Limits())
-
-
 @pytest.fixture
 def cluster() -> Iterator[Cluster3]:
-    found = Cluster3()
+    found = Cluster3(Limits())
     yield found
     found.end()
-
-
-def members(cluster: Cluster3) -> list[str]:
-    return [each.name for each in cluster.cluster.chain.plan.assignments]
-
-
-def wait(cluster: Cluster3, seconds: float) -> None:
-    cluster.run(asyncio.sleep(seconds))
-    cluster.check()
 
 
 def restart(place: Any) -> None:
@@ -43,26 +29,22 @@ def restart(place: Any) -> None:
     place.start()
 
 
-def all_answered(cluster: Cluster3) -> bool:
-    return all(task.done() and task.exception() is None for task in cluster.asked)
-
-
 @pytest.mark.parametrize("load_s", [20.0, 70.0, 300.0])
 def test_a_returned_node_loads_for_minutes_while_the_old_chain_answers(cluster: Cluster3, load_s: float) -> None:
     a = cluster.world.places["a"]
     cluster.act(a.end)
-    wait(cluster, 30)
-    assert members(cluster) == ["coordinator", "b", "c"]
+    cluster.wait(30)
+    assert cluster.members == ["coordinator", "b", "c"]
     a.load_s = load_s
     cluster.act(a.start)
     until = cluster.time.now + load_s
     while cluster.time.now < until - 1:
         cluster.asked.clear()
         cluster.submit(Request((1, 2, 3), 20))
-        wait(cluster, 5)
-        assert all_answered(cluster), "it waited for the load"
-    wait(cluster, 15)
-    assert members(cluster) == WHOLE and not cluster.cluster.missing and cluster.cluster.num_recoveries == 1
+        cluster.wait(5)
+        assert cluster.all_answered, "it waited for the load"
+    cluster.wait(15)
+    assert cluster.members == WHOLE and not cluster.cluster.missing and cluster.cluster.num_recoveries == 1
 
 
 def test_a_load_that_fails_beside_others_ends_none_of_them(cluster: Cluster3) -> None:
@@ -70,28 +52,28 @@ def test_a_load_that_fails_beside_others_ends_none_of_them(cluster: Cluster3) ->
     places = cluster.world.places
     for name in "ab":
         cluster.act(places[name].end)
-    wait(cluster, 30)
+    cluster.wait(30)
     loads = places["b"].num_loads
     for name in "ab":
         places[name].load_s = 180.0
         cluster.act(places[name].start)
-    wait(cluster, 100)
+    cluster.wait(100)
     cluster.act(restart, places["a"])
-    wait(cluster, 400)
-    assert members(cluster) == WHOLE and places["b"].num_loads == loads + 1
+    cluster.wait(400)
+    assert cluster.members == WHOLE and places["b"].num_loads == loads + 1
 
 
 def test_a_recovery_is_bounded_by_stalls_and_not_by_the_length_of_a_load(cluster: Cluster3) -> None:
     """All nodes are started again, as after a power cut, and the model takes three minutes to be read."""
     cluster.submit(Request((1, 2, 3), 60))
-    wait(cluster, 1)
+    cluster.wait(1)
     for place in cluster.world.places.values():
         place.load_s = 180.0
         cluster.act(restart, place)
-    wait(cluster, 100)
+    cluster.wait(100)
     cluster.act(restart, cluster.world.places["a"])
-    wait(cluster, 300)
-    assert all_answered(cluster) and members(cluster) == WHOLE
+    cluster.wait(300)
+    assert cluster.all_answered and cluster.members == WHOLE
 
 
 def test_of_two_losses_in_a_row_only_the_time_without_a_chain_counts(
@@ -102,30 +84,30 @@ def test_of_two_losses_in_a_row_only_the_time_without_a_chain_counts(
     monkeypatch.setattr(fake_network, "STEP_S", 0.3)
     monkeypatch.setattr(fake_network, "HUNG_S", 60.0)
     cluster.submit(Request(tuple(i % 40 for i in range(120)), 60))
-    wait(cluster, 12)
+    cluster.wait(12)
     monkeypatch.setattr(fake_network, "STEP_S", 25.0)
     a.load_s = 20.0
     cluster.act(restart, a)
-    wait(cluster, 62)
+    cluster.wait(62)
     cluster.act(restart, a)
-    wait(cluster, 30)
+    cluster.wait(30)
     monkeypatch.setattr(fake_network, "STEP_S", 0.05)
-    wait(cluster, 200)
-    assert all_answered(cluster)
+    cluster.wait(200)
+    assert cluster.all_answered
 
 
 def test_a_node_whose_engine_stood_still_is_taken_back_once_it_is_idle(cluster: Cluster3) -> None:
     b = cluster.world.places["b"]
     cluster.submit(Request((1, 2, 3), 150))
-    wait(cluster, 1)
+    cluster.wait(1)
     cluster.act(setattr, b, "is_hung", True)
-    wait(cluster, 9)
-    assert "b" not in members(cluster)
-    wait(cluster, 60)
-    assert "b" not in members(cluster), "it still hangs"
+    cluster.wait(9)
+    assert "b" not in cluster.members
+    cluster.wait(60)
+    assert "b" not in cluster.members, "it still hangs"
     cluster.act(setattr, b, "is_hung", False)
-    wait(cluster, 60)
-    assert members(cluster) == WHOLE and all_answered(cluster)
+    cluster.wait(60)
+    assert cluster.members == WHOLE and cluster.all_answered
 
 
 def test_an_unknown_error_of_an_engine_ends_no_request_and_a_node_that_repeats_it_is_ruled_out(
@@ -134,17 +116,17 @@ def test_an_unknown_error_of_an_engine_ends_no_request_and_a_node_that_repeats_i
     error: BrigadeError = error_named("InternalError", "internal error: RuntimeError('GPU Timeout Error')", "a")
     for i in range(3):
         cluster.submit(Request((i, 2, 3), 60))
-    wait(cluster, 0.5)
+    cluster.wait(0.5)
     chain: Any = cluster.cluster.chain
     cluster.act(chain.lose, error)
-    wait(cluster, 3)
-    assert members(cluster) == WHOLE
+    cluster.wait(3)
+    assert cluster.members == WHOLE
     chain = cluster.cluster.chain
     cluster.act(chain.lose, error)
-    wait(cluster, 1)
-    assert "a" not in members(cluster)
-    wait(cluster, 60)
-    assert members(cluster) == WHOLE and all_answered(cluster)
+    cluster.wait(1)
+    assert "a" not in cluster.members
+    cluster.wait(60)
+    assert cluster.members == WHOLE and cluster.all_answered
 
 
 def test_a_recovery_is_over_when_the_only_client_leaves_during_the_replay(
@@ -152,18 +134,18 @@ def test_a_recovery_is_over_when_the_only_client_leaves_during_the_replay(
 ) -> None:
     """Or the node that is missing would never be looked for."""
     cluster.submit(Request(tuple(range(40)), 60))
-    wait(cluster, 1)
+    cluster.wait(1)
     monkeypatch.setattr(fake_network, "STEP_S", 3.0)
     cluster.act(cluster.world.places["a"].end)
-    wait(cluster, 7)
+    cluster.wait(7)
     [task] = cluster.asked
     cluster.asked.clear()
     cluster.act(task.cancel)
-    wait(cluster, 20)
+    cluster.wait(20)
     assert cluster.recovered
     cluster.act(cluster.world.places["a"].start)
-    wait(cluster, 20)
-    assert members(cluster) == WHOLE
+    cluster.wait(20)
+    assert cluster.members == WHOLE
 
 
 def test_workers_that_hand_over_one_after_another_cost_a_request_nothing(
@@ -173,15 +155,15 @@ def test_workers_that_hand_over_one_after_another_cost_a_request_nothing(
     monkeypatch.setattr(fake_network, "STEP_S", 3.0)
     monkeypatch.setattr(fake_network, "HUNG_S", 60.0)
     cluster.submit(Request(tuple(i % 40 for i in range(150)), 20))
-    wait(cluster, 4)
+    cluster.wait(4)
     for place in cluster.world.places.values():
         cluster.act(place.drain)
-        wait(cluster, 11)
+        cluster.wait(11)
         cluster.act(place.start)
-        wait(cluster, 3)
+        cluster.wait(3)
     monkeypatch.setattr(fake_network, "STEP_S", 0.05)
-    wait(cluster, 100)
-    assert all_answered(cluster)
+    cluster.wait(100)
+    assert cluster.all_answered
 
 
 def test_a_node_that_hangs_and_is_started_again_while_a_chain_is_opened_holds_nothing_up(cluster: Cluster3) -> None:
@@ -190,10 +172,10 @@ def test_a_node_that_hangs_and_is_started_again_while_a_chain_is_opened_holds_no
     cluster.act(setattr, places["b"], "is_hung", True)
     cluster.submit(Request((1, 2, 3), 20))
     cluster.act(places["c"].drain)
-    wait(cluster, 1)
+    cluster.wait(1)
     cluster.act(restart, places["b"])
-    wait(cluster, 30)
-    assert all_answered(cluster) and members(cluster) == WHOLE
+    cluster.wait(30)
+    assert cluster.all_answered and cluster.members == WHOLE
 
 
 @pytest.mark.parametrize(("hung", "lost"), [("b", "a"), ("ab", "c")])  # c is our own: it is started again
@@ -201,29 +183,29 @@ def test_nodes_that_hang_while_the_next_chain_opens_are_left_out_of_it(cluster: 
     """One try must not use up the time of the whole recovery."""
     places = cluster.world.places
     cluster.submit(Request((1, 2, 3), 150))
-    wait(cluster, 1)
+    cluster.wait(1)
     for name in hung:
         cluster.act(setattr, places[name], "is_hung", True)
     cluster.act(places[lost].end)
-    wait(cluster, 50 if len(hung) == 1 else 60)
-    assert members(cluster) == ["coordinator", "c"] and all_answered(cluster)
+    cluster.wait(50 if len(hung) == 1 else 60)
+    assert cluster.members == ["coordinator", "c"] and cluster.all_answered
     assert cluster.cluster.nodes.workers["b"].state is NodeState.STALLED
 
 
 def test_a_node_that_comes_back_with_a_certificate_of_another_authority_is_reported_once(cluster: Cluster3) -> None:
     a = cluster.world.places["a"]
     cluster.act(a.end)
-    wait(cluster, 10)
+    cluster.wait(10)
     cluster.act(setattr, a, "is_foreign", True)
     cluster.act(a.start)
-    wait(cluster, 3)
+    cluster.wait(3)
     told = [line for line in cluster.said if "its certificate is of another authority" in line]
     assert told == ["worker a: its certificate is of another authority; it cannot take part until this is fixed"]
-    wait(cluster, 30)
+    cluster.wait(30)
     assert cluster.said.count(told[0]) == 1
     cluster.act(setattr, a, "is_foreign", False)
-    wait(cluster, 10)
-    assert members(cluster) == WHOLE
+    cluster.wait(10)
+    assert cluster.members == WHOLE
 
 
 def test_an_error_while_an_open_chain_is_tended_is_told_and_its_nodes_still_come_back(
@@ -238,13 +220,13 @@ def test_an_error_while_an_open_chain_is_tended_is_told_and_its_nodes_still_come
 
     a = cluster.world.places["a"]
     cluster.act(a.end)
-    wait(cluster, 30)
+    cluster.wait(30)
     monkeypatch.setattr(cluster.cluster, "_note_draining", fail_once)
-    wait(cluster, 5)
+    cluster.wait(5)
     assert not errors and "internal error: KeyError('odd')" in cluster.said[-1]
     cluster.act(a.start)
-    wait(cluster, 30)
-    assert members(cluster) == WHOLE
+    cluster.wait(30)
+    assert cluster.members == WHOLE
 
 
 def test_a_cluster_that_is_closed_while_its_model_is_described_leaves_no_task(cluster: Cluster3) -> None:
@@ -256,10 +238,10 @@ def test_a_cluster_that_is_closed_while_its_model_is_described_leaves_no_task(cl
 
     a = cluster.world.places["a"]
     cluster.act(a.end)
-    wait(cluster, 30)
+    cluster.wait(30)
     cluster.patch.setattr(OwnCopy, "of", describe)
     cluster.act(a.start)
-    wait(cluster, 10)
+    cluster.wait(10)
     assert begun.is_set()
 
 

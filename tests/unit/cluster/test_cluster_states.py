@@ -43,7 +43,8 @@ KINDS = [Decode(), Decode("ngram"), Decode("diffusion", 4), Decode("diffusion-fa
 class Cluster3:
     """A cluster in virtual time, and the requests that it was given."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.limits = limits
         self.time = VirtualTime()
         self.patch = pytest.MonkeyPatch()
         self.asked: dict[asyncio.Task[Answer], Request] = {}
@@ -68,7 +69,7 @@ class Cluster3:
         none: Any = None
         deployment = Deployment(none, SPEC, plan(SPEC, there, NO_SPEEDS, Objective(100)), peers)
         own: Any = FakeOwn(self.world)
-        opening = Cluster(own, nodes, deployment, LIMITS, say=self.said.append, on_recovered=self.recovered.append)
+        opening = Cluster(own, nodes, deployment, self.limits, say=self.said.append, on_recovered=self.recovered.append)
         self.cluster = await self._stack.enter_async_context(opening)
         chain = await self.cluster.open()
         self.runner = await self._stack.enter_async_context(Engine(chain, when_lost=self._reopen))
@@ -84,7 +85,15 @@ class Cluster3:
             raise
         finally:
             loaded_s = self.world.loaded_s - loaded_s  # which no recovery counts
-            assert self.time.now - began - loaded_s <= LIMITS.recovery_s + TURNS_S
+            assert self.time.now - began - loaded_s <= self.limits.recovery_s + TURNS_S
+
+    @property
+    def members(self) -> list[str]:
+        return self.cluster.chain.plan.names
+
+    @property
+    def all_answered(self) -> bool:
+        return all(task.done() and task.exception() is None for task in self.asked)
 
     @property
     def is_sound(self) -> bool:
@@ -112,6 +121,10 @@ class Cluster3:
     def run(self, work: Coroutine[Any, Any, Any]) -> None:
         self.time.run(work)
         self.last_fault = self.last_fault if self.is_sound else self.time.now
+
+    def wait(self, seconds: float) -> None:
+        self.run(asyncio.sleep(seconds))
+        self.check()
 
     def check(self) -> None:
         """Whoever has an answer has the one of the unfailed run; whoever has none was told why."""
@@ -217,8 +230,7 @@ class Losses(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.01, 0.06, 0.3, 1.0, 5.0, 30.0]))
     def pass_time(self, seconds: float) -> None:
-        self.cluster.run(asyncio.sleep(seconds))
-        self.cluster.check()
+        self.cluster.wait(seconds)
 
     def teardown(self) -> None:
         self.cluster.end()

@@ -8,31 +8,24 @@ from coordinator.cluster import weights as feed_module
 from coordinator.cluster.weights import Allowance
 from worker.node.weights_receive import ACK_BYTES
 
-MIB = 1 << 20
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [100.0]
-    monkeypatch.setattr(feed_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    return now
-
-
-def run(allowance: Allowance, clock: list[float], bytes_per_s: float, for_s: float) -> int:
-    """What it is once a link of this speed has brought acknowledgements for so long."""
-    for _ in range(round(for_s / 0.005)):
-        clock[0] += 0.005
-        allowance.note(int(bytes_per_s * 0.005))
-    return allowance.num_bytes
-
 
 def test_it_is_what_the_link_takes_in_a_tenth_of_a_second_and_never_less_than_a_worker_speaks_of(
-    clock: list[float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of less a sender would wait for a word that never comes; it follows a link that gets slower and quicker."""
-    for bytes_per_s, expected in ((2e6, ACK_BYTES), (30e6, 3e6), (125e6, 12.5e6), (2e9, 16 * MIB)):
-        assert run(Allowance(), clock, bytes_per_s, 0.5) == pytest.approx(expected, rel=0.02)
+    now = 100.0
+    monkeypatch.setattr(feed_module, "time", SimpleNamespace(monotonic=lambda: now))
+
+    def run(allowance: Allowance, bytes_per_s: float, for_s: float = 0.5) -> int:
+        nonlocal now
+        for _ in range(round(for_s / 0.005)):
+            now += 0.005
+            allowance.note(int(bytes_per_s * 0.005))
+        return allowance.num_bytes
+
+    for bytes_per_s, expected in ((2e6, ACK_BYTES), (30e6, 3e6), (125e6, 12.5e6), (2e9, 16 << 20)):
+        assert run(Allowance(), bytes_per_s) == pytest.approx(expected, rel=0.02)
     allowance = Allowance()
-    sizes = [run(allowance, clock, speed, 0.5) for speed in (125e6, 20e6, 125e6)]
+    sizes = [run(allowance, speed) for speed in (125e6, 20e6, 125e6)]
     assert sizes == pytest.approx([12.5e6, 2e6, 12.5e6], rel=0.02)
-    assert run(Allowance(), clock, 1e3, 1.0) >= ACK_BYTES
+    assert run(Allowance(), 1e3, 1.0) >= ACK_BYTES

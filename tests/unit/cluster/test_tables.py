@@ -11,10 +11,9 @@ ROWS = [("one process", "1", "281.0", "0.028", "86%"), ("cluster 4,4", "16", "26
 
 
 def shown(width: int, heads: tuple[str, ...] = HEADS, rows: list[tuple[str, ...]] = ROWS, num_keys: int = 2) -> str:
-    console = Console(file=io.StringIO(), width=width, markup=False)
-    console.print(fitting(heads, rows, width, num_keys=num_keys, num_left=1))
-    assert isinstance(console.file, io.StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+    file = io.StringIO()
+    Console(file=file, width=width, markup=False).print(fitting(heads, rows, width, num_keys=num_keys, num_left=1))
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
 WIDE = """\
@@ -45,13 +44,8 @@ system       at once  busy
 one process        1   86%"""
 
 
-def test_where_there_is_room_it_is_one_table() -> None:
-    assert shown(80) == WIDE
-
-
 def test_with_less_room_heads_take_several_lines_and_with_still_less_there_are_several_tables() -> None:
-    assert shown(43) == STACKED
-    assert shown(26) == SEVERAL
+    assert [shown(80), shown(43), shown(26)] == [WIDE, STACKED, SEVERAL]
     for width in range(25, 90):
         text = shown(width)
         assert all(len(line) <= width for line in text.splitlines())

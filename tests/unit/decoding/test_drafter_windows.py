@@ -29,6 +29,14 @@ class Prices:
         return num_drafts * (self.draft_s + self.slot_s * num_slots)
 
 
+def warmed(prices: Prices) -> StepCosts:
+    """What a chain knows of its steps after a warm-up."""
+    steps = StepCosts()
+    for rows in (1, 1, 64, 64):
+        steps.observe(rows, prices.rows_s(rows))
+    return steps
+
+
 def speed_against_ar(
     prices: Prices,
     held: float,
@@ -38,9 +46,7 @@ def speed_against_ar(
     kind: WindowKind = DRAFTER_WINDOWS,
 ) -> float:
     """Play answers that share every step, on costs that are learned as they go, those of the first three uncounted."""
-    numbers, steps, drafting = random.Random(4), StepCosts(), DraftingCosts()
-    for rows in (1, 1, 64, 64):  # as the warm-up of a chain
-        steps.observe(rows, prices.rows_s(rows))
+    numbers, steps, drafting = random.Random(4), warmed(prices), DraftingCosts()
     seconds, num_tokens = 0.0, 0
     for answer in range(num_answers):
         choosers = [WindowChooser(steps, kind, drafting=drafting) for _ in range(num_together)]
@@ -87,9 +93,7 @@ def test_drafts_that_nearly_all_hold_pay_for_sessions_that_share_steps(prices: P
 
 
 def test_sessions_that_share_a_step_choose_the_same_window_and_a_new_one_begins_with_what_is_known() -> None:
-    steps, drafting = StepCosts(), DraftingCosts()
-    for rows in (1, 1, 64, 64):
-        steps.observe(rows, 0.01 + 0.001 * rows)
+    steps, drafting = warmed(Prices(step_s=0.01, row_s=0.001)), DraftingCosts()
     good, bad = (WindowChooser(steps, DRAFTER_WINDOWS, drafting=drafting) for _ in range(2))
     for _ in range(50):
         good.observe_drafts(15, 15)
@@ -113,9 +117,7 @@ def test_the_source_that_is_expected_to_bring_more_makes_the_draft(
     text_held: int | None, drafter_held: int | None, takes_text: bool
 ) -> None:
     """Drafts from the text cost no drafting."""
-    steps, drafting = StepCosts(), DraftingCosts()
-    for rows in (1, 1, 64, 64):
-        steps.observe(rows, 0.02 + 0.0005 * rows)
+    steps, drafting = warmed(Prices(row_s=0.0005)), DraftingCosts()
     for _ in range(2):
         drafting.observe(15, 1, 0.005)
     ours, theirs = WindowChooser(steps, TEXT_WINDOWS), WindowChooser(steps, DRAFTER_WINDOWS, drafting=drafting)
@@ -144,9 +146,7 @@ def test_without_a_drafter_steps_are_those_of_ar_until_there_is_one_again(num_dr
 
 
 def test_a_head_of_short_blocks_is_expected_to_bring_no_more_than_their_drafts() -> None:
-    steps, drafting = StepCosts(), DraftingCosts()
-    for rows in (1, 1, 64, 64):
-        steps.observe(rows, 0.02 + 0.0005 * rows)
+    steps, drafting = warmed(Prices(row_s=0.0005)), DraftingCosts()
     for _ in range(2):
         drafting.observe(15, 1, 0.005)
     chooser = WindowChooser(steps, DRAFTER_WINDOWS, drafting=drafting)

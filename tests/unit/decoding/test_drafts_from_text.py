@@ -83,21 +83,6 @@ def test_drafts_leave_room_for_the_token_after_them() -> None:
     assert found == [0, 1, 1, 3, 3]
 
 
-def test_drafts_get_shorter_while_they_hold_less() -> None:
-    """Two thirds of a text that repeats, with one token in five changed: drafts stay short."""
-    numbers = random.Random(5)
-    once = prompt_of(40)
-    text = list(once)
-    while len(text) < 1100:
-        text += [token if numbers.random() < 0.8 else numbers.randrange(VOCAB) for token in once]
-    session = opened(text[:80], 1000, decoder=from_text(costs_per_row()))
-    found = [step for step in run(session, FakeStage(next_token=lambda tokens: text[len(tokens)])) if not step.is_chunk]
-    lengths = [len(draft_of(step)) for step in found if draft_of(step)]
-    assert session.generated == text[80:1080]
-    assert lengths.count(3) > lengths.count(15)
-    assert len(found) < 700
-
-
 def test_drafts_that_never_hold_are_tried_now_and_then_only() -> None:
     """Drafts are found at every step: 1 window in 20 at most is spent on them."""
     prompt = prompt_of(60)
@@ -110,16 +95,6 @@ def test_drafts_that_never_hold_are_tried_now_and_then_only() -> None:
         accepted = decoder.accept(proposal, [Sample(token=VOCAB + 1)] * (1 + len(proposal.drafts)), [])
         assert len(accepted.samples) == 1
     assert 10 < num_failed <= 50
-
-
-def test_drafts_come_back_where_the_text_repeats_after_all() -> None:
-    numbers = random.Random(3)
-    text = [numbers.randrange(4) for _ in range(400)] + prompt_of(40) * 10  # four tokens: found often, held rarely
-    session = opened(text[:20], 700, decoder=from_text(costs_per_row()))
-    found = [step for step in run(session, FakeStage(next_token=lambda tokens: text[len(tokens)])) if not step.is_chunk]
-    in_loop = [step for step in found if len(step.before) > 400 + 40 + 32 + 30]
-    assert session.generated == text[20:720]
-    assert sum(len(step.new) for step in in_loop) / len(in_loop) > 8
 
 
 def test_a_text_without_repetition_costs_no_row() -> None:

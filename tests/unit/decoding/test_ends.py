@@ -5,11 +5,9 @@ import random
 import pytest
 
 from coordinator.decoding.decoders import until_eos
-from coordinator.sessions.scheduler import Scheduler
 from coordinator.sessions.session import repeats
-from protos.brigade_pb2 import Result
 from tests.unit.decoding.fake_stage import FakeStage, decoders, fixed, opened, oracle, run
-from tests.unit.fake_chain import costs_per_row, make_session, masked, plain_answer, prompt_of
+from tests.unit.fake_chain import VOCAB, masked, plain_answer, prompt_of
 
 
 @pytest.mark.parametrize("kind", decoders())
@@ -19,9 +17,10 @@ from tests.unit.fake_chain import costs_per_row, make_session, masked, plain_ans
 def test_a_session_ends_at_the_same_token_for_the_same_reason_whatever_the_decoder(
     kind: str, max_tokens: int, eos_at: int | None
 ) -> None:
-    prompt = prompt_of(6, seed=4)
+    """An end-of-sequence token of the prompt ends nothing."""
+    prompt = [VOCAB + 1, *prompt_of(6, seed=4)]
     text = plain_answer(prompt, 50)
-    eos = frozenset() if eos_at is None else frozenset({text[eos_at]})
+    eos = frozenset({VOCAB + 1}) | (frozenset() if eos_at is None else {text[eos_at]})
     expected = plain_answer(prompt, max_tokens, eos)
     session = opened(prompt, max_tokens, eos, decoders(eos)[kind]())
     found = run(session, FakeStage(oracle([*prompt, *text], 1.0, random.Random(0))))
@@ -39,30 +38,6 @@ def test_a_draft_that_ends_the_sequence_is_the_last_draft_and_needs_no_masks() -
     assert last.window.tokens[-1] == text[9] and last.window.guessed == 0
     assert until_eos([3, 4, 5, 4], frozenset({4, 5})) == [3, 4]
     assert until_eos([3, 6], frozenset({4, 5})) == [3, 6]
-
-
-def test_a_stop_inside_a_window_drops_the_rest_of_it() -> None:
-    """Of a session stopped by its client while a window is on its way nothing more becomes known."""
-    prompt = prompt_of(6)
-    text = plain_answer(prompt, 40)
-    scheduler = Scheduler(num_stages=2, costs=costs_per_row())
-    session = make_session(prompt, 40, decoder=masked(fixed(8), frozenset()), chunk=16)
-    scheduler.submit(session)
-    stage = FakeStage(oracle([*prompt, *text], 1.0, random.Random(0)))
-    while len(session.generated) < 3:
-        frame = scheduler.schedule()
-        assert frame is not None
-        samples, guesses = stage.answer(frame.windows[0])
-        scheduler.commit(Result(epoch=1, step=frame.step, samples=samples, guesses=guesses))
-    known = session.generated
-    frame = scheduler.schedule()
-    assert frame is not None
-    samples, guesses = stage.answer(frame.windows[0])
-    session.finish()
-    assert len(samples) > 1
-    assert scheduler.commit(Result(epoch=1, step=frame.step, samples=samples, guesses=guesses)) == []
-    assert session.generated == known and session.finish_reason == "stop"
-    assert scheduler.schedule() is None
 
 
 @pytest.mark.parametrize(

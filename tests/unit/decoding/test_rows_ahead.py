@@ -117,19 +117,3 @@ def test_a_window_is_chosen_once_per_session_and_step(monkeypatch: pytest.Monkey
         rig.take_one()
     assert num_windows >= 64
     assert num_choices <= num_windows + 1  # once more for the prompt, however many chunks it has sent
-
-
-@pytest.mark.parametrize("num_together", [1, 128])
-def test_to_choose_looks_at_each_candidate_s_costs_once(num_together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    costs, asked = StepCosts(), []
-    for _ in range(2):
-        costs.observe(1, 0.01)
-    seconds = StepCosts.seconds
-
-    def note(self: StepCosts, num_rows: int) -> float:
-        asked.append(num_rows)
-        return seconds(self, num_rows)
-
-    monkeypatch.setattr(StepCosts, "seconds", note)
-    WindowChooser(costs).choose(num_together)
-    assert sorted(asked) == [num_together * rows for rows in (1, 8, 16, 32, 64)]

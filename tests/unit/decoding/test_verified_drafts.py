@@ -60,9 +60,11 @@ def test_windows_that_come_and_go_change_no_token(quality: float) -> None:
 def test_lossless_diffusion_gives_the_tokens_of_one_token_decoding_however_good_the_guesses(
     window: int | None, quality: float
 ) -> None:
-    for seed in range(3):
-        numbers = random.Random(f"{window} {quality} {seed}")
-        prompt, N = prompt_of(numbers.randint(1, 100), seed), numbers.randint(1, 60)
+    """In windows that have no more rows than drafts and about as many masks."""
+    W = window or 16
+    for num_prompt in (1, 7, W, W + 1, 2 * W, 100):
+        numbers = random.Random(f"{window} {quality} {num_prompt}")
+        prompt, N = prompt_of(num_prompt), numbers.randint(1, 60)
         expected = plain_answer(prompt, N)
         decoder = masked(WindowChooser(StepCosts(), fixed=window), frozenset())
         session = opened(prompt, N, decoder=decoder, chunk=numbers.choice([1, 4, 256]))
@@ -70,8 +72,10 @@ def test_lossless_diffusion_gives_the_tokens_of_one_token_decoding_however_good_
         assert session.generated == expected and session.finish_reason == "length"
         bases = [step.window.base for step in found]
         assert bases == sorted(bases)
-        assert all(len(step.new) >= 1 for step in found if not step.is_chunk)
-        assert all(num_rows(step.window) in LENGTHS for step in found if not step.is_chunk)
+        for step in found:
+            if not step.is_chunk:
+                assert step.new and num_rows(step.window) in LENGTHS
+                assert len(step.window.tokens) <= W < 2 * step.window.guessed and step.num_asked <= padded(2 * W)
 
 
 @pytest.mark.parametrize("window", [2, 4, 8, 16, 32])
@@ -83,20 +87,6 @@ def test_guesses_that_are_all_right_yield_nearly_a_window_per_step_after_any_pro
         found = run(session, FakeStage(oracle([*prompt, *expected], 1.0, random.Random(0))))
         num_steps = sum(1 for step in found if not step.is_chunk)
         assert num_steps <= 160 / window * 1.1 + 2, f"prompt of {num_prompt}"
-
-
-@pytest.mark.parametrize("quality", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("window", [1, 4, 16, 32, 64])
-def test_a_verifying_window_has_no_more_rows_than_drafts_and_as_many_masks(window: int, quality: float) -> None:
-    for num_prompt in sorted({1, 2, 3, 7, 8, window, window + 1, 2 * window}):
-        prompt = prompt_of(num_prompt)
-        expected = plain_answer(prompt, 40)
-        session = opened(prompt, 40, decoder=masked(fixed(window), frozenset()))
-        for step in run(session, FakeStage(oracle([*prompt, *expected], quality, random.Random(1)))):
-            if not step.is_chunk:
-                assert len(step.window.tokens) <= window
-                assert step.num_asked <= padded(2 * window)
-                assert step.window.guessed > window // 2
 
 
 @pytest.mark.parametrize("quality", [0.0, 0.7, 1.0])

@@ -71,12 +71,9 @@ def test_what_is_no_call_is_text(text: str, tools: Any, reason: str) -> None:
         assert content(deltas) == text and deltas[-1].finish_reason == reason
 
 
-def test_a_template_may_end_where_thinking_has_begun() -> None:
+def test_a_template_may_end_where_thinking_has_begun_and_without_markers_all_is_content() -> None:
     deltas = apart("so be it</think>Yes", 4, begins_in="reasoning")
     assert "".join(delta.reasoning for delta in deltas) == "so be it" and content(deltas) == "Yes"
-
-
-def test_without_markers_all_is_content() -> None:
     assert divided(TextParser(), TEXT, "stop") == Output(TEXT, [], 0, "stop", content=TEXT)
 
 

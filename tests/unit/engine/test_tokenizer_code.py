@@ -1,6 +1,5 @@
 """Tokenizers that are Python code run only where they are trusted; the model's own Python runs nowhere."""
 
-import asyncio
 import builtins
 import json
 import socket
@@ -10,12 +9,10 @@ from typing import Any, NoReturn
 
 import pytest
 
-from coordinator.cli.generate import GenerateOptions, prepare
-from coordinator.cluster.options import cluster_options
 from coordinator.engine.tokenizer import Tokenizer, find_tokenizer
 from protos import brigade_pb2
 from tests.cluster.models import make_talker
-from tests.code_tokenizer import BOS, CODE, END, EOS, IMPORTED, code_kept_in, write_code_tokenizer, write_model_code
+from tests.code_tokenizer import CODE, END, EOS, IMPORTED, code_kept_in, write_code_tokenizer, write_model_code
 from worker.config import load_cluster
 from worker.errors import ConfigError, ModelError
 from worker.model.checkpoint import Checkpoint, open_folder
@@ -141,8 +138,6 @@ def test_code_that_fails_is_a_model_error_of_one_line(folder: Path, line: str, r
     [
         {"model_type": "kimi_k2", "auto_map": OWN_CODE},
         {"model_type": "kimi_k2", "auto_map": FOREIGN_CODE},
-        {"model_type": "minimax_m2", "auto_map": OWN_CODE},
-        {"model_type": "deepseek_v3", "auto_map": OWN_CODE},
         {"model_type": "invented", "auto_map": OWN_CODE},
         {"model_type": "invented"},
         {"model_type": "invented", **UNHEARD_OF},
@@ -185,18 +180,6 @@ def test_what_asks_for_no_text_goes_on_without_and_says_so(folder: Path, capsys:
     assert out == "" and err.startswith("note: ") and str(folder / CODE) in err and "--trust-remote-code" in err
     assert find_tokenizer(of(folder), trust_remote_code=True) is not None
     assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("is_trusted", [False, True])
-def test_a_request_goes_by_the_option(talker: Path, tmp_path: Path, is_trusted: bool) -> None:
-    folder = write_code_tokenizer(make_talker(tmp_path / "model"), chat_template=None)
-    options = cluster_options(None, str(folder), 0, None, None, is_trusted)
-    if not is_trusted:
-        with pytest.raises(ModelError, match=CODE):
-            asyncio.run(prepare(GenerateOptions(prompt=TEXT), options))
-        return
-    task = asyncio.run(prepare(GenerateOptions(prompt=TEXT), options))
-    assert list(task.request.prompt) == bytes_of(TEXT) and EOS in task.request.eos and BOS not in task.request.eos
 
 
 def test_neither_a_peer_nor_a_file_can_say_that_code_is_trusted(tmp_path: Path) -> None:

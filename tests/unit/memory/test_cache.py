@@ -70,82 +70,28 @@ class Plain:
 def test_random_cuts_and_appends_are_seen_as_in_a_plain_list(
     window: int | None, keep: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cut that a sliding cache cannot serve is refused; one that it takes leaves nothing out."""
+    """A cut that a sliding cache cannot serve is refused; one that it takes leaves nothing out.
+
+    The last step can always be taken back, as drafts are that fail, and all but the kept tokens can be cut.
+    """
     monkeypatch.setattr(KVCache, "step", 8)  # small blocks: growing and sliding happen all the time
-    numbers = random.Random(f"{window} {seed}")
+    numbers = random.Random(f"{window} {keep} {seed}")
     keep = keep if window else 0
-    cache, plain = KVCache(window, keep), Plain(window, keep)
+    cache, plain, tokens = KVCache(window, keep), Plain(window, keep), list[int]()
     token = refused = 0
-    for _ in range(60):
-        back = numbers.choice([0, 0, 0, 1, 2, 3, 9, 30])
-        length = max(0, len(plain.tokens) - back)
+    for _ in range(100):
+        back = numbers.choice([0, 0, 0, 1, 2, 3, 9, 15])
+        length = keep if keep and numbers.random() < 0.02 else max(0, len(plain.tokens) - back)
         try:
-            cache.cut(length)
+            cache.cut(min(length, len(plain.tokens)))
             plain.tokens = plain.tokens[:length]
         except CacheMismatch:
             refused += 1
-            assert window is not None, "a full cache holds everything"
+            assert window is not None and length > keep and back > len(tokens)
         tokens = [token := token + 1 for _ in range(numbers.choice([1, 1, 1, 2, 5, 11]))]
         assert seen_by_each(cache, tokens) == plain.step(tokens)
         assert cache.offset == cache.length == len(plain.tokens)
     assert refused or window in (None, 300)
-
-
-@pytest.mark.parametrize("window", [None, 4, 64])
-def test_a_cut_cache_equals_a_fresh_one_bit_for_bit(window: int | None) -> None:
-    kept, dropped, after = [list(range(start, end)) for start, end in ((1, 31), (900, 903), (31, 34))]
-    cut, fresh = KVCache(window), KVCache(window)
-    feed(cut, kept)
-    feed(cut, dropped)
-    cut.cut(len(kept))
-    feed(fresh, kept)
-    for found, expected in zip(feed(cut, after), feed(fresh, after), strict=True):
-        np.testing.assert_array_equal(found, expected)
-
-
-def test_a_sliding_cache_can_always_take_back_the_last_step() -> None:
-    """What speculative decoding needs: drafts are rejected right after the step that fed them."""
-    window = 4
-    cache, plain = KVCache(window), Plain(window)
-    cache.step = 4  # type: ignore[misc]
-    for token in range(40):
-        base = len(plain.tokens)
-        cache.cut(base)
-        plain.tokens = plain.tokens[:base]
-        drafts = [1000 + token, 2000 + token, 3000 + token]
-        assert seen_by_each(cache, drafts) == plain.step(drafts)
-        cache.cut(base)
-        plain.tokens = plain.tokens[:base]
-        assert seen_by_each(cache, [token]) == plain.step([token])
-
-
-@pytest.mark.parametrize("keep", [0, 4])
-def test_a_sliding_cache_can_be_cut_to_its_kept_tokens(keep: int) -> None:
-    cache, plain = KVCache(8, keep), Plain(8, keep)
-    cache.step = 8  # type: ignore[misc]
-    for token in range(40):
-        assert seen_by_each(cache, [token]) == plain.step([token])
-    assert cache.dropped
-    cache.cut(keep)
-    plain.tokens = plain.tokens[:keep]
-    for token in range(100, 120):
-        assert seen_by_each(cache, [token]) == plain.step([token])
-
-
-@pytest.mark.parametrize("window", [2, 3, 8, 30])
-def test_a_cut_below_what_a_sliding_cache_still_shows_whole_is_refused(window: int) -> None:
-    """Rows slide out for good. A query that would miss one of them must not be answered without it."""
-    cache = KVCache(window)
-    cache.step = 8  # type: ignore[misc]
-    for token in range(3 * window + 20):
-        feed(cache, [token])
-    assert cache.dropped > 0
-    whole = cache.dropped + window - 1  # the first query position whose whole window is here
-    for length in {1, cache.dropped - 1, cache.dropped, cache.dropped + 1, whole - 1} & set(range(1, whole)):
-        with pytest.raises(CacheMismatch):
-            cache.cut(length)
-    cache.cut(whole)
-    assert seen_by_each(cache, [-1]) == [[*range(whole - window + 1, whole), -1]]
 
 
 @pytest.mark.parametrize("window", [None, 8])

@@ -140,21 +140,22 @@ def test_every_layer_of_a_real_lane_holds_what_is_reserved_for_it(
 
 
 @pytest.mark.parametrize(
-    ("kept", "choice"),
+    ("kept", "choice", "limit"),
     [
-        (memory(), FULL),
-        (memory(), INT8),
-        (memory(window=12), FULL),
-        (memory(window=12), INT8),
-        (memory(), rotating(16)),
-        (memory(window=9), rotating(16)),
+        (memory(), FULL, None),
+        (memory(), INT8, None),
+        (memory(window=12), FULL, 12),
+        (memory(window=12), INT8, 12),
+        (memory(), rotating(16), 16),
+        (memory(window=9), rotating(16), 9),
     ],
 )
 def test_up_to_the_length_that_is_named_a_cache_can_be_cut_anywhere_and_not_beyond(
-    kept: Memory, choice: Cache, monkeypatch: pytest.MonkeyPatch
+    kept: Memory, choice: Cache, limit: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(KVCache, "step", 1)  # so that rows are let go of as soon as they may be
-    limit = cache_spec(kept, choice).rows_that_can_be_cut
+    assert cache_spec(kept, choice).rows_that_can_be_cut == limit
+    assert cache_spec(STATE, choice).rows_that_can_be_cut == 0
 
     def can_be_cut(length: int, to: int) -> bool:
         cache = make_cache(kept, choice)
@@ -167,13 +168,4 @@ def test_up_to_the_length_that_is_named_a_cache_can_be_cut_anywhere_and_not_beyo
         return True
 
     assert all(can_be_cut(limit or 30, to) for to in range(limit or 30))
-    if limit:
-        keep = choice.keep if not kept.window else 0
-        assert not can_be_cut(limit + 1, keep + 1)
-
-
-@pytest.mark.parametrize(("kept", "rows_that_can_be_cut"), [(memory(), None), (memory(window=9), 9), (STATE, 0)])
-def test_up_to_which_length_each_kind_of_layer_can_be_cut_anywhere(
-    kept: Memory, rows_that_can_be_cut: int | None
-) -> None:
-    assert cache_spec(kept, FULL).rows_that_can_be_cut == rows_that_can_be_cut
+    assert limit is None or not can_be_cut(limit + 1, (0 if kept.window else choice.keep) + 1)

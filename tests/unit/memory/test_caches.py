@@ -127,25 +127,22 @@ def test_a_fork_of_states_goes_on_where_they_are_and_nowhere_else() -> None:
     assert caches.fork(0).own[0].arrays() == []
 
 
-class TestSeveral:
-    def test_each_is_asked_for_by_its_number_and_all_are_one(self) -> None:
-        caches = Caches([(FULL, WINDOW)], [0], Cache())
-        [several] = caches.listed
-        feed(caches, range(7))
-        assert isinstance(several, tuple) and list(several) == caches.own
-        assert [several[0].window, several[1].window] == [None, 6]  # type: ignore[union-attr]
-        assert caches.nbytes == several[0].nbytes + several[1].nbytes and len(caches.arrays()) == 4
-        assert several[0].make_mask(3) == "causal"
-        other = caches.fork(5)
-        assert [each.length for each in other.own] == [5, 5] and isinstance(other.listed[0], tuple)
-        caches.cut(6)
-        assert [held(each) for each in caches.own] == [list(range(6))] * 2
-        caches.close()
-        assert caches.nbytes == 0 and [held(each) for each in other.own] == [list(range(5))] * 2
-
-    def test_a_session_chooses_the_kind_of_each(self) -> None:
-        first, second = Caches([(FULL, STATE)], [0], Cache(kind=CACHE_INT8)).own
-        assert isinstance(first, Int8Cache) and isinstance(second, RecurrentState)
+def test_several_caches_of_a_layer_are_asked_for_by_their_numbers_and_all_are_one() -> None:
+    caches = Caches([(FULL, WINDOW)], [0], Cache())
+    [several] = caches.listed
+    feed(caches, range(7))
+    assert isinstance(several, tuple) and list(several) == caches.own
+    assert [several[0].window, several[1].window] == [None, 6]  # type: ignore[union-attr]
+    assert caches.nbytes == several[0].nbytes + several[1].nbytes and len(caches.arrays()) == 4
+    assert several[0].make_mask(3) == "causal"
+    other = caches.fork(5)
+    assert [each.length for each in other.own] == [5, 5] and isinstance(other.listed[0], tuple)
+    caches.cut(6)
+    assert [held(each) for each in caches.own] == [list(range(6))] * 2
+    caches.close()
+    assert caches.nbytes == 0 and [held(each) for each in other.own] == [list(range(5))] * 2
+    first, second = Caches([(FULL, STATE)], [0], Cache(kind=CACHE_INT8)).own
+    assert isinstance(first, Int8Cache) and isinstance(second, RecurrentState), "a session chooses the kind of each"
 
 
 def test_after_a_pass_or_a_cut_that_ended_in_its_middle_all_are_cut_again() -> None:

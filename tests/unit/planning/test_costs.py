@@ -20,10 +20,6 @@ def stages(*first_and_row: tuple[float, float]) -> StagesSeconds:
     return lambda rows: [(first + more * (rows - 1)) / 1e3 for first, more in first_and_row]
 
 
-def lanes(num_sessions: int, stages_s: StagesSeconds, hops_ms: float = 1.0) -> int:
-    return LaneChooser(len(stages_s(1)), stages_s, lambda rows: hops_ms / 1e3).choose(num_sessions, 1)
-
-
 @pytest.mark.parametrize(
     ("num_sessions", "stages_s", "hops_ms", "expected"),
     [
@@ -40,42 +36,32 @@ def lanes(num_sessions: int, stages_s: StagesSeconds, hops_ms: float = 1.0) -> i
 def test_lanes_follow_from_what_rows_and_hops_cost(
     num_sessions: int, stages_s: StagesSeconds, hops_ms: float, expected: int
 ) -> None:
-    assert lanes(num_sessions, stages_s, hops_ms) == expected
+    chooser = LaneChooser(len(stages_s(1)), stages_s, lambda rows: hops_ms / 1e3)
+    assert chooser.choose(num_sessions, 1) == expected
     assert LaneChooser(3, lambda rows: [], lambda rows: 0.0).choose(8, 1) == 3, "while nothing is known"
     assert 1 <= LaneChooser(2, lambda rows: [0.0, 0.0], lambda rows: 0.0).choose(8, 1) <= 2
-
-
-def test_windows_of_many_rows_count_as_many_rows() -> None:
-    """Up to 64 rows cost nothing here: one-row windows of 16 sessions make one lane, windows of 64 rows do not."""
-
-    def stages_s(rows: int) -> list[float]:
-        return [0.030 + max(0, rows - 64) * 0.001, 0.005 + max(0, rows - 64) * 0.001]
-
-    chooser = LaneChooser(2, stages_s, lambda rows: 0.0)
-    assert chooser.choose(16, 1) == 1
-    assert chooser.choose(16, 64) == 2
+    free = LaneChooser(2, lambda rows: [0.03 + max(0, rows - 64) / 1e3, 0.005 + max(0, rows - 64) / 1e3], lambda _: 0.0)
+    assert [free.choose(16, rows_each) for rows_each in (1, 64)] == [1, 2], "up to 64 rows cost nothing"
 
 
 @pytest.mark.parametrize(
-    ("num_prompt", "stages_s", "expected"),
+    ("num_prompt", "stages_s", "beside_streams", "expected"),
     [
-        (1000, stages((5, 1.5), (5, 1.5)), 32),  # a row costs what it costs: many small chunks overlap
-        (1000, stages((5, 0.001), (5, 0.001)), 2048),  # weights are all that counts: the whole prompt at once
-        (10_000, stages((5, 0.001), (5, 0.001)), 2048),
-        (20, stages((5, 0.001), (5, 0.001)), 32),  # no longer than the prompt
-        (1000, stages((5, 1.5)), 32),  # one stage: nothing to overlap, and rows cost alike in any chunk
-        (1000, lambda rows: [], 32),
+        (1000, stages((5, 1.5), (5, 1.5)), False, 32),  # a row costs what it costs: many small chunks overlap
+        (1000, stages((5, 0.001), (5, 0.001)), False, 2048),  # weights are all that counts: the whole prompt at once
+        (10_000, stages((5, 0.001), (5, 0.001)), False, 2048),
+        (20, stages((5, 0.001), (5, 0.001)), False, 32),  # no longer than the prompt
+        (1000, stages((5, 1.5)), False, 32),  # one stage: nothing to overlap, and rows cost alike in any chunk
+        (1000, lambda rows: [], False, 32),
+        (10_000, stages((100, 0.1), (100, 0.1)), False, 2048),
+        (10_000, stages((100, 0.1), (100, 0.1)), True, 512),  # 302 ms: streams may wait no longer
+        (10_000, stages((300, 0.1), (300, 0.1)), True, 32),
     ],
 )
-def test_chunks_are_as_long_as_pays(num_prompt: int, stages_s: StagesSeconds, expected: int) -> None:
-    assert chunk_size(num_prompt, stages_s) == expected
-
-
-def test_beside_streams_a_chunk_takes_no_longer_than_they_may_wait() -> None:
-    slow = stages((100, 0.1), (100, 0.1))
-    assert chunk_size(10_000, slow) == 2048
-    assert chunk_size(10_000, slow, beside_streams=True) == 512  # 302 ms
-    assert chunk_size(10_000, stages((300, 0.1), (300, 0.1)), beside_streams=True) == 32
+def test_chunks_are_as_long_as_pays_and_as_streams_beside_them_may_wait(
+    num_prompt: int, stages_s: StagesSeconds, beside_streams: bool, expected: int
+) -> None:
+    assert chunk_size(num_prompt, stages_s, beside_streams=beside_streams) == expected
 
 
 def mixture(num_rows: int) -> float:

@@ -1,3 +1,5 @@
+"""Splits by bytes: the best one of all, what it accounts for, and how it is refused."""
+
 import itertools
 import random
 from collections.abc import Iterator
@@ -73,29 +75,6 @@ def test_the_plan_is_the_best_of_all_splits() -> None:
     assert 20 < num_fitting < 80, "both those that fit and those that do not have to be tried"
 
 
-@pytest.mark.parametrize(
-    ("weights", "ends", "budgets", "layers"),
-    [
-        pytest.param([1] * 6, (0, 0), (ROOMY,), [6], id="one node alone holds everything"),
-        pytest.param([1] * 6, (0, 0), (ROOMY,) * 3, [2, 2, 2], id="equal layers split evenly"),
-        pytest.param([1] * 3, (0, 0), (ROOMY,) * 3, [1, 1, 1], id="as many nodes as layers"),
-        pytest.param([1] * 6, (2, 0), (ROOMY,) * 2, [3, 3], id="a token reads one row of the embedding"),
-        pytest.param([1] * 6, (2, 0), (4, ROOMY), [2, 4], id="but all of it takes memory"),
-        pytest.param([1] * 6, (0, 2), (ROOMY,) * 2, [4, 2], id="the head counts on the last node"),
-        pytest.param([9, 1, 1, 1], (0, 0), (ROOMY,) * 2, [1, 3], id="bytes count, not layers"),
-        pytest.param([1] * 7, (0, 0), (ROOMY,) * 3, [2, 2, 3], id="of equal splits the earliest"),
-        pytest.param([1, 5, 2, 3], (0, 0), (ROOMY,) * 3, [1, 1, 2], id="the largest stage before the sum of squares"),
-        pytest.param([4, 1, 1, 1, 1], (0, 0), (ROOMY,) * 3, [1, 2, 2], id="then the smallest sum of squares"),
-        pytest.param([1] * 6, (0, 0), (ROOMY, 1), [5, 1], id="no node gets more than its budget"),
-        pytest.param([1] * 6, (0, 0), (1, ROOMY), [1, 5], id="no node gets more than its budget, in any place"),
-    ],
-)
-def test_splits(weights: list[int], ends: tuple[int, int], budgets: tuple[int, ...], layers: list[int]) -> None:
-    found = by_bytes(model(weights, embed=ends[0], head=ends[1]), nodes(*budgets), 1)
-    assert found.layers == layers
-    assert found.fits
-
-
 def test_assignments_are_contiguous_and_account_for_every_byte() -> None:
     spec = model([5, 6, 7, 8], embed=3, head=4, per_token=2)
     found = by_bytes(spec, nodes(2000, 3000, 4000), context=300)
@@ -125,56 +104,29 @@ def test_the_cache_at_the_whole_context_takes_memory(
     assert by_bytes(model([2, 2, 2, 2], per_token=1, window=window), nodes(budget, ROOMY), context).layers == layers
 
 
-@pytest.mark.parametrize(
-    ("budgets", "layers"),
-    [
-        pytest.param((10, 20), [4, 8], id="the shortage is shared in proportion to the budgets"),
-        pytest.param((1, 1000), [1, 11], id="a tiny node takes as little as it can"),
-        pytest.param((0, 100), [1, 11], id="a node without memory is no division by zero"),
-        pytest.param((5, 20, 200), [1, 1, 10], id="a shortage that must be is no reason for another"),
-    ],
-)
-def test_without_a_fit_the_plan_exceeds_the_budgets_least(budgets: tuple[int, ...], layers: list[int]) -> None:
-    found = by_bytes(model([10] * 12), nodes(*budgets), context=1)
-    assert found.layers == layers
-    assert not found.fits
-
-
-def test_given_layers_are_taken_as_they_are_whether_they_fit_or_not() -> None:
-    found = by_bytes(model([1] * 6), nodes(ROOMY, ROOMY), 1, layers=[5, 1])
-    assert found.layers == [5, 1]
-    assert [(a.start, a.end) for a in found.assignments] == [(0, 5), (5, 6)]
+def test_any_split_may_be_given_and_fits_to_the_last_byte_or_not() -> None:
+    given = by_bytes(model([1] * 6), nodes(ROOMY, ROOMY), 1, layers=[5, 1])
+    assert [(a.start, a.end) for a in given.assignments] == [(0, 5), (5, 6)]
     assert not by_bytes(model([1] * 6), nodes(3, 3), 1, layers=[4, 2]).fits
-    assert by_bytes(model([5, 5]), nodes(10), context=1).fits, "a node may be filled to the last byte"
-    assert not by_bytes(model([5, 5]), nodes(9), context=1).fits
-    found = by_bytes(model([2**30] * 80, embed=2**30, head=2**30), nodes(*[12 * 2**30] * 8), 4096)
-    assert found.fits and max(found.layers) - min(found.layers) <= 2, "a real size takes no time to speak of"
+    assert [by_bytes(model([5, 5]), nodes(size), 1).fits for size in (10, 9)] == [True, False]
+    lacking = by_bytes(model([10] * 12), nodes(0, 100), 1)
+    assert (lacking.layers, lacking.fits) == ([1, 11], False), "a node without memory is no division by zero"
+    large = by_bytes(model([2**30] * 80, embed=2**30, head=2**30), nodes(*[12 * 2**30] * 8), 4096)
+    assert large.fits and max(large.layers) - min(large.layers) <= 2, "a real size takes no time to speak of"
 
 
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        ([6], "layers: expected one number per node (2, coordinator first), found 6"),
-        ([1, 2, 3], "layers: expected one number per node (2, coordinator first), found 1,2,3"),
-        ([], "layers: expected one number per node (2, coordinator first), found none"),
-        ([6, 0], "layers: expected at least 1 layer on every node, found 6,0"),
-        ([-1, 7], "layers: expected at least 1 layer on every node, found -1,7"),
-        ([3, 2], "layers: expected a sum of 6, tiny's layers, found 3,2 (5)"),
-        ([4, 3], "layers: expected a sum of 6, tiny's layers, found 4,3 (7)"),
-    ],
-)
-def test_given_layers_must_be_a_split_of_the_model(layers: list[int], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+@pytest.mark.parametrize("layers", [[6], [1, 2, 3], [], [6, 0], [-1, 7], [3, 2], [4, 3]], ids=str)
+def test_given_layers_must_be_a_split_of_the_model(layers: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"^layers: "):
         by_bytes(model([1] * 6), nodes(ROOMY, ROOMY), 1, layers)
-    assert str(caught.value) == message
 
 
 def test_more_nodes_than_layers_and_a_context_of_no_tokens_are_refused() -> None:
     for layers in (None, [1, 1, 1]):
-        with pytest.raises(ConfigError, match="expected at most one node per layer, found 3 nodes for 2 layers"):
+        with pytest.raises(ConfigError, match="found 3 nodes for 2 layers"):
             by_bytes(model([1, 1]), nodes(ROOMY, ROOMY, ROOMY), 1, layers)
     for context in (0, -8):
-        with pytest.raises(ConfigError, match=f"context: expected at least 1 token, found {context}"):
+        with pytest.raises(ConfigError, match=r"^context: "):
             by_bytes(model([1, 1]), nodes(ROOMY), context)
 
 

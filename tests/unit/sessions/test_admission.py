@@ -2,26 +2,18 @@
 
 import pytest
 
-from coordinator.decoding.decoders import Fill
-from coordinator.decoding.window_lengths import WindowChooser
-from coordinator.planning.costs import StepCosts
 from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS
 from coordinator.sessions.admission import (
-    ACTIVE,
-    ON_STAGES,
     Bytes,
     Room,
-    SessionSlot,
     Slots,
-    SlotState,
     cache_costs,
     make_room,
 )
-from coordinator.sessions.session import Session
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
-from tests.unit.fake_chain import Rig, from_text, make_session, masked, plain_answer, prompt_of
+from tests.unit.fake_chain import Rig, decoders, make_session, plain_answer, prompt_of
 from worker.errors import InputError, QueueFull
 from worker.model.cache_spec import Memory
 from worker.model.model_spec import LayerSpec, ModelSpec
@@ -47,9 +39,9 @@ def test_what_could_never_fit_is_refused_with_the_node_that_is_too_small() -> No
     rig.submit(prompt_of(100), 100, cache=Cache(kind=CACHE_INT8))  # half as large
     assert rig.scheduler.slots.promised == rig.costs.budgets
     rig = Rig(budget=52)
-    for decoder in (masked(WindowChooser(StepCosts(), fixed=4), frozenset()), Fill(4, 0.4, 0.02, frozenset())):
+    for name in ("diffusion", "diffusion-fast"):
         with pytest.raises(InputError):
-            rig.submit(prompt_of(40), 10, decoder=decoder)  # whose MASK rows need room too
+            rig.submit(prompt_of(40), 10, decoder=decoders(window=4)[name]())  # whose MASK rows need room too
     rig.submit(prompt_of(40), 10)
 
 
@@ -235,28 +227,6 @@ def test_a_cancel_before_the_first_frame_frees_a_slot_that_was_taken_over() -> N
     assert rig.chain.slots == {} and not any(rig.scheduler.slots.promised)
 
 
-def test_forget_kept_frees_what_is_kept_and_nothing_else() -> None:
-    rig = Rig(keep=True, chunk=64)
-    for seed in range(3):
-        rig.answer(prompt_of(20, seed=seed), 2)
-    live: Session = rig.submit(prompt_of(30, seed=9), 9)
-    rig.step()
-    rig.scheduler.slots.forget_kept()
-    rig.run(live)
-    assert rig.chain.slots.keys() == {live.slot} and rig.scheduler.slots.num_kept == 1
-    assert live.generated == plain_answer(prompt_of(30, seed=9), 9)
-    rig.end()
-
-
-def test_a_kept_slot_has_room_for_the_drafts_that_were_rejected_last() -> None:
-    start, rest = prompt_of(3), prompt_of(9)
-    prompt = next(p for x in range(5000) if plain_answer(p := [*start, x % 50, x // 50, *rest, *start], 1) == [x % 50])
-    rig = Rig(num_stages=1, keep=True, chunk=64)
-    rig.answer(prompt, 40, eos=frozenset({plain_answer(prompt, 2)[1]}), decoder=from_text())
-    held, promised = rig.chain.held(rig.costs.bytes_of), rig.scheduler.slots.promised
-    assert held <= promised
-
-
 def test_what_a_takeover_gives_back_lets_the_next_one_in() -> None:
     """A kept slot of 90 rows is taken over by a session of 50, and 40 are enough for the one that waits."""
     rig = Rig(num_stages=2, budget=100, keep=True, chunk=16)
@@ -307,26 +277,6 @@ def test_every_stage_has_to_have_room() -> None:
     """The first slot is large on the first stage, the second on the other."""
     rooms = {(5, 5): Room(), (4, 5): Room((0,)), (5, 4): Room((0, 1)), (4, 4): Room((0, 1))}
     assert {free: make_room((5, 5), free, [(2, 0), (0, 2)]) for free in rooms} == rooms
-
-
-def test_a_slot_goes_through_its_states_in_order() -> None:
-    """Promised or taken over, then open, perhaps kept; and it can be freed at any time, once."""
-    allowed = {(before, after) for before in SlotState for after in SlotState if can_follow(before, after)}
-    waiting, promised, taken_over, opened, kept_, free = SlotState
-    assert allowed == {
-        (waiting, promised), (waiting, taken_over), (promised, opened), (taken_over, opened), (opened, kept_),
-        (waiting, free), (promised, free), (taken_over, free), (opened, free), (kept_, free),
-    }  # fmt: skip
-    assert set(ACTIVE) == {promised, taken_over, opened} and set(ON_STAGES) == {taken_over, opened, kept_}
-
-
-def can_follow(before: SlotState, after: SlotState) -> bool:
-    slot = SessionSlot(make_session([1], 1), (0,), (0,), before)
-    try:
-        slot.enter(after)
-    except AssertionError:
-        return False
-    return slot.state is after
 
 
 MIB = 2**20

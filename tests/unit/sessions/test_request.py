@@ -1,4 +1,7 @@
+"""Requests: which are refused, and how many rows they need."""
+
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,16 +24,7 @@ from worker.model.model_spec import LayerSpec, ModelSpec
 
 VOCAB, CONTEXT = 97, 128
 SPEC = ModelSpec(
-    name="tiny",
-    family="qwen3",
-    tied=False,
-    layers=(LayerSpec(1, (Memory(None, 1, 1, 1, 1),)),),
-    embed_bytes=1,
-    head_bytes=1,
-    hidden_size=8,
-    vocab_size=VOCAB,
-    context=CONTEXT,
-    dtype=DTYPE_BFLOAT16,
+    "tiny", "qwen3", (LayerSpec(1, (Memory(None, 1, 1, 1, 1),)),), 1, 1, False, 8, VOCAB, CONTEXT, DTYPE_BFLOAT16
 )
 GOOD = Request(prompt=(1, 2, 3), max_tokens=5)
 
@@ -51,12 +45,8 @@ def test_every_number_of_the_proto_has_a_range_with_its_ends() -> None:
         for value in (low, high):
             check_sampling(Sampling(**{field: value}))
         for value in (low - 0.01, high + 0.01, math.inf, -math.inf, math.nan):
-            with pytest.raises(InputError) as caught:
+            with pytest.raises(InputError, match=f"^{field}: expected a number from {low} to {high}, got"):
                 check_sampling(Sampling(**{field: value}))
-            assert str(caught.value) == f"{field}: expected a number from {low} to {high}, got {value:g}"
-    for bias in (math.nan, math.inf, -math.inf):
-        with pytest.raises(InputError, match=r"^logit_bias: expected a number from .* to .*, got"):
-            check_sampling(Sampling(logit_bias={5: bias}))
 
 
 @pytest.mark.parametrize(
@@ -64,14 +54,14 @@ def test_every_number_of_the_proto_has_a_range_with_its_ends() -> None:
     [
         *({name: -1000} for name in sorted(SamplingParams.__annotations__.keys() - {"logit_bias"})),
         {"top_k": -1}, {"top_k": 2**32}, {"seed": -1}, {"seed": 2**64}, {"top_p": 1.5},
-        {"logit_bias": {-1: 1.0}}, {"logit_bias": {2**32: 1.0}}, {"logit_bias": {1: 1e10}},
+        *({"logit_bias": {token: 1.0}} for token in (-1, 2**32)),
+        *({"logit_bias": {1: bias}} for bias in (1e10, math.nan, math.inf, -math.inf)),
     ],
+    ids=str,
 )  # fmt: skip
-def test_a_parameter_outside_its_range_is_refused_with_its_name_and_range(parameters: dict) -> None:
-    with pytest.raises(
-        InputError, match=rf"^{next(iter(parameters))}: expected a (whole )?number from \S+ to \S+, got"
-    ):
-        make_sampling(**{"seed": 0, "top_k": 0} | parameters)
+def test_a_parameter_outside_its_range_is_refused_with_its_name(parameters: dict) -> None:
+    with pytest.raises(InputError, match=f"^{next(iter(parameters))}: "):
+        check_sampling(make_sampling(**{"seed": 0, "top_k": 0} | parameters))
 
 
 def test_parameters_become_a_sampling_as_they_are_and_a_seed_that_is_not_given_is_another_each_time() -> None:
@@ -82,19 +72,19 @@ def test_parameters_become_a_sampling_as_they_are_and_a_seed_that_is_not_given_i
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "field"),
     [
-        ({"prompt": ()}, "^prompt: expected at least one token, found none"),
-        ({"prompt": (1, VOCAB)}, "^prompt: expected token ids from 0 to 96, found 97"),
-        ({"prompt": (1, -1)}, "^prompt: expected token ids from 0 to 96, found -1"),
-        ({"max_tokens": 0}, "^max_tokens: expected at least 1, got 0"),
-        ({"max_tokens": -5}, "^max_tokens: expected at least 1, got -5"),
-        ({"repeat_guard": 1}, "^repeat_guard: expected 0 for none or at least 2 times, got 1"),
-        ({"prompt": (1,) * CONTEXT}, "^prompt: expected less than the 128 tokens that tiny .*, found 128"),
-        ({"sampling": Sampling(logit_bias={VOCAB: 1.0})}, "^logit_bias: expected token ids from 0 to 96, found 97"),
-        ({"sampling": Sampling(top_k=VOCAB)}, "^top_k: expected less than the vocabulary's 97, got 97"),
-        ({"sampling": Sampling(logprobs=VOCAB + 1)}, "^logprobs: expected less than .* 97, got 97"),
-        ({"sampling": Sampling(temperature=-1)}, "^temperature: expected a number from 0 to 100, got -1"),
+        ({"prompt": ()}, "prompt"),
+        ({"prompt": (1, VOCAB)}, "prompt"),
+        ({"prompt": (1, -1)}, "prompt"),
+        ({"prompt": (1,) * CONTEXT}, "prompt"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -5}, "max_tokens"),
+        ({"repeat_guard": 1}, "repeat_guard"),
+        ({"sampling": Sampling(logit_bias={VOCAB: 1.0})}, "logit_bias"),
+        ({"sampling": Sampling(top_k=VOCAB)}, "top_k"),
+        ({"sampling": Sampling(logprobs=VOCAB + 1)}, "logprobs"),
+        ({"sampling": Sampling(temperature=-1)}, "temperature"),
         ({}, None),
         ({"prompt": (0, VOCAB - 1)}, None),
         ({"prompt": (1,) * (CONTEXT - 1)}, None),
@@ -104,13 +94,11 @@ def test_parameters_become_a_sampling_as_they_are_and_a_seed_that_is_not_given_i
     ],
 )
 def test_a_request_is_refused_where_the_model_cannot_serve_it_and_nowhere_else(
-    changes: dict[str, Any], words: str | None
+    changes: dict[str, Any], field: str | None
 ) -> None:
-    if words is None:
+    with pytest.raises(InputError) if field else nullcontext() as caught:
         check_request(replace(GOOD, **changes), SPEC)
-    else:
-        with pytest.raises(InputError, match=words):
-            check_request(replace(GOOD, **changes), SPEC)
+    assert caught is None or caught.value.field == field
 
 
 @pytest.mark.parametrize(

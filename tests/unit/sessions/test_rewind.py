@@ -2,18 +2,16 @@
 
 import random
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from coordinator.decoding.window_lengths import WindowChooser
 from coordinator.planning.costs import StepCosts
 from coordinator.sessions.output import NO_TOKENS, KnownTokens, Token
 from coordinator.sessions.session import Session
-from protos.brigade_pb2 import Sample, Sampling
-from tests.unit.fake_chain import VOCAB, Rig, costs_per_row, decoders, make_session, masked, plain_answer, prompt_of
+from protos.brigade_pb2 import Cache, Sample, Sampling
+from tests.unit.fake_chain import Rig, costs_per_row, decoders, make_session, masked, plain_answer, prompt_of
 from worker.errors import FrameError, InputError
 
 
@@ -23,25 +21,26 @@ class Asked:
 
     prompt: list[int]
     max_tokens: int
-    eos: frozenset[int]
-    kind: str
-    seed: int  # 0: greedy
+    eos: frozenset[int] = frozenset()
+    kind: str = "ar"
+    seed: int = 0  # 0: greedy
+    window: int = 8
+    cache: Cache = field(default_factory=Cache)
 
     def build(self, rig: Rig, known: KnownTokens = NO_TOKENS) -> Session:
         """A session that is not submitted yet."""
+        decoder = decoders(self.eos, self.window)[self.kind]()
         sampling = Sampling(seed=self.seed, temperature=1.0 if self.seed else 0.0)
-        decoder = decoders(self.eos)[self.kind]()
-        return make_session(
-            self.prompt, self.max_tokens, self.eos, decoder, chunk=rig.chunk, sampling=sampling, known=known
-        )
+        more = {"chunk": rig.chunk, "sampling": sampling, "cache": self.cache, "known": known}
+        return make_session(self.prompt, self.max_tokens, self.eos, decoder, **more)  # type: ignore[arg-type]
 
     def submit(self, rig: Rig) -> Session:
-        decoder = decoders(self.eos)[self.kind]()
-        more = {"seed": self.seed, "temperature": 1.0 if self.seed else 0.0}
-        return rig.submit(self.prompt, self.max_tokens, self.eos, decoder=decoder, **more)  # type: ignore[arg-type]
+        session = self.build(rig)
+        rig.scheduler.submit(session)
+        return session
 
-    def undisturbed(self) -> list[int]:
-        if self.kind != "diffusion-fast":
+    def undisturbed(self, is_lossy: bool = True) -> list[int]:
+        if not is_lossy or self.kind != "diffusion-fast":
             return plain_answer(self.prompt, self.max_tokens, self.eos, self.seed)
         rig = Rig(chunk=16)
         rig.chain.is_lossy = True
@@ -50,60 +49,10 @@ class Asked:
         return session.generated
 
 
-def asked(numbers: random.Random) -> Asked:
-    shared = prompt_of(40, seed=numbers.randrange(2))[: numbers.randint(0, 40)]
-    rest = prompt_of(numbers.choice([1, 2, 9, 30]), seed=numbers.randrange(1000))
-    prompt = [*shared, *rest] if numbers.random() < 0.7 else rest * 3  # so that something can be looked up
-    eos = frozenset(numbers.sample(range(VOCAB), numbers.choice([0, 0, 1, 3])))
-    return Asked(
-        prompt, numbers.randint(1, 40), eos, numbers.choice([*decoders()]), numbers.choice([0, numbers.randrange(99)])
-    )
-
-
-def check(session: Session, request: Asked) -> None:
-    """It is the request's answer, so far."""
-    expected = request.undisturbed()
-    assert session.num_prompt == len(request.prompt) and session.history.tokens[: session.num_prompt] == request.prompt
-    assert session.generated == expected[: session.num_generated]
-    if session.finish_reason is not None:
-        assert session.generated == expected
-        assert session.finish_reason == ("stop" if expected[-1] in request.eos else "length")
-
-
-@settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.randoms(use_true_random=True))
-def test_sessions_over_lost_chains_give_the_tokens_of_an_undisturbed_run(numbers: random.Random) -> None:
-    """Six sessions each time, over one to three chains that die at any moment: some run, some wait, some are done."""
-    rig = Rig(
-        num_stages=numbers.randint(1, 3), chunk=numbers.choice([3, 16, 256]), budget=numbers.choice([160, 300, 2000]),
-        keep=numbers.random() < 0.5,
-    )  # fmt: skip
-    rig.chain.is_lossy = True
-    requests = [asked(numbers) for _ in range(6)]
-    sessions: dict[Session, Asked] = {}
-    losses = set(numbers.sample(range(90), numbers.randint(1, 3)))
-    for move in range(90):
-        if requests and numbers.random() < 0.2:
-            request = requests.pop()
-            sessions[request.submit(rig)] = request
-        if move in losses:
-            rig.lose_chain([session for session in sessions if session.finish_reason is None])
-        elif rig.chain.in_flight and numbers.random() < 0.5:
-            rig.take_one()
-        else:
-            rig.send_one()
-        held, promised = rig.chain.held(rig.costs.bytes_of), rig.scheduler.slots.promised
-        assert rig.scheduler.slots.closed or all(h <= p for h, p in zip(held, promised, strict=True))
-    rig.run(*sessions)
-    for session, request in sessions.items():
-        check(session, request)
-    rig.end()
-
-
 @pytest.mark.parametrize("kind", decoders())
 def test_what_is_known_is_fed_as_prompt_chunks_under_the_new_epoch(kind: str) -> None:
     rig = Rig(num_stages=1, chunk=8)
-    session = Asked(prompt_of(20), 40, frozenset(), kind, 0).submit(rig)
+    session = Asked(prompt_of(20), 40, kind=kind).submit(rig)
     while session.num_generated < 20:
         rig.step()
     known = list(session.history.tokens)
@@ -185,7 +134,7 @@ def test_sessions_that_begin_alike_share_what_one_of_them_has_fed_again() -> Non
 @pytest.mark.parametrize("seed", [0, 5])
 @pytest.mark.parametrize("kind", decoders())
 def test_an_answer_goes_on_from_any_step_by_its_tokens_and_fills_alone(kind: str, seed: int) -> None:
-    request = Asked(prompt_of(11) * 3, 30, frozenset(), kind, seed)
+    request = Asked(prompt_of(11) * 3, 30, kind=kind, seed=seed)
     expected = request.undisturbed()
     rig = Rig(num_stages=2, chunk=16)
     rig.chain.is_lossy = True

@@ -23,14 +23,7 @@ def passage(
     decoding: int = 0,
     drafting: int = 0,
 ) -> Passage:
-    """A frame that stage 0 received at `start`.
-
-    Args:
-        stages: per stage how long the hop into it, the queue, the computing, the sampling and the encoding took.
-        back: how long the result took.
-        clocks: what each stage's clock is ahead by.
-        decoding, drafting: how long that took on each.
-    """
+    """A frame that stage 0 received at `start`: per stage a hop into it, a queue, computing, sampling and encoding."""
     timings, now = [], start
     for stage, (hop, queue, computing, sampling, encoding) in enumerate(stages):
         moments = [now := now + hop]
@@ -184,6 +177,9 @@ def test_what_passes_between_two_chains_is_recovery() -> None:
         "scheduling": 10 + 5 + 5, "recovery": 70, "coordinator compute": 30, "wire": 10, "worker compute": 30,
     }  # fmt: skip
     assert_adds_up(found, 0, 160)
+    way = passage(100, [(0, 0, 10, 0, 0)], back=0, clocks=[0])  # of a chain that was lost before its first result
+    found = make_waterfall([leg([way], [0], is_recovered=True)], 0, 110)
+    assert in_ns(found) == dict.fromkeys(PARTS, 0) | {"recovery": 100, "coordinator compute": 10}
 
 
 def test_a_node_has_one_row_however_many_chains_it_was_in_and_lost_ones_come_last() -> None:
@@ -198,12 +194,6 @@ def test_a_node_has_one_row_however_many_chains_it_was_in_and_lost_ones_come_las
         ("a", False), ("c", False), ("d", True), ("b", True),
     ]  # fmt: skip
     assert [round(stage.compute_ms * MS) for stage in stages] == [30, 20, 10, 10]
-
-
-def test_a_chain_that_was_lost_before_its_first_result_is_recovery_from_the_beginning() -> None:
-    way = passage(100, [(0, 0, 10, 0, 0)], back=0, clocks=[0])
-    found = make_waterfall([leg([way], [0], is_recovered=True)], 0, 110)
-    assert in_ns(found) == dict.fromkeys(PARTS, 0) | {"recovery": 100, "coordinator compute": 10}
 
 
 def test_an_answer_without_tokens_has_a_waterfall_and_times() -> None:
