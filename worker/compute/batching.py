@@ -89,8 +89,17 @@ class Lane:
         """Each window by itself."""
         return [Run([number], self) for number in range(len(self.places))]
 
+    def singles_besides(self, runs: Sequence[Run]) -> list[Run]:
+        """Return each window by itself that is in none of these runs."""
+        if runs and runs[0].is_lane:
+            return []
+        grouped = {number for run in runs for number in run.numbers}
+        return [single for single in self.singles if single.numbers[0] not in grouped]
+
     def in_order(self, parts: Sequence[mx.array], runs: Sequence[Run], axis: int = 1) -> mx.array:
         """Join the rows of all runs, end to end in each, in the lane's order."""
+        if runs[0].is_lane:
+            return parts[0]
         joined = mx.concatenate(list(parts), axis=axis) if len(parts) > 1 else parts[0]
         numbers = tuple(number for run in runs for number in run.numbers)
         if numbers == tuple(range(len(self.places))):
@@ -112,14 +121,18 @@ class Run:
         places = lane.places
         self.numbers = numbers
         self.is_lane = list(numbers) == list(range(len(places)))  # all windows, in the lane's own order
-        starts = np.array([lane.starts[number] for number in numbers])
-        self.rows = (starts[:, None] + np.arange(places[numbers[0]].num_rows)).reshape(-1)  # in the lane [B * L]
+        self._starts = [lane.starts[number] for number in numbers]
         self.counts_up = all(places[number].positions is None for number in numbers)
         self.begin_alike = len({places[number].base > 0 for number in numbers}) == 1  # all with a past, or none
         self._places = [places[number] for number in numbers]
         self._end = max(place.base for place in self._places) + self._places[0].num_rows
         self._masks: dict[int | None, mx.array] = {}
         self._numbers: dict[tuple[int, int], mx.array] = {}
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """The numbers of its rows in the lane [B * L]."""
+        return (np.array(self._starts)[:, None] + np.arange(self._places[0].num_rows)).reshape(-1)
 
     @cached_property
     def _selection(self) -> slice | mx.array:
@@ -207,8 +220,13 @@ class View:
     def __init__(self, lane: Lane, caches: Sequence[Any]) -> None:
         self._lane, self._caches = lane, caches
         self._runs = [run for run in lane.runs if _is_packed(caches[run.numbers[0]])]
-        grouped = {number for run in self._runs for number in run.numbers}
-        self._alone = [single for single in lane.singles if single.numbers[0] not in grouped]
+        self._alone = lane.singles_besides(self._runs)
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether these are keys and values that lie side by side, those of all slots in the lane's order."""
+        is_stateless = all(isinstance(cache, KVCache) for cache in flat(self._caches[0]))
+        return is_stateless and any(run.is_lane and run.counts_up for run in self._runs)
 
     @property
     def offset(self) -> mx.array:
@@ -294,8 +312,7 @@ class View:
         else:
             candidates = self._lane.equal
         batches = [run for run in candidates if len(run.numbers) > 1 and self._can_be_batch(run)]
-        grouped = {number for run in batches for number in run.numbers}
-        return batches + [single for single in self._lane.singles if single.numbers[0] not in grouped]
+        return batches + self._lane.singles_besides(batches)
 
     def _can_be_batch(self, run: Run) -> bool:
         """Return whether the run's positions count up, and its states, if any, have all begun or none has."""

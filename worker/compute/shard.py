@@ -100,13 +100,16 @@ class Shard(HeldTensors):
             Rows [1, sum L, W].
         """
         ids = mx.zeros(x.shape[:2], mx.int32) if ids is None else ids
-        if len(places) > 1 and self._looks_at_positions:
-            lane = Lane(places)
-            whole = View(lane, [place.caches.listed for place in places])
+        if len(places) == 1:
+            return run_windows(places, partial(self._cut.run, x, ids))
+        lane = Lane(places)
+        whole = View(lane, [place.caches.listed for place in places])
+        if self._looks_at_positions or (whole.is_batch and self._lane_form is not LaneForm.ALONE):
             h = whole.run(self._cut.run, [x, ids, whole], {}, self._lane_form)
-            lane.settle()
-            return h
-        return run_windows(places, partial(self._cut.run, x, ids))
+        else:
+            h = self._cut.run(x, ids, lane.views())
+        lane.settle()
+        return h
 
     def logits(self, rows: mx.array) -> mx.array:
         """Return the logits [N, V] float32 of rows [1, N, W] of the last layer. Last shard only.
