@@ -1,10 +1,13 @@
 """Checkpoints as makers publish them: shards of one layer, each from its own files alone, do what mlx-lm does."""
 
+import asyncio
+from contextlib import closing
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
+from protos.brigade_pb2 import LoadProgress
 from tests.integration.layouts import write_layout
 from tests.integration.one_layer import assert_mlx_lms_logits, copy_files, one_layer_shards
 from tests.integration.published import PUBLISHED, UNREAD
@@ -12,6 +15,8 @@ from worker.compute import shard as shard_module
 from worker.errors import ModelError
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe, shard_tensors
+from worker.node.loading import load_shard
+from worker.platform.threads import MlxThread
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -43,11 +48,19 @@ def assert_every_tensor_has_one_place(folder: Path, others: tuple[str, ...]) -> 
     assert bool(twice) == spec.tied
 
 
-def test_fp8_that_becomes_bfloat16_is_planned_with_twice_its_file(tmp_path: Path) -> None:
+async def test_fp8_that_becomes_bfloat16_is_planned_and_loaded_as_twice_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_module, "multiplies_experts", lambda dtype: True)
     checkpoint = open_folder(write_layout(tmp_path / "model", PUBLISHED["DeepSeek-V3, fp8"]))
     spec = describe(checkpoint)
     in_files = sum(checkpoint.tensors[name].nbytes for name in shard_tensors(checkpoint, 1, 2))
     assert 1.9 * in_files < spec.shard_bytes(1, 2) < 2 * in_files
+    reports: list[LoadProgress] = []
+    with closing(MlxThread()) as thread:
+        shard = await load_shard(checkpoint, 1, 2, thread, reports.append)
+        await asyncio.sleep(0)  # the last report is on its way
+        assert reports[-1].done == reports[-1].total == shard.nbytes > 1.9 * in_files
 
 
 @pytest.mark.parametrize("name", UNREAD)

@@ -114,6 +114,7 @@ class _Load:
         self._progress = progress
         self._given_up = given_up
         self._loop = asyncio.get_running_loop()
+        self._total = 0  # bytes that MLX makes of the tensors, more than they take in the files if these are in fp8
         self._reading: tuple[int, int] | None = None  # bytes that are loaded; size of the tensor that MLX reads now
 
     def fetch(self) -> None:
@@ -132,9 +133,9 @@ class _Load:
     def build(self, start: int, end: int, held: dict[str, mx.array] | None, memory_bytes: int) -> DrafterPart:
         self._go_on()
         shard = build_part(self._checkpoint, start, end, held)
-        total = sum(self._checkpoint.tensors[name].nbytes for name in self._names)
-        keep_within(memory_bytes, total)
         sizes = [array.nbytes for array in shard.tensors.values()]
+        self._total = sum(sizes)
+        keep_within(memory_bytes, self._total)
         order = {name: number for number, name in enumerate(shard.tensors)}
         self._names = sorted(self._names, key=lambda name: order.get(name, len(order)))  # as MLX reads them
         done = num_read = 0
@@ -144,7 +145,7 @@ class _Load:
             nonlocal done, num_read
             done, num_read = done + nbytes, num_read + 1
             self._reading = (done, sizes[num_read]) if num_read < len(sizes) else None
-            self._report("load", done, total)
+            self._report("load", done, self._total)
 
         try:
             shard.materialise(note_read)
@@ -173,15 +174,14 @@ class _Load:
                     await run_in_thread(partial(self._read_beside, *reading))
 
     def _read_beside(self, done: int, size: int) -> None:
-        read, total = 0, sum(self._checkpoint.tensors[name].nbytes for name in self._names)
-        due = time.monotonic()
+        read, due = 0, time.monotonic()
         for block in read_spans(spans_of(self._checkpoint, self._names), done, READ_BYTES):
             read += len(block)
             if read > size or self._reading != (done, size):
                 return
             if (now := time.monotonic()) >= due:
                 due = now + QUIET_S / 2
-                self._report("load", done + read, total)
+                self._report("load", done + read, self._total)
 
     def _go_on(self) -> None:
         if self._given_up.is_set():
