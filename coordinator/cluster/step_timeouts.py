@@ -216,6 +216,9 @@ class Flight:
             self.costs.observe(sent.num_rows, stages_s, arrival.took_s, drafting_s, was_alone=sent.is_alone)
             if sent.num_drafts and sent.num_rows <= (1 + MOST_DRAFTS) * sent.num_drafting:  # else it read a prompt
                 self.costs.drafting.observe(sent.num_drafts, sent.num_drafting, drafting_s)
+                if sent.is_alone and sent.num_rows == len(sent.asked) and self.costs.steps.is_known:
+                    lost_s = arrival.took_s - drafting_s - self.costs.steps.seconds(sent.num_rows)
+                    self.costs.drafting.observe_start(sent.num_rows, lost_s)
         self._publish()
 
     def _publish(self) -> None:
