@@ -114,7 +114,7 @@ class EngineCore:
                 request.eos,
                 self.chain.costs,
                 self._ended_texts,
-                most_drafts=lambda: self.chain.spec.most_drafts,
+                most_drafts=lambda: self.chain.most_drafts,
             ),
             chunk=chunk,
             put=partial(self._put, queue),
