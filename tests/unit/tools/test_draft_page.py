@@ -19,7 +19,7 @@ def with_drafts() -> Measured:
     whole = measured()
     return replace(
         whole,
-        draft_steps={"7": 0.5},
+        draft_ms={"7": 5.0},
         drafts=[drafted(20, kind) for kind in whole.kinds],
         unknown=[drafted(80)],
         drafted_speeds=[
@@ -35,7 +35,7 @@ def test_drafts_have_their_rows_in_every_table() -> None:
     lines = [line.replace(" ", "") for line in to_markdown(made).splitlines()]
     assert "|`draft`|7||100.0|100.0|5.00|1.50|20.0|" in lines
     assert "|facts|7|1.25|1.50|" in lines and "|60|`draft`|auto|200.0|200.0|200.0|200.0|" in lines
-    assert any("7drafts50%" in line for line in lines) and any("44of44answers" in line for line in lines)
+    assert any("5.0msfor7drafts" in line for line in lines) and any("44of44answers" in line for line in lines)
     changed = replace(made, drafts=[replace(score, num_equal=3) for score in made.drafts])
     assert any("40of44answers|**no**|" in line.replace(" ", "") for line in to_markdown(changed).splitlines())
     without = to_markdown(measured())
