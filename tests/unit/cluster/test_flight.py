@@ -154,6 +154,9 @@ def test_what_a_frame_loses_that_begins_to_draft_is_learned_apart_from_its_rows_
     for step in range(12, 16):
         pass_one_row(step, 0.039, 0.004, drafts=3)
     assert costs.drafting.start_s(1) == pytest.approx(0.025, abs=1e-3) and costs.drafting.seconds(3, 1) < 0.005
-    for step in range(16, 48):  # drafting goes on: what such a step costs is known by its rows
+    for step in range(16, 64):
+        pass_one_row(step, 0.039, 0.004, drafts=3)
+    assert costs.steps.seconds(1) == pytest.approx(0.010, abs=1e-3), "however many frames begin to draft"
+    for step in range(64, 96):  # drafting goes on: what such a step costs is known by its rows
         pass_one_row(step, 0.5, 0.004, num_tokens=4, drafts=3)
     assert costs.drafting.start_s(1) == pytest.approx(0.025, abs=1e-3)
