@@ -406,7 +406,7 @@ class Timing(_message.Message):
     def __init__(self, stage: _Optional[int] = ..., received: _Optional[int] = ..., taken: _Optional[int] = ..., started: _Optional[int] = ..., computed: _Optional[int] = ..., sampled: _Optional[int] = ..., drafted: _Optional[int] = ..., sent: _Optional[int] = ...) -> None: ...
 
 class Result(_message.Message):
-    __slots__ = ("epoch", "step", "samples", "timings", "guesses", "failures", "scores")
+    __slots__ = ("epoch", "step", "samples", "timings", "guesses", "failures", "scores", "drafter_failure")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -414,6 +414,7 @@ class Result(_message.Message):
     GUESSES_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_FAILURE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     samples: _containers.RepeatedCompositeFieldContainer[Sample]
@@ -421,7 +422,8 @@ class Result(_message.Message):
     guesses: _containers.RepeatedCompositeFieldContainer[Sample]
     failures: _containers.RepeatedCompositeFieldContainer[Failure]
     scores: _containers.RepeatedCompositeFieldContainer[Score]
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., guesses: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ...) -> None: ...
+    drafter_failure: str
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., guesses: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ..., drafter_failure: _Optional[str] = ...) -> None: ...
 
 class Sample(_message.Message):
     __slots__ = ("slot", "token", "logprob", "alternatives", "entropy", "likeliest")

@@ -8,13 +8,14 @@ run's numbers again.
 
 import functools
 import json
+import os
 import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -30,7 +31,7 @@ from coordinator.cluster.step_timeouts import ArrivedResult
 from coordinator.decoding.decode_options import Decode, suit
 from coordinator.engine.engine import generate_once
 from coordinator.engine.tokenizer import Tokenizer
-from coordinator.planning.costs import ChainCosts
+from coordinator.planning.costs import ChainCosts, DraftingCosts
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request, check_request, eos_ids
 from protos.brigade_pb2 import Cache, Frame, Opening, Window
@@ -41,6 +42,7 @@ from tools.windows_data import Measured, Score, Speed
 from tools.windows_report import to_markdown
 from worker.errors import InputError
 from worker.memory.history import History
+from worker.model.checkpoint import DEMO
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command
 
@@ -55,10 +57,13 @@ WANTED = [AR, Decode("diffusion", 16), Decode("diffusion-fast", 16, 0.4)]
 ALL = [AR, NGRAM, *LOSSLESS, *FAST]
 CHAINED = [AR, NGRAM, *WANTED[1:]]
 TIMED = [AR, NGRAM, *LOSSLESS, Decode("diffusion-fast", 16, 0.4), AUTO]
+DRAFTING = [Decode("draft", num_drafts=count) for count in (3, 7, 15)]
+DRAFTED = [*DRAFTING, Decode("draft")]
 STEP_ROWS = (1, 2, 4, 8, 16, 32, 64)
 HOP_S = 0.02
-PARTS = ("steps", "speeds", "wanted", "scores", "rules", "chain")
+PARTS = ("steps", "speeds", "wanted", "scores", "rules", "chain", "drafts", "drafting")
 NUM_HOPS = 3  # of a chain of three nodes: two between them, and the tokens' way back
+DELAYS_S = (0.0, NUM_HOPS * HOP_S)
 _PREFIX = 128  # tokens that a timed step finds in the caches
 
 
@@ -76,9 +81,27 @@ class Prices:
 
     by_rows: Mapping[int, float]
     delay_s: float
+    by_drafts: Mapping[int, float] = field(default_factory=dict)
 
     def seconds(self, num_rows: int) -> float:
         return float(np.interp(num_rows, list(self.by_rows), list(self.by_rows.values()))) + self.delay_s
+
+    def drafting_s(self, num_drafts: int) -> float:
+        return float(np.interp(num_drafts, [0, *self.by_drafts], [0.0, *self.by_drafts.values()]))
+
+
+class PricedDrafting(DraftingCosts):
+    """Costs of drafting that are what the prices say; no step is computed ahead and lost."""
+
+    def __init__(self, prices: Prices) -> None:
+        super().__init__()
+        self._prices = prices
+
+    def observe(self, num_drafts: int, num_slots: int, seconds: float) -> None:
+        super().observe(num_drafts, num_slots, self._prices.drafting_s(num_drafts))
+
+    def observe_start(self, num_rows: int, lost_s: float) -> None:
+        super().observe_start(num_rows, 0.0)
 
 
 class PricedCosts(ChainCosts):
@@ -87,6 +110,7 @@ class PricedCosts(ChainCosts):
     def __init__(self, num_stages: int, prices: Prices) -> None:
         super().__init__(num_stages)
         self._prices = prices
+        self.drafting = PricedDrafting(prices)
         for num_rows in (64, 64, 1, 1):
             self.observe(num_rows, [0.0] * num_stages, 0.0, was_alone=True)
 
@@ -123,6 +147,7 @@ class PricedChain(Chain):
         if self.prices and arrival.num_rows:
             is_waited_for = bool(arrival.result.samples or arrival.result.guesses)  # chunks follow each other
             self.elapsed_s += self.prices.seconds(arrival.num_rows) - self.prices.delay_s * (not is_waited_for)
+            self.elapsed_s += self.prices.drafting_s(arrival.sent.num_drafts)
         return arrival
 
 
@@ -142,11 +167,10 @@ class Bench:
         answer = await generate_once(self.chain, self._make_request(tuple(prompt), decode), parser=stream)
         return answer, stream.text
 
-    async def score(self, kind: str, limit: int, decodes: Iterable[Decode]) -> list[Score]:
+    async def score(self, kind: str, turns: Sequence[Turn], decodes: Iterable[Decode]) -> list[Score]:
         """Every question by every decoder; the first of them is `ar`, with whose tokens the others are compared."""
-        turns = mix.held_out(kind, limit)
         scores = [
-            Score(kind, decode.kind, decode.window, _threshold(decode), penalty=_penalty(decode)) for decode in decodes
+            Score(kind, decode.kind, _size(decode), _threshold(decode), penalty=_penalty(decode)) for decode in decodes
         ]
         for number, turn in enumerate(turns, 1):
             expected: list[int] = []
@@ -163,24 +187,24 @@ class Bench:
             _progress(f"{len(self.chain.peers)} workers, {kind}: {number}/{len(turns)}")
         return scores
 
-    async def price(self, step_ms: Mapping[str, float], delay_s: float, limit: int) -> list[Speed]:
+    async def price(self, prices: Prices, limit: int, decodes: Sequence[Decode]) -> list[Speed]:
         """Tokens per second of whole answers by every decoder, at these prices per step.
 
         What the chain learns of its steps begins anew with each decoder and kind.
         """
-        self.chain.prices = prices = Prices({int(rows): cost / 1e3 for rows, cost in step_ms.items()}, delay_s)
+        self.chain.prices, delay_s = prices, prices.delay_s
         speeds = []
         for kind in mix.MEASURED:
-            for decode in TIMED:
-                speed = Speed(kind, decode.kind, decode.window, 1e3 * delay_s)
+            for decode in decodes:
+                speed = Speed(kind, decode.kind, _size(decode), 1e3 * delay_s)
                 self.chain.costs, picked = PricedCosts(self.chain.num_stages, prices), Counter[str]()
                 for turn in mix.held_out(kind, limit):
                     self.chain.elapsed_s, self.chain.windows = 0.0, Counter()
                     answer, _ = await self.ask(turn, decode)
                     speed.add(len(answer.tokens), self.chain.elapsed_s)
-                    picked[str(self.chain.usual_window())] += 1
-                if decode == AUTO:
-                    speed.picked = dict(picked)
+                    if decode == AUTO:
+                        picked[str(self.chain.usual_window())] += 1
+                speed.picked = dict(picked)
                 speeds.append(speed)
             _progress(f"{1e3 * delay_s:g} ms: {kind}")
         self.chain.prices = None
@@ -190,6 +214,11 @@ class Bench:
 @functools.cache
 def is_right(turn: Turn, text: str, has_ended: bool) -> bool:
     return CHECKS[turn.kind][ACCURACY[turn.kind]](turn, Output(text, [], has_ended))
+
+
+def _size(decode: Decode) -> int | None:
+    """MASK rows, or drafts."""
+    return decode.num_drafts if decode.kind == "draft" else decode.window
 
 
 def _penalty(decode: Decode) -> float | None:
@@ -221,6 +250,43 @@ async def step_costs(chain: Chain, rounds: int) -> dict[str, float]:
     return {str(rows): 1e3 * statistics.median(taken) for rows, taken in times.items()}
 
 
+async def drafting_costs(bench: Bench, drafted: Bench, rounds: int) -> dict[str, float]:
+    """What drafting adds to a step of two rows, as a share of it, by number of drafts: medians, all in turn.
+
+    Counted in processor time, which hardly depends on what else this machine does. `bench` has no drafter, and the rows
+    of `drafted` carry what its head reads. After a step of one row the next one would be computed ahead of its frame.
+    """
+    counts = [decode.num_drafts or 0 for decode in DRAFTING]
+    asked = {bench: [0] * len(counts), drafted: counts}
+    times: dict[int, list[float]] = {count: [] for count in (0, *counts)}
+    for each in asked:
+        await each.chain.thread.call(_step(each.chain, Frame(opened=[Opening(slot=0, drafted=each is drafted)])))
+    for number in range(rounds):
+        for each, wanted in asked.items():
+            found = await each.chain.thread.call(_processor_s(each.chain, number * len(counts), wanted))
+            for count, seconds in zip(wanted, found, strict=True):
+                times[count].append(seconds)
+    for each in asked:
+        await each.chain.thread.call(_step(each.chain, Frame(closed=[0])))
+    plain_s = statistics.median(times[0])
+    return {str(count): statistics.median(times[count]) / plain_s - 1 for count in counts}
+
+
+async def _processor_s(chain: Chain, base: int, counts: Sequence[int]) -> list[float]:
+    """Processor seconds of steps of two rows after `base` tokens, for each of these numbers of drafts in turn.
+
+    Run it on the chain's thread.
+    """
+    history = History([5] * (base + len(counts) + 1))
+    taken = []
+    for at, count in enumerate(counts, base):
+        window = Window(slot=0, base=at, prefix_hash=history.prefix_hash(at), tokens=[5, 5], wanted=2, drafts=count)
+        began = time.process_time()
+        await _step(chain, Frame(windows=[window]))
+        taken.append(time.process_time() - began)
+    return taken
+
+
 async def _step(chain: Chain, frame: Frame) -> float:
     """Seconds of one frame, alone in the chain."""
     frame.epoch, frame.step = chain.epoch, chain.last_step + 1
@@ -233,7 +299,7 @@ async def _step(chain: Chain, frame: Frame) -> float:
 @asynccontextmanager
 async def open_bench(options: ClusterOptions) -> AsyncIterator[Bench]:
     """The product's way to a chain, without its progress bars."""
-    checkpoint, spec = await read_model(options.model)
+    checkpoint, spec = await read_model(options.model, options.draft_model)
     tokenizer = Tokenizer(checkpoint)
     eos = eos_ids(checkpoint.config, checkpoint.generation_config) | tokenizer.eos
 
@@ -258,26 +324,56 @@ async def measure(measured: Measured, parts: Sequence[str], sizes: Sizes, save: 
             measured.step_ms = await bench.chain.thread.call(step_costs(bench.chain, rounds=30))
         if "speeds" in parts:
             measured.speeds = []
-            for delay_s in (0.0, NUM_HOPS * HOP_S):
-                measured.speeds += await bench.price(measured.step_ms, delay_s, sizes.timed)
+            for delay_s in DELAYS_S:
+                measured.speeds += await bench.price(_prices(measured, delay_s), sizes.timed, TIMED)
                 save()
         if "wanted" in parts:
-            measured.wanted = await bench.score("arithmetic", sizes.wanted, WANTED)
+            measured.wanted = await bench.score("arithmetic", mix.held_out("arithmetic", sizes.wanted), WANTED)
         if "scores" in parts:
             measured.scores = []
             for kind in mix.MEASURED:
-                measured.scores += await bench.score(kind, sizes.limit, ALL)
+                measured.scores += await bench.score(kind, mix.held_out(kind, sizes.limit), ALL)
                 save()
         if "rules" in parts:
             measured.rules = []
             for kind in mix.MEASURED:
-                measured.rules += (await bench.score(kind, sizes.limit, [AR, *RULES]))[1:]
+                measured.rules += (await bench.score(kind, mix.held_out(kind, sizes.limit), [AR, *RULES]))[1:]
                 save()
+        if {"drafts", "drafting"} & set(parts):
+            drafter = str(DEMO / "drafter")
+            async with open_bench(cluster_options(None, measured.model, 0, None, None, draft_model=drafter)) as drafted:
+                if "drafts" in parts:
+                    await score_drafts(measured, drafted, sizes, save)
+                if "drafting" in parts:
+                    shares = await drafting_costs(bench, drafted, rounds=60)
+                    measured.load = os.getloadavg()[0]
+                    measured.draft_ms = {count: share * measured.step_ms["2"] for count, share in shares.items()}
+                    measured.drafted_speeds = []
+                    for delay_s in DELAYS_S:
+                        measured.drafted_speeds += await drafted.price(_prices(measured, delay_s), sizes.timed, DRAFTED)
+                        save()
     if "chain" in parts:
         async with open_bench(cluster_options(None, measured.model, 2, None, None)) as bench:
             measured.chain = []
             for kind in mix.MEASURED:
-                measured.chain += await bench.score(kind, sizes.timed, CHAINED)
+                measured.chain += await bench.score(kind, mix.held_out(kind, sizes.timed), CHAINED)
+
+
+async def score_drafts(measured: Measured, bench: Bench, sizes: Sizes, save: Callable[[], None]) -> None:
+    """Fill in what the bundled drafter brings, on templates left out of its training, too."""
+    measured.drafts, measured.unknown = [], []
+    for kind in mix.MEASURED:
+        measured.drafts += (await bench.score(kind, mix.held_out(kind, sizes.limit), [AR, *DRAFTING]))[1:]
+        many = mix.held_out(kind, 100 * sizes.limit)
+        if unknown := [turn for turn in many if turn.is_new_to_drafter][: sizes.limit]:
+            measured.unknown += (await bench.score(kind, unknown, [AR, *DRAFTING]))[1:]
+        save()
+
+
+def _prices(measured: Measured, delay_s: float) -> Prices:
+    by_rows = {int(rows): cost / 1e3 for rows, cost in measured.step_ms.items()}
+    by_drafts = {int(count): cost / 1e3 for count, cost in measured.draft_ms.items()}
+    return Prices(by_rows, delay_s, by_drafts)
 
 
 def _progress(text: str) -> None:

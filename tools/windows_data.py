@@ -39,7 +39,7 @@ class Score:
     @property
     def is_checked(self) -> bool:
         """Whether it drafts, and promises the tokens of `ar`."""
-        return self.decoder in ("ngram", "diffusion")
+        return self.decoder in ("ngram", "diffusion", "draft")
 
     @property
     def accuracy(self) -> float:
@@ -103,15 +103,22 @@ class Measured:
     chain: list[Score] = field(default_factory=list)  # on three processes
     speeds: list[Speed] = field(default_factory=list)
     rules: list[Score] = field(default_factory=list)  # `diffusion-fast` with other thresholds and penalties
+    draft_ms: dict[str, float] = field(default_factory=dict)  # by drafts: what they add to a step
+    load: float = 0.0  # average of the machine, with this program, when that was measured
+    drafts: list[Score] = field(default_factory=list)  # `draft` by the bundled drafter; windows count drafts
+    unknown: list[Score] = field(default_factory=list)  # the same on templates that its training left out
+    drafted_speeds: list[Speed] = field(default_factory=list)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Measured":
-        scores = {name: [Score(**row) for row in data.get(name, ())] for name in ("scores", "wanted", "chain", "rules")}
-        speeds = [Speed(**row) for row in data["speeds"]]
-        return cls(data["machine"], data["model"], data["step_ms"], speeds=speeds, **scores)
+        scores = ("scores", "wanted", "chain", "rules", "drafts", "unknown")
+        rows: dict[str, Any] = {name: [Score(**row) for row in data.get(name, ())] for name in scores}
+        rows |= {name: [Speed(**row) for row in data.get(name, ())] for name in ("speeds", "drafted_speeds")}
+        rows |= {name: data[name] for name in ("draft_ms", "load") if name in data}
+        return cls(data["machine"], data["model"], data["step_ms"], **rows)
 
     @property
     def kinds(self) -> list[str]:
@@ -119,16 +126,17 @@ class Measured:
 
     @property
     def settings(self) -> list[Setting]:
-        return list(dict.fromkeys(score.setting for score in self.scores))
+        return list(dict.fromkeys(score.setting for score in [*self.scores, *self.drafts]))
 
     def mean(self, setting: Setting, value: Callable[[Score], float]) -> float:
         """Over the kinds, each with the same weight."""
-        values = [value(score) for score in self.scores if score.setting == setting]
+        values = [value(score) for score in [*self.scores, *self.drafts] if score.setting == setting]
         return sum(values) / len(values)
 
     def tokens_per_s(self, kind: str, decoder: str, window: int | None, delay_ms: float) -> float:
         key = kind, decoder, window, delay_ms
-        return next(s.tokens_per_s for s in self.speeds if (s.kind, s.decoder, s.window, s.delay_ms) == key)
+        speeds = [*self.speeds, *self.drafted_speeds]
+        return next(s.tokens_per_s for s in speeds if (s.kind, s.decoder, s.window, s.delay_ms) == key)
 
     def break_even(self, window: int, delay_ms: float) -> float:
         """Tokens per step from which a window beats one token per step; its 2 W rows are drafts and MASK rows."""

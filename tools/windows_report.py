@@ -50,7 +50,9 @@ _READING = """\
 
 `--draft-model` takes a small model of the same tokenizer, or an MTP, DFlash or EAGLE-3 head; a head inside the
 checkpoint is [used by itself](how_it_works.md#windows-several-tokens-per-round-trip). The tokens stay those of `ar`.
-The [bundled drafter](../worker/demo/drafter/README.md) has measured figures.
+`draft` in the tables below is the [bundled drafter](../worker/demo/drafter/README.md), and its W the number of drafts.
+The text is templated: on templates that its training knew nearly all drafts hold, on others hardly any. Some of the
+questions on code below are of such others.
 """
 
 _LATENCY = """\
@@ -75,19 +77,26 @@ def to_markdown(measured: Measured) -> str:
         real=measured.hops_ms(16, 2.0) / measured.step_ms["1"],
     )
     means = f"## All kinds, each with the same weight\n\n{_means(measured)}\n{_chain(measured)}"
-    return "\n".join((intro, _goals(measured), reading, _LATENCY, means, _steps(measured), _speeds(measured)))
+    parts = (intro, _goals(measured), reading, _unknown(measured), _LATENCY, means, _steps(measured), _speeds(measured))
+    return "\n".join(filter(None, parts))
 
 
 def _goals(measured: Measured) -> str:
     lossless: Setting = ("diffusion", 16, None)
-    exact = [score for score in [*measured.scores, *measured.wanted, *measured.chain] if score.is_checked]
+    lists = measured.scores, measured.wanted, measured.chain, measured.drafts, measured.unknown
+    exact = [score for scores in lists for score in scores if score.is_checked]
     equal, asked = sum(score.num_equal for score in exact), sum(score.num_answers for score in exact)
     speed = {s.kind: s.tokens_per_step for s in measured.scores if s.setting == lossless}
     mean = measured.mean(lossless, lambda score: score.tokens_per_step)
     ar, _, fast = measured.wanted
     loss = ar.accuracy - fast.accuracy
     rows = [
-        ("`ngram` and `diffusion` give the tokens of `ar`", "100 %", f"{equal} of {asked} answers", equal == asked),
+        (
+            "`ngram`, `diffusion` and `draft` give the tokens of `ar`",
+            "100 %",
+            f"{equal} of {asked} answers",
+            equal == asked,
+        ),
         *(
             (f"tokens per step on {kind}, `diffusion`, W = 16", "at least 4", f"{speed[kind]:.2f}", speed[kind] >= 4)
             for kind in ("arithmetic", "code")
@@ -102,6 +111,23 @@ def _goals(measured: Measured) -> str:
     ]
     lines = [(what, goal, found, "yes" if met else "**no**") for what, goal, found, met in rows]
     return "## What was wanted\n\n" + table(("", "wanted", "measured", "met"), lines)
+
+
+def _unknown(measured: Measured) -> str:
+    """Return what the drafter brings on templates that its training left out, and what drafting costs."""
+    if not measured.unknown:
+        return ""
+    lines = [
+        (score.kind, str(score.window), f"{score.tokens_per_step:.2f}", f"{score.rows_per_token:.2f}")
+        for score in measured.unknown
+    ]
+    costs = [f"{cost:.1f} ms for {count} drafts" for count, cost in measured.draft_ms.items()]
+    return (
+        "On templates that its training left out:\n\n"
+        + table(("", "drafts", "tokens per step", "rows per token"), lines)
+        + f"\nDrafting adds to a step: {', '.join(costs)}. Its share of a step of two rows\n"
+        f"was measured in processor time, while {measured.load:.0f} programs wanted to run (load average).\n"
+    )
 
 
 def _means(measured: Measured) -> str:
@@ -141,17 +167,18 @@ def _steps(measured: Measured) -> str:
 
 
 def _speeds(measured: Measured) -> str:
-    speeds = [each for each in measured.speeds if each.window not in (4, 8)]  # those are in the JSON
+    shown = [each for each in measured.speeds if each.window not in (4, 8)]  # those are in the JSON
+    speeds = sorted([*shown, *measured.drafted_speeds], key=lambda each: each.delay_ms)
     settings = list(dict.fromkeys((each.delay_ms, each.decoder, each.window) for each in speeds))
     lines = []
     for delay_ms, decoder, window in settings:
-        shown = str(window) if window else "auto" if decoder == "diffusion" else ""
+        size = str(window) if window else "auto" if decoder in ("diffusion", "draft") else ""
         values = [measured.tokens_per_s(kind, decoder, window, delay_ms) for kind in measured.kinds]
-        lines.append((f"{delay_ms:g}", f"`{decoder}`", shown, *(f"{value:.1f}" for value in values)))
+        lines.append((f"{delay_ms:g}", f"`{decoder}`", size, *(f"{value:.1f}" for value in values)))
     return (
         "## Tokens per second\n\nWhole answers, prompts included: every step runs, and counts as what its rows cost "
-        "in the table above and *delay*, three hops of 20 ms. `diffusion-fast` with threshold 0.4.\n\n"
-        + table(("delay, ms", "decoder", "W", *measured.kinds), lines)
+        "in the table above, what its drafts cost, and *delay*, three hops of 20 ms. `diffusion-fast` with threshold "
+        "0.4.\n\n" + table(("delay, ms", "decoder", "W", *measured.kinds), lines)
     )
 
 

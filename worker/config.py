@@ -37,6 +37,7 @@ MOST_ADDRESSES = 8  # of one worker: all are dialled at once
 _REQUIRED = {"name": NAME_RULE, "address": "HOST:PORT", "keys": "a folder"}
 _MOST_PROBLEMS = 20  # that are listed
 _LARGEST = 2**32 - 1
+_HOP_PORTS = 10_000  # from a node's port to that of its hops
 _EXPECTED = {  # by pydantic's type of error
     "bool_type": "true or false",
     "greater_than": "a whole number above 0",
@@ -67,6 +68,11 @@ def split_address(address: str) -> tuple[str, int]:
 def join_address(host: str, port: int) -> str:
     """Return HOST:PORT, as `split_address` splits it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def hop_port(port: int) -> int:
+    """Return the port of a node's hops: PORT + 10000, or PORT - 10000 where there is no such port."""
+    return port + _HOP_PORTS if port + _HOP_PORTS < 2**16 else port - _HOP_PORTS
 
 
 def is_loopback(host: str) -> bool:
@@ -277,6 +283,7 @@ def _disagreements(raw: dict[Any, Any]) -> Iterator[str]:
         yield "tls: expected keys and values, found nothing"
     yield from _repeated({path: (name, name) for path, name in names.items()})
     yield from _repeated({path: found for places in by_worker for path, found in places.items()})
+    yield from _meeting({path: found for places in by_worker for path, found in places.items()})
     for places in by_worker:
         here = [path for path, (_, (host, _)) in places.items() if is_loopback(host)]
         for path in here if len(here) < len(places) else ():  # each node would take loopback for itself
@@ -315,6 +322,18 @@ def _repeated(values: Mapping[str, tuple[str, Hashable]]) -> Iterator[str]:
             is_of_same_node = first.rpartition(".")[0] == path.rpartition(".")[0]
             expected = "each once" if is_of_same_node else "one that no other node has"
             yield f"{path}: expected {expected}, found {value!r} at {first} too"
+
+
+def _meeting(places: Mapping[str, tuple[str, tuple[str, int]]]) -> Iterator[str]:
+    """Yield addresses that take a port of another address of their host: each takes its own, and that of its hops."""
+    used: dict[tuple[str, int], tuple[str, int]] = {}
+    for path, (address, (host, port)) in places.items():
+        for each in (port, hop_port(port)):
+            first, other = used.setdefault((host, each), (path, port))
+            if other != port:  # the same port is reported as a repeated address
+                expected = f"expected a port that is not 10000 or 20000 from that of {first} on this host"
+                yield f"{path}: {expected}, found {address!r}: both need port {each} (frames go to PORT + 10000)"
+                break
 
 
 def _not_certifiable(names: dict[str, str]) -> Iterator[str]:

@@ -35,6 +35,7 @@ from worker.model.model_spec import ModelSpec
 from worker.node.framing import PLAIN
 from worker.node.stage import Stage, Work
 from worker.platform.tasks import background
+from worker.platform.text import printable
 from worker.platform.threads import MlxThread, run_in_thread
 
 _PROBE_S = 1.5  # for a status
@@ -76,6 +77,7 @@ class Chain:
         self.clock_offsets: list[int] = [0] * self.num_stages  # nanoseconds, by stage
         self._is_awaited = is_awaited
         self._is_warm = self._has_made_token = False
+        self._has_lost_drafter = False
         self._can_spare = can_spare
         self._own = own
         self._say = say
@@ -127,6 +129,11 @@ class Chain:
     @property
     def spec(self) -> ModelSpec:
         return self.deployment.spec
+
+    @property
+    def most_drafts(self) -> int:
+        """The most drafts after one window; 0 without a drafter, and once it has failed."""
+        return 0 if self._has_lost_drafter else self.spec.most_drafts
 
     @property
     def thread(self) -> MlxThread:
@@ -228,6 +235,10 @@ class Chain:
             )
         sent = self._flight.take(result.step)
         check_result(result, sent.asked, self.spec.vocab_size, node, sent.alternatives)
+        if result.drafter_failure and not self._has_lost_drafter:
+            self._has_lost_drafter = True
+            line = f"the drafter failed; the chain goes on without drafts: {printable(result.drafter_failure, 500)}"
+            self._main.call_soon_threadsafe(self._say, f"worker {node}: {line}" if node else line)
         if self._is_warm and (result.samples or result.guesses) and not self._has_made_token:
             self._has_made_token = True
             self._main.call_soon_threadsafe(self.has_token.set)
@@ -253,6 +264,7 @@ class Chain:
             checks_finite=self.deployment.check_finite,
             drafter=drafter,
             drafter_bytes=own.part.nbytes if own.part else 0,
+            drop_drafter=own.drop_part,
         )
         stage = Stage(engine, self.epoch, self.peers[0].wire if self.peers else PLAIN)
         self._stack.push_async_callback(_stop, stage)

@@ -155,6 +155,10 @@ class OwnNode:
         if source and self.part is None:
             await self._load_part(*source, deployment, progress)
 
+    def drop_part(self) -> None:
+        """Free what this stage has of a drafter that has failed; the next load reads it again."""
+        self.part = self._part_source = None
+
     async def _load_layers(self, deployment: Deployment, progress: NodeProgress) -> None:
         own, held = deployment.plan.assignments[0], self.shard
         if held and self._source is deployment.checkpoint and (held.start, held.end) == (own.start, own.end):

@@ -213,7 +213,13 @@ class Flight:
             stages_s = [(timing.sampled - timing.started) / 1e9 for timing in arrival.result.timings]
             last = arrival.result.timings[-1]
             drafting_s = min(max(0, last.drafted - last.sampled) / 1e9, arrival.took_s)
-            self.costs.observe(sent.num_rows, stages_s, arrival.took_s, drafting_s, was_alone=sent.is_alone)
+            lost_s = 0.0
+            if sent.num_drafts and sent.is_alone and sent.num_rows == len(sent.asked) and self.costs.steps.is_known:
+                lost_s = max(0.0, arrival.took_s - drafting_s - self.costs.steps.seconds(sent.num_rows))
+                self.costs.drafting.observe_start(sent.num_rows, lost_s)
+            # else a chain that drafts would take its steps without drafts for slow, and never try them again
+            beside_s = drafting_s + lost_s
+            self.costs.observe(sent.num_rows, stages_s, arrival.took_s, beside_s, was_alone=sent.is_alone)
             if sent.num_drafts and sent.num_rows <= (1 + MOST_DRAFTS) * sent.num_drafting:  # else it read a prompt
                 self.costs.drafting.observe(sent.num_drafts, sent.num_drafting, drafting_s)
         self._publish()

@@ -70,7 +70,7 @@ class WindowChooser:
 
     If the j-th draft holds in a share s_j of the steps, a window of W tokens yields 1 + s_1 + ... + s_(W-1). Where no
     window pays, none is made: one token per step. Where one would pay with drafts that hold, a small one is tried now
-    and then, more rarely each time that its drafts fail and the more it costs all sessions that share the step.
+    and then: more rarely each time that its drafts fail, and the more it costs all sessions that share the step.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class WindowChooser:
         self._fixed = fixed
         self._shares = DraftShares(max(self.windows), _WEIGHT, drafting.shares if drafting else None)
         self._failures = 0  # in a row
-        self._least_pause = 0  # steps: what the last trial cost allows
         self._pause = 0  # steps until a window that does not pay is tried
+        self._trials = drafting or DraftingCosts()  # the pause that trials of all sessions keep
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -106,13 +106,16 @@ class WindowChooser:
 
     def observe_drafts(self, num_held: int, num_drafts: int) -> None:
         """Record a step's number of drafts, and how many held before the first that did not."""
+        self._trials.pause = max(0, self._trials.pause - 1)
         if not num_drafts:
             self._pause = self._pause - 1 if self._pause else 1  # what a tried window guesses is verified first
             return
         for shares in (self._shares, self._drafting.shares) if self._drafting else (self._shares,):
             shares.observe(num_held, num_drafts)
-        self._failures = 0 if num_held > num_drafts // 2 else self._failures + 1
-        self._pause = min(_LONGEST_PAUSE, max(2**self._failures - 1, self._least_pause))
+        self._failures += 1
+        if num_held > num_drafts // 2:
+            self._failures = self._trials.pause = 0
+        self._pause = min(_LONGEST_PAUSE, 2**self._failures - 1)
 
     def choose(self, num_together: int = 1, most: int | None = None, instead: float = 0.0) -> int:
         """Return the window for the next step, at most `most` tokens if that is given; 0 for none.
@@ -135,11 +138,11 @@ class WindowChooser:
         if speed > without:
             return window
         # whatever drafting seems to cost: only where it goes on is that measured again
-        if self._pause or _best([SURE] * max(windows), windows, rows_s)[0] <= without:
+        if self._pause or self._trials.pause or _best([SURE] * max(windows), windows, rows_s)[0] <= without:
             return 0
         trial_s = self._costs.seconds(num_together - 1 + self._kind.rows_per_token * windows[0])
-        trial_s += self._drafting_s(windows[0], 1) - without_s
-        self._least_pause = ceil(num_together * max(0.0, trial_s) / without_s / _TRIALS)
+        trial_s += self._drafting_s(windows[0], 1) + self._trials.start_s(num_together) - without_s
+        self._trials.pause = ceil(num_together * max(0.0, trial_s) / without_s / _TRIALS)
         return windows[0]
 
     def speed(self, num_together: int, most: int) -> float:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.step_timeouts import ArrivedResult
+from coordinator.decoding.decoders import Decoder
 from coordinator.decoding.suffix_automaton import EndedTexts
 from coordinator.engine.quarantine import MOST_LOSSES, Quarantine
 from coordinator.engine.stats import Stats
@@ -110,17 +111,17 @@ class EngineCore:
         """Return the session of a request, whose outputs go to the queue; `submit` starts it."""
         return Session(
             request,
-            request.decode.make_decoder(
-                request.eos,
-                self.chain.costs,
-                self._ended_texts,
-                most_drafts=lambda: self.chain.spec.most_drafts,
-            ),
+            self._make_decoder(request),
             chunk=chunk,
             put=partial(self._put, queue),
             started=time.monotonic_ns(),
             is_traced=traced,
         )
+
+    def _make_decoder(self, request: Request) -> Decoder:
+        """Return a decoder that chooses by the costs of the present chain."""
+        costs, most_drafts = self.chain.costs, lambda: self.chain.most_drafts
+        return request.decode.make_decoder(request.eos, costs, self._ended_texts, most_drafts)
 
     async def submit(self, session: Session) -> None:
         """Start a session.
@@ -358,7 +359,7 @@ class EngineCore:
         """Feed every session again from its own tokens; those in quarantine one at a time."""
         sessions = list(self.sessions)
         for session in sessions:  # all before the first one enters, whose failure may let another one in
-            session.rewind()
+            session.rewind(self._make_decoder(session.request))
             self._fit(session)
         for session in sessions:
             if self._quarantine.may_run(session):

@@ -129,7 +129,20 @@ class DraftingCosts:
 
     def __init__(self) -> None:
         self.shares = DraftShares(_PLACES, _WEIGHT_OF_ALL)
+        self.pause = 0  # steps of sessions until drafts that do not pay may be tried again
         self._by_slots: dict[int, StepCosts] = {}
+        self._starts = StepCosts()
+
+    def observe_start(self, num_rows: int, lost_s: float) -> None:
+        """Learn what drafting cost in the first step of a window beyond its rows and drafts.
+
+        Stages compute or build steps ahead of their frames while each slot gets one token a step: those are lost.
+        """
+        self._starts.observe(num_rows, lost_s)
+
+    def start_s(self, num_rows: int) -> float:
+        """Return what the first step of a window is expected to lose; 0 while not known."""
+        return max(0.0, self._starts.seconds(num_rows)) if self._starts.is_known else 0.0
 
     def observe(self, num_drafts: int, num_slots: int, seconds: float) -> None:
         """Learn the seconds of drafting in one step."""

@@ -285,8 +285,12 @@ class Session:
         self.enter(SessionState.FINISHED)
         self.finish_reason = reason
 
-    def rewind(self) -> None:
-        """Begin again on another chain: all known tokens are fed again, as if they were the prompt."""
+    def rewind(self, decoder: Decoder | None = None) -> None:
+        """Begin again on another chain: all known tokens are fed again, as if they were the prompt.
+
+        Args:
+            decoder: takes over from the present one, which chooses by the costs of the last chain; None keeps that.
+        """
         if self.state is SessionState.RUNNING:
             self.enter(SessionState.REPLAYING if self.num_rows else SessionState.WAITING)
         assert self.state is not SessionState.FINISHED
@@ -295,6 +299,9 @@ class Session:
         self._proposal = None
         self._asked_scores = self._known_scores
         self._decoder.rewind()
+        if decoder:
+            decoder.restore(self._decoder.fills)
+            self._decoder = decoder
 
     @property
     def is_traced(self) -> bool:

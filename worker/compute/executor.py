@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -56,6 +56,7 @@ class Executor:
         checks_finite: bool = False,
         drafter: Drafter | None = None,
         drafter_bytes: int = 0,
+        drop_drafter: Callable[[], object] = lambda: None,
     ) -> None:
         """Start with no slots.
 
@@ -64,6 +65,7 @@ class Executor:
             checks_finite: whether a window fails if its output holds NaN or infinities, before another stage sees it.
             drafter: of the last stage.
             drafter_bytes: of the weights that this stage holds for drafting.
+            drop_drafter: frees those weights, if the drafter fails.
         """
         self._shard = shard
         self._stage = stage
@@ -71,6 +73,7 @@ class Executor:
         self._node = node
         self._checks_finite = checks_finite
         self._drafter = drafter
+        self._drop_drafter = drop_drafter
         self.weight_bytes = shard.nbytes + drafter_bytes
         self._slots: dict[int, Slot] = {}
         self.cache_bytes = 0  # between two steps, counted now and then; other threads read it
@@ -236,8 +239,11 @@ class Executor:
         try:
             add_drafts(self._drafter, step.windows, step.slots, rows, output)
         except (*MISFITS, BrigadeError) as error:
-            _log.error("the drafter failed; the chain goes on without drafts: %s: %s", type(error).__name__, error)
+            output.drafter_failure = f"{type(error).__name__}: {error}"
+            _log.error("the drafter failed; the chain goes on without drafts: %s", output.drafter_failure)
             self._drafter = None
+            self.weight_bytes = self._shard.nbytes
+            self._drop_drafter()
             for slot in [*self._slots.values(), *step.slots.values()]:
                 slot.is_drafted = False
                 if slot.drafting:

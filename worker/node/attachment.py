@@ -33,12 +33,20 @@ class Attachment:
         self._draining = asyncio.Event()
 
     async def open(
-        self, shard: Shard, part: DrafterPart | None, context: int, thread: MlxThread, network: Network, name: str
+        self,
+        shard: Shard,
+        part: DrafterPart | None,
+        context: int,
+        thread: MlxThread,
+        network: Network,
+        name: str,
+        drop_drafter: Callable[[], object],
     ) -> None:
         """Open the hop to the next stage, then start the stage; `name` is this node's.
 
         Args:
             part: what drafts here or reads layers for that, and `context` the tokens that a small model can read.
+            drop_drafter: frees `part`; the loop of this call runs it if the drafter fails.
         Raises:
             BrigadeError: the refusal of the next stage.
         """
@@ -53,6 +61,7 @@ class Attachment:
             checks_finite=request.check_finite,
             drafter=drafter,
             drafter_bytes=part.nbytes if part else 0,
+            drop_drafter=partial(asyncio.get_running_loop().call_soon_threadsafe, drop_drafter),
         )
         self._opening = Stage(executor, request.epoch, network.wire)
         link = partial(Link, network, request.successor_name, address, request.epoch, request.stage, name)

@@ -270,6 +270,7 @@ class Worker:
                 self._thread,
                 network,
                 self.name,
+                self._drop_drafter,
             )
             self.refuse_if_draining()
             self._reservation = None
@@ -438,6 +439,11 @@ class Worker:
     def _release_drafter(self) -> None:
         if self._drafter:
             self._drafter = self._drafter.released()
+
+    def _drop_drafter(self) -> None:
+        """Free a drafter that has failed: its chain goes on without it, and the next load reads it again."""
+        self._release_drafter()
+        self._thread.post(mx.clear_cache)
 
     def _hold(self, request: LoadRequest, held: HeldModel | None) -> None:
         if request.is_drafter:

@@ -15,7 +15,7 @@ from urllib.parse import quote
 import grpc
 import grpc.aio
 
-from worker.config import ClusterConfig, join_address, may_be_plaintext, split_address
+from worker.config import ClusterConfig, hop_port, join_address, may_be_plaintext, split_address
 from worker.errors import ConfigError, FrameError, StageLost
 from worker.node.certificates import Identity, KeyFile, Role
 from worker.node.framing import ENCRYPTED, PLAIN, Wire
@@ -61,16 +61,10 @@ _CHANNEL_OPTIONS = [
 Attempt = asyncio.Task[Any]
 
 
-_HOP_PORTS = 10_000  # from a node's port to that of its hops
-
-
 def hop_address(address: str) -> str:
-    """Return where a node whose address is HOST:PORT takes frames: the same host, a port that follows from the other.
-
-    It is PORT + 10000, or PORT - 10000 where there is no such port.
-    """
+    """Return where a node whose address is HOST:PORT takes frames: the same host, another port."""
     host, port = split_address(address)
-    return join_address(host, port + _HOP_PORTS if port + _HOP_PORTS < 2**16 else port - _HOP_PORTS)
+    return join_address(host, hop_port(port))
 
 
 class AddressMissing(ConfigError):

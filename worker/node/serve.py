@@ -162,10 +162,10 @@ class Listening:
                 await server.start()  # gRPC frees the port only of a server that was started
                 try:
                     hops = await self._service.thread.call(self._serve_hops(hop_address(address)))
-                except AddressMissing:
+                except AddressMissing as error:
                     if tries_left:
                         continue  # the port that belongs to the one that was free is not
-                    raise
+                    raise AddressMissing(f"{error.message} (frames to {address} go there)") from error
                 self._servers.append(server)
                 self._hops.append(hops)
                 unless_it_serves.pop_all()

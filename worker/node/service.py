@@ -1,5 +1,6 @@
 """The RPCs of a node: check the caller, call the part that decides, log refusals."""
 
+import asyncio
 import contextlib
 import secrets
 import time
@@ -37,6 +38,7 @@ from protos.brigade_pb2 import (
 )
 from protos.brigade_pb2_grpc import HopServicer, NodeServicer
 from worker.errors import BrigadeError, FrameError, ModelError, ModelLacking
+from worker.node.attachment import Attachment
 from worker.node.facts import read_facts
 from worker.node.framing import seal
 from worker.node.lifecycle import Worker, WorkerState
@@ -116,7 +118,7 @@ class NodeService(NodeServicer):
                 self.network.require_coordinator(context)
                 attaching = self.worker.attached(request, context.write, self.network)
                 attachment = await stack.enter_async_context(attaching)
-            with self._chain_logged(request):
+            with self._chain_logged(request, attachment):
                 await context.send_initial_metadata(ACCEPTED)
                 await attachment.serve()
 
@@ -195,7 +197,7 @@ class NodeService(NodeServicer):
                 yield
 
     @contextlib.contextmanager
-    def _chain_logged(self, request: AttachRequest) -> Iterator[None]:
+    def _chain_logged(self, request: AttachRequest, attachment: Attachment) -> Iterator[None]:
         """Log that the node joined a chain, and at the end that it left, with the reason of a failure."""
         chain = f"the chain of coordinator {request.coordinator.name}"
         place = f"stage {request.stage} of {request.num_stages}, epoch {request.epoch}"
@@ -205,6 +207,10 @@ class NodeService(NodeServicer):
             yield
         except BrigadeError as error:
             why = f": {error}"
+            raise
+        except asyncio.CancelledError:  # perhaps because of the failure that the stage is about to report
+            if attachment.stage and (failure := attachment.stage.failure):
+                why = f": {failure}"
             raise
         finally:
             self.log.info("left %s%s", chain, why)

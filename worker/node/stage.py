@@ -93,6 +93,11 @@ class Stage:
     # From any thread
 
     @property
+    def failure(self) -> BrigadeError | None:
+        """Why it has ended; None while it runs."""
+        return self._failure
+
+    @property
     def busy_s(self) -> float:
         """The age of the executor's present step in seconds; 0 when idle."""
         since = self._busy_since  # read once: the MLX thread sets it

@@ -124,7 +124,8 @@ async def chain_over(peers: Sequence[FakePeer]) -> AsyncIterator[Chain]:
         load_request=lambda stage: None,
         drafter_request=lambda stage: None,
     )
-    own: Any = SimpleNamespace(shard=SimpleNamespace(tap=lambda *_: None), part=None, thread=SameThread())
+    shard = SimpleNamespace(tap=lambda *_: None)
+    own: Any = SimpleNamespace(shard=shard, part=None, drop_part=lambda: None, thread=SameThread())
     async with Chain(own, deployment) as found:
         yield found
 

@@ -123,3 +123,32 @@ def test_a_coordinator_whose_machine_slept_drops_its_peers_and_one_that_was_only
     with pytest.raises(StageLost if is_lost else TimeoutError, match=f"for {still_s} s" if is_lost else None):
         asyncio.run(watch())
     assert is_lost or asleep or watched.woke_at == clock.now
+
+
+def test_what_a_frame_loses_that_begins_to_draft_is_learned_apart_from_its_rows_and_drafts(clock: Clock) -> None:
+    """A step of one row takes 10 ms, the drafts 4 ms; 25 ms more go to steps that were computed ahead for nothing."""
+    costs = ChainCosts(1)
+    flying = Flight(costs, SuspendWatch())
+
+    def pass_one_row(
+        step: int, took_s: float, drafting_s: float = 0.0, *, num_tokens: int = 1, drafts: int = 0
+    ) -> None:
+        flying.send(Frame(step=step, windows=[Window(tokens=[0] * num_tokens, wanted=num_tokens, drafts=drafts)]))
+        began = clock.monotonic_ns()
+        clock.now += took_s
+        sampled = clock.monotonic_ns() - int(drafting_s * 1e9)
+        timing = Timing(started=began, sampled=sampled, drafted=clock.monotonic_ns())
+        flying.learn(ArrivedResult(Result(step=step, timings=[timing]), clock.monotonic_ns(), flying.take(step)))
+
+    for step in range(12):
+        pass_one_row(step, 0.010)
+    assert costs.drafting.start_s(1) == 0
+    for step in range(12, 16):
+        pass_one_row(step, 0.039, 0.004, drafts=3)
+    assert costs.drafting.start_s(1) == pytest.approx(0.025, abs=1e-3) and costs.drafting.seconds(3, 1) < 0.005
+    for step in range(16, 64):
+        pass_one_row(step, 0.039, 0.004, drafts=3)
+    assert costs.steps.seconds(1) == pytest.approx(0.010, abs=1e-3), "however many frames begin to draft"
+    for step in range(64, 96):  # drafting goes on: what such a step costs is known by its rows
+        pass_one_row(step, 0.5, 0.004, num_tokens=4, drafts=3)
+    assert costs.drafting.start_s(1) == pytest.approx(0.025, abs=1e-3)
