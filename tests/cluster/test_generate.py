@@ -80,7 +80,8 @@ def test_standard_output_is_the_text_and_nothing_else(answers: dict[str, Any], t
     for more in ((), ("--stats",)):
         outcome = run_here("generate", "--model", talker, "--local", "0", PROMPT, *REQUEST, *more)
         assert (outcome.code, outcome.out) == (0, answers["one process"]["text"] + "\n")
-        blank, speed, ended, *table = outcome.err.splitlines()
+        lines = [line for line in outcome.err.splitlines() if not line.startswith("coordinator: load")]  # if it is slow
+        blank, speed, ended, *table = lines
         assert blank == "" and speed.startswith(f"{NUM_TOKENS} tokens, ") and "tok/s" in speed
         assert ended == f"cut off at --max-tokens {NUM_TOKENS}; sampled at --temp 0.9, --seed 11"
         assert ("wall time" in outcome.err, bool(table)) == (bool(more), bool(more))
@@ -100,4 +101,4 @@ def test_text_comes_while_it_is_made_in_whole_characters_and_an_interrupt_ends_t
     text = outcome.out.removesuffix("\n")
     assert len(text) == len(outcome.out) - 1
     assert list(text) == list(itertools.islice(itertools.cycle(RECITED), len(text)))
-    assert re.fullmatch(r"interrupted after \d+ tokens, [\d.]+ tok/s; first after [\d.]+ s\n", outcome.err)
+    assert re.search(r"(?m)^interrupted after \d+ tokens, [\d.]+ tok/s; first after [\d.]+ s\n\Z", outcome.err)

@@ -14,7 +14,7 @@ from coordinator.engine.inputs import InputProcessor
 from coordinator.sessions.output import Answer, Output
 from coordinator.sessions.request import Calls, Conversation, RequestSpec
 from tests.cluster.callers import THINK_BEGIN, THINK_END, make_caller
-from tests.integration.test_score_doors import resident
+from tests.integration.test_scores import resident
 from worker.errors import InputError
 
 SCHEMA = {

@@ -17,7 +17,7 @@ from coordinator.sessions.request import RequestSpec
 from tests.cluster.models import VOCAB, make_talker
 from tests.integration.conftest import running
 from tests.integration.test_epochs import answer_over_a_loss
-from tests.integration.test_score_doors import resident
+from tests.integration.test_scores import resident
 from worker.errors import InputError
 
 SCHEMA = {

@@ -28,8 +28,8 @@ from tests.integration.conftest import (
     ANYWHERE,
     NETWORK,
     Models,
+    RunningNode,
     answer,
-    digests,
     load,
     load_request,
     opened,
@@ -153,6 +153,11 @@ async def test_a_file_that_is_cut_short_is_a_model_error(folder: Path, kept: int
     expected = r"cannot read .*layers \[2, 4\)" if is_open else "cannot read"
     with closing(MlxThread()) as thread, pytest.raises(ModelError, match=expected):
         await thread.run(read)
+
+
+async def digests(node: RunningNode) -> dict[str, str]:
+    async with peer_of(node) as peer:
+        return await peer.digests()
 
 
 async def test_a_refused_load_leaves_what_was_loaded_and_after_a_damaged_model_a_node_takes_a_sound_one(
