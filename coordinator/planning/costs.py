@@ -233,7 +233,7 @@ class LaneChooser:
         self._num_stages = num_stages
         self._stages_s = stages_s
         self._hops_s = hops_s
-        self._lanes = num_stages
+        self._lanes = 1  # until more are faster: a stage prepares its next step while others work on this one
         self._load = (0, 0)
         self._age = 0
 

@@ -32,6 +32,7 @@ from worker.model.quantisation import MISFITS
 _log = logging.getLogger(__name__)
 
 _SHORT_BEGIN = 0.5  # the share of a step's time below which `begin` counts as short
+_STILL_BUSY = 0.1  # the share of a step's time on the device above which a wait for it tells that time
 _SHORT_STEP_NS = 20_000_000
 _COUNT_NS = 50_000_000  # between two counts of cache bytes while no slot opens, closes or grows
 _LONG_PROMPT = 2048  # rows: the buffers that shorter ones leave to the next frames are few
@@ -93,7 +94,8 @@ class Executor:
     def runs_ahead(self) -> bool:
         """Whether `begin` returns long before the device is done, so that the next step can begin meanwhile.
 
-        On a CPU `async_eval` computes before it returns: beginning another step would only delay the result.
+        On a CPU `async_eval` computes before it returns, and some GPUs are done before the next step has begun:
+        beginning it would only delay the result.
         """
         return self._begin_share < _SHORT_BEGIN
 
@@ -194,7 +196,7 @@ class Executor:
         if self._shard.is_last and any(window.drafts or self._slots[window.slot].is_drafted for window in step.windows):
             step.slots = {window.slot: self._slots[window.slot] for window in step.windows}
             step.has_drafting = any(window.drafts or not (window.wanted or window.masks) for window in step.windows)
-        if step.windows and not ready:
+        if step.windows and not step.is_under_way:
             step.begun = time.monotonic_ns()
         return step
 
@@ -205,12 +207,13 @@ class Executor:
             The next stage's header and hidden states [1, sum L, D] (None without windows); on the last stage the
             result and None. The caller sets `sent` of the last timing.
         """
+        waits_since = time.monotonic_ns()
         mx.eval(step.pending)
         if step.checks:
             self._fail_infinite(step)
         step.timing.computed = time.monotonic_ns()
         if step.begun:
-            share = (step.begun - step.timing.started) / (step.timing.computed - step.timing.started)
+            share = share_of_begin(step.timing.started, step.begun, waits_since, step.timing.computed)
             self._begin_share += _WEIGHT * (share - self._begin_share)
         at_another = max(0, self._idle_since - step.timing.started)  # the device was busy with another step
         step.timing.started += at_another
@@ -432,6 +435,16 @@ class Step:
     def changes_bytes(self) -> bool:
         """Whether slots open, close or get larger buffers."""
         return bool(self.frame.opened or self.frame.closed) or any(map(_enters_block, self.windows))
+
+
+def share_of_begin(started: int, begun: int, waits_since: int, computed: int) -> float:
+    """Return the share of a step's time that `begin` took, from the moments of the step in nanoseconds.
+
+    Without a wait at the end the device was done at some moment before: what was begun meanwhile took longer, so the
+    rest of the time is not the device's.
+    """
+    began_ns, device_ns, waited_ns = begun - started, computed - begun, computed - waits_since
+    return began_ns / max(1, began_ns + (device_ns if waited_ns > _STILL_BUSY * device_ns else waited_ns))
 
 
 def _close(slots: Sequence[Slot]) -> None:

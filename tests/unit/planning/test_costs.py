@@ -30,7 +30,8 @@ def stages(*first_and_row: tuple[float, float]) -> StagesSeconds:
         (8, stages((5, 5)), 60, 1),  # one stage has no hops: steps that were launched ahead only look like it
         (1, stages((5, 1.5), (5, 1.5)), 1, 2),  # a single one makes no lanes
         (3, stages((5, 1.5), (5, 1.5), (5, 1.5), (5, 1.5)), 1, 3),  # never more than sessions
-        (8, stages((10.0, 0), (9.0, 0)), 0, 2),  # one lane would take 19 ms instead of 20: no reason to change
+        (8, stages((10.0, 0), (10.0, 0)), 0, 1),  # rows are free: a second lane would make nothing faster
+        (8, stages((10.0, 0.3), (10.0, 0.3)), 0, 1),  # nor is a tenth worth the gap of a change
     ],
 )
 def test_lanes_follow_from_what_rows_and_hops_cost(
