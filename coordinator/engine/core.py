@@ -115,6 +115,7 @@ class EngineCore:
                 self.chain.costs,
                 self._ended_texts,
                 most_drafts=lambda: self.chain.spec.most_drafts,
+                seed=request.sampling.seed,
             ),
             chunk=chunk,
             put=partial(self._put, queue),

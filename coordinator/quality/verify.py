@@ -282,7 +282,7 @@ def _replay(reference: Reference, replay: Replay) -> None:
 
 def _decode(executor: Executor, request: Request) -> list[int]:
     """Decode the request on an executor that holds the whole model, without chain, scheduler and sockets."""
-    decoder = request.decode.make_decoder(request.eos, ChainCosts(1))
+    decoder = request.decode.make_decoder(request.eos, ChainCosts(1), seed=request.sampling.seed)
     session = Session(request, decoder, chunk=CHUNK)
     session.slot = 0
     frame = Frame(opened=[Opening(slot=0, sampling=request.sampling)])

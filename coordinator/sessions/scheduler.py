@@ -116,6 +116,7 @@ class Scheduler:
             self._most_prompts = 1
         slots = (self._lanes if result.step in self._lanes else self._prompts).pop(result.step, [])
         samples, guesses, scores = _by_slot(result.samples), _by_slot(result.guesses), _by_slot(result.scores)
+        soft = {each.slot: each for each in result.soft}
         failed = {failure.slot for failure in result.failures}
         commits = []
         for slot in slots:
@@ -124,7 +125,9 @@ class Scheduler:
                 continue
             if number in failed:
                 session.finish("error")
-            commits.append((session, session.commit(samples[number], guesses[number], scores[number])))
+            commits.append(
+                (session, session.commit(samples[number], guesses[number], scores[number], soft.get(number)))
+            )
         return commits
 
     def _next_lane(self, active: Sequence[SessionSlot]) -> list[SessionSlot]:

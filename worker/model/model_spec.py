@@ -55,14 +55,35 @@ class DraftHead:
 
 
 @dataclass(frozen=True)
+class Refinement:
+    """How a canvas is sampled whose places may all change at every step, as the reference does it.
+
+    Rows of a canvas begin with what the step before made of their places (self-conditioning).
+    """
+
+    num_steps: int = 48  # at most, per canvas
+    hottest: float = 0.8  # the temperature of the first step; it falls linearly towards that after the last
+    coldest: float = 0.4
+    entropy_bound: float = 0.1  # nats
+    stop_entropy: float = 0.005  # nats on average, below which a canvas that stays as it is ends
+    stop_steps: int = 1  # for which its likeliest tokens must have stayed
+    not_text: frozenset[int] = frozenset()  # token ids that stand for parts of images
+
+    def temperature(self, step: int, num_steps: int) -> float:
+        """Return the temperature of a step, from 1."""
+        return self.coldest + (self.hottest - self.coldest) * ((num_steps - step + 1) / num_steps)
+
+
+@dataclass(frozen=True)
 class CanvasTraining:
     """How a checkpoint was trained to denoise the places of a canvas together."""
 
-    noise: int  # the token id of a place that is not decided: MASK
+    noise: int | None  # the token id of a place that is not decided: MASK; None: a random token, drawn at each step
     length: int  # places of a canvas
     grid: int = 1  # a token row sees to the end of its block of so many rows, counted from the text's start; 1: causal
     is_shifted: bool = False  # a row predicts the next place, as in one-token decoding, instead of its own
     part: int | None = None  # places that are decided before the ones after them; None: all of the canvas
+    refinement: Refinement | None = None  # None: a place that is decided stays so
 
     @property
     def is_causal(self) -> bool:
@@ -131,8 +152,8 @@ class ModelSpec:
 
     @property
     def needs_canvas(self) -> bool:
-        """Whether it was trained for block diffusion only: its rows see to the end of their block."""
-        return self.canvas is not None and not self.canvas.is_causal
+        """Whether it was trained for block diffusion only, as far as is known."""
+        return self.canvas is not None and (not self.canvas.is_causal or self.canvas.refinement is not None)
 
     @property
     def serves_head(self) -> bool:

@@ -56,7 +56,7 @@ def test_a_threshold_is_one_number_or_two_and_the_step_of_the_second(
         ({"penalty": -1.0}, "position_penalty: expected a number from 0, got -1"),
         ({"canvas": 0}, "canvas: expected a whole number from 1 to 65535, got 0"),
         ({"canvas_steps": -1}, "canvas_steps: "),
-        ({"canvas_threshold": "95"}, "canvas_threshold: expected probabilities from 0 to 1, got '95'"),
+        ({"conditioning": "top-32"}, "conditioning: expected exact or top-64, got 'top-32'"),
         ({"canvas_sampler": "best"}, "canvas_sampler: expected confidence or entropy, got 'best'"),
         *(
             ({"canvas_threshold": text}, "canvas_threshold: expected a number, or two and a step as in 0.95,0.80,8")
