@@ -37,7 +37,7 @@ from worker.errors import (
     StageLost,
     WaitedTooLong,
 )
-from worker.node.framing import most_chunk_rows
+from worker.node.framing import most_chunk_rows, most_lane_rows
 from worker.node.rpc_errors import error_named
 from worker.platform.tasks import background
 
@@ -335,6 +335,7 @@ class EngineCore:
             lanes=lanes.choose,
             chunk_rows=self._chunk_rows,
             last_step=chain.last_step,
+            most_lane_rows=most_lane_rows(chain.spec),
         )
         self._idle.clear()
         self._has_chain = True

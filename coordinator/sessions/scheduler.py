@@ -9,6 +9,7 @@ once. Otherwise there are enough of them to fill the pipe.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from coordinator.sessions.admission import MOST_WAITING, CacheCosts, SessionSlot, Slots
@@ -31,6 +32,7 @@ class Scheduler:
         lanes: Callable[[int, float], int] | None = None,
         chunk_rows: Callable[[Session, int, bool], int] | None = None,
         last_step: int = 0,
+        most_lane_rows: int | None = None,
     ) -> None:
         """
         Args:
@@ -39,12 +41,14 @@ class Scheduler:
             chunk_rows: (session, rows of all prompts to feed, whether others stream) -> most rows of the next prompt
                 frame; None: the session's own.
             last_step: the last step that the chain has seen.
+            most_lane_rows: what the windows of a lane may have together; None: any number.
         """
         self.slots = Slots(costs, max_waiting)
         self._num_stages = num_stages
         self._num_lanes = lanes or (lambda num_sessions, rows_each: num_stages)
         self._chunk_rows = chunk_rows or (lambda session, num_unfed, beside_streams: session.chunk or session.num_unfed)
         self._epoch = epoch
+        self._most_lane_rows = most_lane_rows
         self._lanes: dict[int, list[SessionSlot]] = {}  # in flight, by step
         self._prompts: dict[int, list[SessionSlot]] = {}  # likewise; [] for a frame that only closes slots
         self._step = last_step
@@ -141,7 +145,11 @@ class Scheduler:
         if len(self._lanes) >= num_lanes:
             return []
         ready.sort(key=lambda slot: slot.last_step)
-        return ready[: -(-len(decoding) // num_lanes)]
+        lane = ready[: -(-len(decoding) // num_lanes)]
+        if self._most_lane_rows is None:
+            return lane
+        rows = accumulate(slot.session.longest_window for slot in lane)
+        return lane[: max(1, sum(count <= self._most_lane_rows for count in rows))]
 
     def _next_prompts(self, active: Sequence[SessionSlot]) -> tuple[list[SessionSlot], int]:
         """Return a prompt for its next chunk, other prompts that fit whole into the same frame, and the chunk's rows.

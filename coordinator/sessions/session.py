@@ -145,6 +145,11 @@ class Session:
         return self.num_prompt + self.max_tokens + self._decoder.num_ahead
 
     @property
+    def longest_window(self) -> int:
+        """The most rows of a window with a proposal."""
+        return max(1, self._decoder.tail) + self._decoder.num_ahead
+
+    @property
     def most_reused(self) -> int:
         """Most leading tokens to reuse from another session: the next window needs a row to sample or score."""
         return min(len(self.history), self._known_scores) - 1

@@ -39,6 +39,7 @@ from worker.memory.history import History
 from worker.memory.slot_caches import close_all
 from worker.model.cache_spec import ROW_BLOCK
 from worker.model.describe import DTYPES
+from worker.model.model_spec import most_head_rows
 from worker.model.quantisation import MISFITS
 
 _log = logging.getLogger(__name__)
@@ -48,7 +49,6 @@ _SHORT_STEP_NS = 20_000_000
 _COUNT_NS = 50_000_000  # between two counts of cache bytes while no slot opens, closes or grows
 _LONG_PROMPT = 2048  # rows: the buffers that shorter ones leave to the next frames are few
 _SCORED_ROWS = 128  # whose logits exist at the same time
-HEAD_BYTES = 1 << 26  # of float32 logits that exist at the same time
 _WEIGHT = 0.2  # of a new observation in the running mean
 
 
@@ -420,6 +420,8 @@ class Executor:
 
     def _begin_draws(self, step: Step, window: Window, logits: mx.array, at: int = 0) -> None:
         """Draw the tokens of one window from the logits [N, V] of its asked rows, of a canvas from `at` on."""
+        if at and not (step.draws and step.draws[-1][0] is window):
+            return  # the rows before these failed
         logits = logits / window.temperature if window.temperature else logits
         try:
             draws = self._conditioned(window, logits, self._slots[window.slot].draw(window, logits, at))
@@ -455,11 +457,6 @@ class HeadRows:
     window: Window
     rows: range
     at: int = 0  # the number of the first one among the window's asked rows
-
-
-def most_head_rows(vocab_size: int) -> int:
-    """Return how many rows go through the head at once."""
-    return max(1, HEAD_BYTES // (4 * vocab_size))
 
 
 def head_blocks(windows: Iterable[tuple[Window, int]], most: int) -> Iterator[list[HeadRows]]:

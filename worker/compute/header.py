@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from operator import sub
+from typing import Any
 
 from protos.brigade_pb2 import (
     CACHE_ROTATING,
@@ -55,7 +56,7 @@ def dtype_name(dtype: DType) -> str:
     return DType.Name(dtype).removeprefix("DTYPE_").lower() if dtype in DType.values() else f"dtype {dtype}"
 
 
-def brief(numbers: Sequence[int]) -> str:
+def brief(numbers: Sequence[Any]) -> str:
     """Format a list for a message, shortened if a peer sent a long one."""
     return f"{numbers}" if len(numbers) <= _MOST_SHOWN else f"{len(numbers)} of them"
 
@@ -139,22 +140,20 @@ def check_soft(
     Args:
         asked: as `softened_of` returns it. A slot whose window failed needs nothing.
     """
-    failed = {failure.slot for failure in result.failures}
-    expected: dict[int, tuple[Conditioning, int, int]] = {}
+    expected = set()
     for slot, (conditioning, count) in asked.items():
         is_top = conditioning == CONDITIONING_TOP
         row_bytes = 2 * NUM_CANDIDATES if is_top else hidden_size * DTYPE_BYTES[dtype]
-        expected[slot] = conditioning, count * row_bytes, count * 4 * NUM_CANDIDATES if is_top else 0
-    found = {soft.slot: (soft.conditioning, len(soft.rows), len(soft.ids)) for soft in result.soft}
-    for slot in expected.keys() | found.keys() - failed:
-        if slot not in failed and expected.get(slot) != found.get(slot):
-            said = f"expected conditioning, bytes and bytes of ids {expected.get(slot)} for slot {slot}"
-            raise FrameError(f"{said}, got {found.get(slot)} (step {result.step})", node=node)
-    if len(found) < len(result.soft):
-        raise FrameError(f"expected one soft canvas per slot, got {len(result.soft)} (step {result.step})", node=node)
-    for soft in result.soft:
-        if soft.ids and (highest := max(array("I", soft.ids))) >= vocab_size:
-            raise FrameError(f"expected tokens below {vocab_size}, got {highest} (step {result.step})", node=node)
+        expected.add((slot, conditioning, count * row_bytes, count * 4 * NUM_CANDIDATES if is_top else 0))
+    failed = {failure.slot for failure in result.failures}
+    expected = {each for each in expected if each[0] not in failed}
+    found = [(soft.slot, soft.conditioning, len(soft.rows), len(soft.ids)) for soft in result.soft]
+    if len(found) != len(expected) or set(found) != expected:
+        said = f"expected (slot, conditioning, bytes, bytes of ids) {brief(sorted(expected))}, got {brief(found)}"
+        raise FrameError(f"{said} (step {result.step})", node=node)
+    highest = max((max(array("I", soft.ids)) for soft in result.soft if soft.ids), default=0)
+    if highest >= vocab_size:
+        raise FrameError(f"expected tokens below {vocab_size}, got {highest} (step {result.step})", node=node)
 
 
 def _check_counts(result: Result, asked: Mapping[int, tuple[int, ...]], node: str) -> None:

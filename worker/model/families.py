@@ -9,9 +9,9 @@ from types import MappingProxyType
 from typing import Any
 
 from worker.errors import ModelError
+from worker.model.cache_spec import MOST_CANVAS
 from worker.model.model_spec import CanvasTraining, Refinement
 
-_LONGEST_CANVAS = 256
 _SHIFTED_PART = 8  # places that Fast-dLLM v2 decides before the next ones
 # Where config.json has the length of a canvas, and what it is otherwise
 _CANVAS_LENGTHS = {
@@ -168,8 +168,8 @@ def canvas_training_of(
     length = config.get(key, default)
     if length is None:
         return None
-    if isinstance(length, bool) or not isinstance(length, int) or not 2 <= length <= _LONGEST_CANVAS:
-        raise ModelError(f"config.json: {key}: expected a whole number from 2 to {_LONGEST_CANVAS}, found {length!r}")
+    if isinstance(length, bool) or not isinstance(length, int) or not 2 <= length <= MOST_CANVAS:
+        raise ModelError(f"config.json: {key}: expected a whole number from 2 to {MOST_CANVAS}, found {length!r}")
     if model_type == "diffusion_gemma":
         return CanvasTraining(None, length, refinement=_refinement(config, generation_config))
     mask = mask_token_of(config, vocab_size)

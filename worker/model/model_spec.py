@@ -11,6 +11,8 @@ from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, Cac
 from worker.model.cache_spec import ROW_BLOCK, CacheSpec, Memory, cache_spec
 
 MOST_DRAFTS = 63  # after one window: with the last token a window of 64 rows
+HEAD_BYTES = 1 << 26  # of float32 logits that exist at the same time
+_HEAD_ARRAYS = 9  # of their size while a canvas is drawn: measured, 6.5 to 8.5
 MOST_PENDING = 512  # rows of windows without drafts that wait until a draft head reads them together
 DTYPE_BYTES = {DTYPE_FLOAT32: 4, DTYPE_FLOAT16: 2, DTYPE_BFLOAT16: 2}
 
@@ -212,6 +214,15 @@ class ModelSpec:
             for memory in layer.memories
         )
 
+    def scratch_bytes(self, end: int) -> int:
+        """Return the bytes that drawing the rows of a canvas takes on a stage that ends with layer `end`.
+
+        Other windows have few rows: the headroom of a node's budget is enough for them.
+        """
+        if self.canvas is None or end < self.num_layers:
+            return 0
+        return _HEAD_ARRAYS * 4 * self.vocab_size * min(self.canvas.length, most_head_rows(self.vocab_size))
+
     def remembered_bytes(self, layer: LayerSpec, num_rows: int) -> int:
         """Return the bytes of a layer's caches that one step of a session of `num_rows` tokens reads."""
         return sum(cache_spec(memory, self.cache).read_bytes(memory, num_rows) for memory in layer.memories)
@@ -240,3 +251,8 @@ class ModelSpec:
 
     def _caches(self) -> Iterator[CacheSpec]:
         return (cache_spec(memory, self.cache) for layer in self.layers for memory in layer.memories)
+
+
+def most_head_rows(vocab_size: int) -> int:
+    """Return how many rows go through the head at once."""
+    return max(1, HEAD_BYTES // (4 * vocab_size))

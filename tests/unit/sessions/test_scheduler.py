@@ -357,3 +357,13 @@ def test_sessions_with_different_decoders_side_by_side_get_what_each_gets_alone(
     assert [session.generated for session, _ in sessions] == [expected for _, expected in sessions]
     assert any(len(frame.windows) > 1 for frame in rig.chain.frames)
     rig.end()
+
+
+def test_a_lane_has_no_more_rows_than_a_frame_and_a_result_take_and_every_session_has_its_turn() -> None:
+    rig = Rig(num_stages=1, most_lane_rows=3)
+    sessions = streaming(rig, 7)
+    before = [session.num_generated for session in sessions]
+    for _ in range(7):
+        rig.step()
+    assert max(len(frame.windows) for frame in rig.chain.frames[-7:]) == 3
+    assert min(session.num_generated - count for session, count in zip(sessions, before, strict=True)) >= 2
