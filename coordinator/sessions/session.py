@@ -306,7 +306,7 @@ class Session:
         assert self.state is not SessionState.FINISHED
         self.slot = None
         self.fed = self.num_reused = self.rows_written = 0
-        self._proposal = self._soft = None
+        self._proposal = None
         self._asked_scores = self._known_scores
         self._decoder.rewind()
 
