@@ -26,14 +26,14 @@ async def test_a_chain_whose_chunks_take_longer_than_a_silence_opens(
     """Its worker takes long for each chunk of the warm-up, the second one as the first; both waits leave seconds."""
     forward, chunks = Shard.__call__, list[int]()
 
-    def slowly(shard: Shard, x: mx.array, places: Sequence[LaneWindow], ids: mx.array | None = None) -> mx.array:
+    def slowly(shard: Shard, x: mx.array, places: Sequence[LaneWindow], *more: mx.array | None) -> mx.array:
         if shard.is_last and x.shape[1] > 1:
             chunks.append(x.shape[1])
             monkeypatch.setattr(SILENCE_S, 1.5)
             time.sleep(1.6)  # at work
         elif shard.is_last:
             monkeypatch.setattr(SILENCE_S, 6.0)
-        return forward(shard, x, places, ids)
+        return forward(shard, x, places, *more)
 
     monkeypatch.setattr(Shard, "__call__", slowly)
     async with loaded(models("qwen3").folder, (2, 2)) as cluster:
