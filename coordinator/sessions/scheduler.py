@@ -120,7 +120,7 @@ class Scheduler:
             self._most_prompts = 1
         slots = (self._lanes if result.step in self._lanes else self._prompts).pop(result.step, [])
         samples, guesses, scores = _by_slot(result.samples), _by_slot(result.guesses), _by_slot(result.scores)
-        soft = {each.slot: each for each in result.soft}
+        soft = _by_slot(result.soft)
         failed = {failure.slot for failure in result.failures}
         commits = []
         for slot in slots:
@@ -129,9 +129,7 @@ class Scheduler:
                 continue
             if number in failed:
                 session.finish("error")
-            commits.append(
-                (session, session.commit(samples[number], guesses[number], scores[number], soft.get(number)))
-            )
+            commits.append((session, session.commit(samples[number], guesses[number], scores[number], soft[number])))
         return commits
 
     def _next_lane(self, active: Sequence[SessionSlot]) -> list[SessionSlot]:
@@ -177,7 +175,7 @@ class Scheduler:
 
 
 def _by_slot(samples: Iterable[Any]) -> defaultdict[int, list[Any]]:
-    """Group samples or scores by slot."""
+    """Group what a result holds by slot."""
     found = defaultdict(list)
     for sample in samples:
         found[sample.slot].append(sample)

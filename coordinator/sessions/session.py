@@ -249,7 +249,7 @@ class Session:
         samples: Sequence[Sample],
         guesses: Sequence[Sample],
         scores: Sequence[Score] = (),
-        soft: Soft | None = None,
+        soft: Sequence[Soft] = (),
     ) -> list[Sample]:
         """Apply the result of the last window; return the samples that became known, up to the end of the sequence.
 
@@ -263,7 +263,7 @@ class Session:
         if not (samples or guesses):
             return []
         assert self._proposal is not None
-        self._soft = soft
+        self._soft = next(iter(soft), None)
         accepted = self._decoder.accept(self._proposal, samples, guesses)
         num_drafts, self._proposal = len(self._proposal.drafts), None
         missing = [0] * (num_drafts - len(self._num_tried))

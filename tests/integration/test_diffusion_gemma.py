@@ -12,9 +12,11 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from coordinator.cluster.options import cluster_options
 from coordinator.decoding.decode_options import KINDS, Decode, make_cache_choice, make_decode, suit
 from coordinator.engine.engine import Engine, generate_once
 from coordinator.planning.costs import ChainCosts
+from coordinator.quality.verify import verify
 from coordinator.sessions.request import Request, check_request
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import Cache, Frame, Grammar, Opening, Result, Sampling
@@ -197,6 +199,12 @@ async def test_sampled_answers_are_the_same_on_every_split_alone_and_in_lanes() 
         for sampling in (Sampling(seed=7), Sampling(seed=8, temperature=3.0)):
             other = replace(ANSWERED[1], sampling=sampling)
             assert (await generate_once(chain, other, chunk=CHUNK)).tokens != found[0][1]
+
+
+async def test_a_chain_is_verified_against_one_process() -> None:
+    options = cluster_options(None, str(FOLDER), 0, None, None)
+    report = await verify(options, Decode("canvas"), max_tokens=4, seed=0)
+    assert report.holds and {case.verdict for case in report.cases} == {"equal"}
 
 
 async def test_a_lost_worker_changes_no_answer() -> None:
