@@ -47,7 +47,7 @@ def test_a_canvas_in_blocks_is_drawn_as_the_whole(conditioning: Conditioning, mo
         prefix_hash=History().prefix_hash(0), tokens=[1, 2, 3], canvas=range(16), guessed=16, canvas_step=1,
         temperature=0.7, conditioning=conditioning,
     )  # fmt: skip
-    frame = Frame(opened=[Opening(sampling=Sampling(seed=3, temperature=1.0))], windows=[window])
+    frame = Frame(opened=[Opening(sampling=Sampling(seed=3, temperature=9.0))], windows=[window])
     found = []
     for most in (16, 5):
         monkeypatch.setattr(executor, "most_head_rows", lambda vocab_size, most=most: most)
