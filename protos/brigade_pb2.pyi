@@ -21,6 +21,12 @@ class CacheKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CACHE_ROTATING: _ClassVar[CacheKind]
     CACHE_INT8: _ClassVar[CacheKind]
 
+class Conditioning(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CONDITIONING_NONE: _ClassVar[Conditioning]
+    CONDITIONING_EXACT: _ClassVar[Conditioning]
+    CONDITIONING_TOP: _ClassVar[Conditioning]
+
 class Medium(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     MEDIUM_UNSPECIFIED: _ClassVar[Medium]
@@ -44,6 +50,9 @@ CACHE_UNSPECIFIED: CacheKind
 CACHE_FULL: CacheKind
 CACHE_ROTATING: CacheKind
 CACHE_INT8: CacheKind
+CONDITIONING_NONE: Conditioning
+CONDITIONING_EXACT: Conditioning
+CONDITIONING_TOP: Conditioning
 MEDIUM_UNSPECIFIED: Medium
 MEDIUM_LOOPBACK: Medium
 MEDIUM_THUNDERBOLT: Medium
@@ -350,7 +359,7 @@ class Grammar(_message.Message):
     def __init__(self, text: _Optional[str] = ..., begins: _Optional[int] = ..., eos: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Window(_message.Message):
-    __slots__ = ("slot", "base", "prefix_hash", "tokens", "wanted", "masks", "guessed", "positions", "targets", "drafts", "canvas", "canvas_step")
+    __slots__ = ("slot", "base", "prefix_hash", "tokens", "wanted", "masks", "guessed", "positions", "targets", "drafts", "canvas", "canvas_step", "temperature", "conditioning", "soft")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -363,6 +372,9 @@ class Window(_message.Message):
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     CANVAS_FIELD_NUMBER: _ClassVar[int]
     CANVAS_STEP_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    CONDITIONING_FIELD_NUMBER: _ClassVar[int]
+    SOFT_FIELD_NUMBER: _ClassVar[int]
     slot: int
     base: int
     prefix_hash: int
@@ -375,7 +387,22 @@ class Window(_message.Message):
     drafts: int
     canvas: _containers.RepeatedScalarFieldContainer[int]
     canvas_step: int
-    def __init__(self, slot: _Optional[int] = ..., base: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., wanted: _Optional[int] = ..., masks: _Optional[int] = ..., guessed: _Optional[int] = ..., positions: _Optional[_Iterable[int]] = ..., targets: _Optional[_Iterable[int]] = ..., drafts: _Optional[int] = ..., canvas: _Optional[_Iterable[int]] = ..., canvas_step: _Optional[int] = ...) -> None: ...
+    temperature: float
+    conditioning: Conditioning
+    soft: Soft
+    def __init__(self, slot: _Optional[int] = ..., base: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., wanted: _Optional[int] = ..., masks: _Optional[int] = ..., guessed: _Optional[int] = ..., positions: _Optional[_Iterable[int]] = ..., targets: _Optional[_Iterable[int]] = ..., drafts: _Optional[int] = ..., canvas: _Optional[_Iterable[int]] = ..., canvas_step: _Optional[int] = ..., temperature: _Optional[float] = ..., conditioning: _Optional[_Union[Conditioning, str]] = ..., soft: _Optional[_Union[Soft, _Mapping]] = ...) -> None: ...
+
+class Soft(_message.Message):
+    __slots__ = ("slot", "conditioning", "rows", "ids")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    CONDITIONING_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    conditioning: Conditioning
+    rows: bytes
+    ids: bytes
+    def __init__(self, slot: _Optional[int] = ..., conditioning: _Optional[_Union[Conditioning, str]] = ..., rows: _Optional[bytes] = ..., ids: _Optional[bytes] = ...) -> None: ...
 
 class Tensor(_message.Message):
     __slots__ = ("dtype", "shape")
@@ -406,7 +433,7 @@ class Timing(_message.Message):
     def __init__(self, stage: _Optional[int] = ..., received: _Optional[int] = ..., taken: _Optional[int] = ..., started: _Optional[int] = ..., computed: _Optional[int] = ..., sampled: _Optional[int] = ..., drafted: _Optional[int] = ..., sent: _Optional[int] = ...) -> None: ...
 
 class Result(_message.Message):
-    __slots__ = ("epoch", "step", "samples", "timings", "guesses", "failures", "scores", "drafter_failure")
+    __slots__ = ("epoch", "step", "samples", "timings", "guesses", "failures", "scores", "drafter_failure", "soft")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -415,6 +442,7 @@ class Result(_message.Message):
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FAILURE_FIELD_NUMBER: _ClassVar[int]
+    SOFT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     samples: _containers.RepeatedCompositeFieldContainer[Sample]
@@ -423,7 +451,8 @@ class Result(_message.Message):
     failures: _containers.RepeatedCompositeFieldContainer[Failure]
     scores: _containers.RepeatedCompositeFieldContainer[Score]
     drafter_failure: str
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., guesses: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ..., drafter_failure: _Optional[str] = ...) -> None: ...
+    soft: _containers.RepeatedCompositeFieldContainer[Soft]
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., guesses: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ..., drafter_failure: _Optional[str] = ..., soft: _Optional[_Iterable[_Union[Soft, _Mapping]]] = ...) -> None: ...
 
 class Sample(_message.Message):
     __slots__ = ("slot", "token", "logprob", "alternatives", "entropy", "likeliest")

@@ -91,8 +91,9 @@ class Sampled(Section):
     num_draft_tokens: int | str = "auto"
     canvas: int | None = None
     canvas_steps: int | None = None
-    canvas_sampler: str = Decode.canvas_sampler
+    canvas_sampler: str | None = None
     canvas_threshold: str | float | None = None
+    conditioning: str = Decode.conditioning
     kv: str = "full"
     max_kv_size: int | None = None
 
@@ -114,6 +115,7 @@ class Sampled(Section):
                 canvas_steps=self.canvas_steps,
                 canvas_sampler=self.canvas_sampler,
                 canvas_threshold=None if self.canvas_threshold is None else str(self.canvas_threshold),
+                conditioning=self.conditioning,
             ),
             cache=make_cache_choice(self.kv, self.max_kv_size),
             ignore_eos=self.ignore_eos,

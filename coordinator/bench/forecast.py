@@ -64,6 +64,7 @@ class Assumed:
     num_prompt: int | None  # None, also for `num_tokens`: as measured, or a default
     num_tokens: int | None
     chunk: int | None
+    canvas: tuple[int, int] | None = None  # places, and steps until they are known
 
 
 @dataclass(frozen=True)
@@ -143,9 +144,11 @@ def forecast(times: ForecastTimes, assumed: Assumed) -> list[Forecast]:
         count: assumed.chunk or chunk_size(num_prompt, times.of(count).stages_s, beside_streams=count > 1)
         for count in assumed.concurrency
     }
+    length, steps = assumed.canvas or (1, 1)
     # upper bound: chunks of prompts with the decoding steps between them, then steps of all requests
     num_frames = sum(
-        count * (num_prompt // chunk * min(count, _MAX_BETWEEN) + num_tokens) for count, chunk in chunks.items()
+        count * (num_prompt // chunk * min(count, _MAX_BETWEEN) + num_tokens * steps // length)
+        for count, chunk in chunks.items()
     )
     num_steps, num_fed = num_frames * len(times.usual.stages), max(assumed.concurrency) * num_prompt
     if num_steps > _MAX_STEPS or num_fed > _MAX_TOKENS:
@@ -156,7 +159,7 @@ def forecast(times: ForecastTimes, assumed: Assumed) -> list[Forecast]:
         )
     found = []
     for count in assumed.concurrency:
-        load = SimulatedLoad((0.0,) * count, num_prompt, num_tokens, assumed.chunk, goes_on=True)
+        load = SimulatedLoad((0.0,) * count, num_prompt, num_tokens, assumed.chunk, goes_on=True, canvas=assumed.canvas)
         run = simulate(times.of(count), load)
         found.append(
             Forecast(

@@ -7,12 +7,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from coordinator.decoding.decoders import Canvas, Decoder
 from coordinator.planning.costs import ChainCosts, LaneChooser, chunk_size, on_lines
 from coordinator.sessions.admission import CacheCosts
 from coordinator.sessions.request import Request
 from coordinator.sessions.scheduler import Scheduler
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import Frame, Result, Sample
+from worker.compute.header import num_rows as count_rows
+from worker.model.model_spec import CanvasTraining
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class SimulatedLoad:
 
     Prompts go in chunks of `chunk` rows, or of as many as the scheduler chooses.
     With `goes_on`, requests continue until all have generated `num_tokens` tokens while all of them decode.
+    With a `canvas`, places and steps, so many tokens become known together after so many steps.
     """
 
     arrivals_s: tuple[float, ...]
@@ -65,6 +69,14 @@ class SimulatedLoad:
     num_tokens: int
     chunk: int | None = None
     goes_on: bool = False
+    canvas: tuple[int, int] | None = None
+
+    def make_decoder(self) -> Decoder | None:
+        """Return the decoder of one request; None: one token per step."""
+        if self.canvas is None:
+            return None
+        length, num_steps = self.canvas
+        return Canvas(CanvasTraining(0, length), length, lambda guesses, step: [], num_steps, frozenset())
 
 
 @dataclass
@@ -130,7 +142,7 @@ def busy_share(intervals: Iterable[tuple[float, float]], begin: float, end: floa
 
 
 def simulate(pipeline: Pipeline, load: SimulatedLoad, costs: ChainCosts | None = None) -> Simulated:
-    """Run the load through the scheduler: one token per step, unlimited memory.
+    """Run the load through the scheduler: one token per step or canvas, unlimited memory.
 
     `costs` choose the chunks and learn from each frame; without them the pipeline's own times are known.
     """
@@ -164,7 +176,7 @@ class _Run:
         )
         self._sessions = [
             # different prompts, so that no prefix is shared
-            Session(Request((number, *range(1, load.num_prompt)), num_tokens), chunk=load.chunk)
+            Session(Request((number, *range(1, load.num_prompt)), num_tokens), load.make_decoder(), chunk=load.chunk)
             for number in range(len(load.arrivals_s))
         ]
         self._token_times: dict[Session, list[float]] = {session: [] for session in self._sessions}
@@ -198,7 +210,7 @@ class _Run:
 
     def _compute(self, now: float, stage: int, frame: Frame) -> None:
         """Each frame waits for the one before it, at the stage and on the link behind it."""
-        num_rows = sum(len(window.tokens) for window in frame.windows)
+        num_rows = sum(map(count_rows, frame.windows))
         compute_s, hop = self._pipeline.stages[stage].seconds(num_rows), self._pipeline.hops[stage]
         started = max(now, self._free_at[stage])
         done = self._free_at[stage] = started + compute_s
@@ -208,10 +220,12 @@ class _Run:
         self._at(sent + hop.latency_s, stage + 1, frame)
 
     def _commit(self, now: float, frame: Frame) -> None:
-        if self._costs and (num_rows := sum(len(window.tokens) for window in frame.windows)):
+        if self._costs and (num_rows := sum(map(count_rows, frame.windows))):
             self._costs.observe(num_rows, self._pipeline.stages_s(num_rows), 0.0, was_alone=False)
         samples = [Sample(slot=window.slot, token=7) for window in frame.windows if window.wanted]
-        for session, known in self._scheduler.commit(Result(epoch=frame.epoch, step=frame.step, samples=samples)):
+        guesses = [Sample(slot=w.slot, token=7, likeliest=7) for w in frame.windows for _ in range(w.guessed)]
+        result = Result(epoch=frame.epoch, step=frame.step, samples=samples, guesses=guesses)
+        for session, known in self._scheduler.commit(result):
             self._token_times[session] += [now] * len(known)
             if session.finish_reason is not None:
                 self._scheduler.close(session)

@@ -255,15 +255,16 @@ class DecodeFlags:
         int | None, _windows(metavar="T", help="canvas: places per canvas; default: as the model was trained.")
     ] = None
     canvas_steps: Annotated[
-        int | None, _windows(metavar="N", help="canvas: most steps per canvas; default: as many as places.")
+        int | None,
+        _windows(metavar="N", help="canvas: most steps per canvas; default: the model's own, or as many as places."),
     ] = None
     canvas_sampler: Annotated[
-        str,
+        str | None,
         _windows(
             metavar="entropy|confidence",
-            help="canvas: decide places of a probability, or of least entropy up to a sum.",
+            help="canvas: decide places of a probability, or of least entropy up to a sum; default: as the model does.",
         ),
-    ] = Decode.canvas_sampler
+    ] = None
     canvas_threshold: Annotated[
         str | None,
         _windows(
@@ -271,6 +272,14 @@ class DecodeFlags:
             help="canvas: the least probability at first, later, and from which step (0.95,0.80,8); of `entropy` nats.",
         ),
     ] = None
+    conditioning: Annotated[
+        str,
+        _windows(
+            metavar="exact|top-64",
+            help="canvas, of models that refine all places: what a step knows of the one before. `top-64` sends a "
+            "fifteenth of the bytes back, for slow links, and gives another text.",
+        ),
+    ] = Decode.conditioning
 
     def decoder(self) -> Decode:
         """Raises InputError for a value out of range."""
@@ -280,6 +289,7 @@ class DecodeFlags:
             canvas_steps=self.canvas_steps,
             canvas_sampler=self.canvas_sampler,
             canvas_threshold=self.canvas_threshold,
+            conditioning=self.conditioning,
         )
 
 

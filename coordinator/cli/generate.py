@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _PROMPTS = {"text": "the argument", "prompt": "--prompt", "prompt_tokens": "--prompt-tokens"}
 _SERVER_FIELDS = (
     "max_tokens", "stop", "ignore_eos", "decode", "window", "num_draft_tokens", "entropy_threshold", "position_penalty",
-    "canvas", "canvas_steps", "canvas_sampler", "canvas_threshold", "repeat_guard", "kv", "max_kv_size",
+    "canvas", "canvas_steps", "canvas_sampler", "canvas_threshold", "conditioning", "repeat_guard", "kv", "max_kv_size",
 )  # fmt: skip
 _ZERO_COUNTS = ("temperature", "seed")  # sampling parameters for which 0 does not mean off
 
@@ -419,7 +419,7 @@ def _pairs(asked: GenerateOptions, request: Request, prompt: tuple[int, ...] | N
             (name, getattr(spec.decode, name), getattr(request.decode, name))
             for name in (
                 *("window", "entropy_threshold", "position_penalty"),
-                *("canvas", "canvas_steps", "canvas_sampler", "canvas_threshold"),
+                *("canvas", "canvas_steps", "canvas_sampler", "canvas_threshold", "conditioning"),
             )
         ),
     ):

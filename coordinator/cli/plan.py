@@ -35,7 +35,7 @@ _PROMPT = 2000  # tokens of the prompt for which a time is predicted
 _COLUMNS = 16  # of the bar that shows a node's layers
 _USUAL_COLUMNS = 80
 _TIMES = ("row_ms", "hop_ms", "gbps")
-_LOAD = ("num_prompt", "num_tokens", "prefill_step_size")
+_LOAD = ("num_prompt", "num_tokens", "prefill_step_size", "canvas", "canvas_steps")
 
 _cluster = partial(typer.Option, rich_help_panel=flags.CLUSTER)
 _load = partial(typer.Option, rich_help_panel=flags.LOAD)
@@ -87,6 +87,13 @@ class SimulationFlags:
         int | None, _load("--num-tokens", "-g", min=2, help="Tokens of each answer. (default: as measured, or 64)")
     ] = None
     prefill_step_size: flags.PrefillStepSize = None
+    canvas: Annotated[
+        int | None,
+        _load(metavar="T", min=1, help="Block diffusion: T tokens become known together. (default: one per step)"),
+    ] = None
+    canvas_steps: Annotated[
+        int | None, _load(metavar="N", min=1, help="Steps of T rows until they are known. (default: T)")
+    ] = None
 
     def counts(self) -> tuple[int, ...]:
         """Return the numbers of requests at once."""
@@ -174,6 +181,7 @@ def plan(
         num_prompt=simulation.num_prompt,
         num_tokens=simulation.num_tokens,
         chunk=simulation.prefill_step_size,
+        canvas=(simulation.canvas, simulation.canvas_steps or simulation.canvas) if simulation.canvas else None,
     )
     return run_forecast(options, assumed, as_json=as_json)
 
@@ -186,6 +194,8 @@ def _check_simulation(ctx: typer.Context, given: SimulationFlags, config: Path |
         refuse_flags(ctx, ("local", *_TIMES), "not expected with --simulate --config, whose nodes measure themselves")
         return
     refuse_flags(ctx, ("local", "layers", "context"), "not expected with --simulate, which asks no nodes")
+    if given.canvas_steps is not None and given.canvas is None:
+        raise InputError("canvas_steps", "expected only with --canvas")
     if given.gbps is None:
         refuse_flags(ctx, ("config", "model"), "expected with --simulate only where --gbps needs a model's row size")
     if sum(has_times) != 1:

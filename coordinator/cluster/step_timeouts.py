@@ -2,13 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from coordinator.planning.costs import ChainCosts
-from protos.brigade_pb2 import Frame, Opening, Result, Sampling
-from worker.compute.header import asked_of, num_rows
+from protos.brigade_pb2 import Conditioning, Frame, Opening, Result, Sampling
+from worker.compute.header import asked_of, num_rows, softened_of
 from worker.errors import StageLost
 from worker.model.model_spec import MOST_DRAFTS
 from worker.platform.machine import SleepWatch, asleep_s
@@ -80,6 +80,7 @@ class StepTimeouts:
         drafts = max((window.drafts for window in frame.windows), default=0)
         kind: set[Hashable] = {("rows", rows.bit_length()), ("windows", len(frame.windows).bit_length())}
         kind |= {("drafts", drafts.bit_length())} if drafts else set()
+        kind |= {("conditioning", window.conditioning) for window in frame.windows if window.canvas}
         for window in frame.windows:
             asked = (window.wanted + window.guessed).bit_length()
             kind |= {(asked, trait) for trait in self._traits.get(window.slot, ())}
@@ -125,6 +126,7 @@ class Sent:
     alternatives: dict[int, int]  # by slot: the most that each sample may have
     num_drafts: int = 0  # that its largest window asks for
     num_drafting: int = 0  # windows that ask for drafts
+    softened: Mapping[int, tuple[Conditioning, int]] = field(default_factory=dict)  # as `softened_of` returns it
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,7 @@ class Flight:
             alternatives=alternatives,
             num_drafts=max(drafts, default=0),
             num_drafting=len(drafts),
+            softened=softened_of(frame.windows),
         )
         if self.awaited is None:
             self._publish()

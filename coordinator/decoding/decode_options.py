@@ -12,6 +12,7 @@ from coordinator.decoding.decoders import (
     Drafted,
     Fill,
     Masks,
+    RefinedCanvas,
     Text,
     Verified,
     choose_certain,
@@ -20,7 +21,15 @@ from coordinator.decoding.decoders import (
 from coordinator.decoding.suffix_automaton import EndedTexts, TextSearch
 from coordinator.decoding.window_lengths import DRAFTER_WINDOWS, LENGTHS, MASK_WINDOWS, TEXT_WINDOWS, WindowChooser
 from coordinator.planning.costs import ChainCosts
-from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, CACHE_ROTATING, CACHE_UNSPECIFIED, Cache
+from protos.brigade_pb2 import (
+    CACHE_FULL,
+    CACHE_INT8,
+    CACHE_ROTATING,
+    CACHE_UNSPECIFIED,
+    CONDITIONING_EXACT,
+    CONDITIONING_TOP,
+    Cache,
+)
 from worker.errors import InputError
 from worker.model.model_spec import MOST_DRAFTS, CanvasTraining, ModelSpec
 
@@ -28,6 +37,8 @@ KINDS = ("auto", "ar", "ngram", "draft", "diffusion", "diffusion-fast", "canvas"
 LOSSY = ("diffusion-fast", "canvas")  # their tokens are not those of one-token decoding
 _CACHES = {"full": CACHE_FULL, "rotating": CACHE_ROTATING, "int8": CACHE_INT8}
 CanvasSampling = Literal["confidence", "entropy"]
+Conditioned = Literal["exact", "top-64"]
+_CONDITIONINGS = {"exact": CONDITIONING_EXACT, "top-64": CONDITIONING_TOP}
 _CANVAS_SAMPLERS = {"confidence": choose_confident, "entropy": choose_certain}
 # confidence: probabilities; entropy: nats. At first, later, and from which step
 _CANVAS_THRESHOLDS = {"confidence": (0.95, 0.8, 8), "entropy": (0.1, 0.1, 1)}
@@ -47,10 +58,12 @@ class Decode:
     position_penalty: float = 0.02
     num_drafts: int | None = None
     canvas: int | None = None  # places; None: as many as the model was trained with
-    canvas_steps: int | None = None  # most steps per canvas; None: as many as places
-    canvas_sampler: CanvasSampling = "confidence"
+    canvas_steps: int | None = None  # most steps per canvas; None: the model's own, or as many as places
+    canvas_sampler: CanvasSampling | None = None  # None: the model's own
     canvas_threshold: tuple[float, float, int] | None = None  # at first, later, from which step; None: the sampler's
-    training: CanvasTraining | None = None  # of the model, for canvas
+    conditioning: Conditioned = "exact"  # what a step of a model that refines its canvases knows of the one before
+    training: CanvasTraining | None = None  # of the model, for canvas; likewise:
+    vocab_size: int = 0
 
     @property
     def reads_text(self) -> bool:
@@ -63,6 +76,7 @@ class Decode:
         costs: ChainCosts,
         ended: EndedTexts | None = None,
         most_drafts: Callable[[], int] = lambda: MOST_DRAFTS,
+        seed: int = 0,
     ) -> Decoder:
         """Return a new decoder.
 
@@ -71,6 +85,7 @@ class Decode:
             ended: answers of other requests, to draft from.
             most_drafts: what the present chain's drafter makes after one window; 0 without one: a chain that took over
                 may lack it.
+            seed: of the request, for random tokens.
         """
         fixed = None if self.num_drafts is None else 1 + self.num_drafts
         if self.kind == "ngram":
@@ -86,11 +101,17 @@ class Decode:
         if self.kind == "diffusion-fast":
             return Fill(self.window or _FILL_WINDOW, self.entropy_threshold, self.position_penalty, eos)
         if self.kind == "canvas":
-            assert self.training and self.canvas, "as `suit` returns it"
-            length = self.canvas
+            assert self.training and self.canvas and self.canvas_sampler, "as `suit` returns it"
+            length, refinement = self.canvas, self.training.refinement
             early, late, turn = self.canvas_threshold or _CANVAS_THRESHOLDS[self.canvas_sampler]
             choose = partial(_CANVAS_SAMPLERS[self.canvas_sampler], early=early, late=late, turn=turn)
-            return Canvas(self.training, length, choose, self.canvas_steps or length, eos)
+            if refinement is None:
+                return Canvas(self.training, length, choose, self.canvas_steps or length, eos)
+            return RefinedCanvas(
+                *(refinement, length, choose, self.canvas_steps or refinement.num_steps, eos, seed, self.vocab_size),
+                keeps=self.canvas_sampler == "confidence",
+                conditioning=_CONDITIONINGS[self.conditioning],
+            )
         return Verified()
 
 
@@ -103,8 +124,9 @@ def make_decode(
     *,
     canvas: int | None = None,
     canvas_steps: int | None = None,
-    canvas_sampler: str = Decode.canvas_sampler,
+    canvas_sampler: str | None = None,
     canvas_threshold: str | None = None,
+    conditioning: str = Decode.conditioning,
 ) -> Decode:
     """Return the decoder that flags choose. Raises InputError, naming the parameter, for an invalid value."""
     if kind not in KINDS:
@@ -122,17 +144,19 @@ def make_decode(
         if number is not None and not 1 <= number < 2**16:
             raise InputError(name, f"expected a whole number from 1 to {2**16 - 1}, got {number}")
     sampler = next((name for name in get_args(CanvasSampling) if name == canvas_sampler), None)
-    if sampler is None:
+    if sampler is None and canvas_sampler is not None:
         raise InputError("canvas_sampler", f"expected {' or '.join(_CANVAS_SAMPLERS)}, got {canvas_sampler!r}")
     threshold = None if canvas_threshold is None else _thresholds(canvas_threshold)
-    if threshold and sampler == "confidence" and max(threshold[:2]) > 1:
-        raise InputError("canvas_threshold", f"expected probabilities from 0 to 1, got {canvas_threshold!r}")
+    conditioned = next((name for name in get_args(Conditioned) if name == conditioning), None)
+    if conditioned is None:
+        raise InputError("conditioning", f"expected {' or '.join(_CONDITIONINGS)}, got {conditioning!r}")
     return Decode(
         *(kind, lengths[0], entropy_threshold, position_penalty, lengths[1]),
         canvas=canvas,
         canvas_steps=canvas_steps,
         canvas_sampler=sampler,
         canvas_threshold=threshold,
+        conditioning=conditioned,
     )
 
 
@@ -237,7 +261,25 @@ def _suit_canvas(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
         raise InputError("canvas", f"expected {expected} places, as {spec.name} was trained, got {length}")
     if length >= spec.context:
         raise InputError("canvas", f"expected less than the model's context of {spec.context}, got {length}")
-    return replace(decode, canvas=length, training=training)
+    sampler: CanvasSampling = decode.canvas_sampler or ("entropy" if training.refinement else "confidence")
+    if decode.canvas_threshold and sampler == "confidence" and max(decode.canvas_threshold[:2]) > 1:
+        raise InputError("canvas_threshold", f"expected probabilities from 0 to 1, got {decode.canvas_threshold}")
+    if decode.conditioning != Decode.conditioning and not training.refinement:
+        raise InputError(
+            "conditioning",
+            f"expected {Decode.conditioning}: steps of {spec.name} know nothing of those before but the places decided",
+        )
+    threshold = decode.canvas_threshold
+    if threshold is None and training.refinement and sampler == "entropy":
+        threshold = (training.refinement.entropy_bound, training.refinement.entropy_bound, 1)
+    return replace(
+        decode,
+        canvas=length,
+        canvas_sampler=sampler,
+        canvas_threshold=threshold,
+        training=training,
+        vocab_size=spec.vocab_size,
+    )
 
 
 def _room(cache: Cache, spec: ModelSpec) -> int:

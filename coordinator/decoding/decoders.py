@@ -20,9 +20,11 @@ from coordinator.decoding.window_lengths import (
     most_masks,
     most_padding,
 )
-from protos.brigade_pb2 import Sample
+from protos.brigade_pb2 import CONDITIONING_NONE, Conditioning, Sample
 from worker.compute.header import num_held
-from worker.model.model_spec import MOST_DRAFTS, CanvasTraining
+from worker.model.model_spec import MOST_DRAFTS, CanvasTraining, Refinement
+
+_LOW_64 = (1 << 64) - 1
 
 Fills = Sequence[tuple[int, Sample]]  # positions and their tokens
 
@@ -38,6 +40,8 @@ class Proposal:
     canvas: tuple[int, ...] = ()  # token ids of its places
     num_fixed: int = 0  # known tokens that are its first places, and not in the window before it
     step: int = 0  # of denoising it, from 1
+    temperature: float = 0.0  # of this step's logits; 0: they are taken as they are
+    conditioning: Conditioning = CONDITIONING_NONE  # what the next step is to know of this one
     verifies: bool = True  # whether each token row from the last known one on samples its next token
 
 
@@ -356,9 +360,10 @@ class Canvas:
         self, training: CanvasTraining, length: int, sampler: CanvasSampler, num_steps: int, eos: frozenset[int]
     ) -> None:
         """`length` counts places; the step `num_steps` decides all that are left."""
+        assert training.noise is not None, "of a model whose decided places stay"
         self.tail = self.num_ahead = length
         self.grid = training.grid
-        self._training = training
+        self._training, self._noise = training, training.noise
         self._sampler = sampler
         self._num_steps = num_steps
         self._eos = eos
@@ -373,7 +378,7 @@ class Canvas:
             if self._training.is_shifted and not self._num_fixed:
                 return Proposal()  # the row before a canvas says its first place
             num_open = self.tail - self._num_fixed
-            self._places = [*tokens[len(tokens) - self._num_fixed :], *[self._training.noise] * num_open]
+            self._places = [*tokens[len(tokens) - self._num_fixed :], *[self._noise] * num_open]
             self._open = list(range(self._num_fixed, self.tail))
             self._step = 0
         return Proposal(canvas=tuple(self._places), num_fixed=self._num_fixed, step=self._step + 1, verifies=False)
@@ -416,6 +421,105 @@ class Canvas:
 
     def restore(self, fills: Fills) -> None:
         assert not fills
+
+
+class RefinedCanvas:
+    """Block diffusion from random tokens: every step sees the whole canvas again and may change any of its places.
+
+    A step keeps the draws that its sampler accepts and puts new random tokens in all other places. The canvas ends once
+    its likeliest tokens stay and are sure, once every place is kept for good, or with the last step; then the likeliest
+    tokens of that step become known, and are fed together with the next canvas. Canvases keep their length up to the
+    end, so that neither `max_tokens` nor a loss of memory changes the tokens before.
+    """
+
+    fills: Fills = ()
+    grid = 1
+
+    def __init__(
+        self,
+        refinement: Refinement,
+        length: int,
+        sampler: CanvasSampler,
+        num_steps: int,
+        eos: frozenset[int],
+        seed: int,
+        vocab_size: int,
+        *,
+        keeps: bool,
+        conditioning: Conditioning,
+    ) -> None:
+        """
+        Args:
+            length: places.
+            keeps: whether a place that the sampler accepts stays as it is while the canvas lasts.
+            conditioning: what a step is to know of the one before.
+        """
+        self.tail = self.num_ahead = length
+        self._refinement = refinement
+        self._sampler = sampler
+        self._num_steps = num_steps
+        self._eos = eos
+        self._seed, self._vocab_size = seed, vocab_size
+        self._keeps = keeps
+        self._conditioning = conditioning
+        self._places: list[int] = []  # empty: the next proposal begins a canvas
+        self._start = 0
+        self._open: list[int] = []  # numbers of the places that a step may change
+        self._best: list[int] = []  # the likeliest tokens of the last step
+        self._num_stable = 0  # steps for which they have stayed
+
+    def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int = 1) -> Proposal:
+        if not self._places:
+            self._start, self._step = len(tokens), 0
+            self._places = [self._noise(place) for place in range(self.tail)]
+            self._open = list(range(self.tail))
+            self._best, self._num_stable = [], 0
+        step = self._step + 1
+        return Proposal(
+            canvas=tuple(self._places),
+            step=step,
+            verifies=False,
+            temperature=self._refinement.temperature(step, self._num_steps),
+            conditioning=self._conditioning if step < self._num_steps else CONDITIONING_NONE,
+        )
+
+    def accept(self, proposal: Proposal, samples: Sequence[Sample], guesses: Sequence[Sample]) -> Accepted:
+        self._step = proposal.step
+        best = [guess.likeliest for guess in guesses]
+        self._num_stable = self._num_stable + 1 if best == self._best else 0
+        self._best = best
+        accepted = {
+            self._open[number] for number in self._sampler([guesses[place] for place in self._open], self._step)
+        }
+        for place in self._open:
+            self._places[place] = guesses[place].token if place in accepted else self._noise(place)
+        if self._keeps:
+            self._open = [place for place in self._open if place not in accepted]
+        if self._open and self._step < self._num_steps and not self._is_sure(guesses):
+            return Accepted()
+        self._places = []
+        return Accepted([Sample(slot=guesses[0].slot, token=token) for token in until_eos(best, self._eos)])
+
+    def _is_sure(self, guesses: Sequence[Sample]) -> bool:
+        is_stable = self._num_stable >= self._refinement.stop_steps
+        return is_stable and sum(guess.entropy for guess in guesses) < self._refinement.stop_entropy * len(guesses)
+
+    def _noise(self, place: int) -> int:
+        return random_token(self._seed, self._start + place, self._step, self._vocab_size)
+
+    def rewind(self) -> None:
+        self._places = []
+
+    def restore(self, fills: Fills) -> None:
+        assert not fills
+
+
+def random_token(seed: int, position: int, step: int, vocab_size: int) -> int:
+    """Return the random token of a place after so many steps: splitmix64 (Steele et al., OOPSLA 2014) of the three."""
+    mixed = seed + (position + 1) * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03 & _LOW_64
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ mixed >> shift) * factor & _LOW_64
+    return (mixed ^ mixed >> 31) % vocab_size
 
 
 def choose_confident(guesses: Sequence[Sample], step: int, early: float, late: float, turn: int) -> list[int]:

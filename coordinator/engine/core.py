@@ -38,7 +38,7 @@ from worker.errors import (
     StageLost,
     WaitedTooLong,
 )
-from worker.node.framing import most_chunk_rows
+from worker.node.framing import most_chunk_rows, most_lane_rows
 from worker.node.rpc_errors import error_named
 from worker.platform.tasks import background
 
@@ -121,7 +121,8 @@ class EngineCore:
     def _make_decoder(self, request: Request) -> Decoder:
         """Return a decoder that chooses by the costs of the present chain."""
         costs, most_drafts = self.chain.costs, lambda: self.chain.most_drafts
-        return request.decode.make_decoder(request.eos, costs, self._ended_texts, most_drafts)
+        seed = request.sampling.seed
+        return request.decode.make_decoder(request.eos, costs, self._ended_texts, most_drafts, seed=seed)
 
     async def submit(self, session: Session) -> None:
         """Start a session.
@@ -335,6 +336,7 @@ class EngineCore:
             lanes=lanes.choose,
             chunk_rows=self._chunk_rows,
             last_step=chain.last_step,
+            most_lane_rows=most_lane_rows(chain.spec),
         )
         self._idle.clear()
         self._has_chain = True

@@ -12,6 +12,7 @@ from coordinator.engine.bounded import GrammarTrials
 from coordinator.engine.grammars import after_thought, calls_grammar, regex_grammar
 from coordinator.engine.tokenizer import Tokenizer, find_tokenizer
 from coordinator.sessions.request import (
+    FILTERS,
     PENALTIES,
     Conversation,
     Prompt,
@@ -179,7 +180,9 @@ class InputProcessor:
         if asked.score_from is not None and spec.needs_canvas:
             raise InputError("prompt", f"expected a model that scores tokens; {spec.name} was trained for canvas only")
         decode = suit(asked.decode, asked.cache, spec)
-        sampling = self._sampling(asked.sampling, without=PENALTIES if decode.kind == "canvas" else ())
+        refines = decode.training is not None and decode.training.refinement is not None
+        without = (*PENALTIES, *FILTERS) if refines else PENALTIES if decode.kind == "canvas" else ()
+        sampling = self._sampling(asked.sampling, without=without)
         if asked.is_constrained and isinstance(asked.prompt, Conversation):  # do not think first, unless asked to
             arguments = {"enable_thinking": False, **asked.prompt.template_arguments}
             asked = replace(asked, prompt=replace(asked.prompt, template_arguments=arguments))

@@ -149,7 +149,7 @@ def _node(
         memory_bytes=place.memory_bytes,
         weight_bytes=place.weight_bytes,
         cache_promised_bytes=promised if is_joined else 0,
-        cache_budget_bytes=max(0, place.memory_bytes - place.weight_bytes),
+        cache_budget_bytes=place.cache_budget_bytes,
         cache_held_bytes=reply.cache_bytes if reply else None,
         peak_memory_bytes=reply.peak_memory_bytes if reply else None,
         active_memory_bytes=reply.active_memory_bytes if reply else None,

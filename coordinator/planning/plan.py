@@ -69,10 +69,16 @@ class Assignment:
     weight_bytes: int
     cache_bytes: int
     memory_bytes: int
+    scratch_bytes: int = 0  # that a step takes beside them
 
     @property
     def needed_bytes(self) -> int:
-        return self.weight_bytes + self.cache_bytes
+        return self.weight_bytes + self.scratch_bytes + self.cache_bytes
+
+    @property
+    def cache_budget_bytes(self) -> int:
+        """The bytes that are left for caches."""
+        return max(0, self.memory_bytes - self.weight_bytes - self.scratch_bytes)
 
     @property
     def missing_bytes(self) -> int:
@@ -119,6 +125,7 @@ def assign(spec: ModelSpec, nodes: Sequence[Node], layers: Sequence[int], contex
             spec.shard_bytes(start, end),
             num_sessions * spec.reserved_bytes(start, end, context),
             node.memory_bytes,
+            spec.scratch_bytes(end),
         )
         for node, start, end in zip(nodes, [0, *ends], ends, strict=False)
     )
@@ -196,7 +203,8 @@ def excess_cost(spec: ModelSpec, nodes: Sequence[Node], context: int, num_sessio
     up_to = list(accumulate(caches, initial=0))
 
     def excess(i: int, start: int, end: int) -> float:
-        needed, budget = spec.shard_bytes(start, end) + up_to[end] - up_to[start], nodes[i].memory_bytes
+        needed = spec.shard_bytes(start, end) + spec.scratch_bytes(end) + up_to[end] - up_to[start]
+        budget = nodes[i].memory_bytes
         return max(0, needed - budget) / max(1, budget)
 
     return excess

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import zip_longest
+from itertools import islice, zip_longest
 
 import mlx.core as mx
 
@@ -164,8 +164,11 @@ def _make_requests(
     """
     numbers = random.Random(seed)
     longest = max(1, min(5 * CHUNK + 3, spec.context - max_tokens))
+    refinement = decode.training and decode.training.refinement
+    not_text = refinement.not_text if refinement else ()
+    drawn = (token for token in iter(lambda: numbers.randrange(spec.vocab_size), None) if token not in not_text)
     prompts = {
-        f"{length} random tokens": tuple(numbers.randrange(spec.vocab_size) for _ in range(length))
+        f"{length} random tokens": tuple(islice(drawn, length))
         for length in sorted({1, min(7, longest), min(CHUNK, longest), longest})
     }
     if tokenizer is not None:
@@ -179,6 +182,8 @@ def _make_requests(
     }
     if decode.kind == "canvas":
         del samplings["penalised"]  # it takes no penalties
+    if refinement:  # and this one no filters
+        samplings["sampled"] = Sampling(seed=seed, temperature=0.8)
     return {
         f"{kind}, {name}": Request(prompt, max_tokens, sampling, decode)
         for name, prompt in prompts.items()
@@ -282,7 +287,7 @@ def _replay(reference: Reference, replay: Replay) -> None:
 
 def _decode(executor: Executor, request: Request) -> list[int]:
     """Decode the request on an executor that holds the whole model, without chain, scheduler and sockets."""
-    decoder = request.decode.make_decoder(request.eos, ChainCosts(1))
+    decoder = request.decode.make_decoder(request.eos, ChainCosts(1), seed=request.sampling.seed)
     session = Session(request, decoder, chunk=CHUNK)
     session.slot = 0
     frame = Frame(opened=[Opening(slot=0, sampling=request.sampling)])
@@ -290,6 +295,6 @@ def _decode(executor: Executor, request: Request) -> list[int]:
         frame.windows.append(session.next_window())
         result = executor.step(frame, received=0)
         assert isinstance(result, Result)
-        session.commit(result.samples, result.guesses)
+        session.commit(result.samples, result.guesses, soft=result.soft)
         frame = Frame()
     return session.generated

@@ -56,7 +56,7 @@ def cache_costs(plan: Plan, spec: ModelSpec) -> CacheCosts:
         return tuple(with_cache(kind).reserved_bytes(node.start, node.end, rows) for node in plan.assignments)
 
     return CacheCosts(
-        budgets=tuple(max(0, node.memory_bytes - node.weight_bytes) for node in plan.assignments),
+        budgets=tuple(node.cache_budget_bytes for node in plan.assignments),
         nodes=tuple(node.name for node in plan.assignments),
         bytes_of=lambda cache, rows: bytes_by_kind(cache.SerializeToString(deterministic=True), rows),
         rows_that_can_be_cut=lambda cache: with_cache(cache.SerializeToString(deterministic=True)).rows_that_can_be_cut,

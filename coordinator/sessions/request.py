@@ -51,6 +51,7 @@ def sampling_field(name: str) -> FieldInfo:
 
 
 _PARAMS: TypeAdapter[SamplingParams] = TypeAdapter(SamplingParams)
+FILTERS = ("top_p", "top_k", "min_p")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # read from generation_config.json
 
@@ -256,6 +257,12 @@ def _check_canvas(request: Request, spec: ModelSpec) -> None:
     for name in (*PENALTIES, "logit_bias", "logprobs"):
         if getattr(sampling, name) and not (name == "repetition_penalty" and sampling.repetition_penalty == 1):
             raise InputError(name, "expected none with canvas, whose places are decided together")
+    if refinement := request.decode.training and request.decode.training.refinement:
+        for name in FILTERS:
+            if getattr(sampling, name) and not (name == "top_p" and sampling.top_p == 1):
+                raise InputError(name, f"expected none: {spec.name} draws from all tokens at its own temperatures")
+        if images := sorted(refinement.not_text & set(request.prompt)):
+            raise InputError("prompt", f"expected text only, found token {images[0]}, a part of an image")
 
 
 def check_token_ids(name: str, tokens: Sequence[int], vocab_size: int) -> None:

@@ -9,6 +9,7 @@ once. Otherwise there are enough of them to fill the pipe.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from coordinator.sessions.admission import MOST_WAITING, CacheCosts, SessionSlot, Slots
@@ -31,6 +32,7 @@ class Scheduler:
         lanes: Callable[[int, float], int] | None = None,
         chunk_rows: Callable[[Session, int, bool], int] | None = None,
         last_step: int = 0,
+        most_lane_rows: int | None = None,
     ) -> None:
         """
         Args:
@@ -39,12 +41,14 @@ class Scheduler:
             chunk_rows: (session, rows of all prompts to feed, whether others stream) -> most rows of the next prompt
                 frame; None: the session's own.
             last_step: the last step that the chain has seen.
+            most_lane_rows: what the windows of a lane may have together; None: any number.
         """
         self.slots = Slots(costs, max_waiting)
         self._num_stages = num_stages
         self._num_lanes = lanes or (lambda num_sessions, rows_each: num_stages)
         self._chunk_rows = chunk_rows or (lambda session, num_unfed, beside_streams: session.chunk or session.num_unfed)
         self._epoch = epoch
+        self._most_lane_rows = most_lane_rows
         self._lanes: dict[int, list[SessionSlot]] = {}  # in flight, by step
         self._prompts: dict[int, list[SessionSlot]] = {}  # likewise; [] for a frame that only closes slots
         self._step = last_step
@@ -116,6 +120,7 @@ class Scheduler:
             self._most_prompts = 1
         slots = (self._lanes if result.step in self._lanes else self._prompts).pop(result.step, [])
         samples, guesses, scores = _by_slot(result.samples), _by_slot(result.guesses), _by_slot(result.scores)
+        soft = _by_slot(result.soft)
         failed = {failure.slot for failure in result.failures}
         commits = []
         for slot in slots:
@@ -124,7 +129,7 @@ class Scheduler:
                 continue
             if number in failed:
                 session.finish("error")
-            commits.append((session, session.commit(samples[number], guesses[number], scores[number])))
+            commits.append((session, session.commit(samples[number], guesses[number], scores[number], soft[number])))
         return commits
 
     def _next_lane(self, active: Sequence[SessionSlot]) -> list[SessionSlot]:
@@ -141,7 +146,11 @@ class Scheduler:
         if len(self._lanes) >= num_lanes:
             return []
         ready.sort(key=lambda slot: slot.last_step)
-        return sorted(ready[: -(-len(decoding) // num_lanes)], key=lambda slot: slot.number)
+        lane = ready[: -(-len(decoding) // num_lanes)]
+        if self._most_lane_rows is not None:
+            rows = accumulate(slot.session.longest_window for slot in lane)
+            lane = lane[: max(1, sum(count <= self._most_lane_rows for count in rows))]
+        return sorted(lane, key=lambda slot: slot.number)
 
     def _next_prompts(self, active: Sequence[SessionSlot]) -> tuple[list[SessionSlot], int]:
         """Return a prompt for its next chunk, other prompts that fit whole into the same frame, and the chunk's rows.
@@ -169,7 +178,7 @@ class Scheduler:
 
 
 def _by_slot(samples: Iterable[Any]) -> defaultdict[int, list[Any]]:
-    """Group samples or scores by slot."""
+    """Group what a result holds by slot."""
     found = defaultdict(list)
     for sample in samples:
         found[sample.slot].append(sample)

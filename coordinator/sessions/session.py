@@ -10,7 +10,7 @@ from coordinator.sessions.output import Output, Scored, Token, Usage
 from coordinator.sessions.request import Request
 from coordinator.sessions.text import TextParser
 from coordinator.sessions.waterfall import Leg, Passage, Route
-from protos.brigade_pb2 import Sample, Score, Window
+from protos.brigade_pb2 import Sample, Score, Soft, Window
 from worker.compute.header import num_rows as count_rows
 from worker.memory.history import History
 
@@ -78,6 +78,7 @@ class Session:
         self.history = History(request.prompt)
         self._decoder = decoder or Verified()
         self._proposal: Proposal | None = None  # sent and not answered
+        self._soft: Soft | None = None  # what the last step made of its canvas
         # Indices of the first token without a requested score, and without a known one.
         self._asked_scores = self._known_scores = request.score_from or len(request.prompt)
         self._num_tried: list[int] = []  # by place, the steps with a draft there
@@ -142,6 +143,11 @@ class Session:
     def most_rows(self) -> int:
         """Rows that every cache needs by the end of the session."""
         return self.num_prompt + self.max_tokens + self._decoder.num_ahead
+
+    @property
+    def longest_window(self) -> int:
+        """The most rows of a window with a proposal."""
+        return max(1, self._decoder.tail) + self._decoder.num_ahead
 
     @property
     def most_reused(self) -> int:
@@ -223,6 +229,9 @@ class Session:
         if proposal.canvas:
             window.canvas.extend(proposal.canvas)
             window.guessed, window.canvas_step = len(proposal.canvas), proposal.step
+            window.temperature, window.conditioning = proposal.temperature, proposal.conditioning
+            if self._soft and proposal.step > 1:
+                window.soft.CopyFrom(self._soft)
             return window
         num_rows = len(window.tokens) + len(proposal.masks)
         window.wanted = 1 + len(proposal.drafts) if proposal.verifies else 0
@@ -236,7 +245,11 @@ class Session:
         return window
 
     def commit(
-        self, samples: Sequence[Sample], guesses: Sequence[Sample], scores: Sequence[Score] = ()
+        self,
+        samples: Sequence[Sample],
+        guesses: Sequence[Sample],
+        scores: Sequence[Score] = (),
+        soft: Sequence[Soft] = (),
     ) -> list[Sample]:
         """Apply the result of the last window; return the samples that became known, up to the end of the sequence.
 
@@ -250,6 +263,7 @@ class Session:
         if not (samples or guesses):
             return []
         assert self._proposal is not None
+        self._soft = next(iter(soft), None)
         accepted = self._decoder.accept(self._proposal, samples, guesses)
         num_drafts, self._proposal = len(self._proposal.drafts), None
         missing = [0] * (num_drafts - len(self._num_tried))

@@ -278,10 +278,10 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[Pass]:
     found: list[Pass] = []
     run = Shard.__call__
 
-    def note(shard: Shard, x: mx.array, places: Sequence[LaneWindow], ids: mx.array | None = None) -> mx.array:
+    def note(shard: Shard, x: mx.array, places: Sequence[LaneWindow], *more: mx.array | None) -> mx.array:
         found.append(Pass(shard.start, tuple(place.num_rows for place in places)))
         assert sum(found[-1].rows) == x.shape[1]
-        return run(shard, x, places, ids)
+        return run(shard, x, places, *more)
 
     monkeypatch.setattr(Shard, "__call__", note)
     return found

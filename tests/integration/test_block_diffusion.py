@@ -262,7 +262,7 @@ def test_what_a_model_was_not_trained_for_is_refused(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "sdar", "block_size": 1}, "block_size: expected a whole number from 2 to 256, found 1"),
+        ({"model_type": "sdar", "block_size": 1}, "block_size: expected a whole number from 2 to 512, found 1"),
         ({"model_type": "sdar", "block_size": True}, "block_size: "),
         ({"model_type": "Fast_dLLM_Qwen", "bd_size": "32"}, "bd_size: "),
         ({"canvas_length": 8}, "mask_token_id: expected the MASK token's id beside canvas_length, found none"),

@@ -229,10 +229,11 @@ class Rig:
         max_waiting: int = 1024,
         keep: bool = False,
         lanes: Callable[[int, float], int] | None = None,
+        most_lane_rows: int | None = None,
     ) -> None:
         """`budget` in rows; `keep` says whether the slots of those who end are kept."""
         self.costs = costs_per_row(budget, num_stages, cuttable)
-        self.scheduler = Scheduler(num_stages, self.costs, epoch, max_waiting, lanes)
+        self.scheduler = Scheduler(*(num_stages, self.costs, epoch, max_waiting, lanes), most_lane_rows=most_lane_rows)
         self.chain = FakeChain(epoch, cuttable)
         self.num_stages = num_stages
         self.chunk = chunk

@@ -37,6 +37,7 @@ class Feed:
     tokens: Sequence[int]
     base: int | None = None
     canvas: Sequence[int] = ()
+    soft: mx.array | None = None  # [L, D]: what the step before made of the canvas
 
     @property
     def rows(self) -> Sequence[int]:
@@ -77,11 +78,21 @@ class Chain:
         x = ids = mx.array([[token for feed in feeds for token in feed.rows]])
         for number, stage in enumerate(self.stages):
             slots = [feed.session.slots[number] for feed in feeds]
-            x = stage(x, [slot.begin(window) for slot, window in zip(slots, windows, strict=True)], ids)
+            places = [slot.begin(window) for slot, window in zip(slots, windows, strict=True)]
+            x = stage(x, places, ids, _soft_rows(feeds, stage.info.hidden_size) if stage.is_first else None)
         ends = accumulate(len(feed.rows) for feed in feeds[:-1])
         logits = self.stages[-1].logits(x).split(tuple(ends))
         mx.eval(logits)
         return logits
+
+
+def _soft_rows(feeds: Sequence[Feed], hidden_size: int) -> mx.array | None:
+    """What the steps before made of the rows of these feeds [1, sum L, D], zeros where they made nothing."""
+    if all(feed.soft is None for feed in feeds):
+        return None
+    parts = [part for feed in feeds for part in (mx.zeros((len(feed.tokens), hidden_size)),
+             mx.zeros((len(feed.canvas), hidden_size)) if feed.soft is None else feed.soft)]  # fmt: skip
+    return mx.concatenate(parts)[None]
 
 
 def _loaded(checkpoint: Checkpoint, start: int, end: int) -> Shard:

@@ -9,6 +9,13 @@ from pathlib import Path
 from tools.model_types.row import Row
 from tools.windows_report import table
 
+_BESIDE = """## Block diffusion
+
+Beside mlx-lm's types, four of block diffusion run upon its layers, cut anywhere, in lanes as `rows`: `sdar` (`qwen3`),
+`sdar_moe` (`qwen3_moe`), `Fast_dLLM_Qwen` (`qwen2`) and `diffusion_gemma` (`gemma4_text`; logits and answers of a tiny
+model equal those recorded of mlx-vlm 0.7.10). Their published weights were not run here.
+[How it works](how_it_works.md) says what they decode.
+"""
 COMMAND = "python -m tools.models_table --json docs/models.json --markdown docs/models.md"
 _LONGEST_CELL = 24
 
@@ -91,6 +98,7 @@ def to_markdown(survey: Survey) -> str:
     sections = [
         intro,
         "## What runs\n\n" + _alike(survey.rows, notes),
+        _BESIDE,
         "## What does not\n\n" + table(("type", "why"), others),
         "## Quantised\n\n" + _quantised(survey.rows, notes),
         f"## Reasons\n\n{notes}\n",

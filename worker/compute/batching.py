@@ -57,6 +57,13 @@ class LaneWindow:
         self.caches.reserve(self.num_rows, self.positions, has_drafts=self.has_drafts, num_canvas=self.num_canvas)
 
 
+def canvas_rows(places: Sequence[LaneWindow]) -> mx.array | None:
+    """Return which of the rows of all windows [1, sum L] are of a canvas; None if none is."""
+    if not any(place.num_canvas for place in places):
+        return None
+    return mx.array(np.concatenate([np.arange(p.num_rows) >= p.num_rows - p.num_canvas for p in places]))[None]
+
+
 class Lane:
     """The windows of one pass and what every layer needs to know about them."""
 

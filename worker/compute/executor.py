@@ -7,18 +7,30 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import mlx.core as mx
+import numpy as np
 
-from protos.brigade_pb2 import DType, Failure, Frame, Opening, Result, Sampling, Timing, Window
+from protos.brigade_pb2 import (
+    CONDITIONING_EXACT,
+    CONDITIONING_TOP,
+    DType,
+    Failure,
+    Frame,
+    Opening,
+    Result,
+    Sampling,
+    Timing,
+    Window,
+)
 from worker.compute.ahead import Placeholder, Ready, StepOutputs, StepsAhead, is_one_token
 from worker.compute.batching import LaneWindow
 from worker.compute.drafting import Drafter, add_drafts
 from worker.compute.grammar import Guide
-from worker.compute.header import asked_rows, check_header, head_rows, num_rows
+from worker.compute.header import NUM_CANDIDATES, asked_rows, check_header, head_rows, num_rows
 from worker.compute.sampling import Draws, TokenScores
 from worker.compute.shard import Shard
 from worker.compute.slot import Slot
@@ -27,6 +39,7 @@ from worker.memory.history import History
 from worker.memory.slot_caches import close_all
 from worker.model.cache_spec import ROW_BLOCK
 from worker.model.describe import DTYPES
+from worker.model.model_spec import most_head_rows
 from worker.model.quantisation import MISFITS
 
 _log = logging.getLogger(__name__)
@@ -114,6 +127,8 @@ class Executor:
     def check(self, frame: Frame) -> None:
         """Raise FrameError unless this header is valid for this stage. Any thread may call it."""
         check_header(frame, self._stage, self._shard.row_size, self._dtype)
+        if not self._shard.refines and any(window.conditioning for window in frame.windows):
+            raise FrameError(f"expected no conditioning of a model whose decided places stay (step {frame.step})")
 
     def step(self, frame: Frame, received: int) -> Frame | Result:
         """Begin and finish a frame, for a shard that is the whole model."""
@@ -182,7 +197,8 @@ class Executor:
             ids = mx.array(
                 [[id for w in step.windows for id in (*w.tokens, *w.canvas, *[mask] * w.masks)]], mx.int32
             )  # [1, sum L]
-            h = self._shard(ids if x is None else rows_of(step.windows, step.frame.windows, x), places, ids)
+            soft = self._soft_rows(step.windows) if x is None else None
+            h = self._shard(ids if x is None else rows_of(step.windows, step.frame.windows, x), places, ids, soft)
             if self._checks_finite:
                 hidden = h[..., : self._shard.info.hidden_size]  # wrong features of a drafter make bad drafts only
                 step.checks = [(w.slot, mx.isfinite(rows_of([w], step.windows, hidden)).all()) for w in step.windows]
@@ -199,6 +215,25 @@ class Executor:
         if step.windows and not step.is_under_way:
             step.begun = time.monotonic_ns()
         return step
+
+    def _soft_rows(self, windows: Sequence[Window]) -> mx.array | None:
+        """Take what the step before made of canvases out of the windows: [1, sum L, D], zeros elsewhere."""
+        if not any(window.HasField("soft") for window in windows):
+            return None
+        dtype, D = DTYPES[self._dtype], self._shard.info.hidden_size
+        parts = []
+        for window in windows:
+            count = len(window.canvas) if window.HasField("soft") else 0
+            parts.append(mx.zeros((num_rows(window) - count, D), dtype))
+            if count:
+                rows = mx.array(np.frombuffer(window.soft.rows, np.uint8))
+                if window.soft.conditioning == CONDITIONING_TOP:
+                    ids = mx.array(np.frombuffer(window.soft.ids, np.uint32)).reshape(count, -1)
+                    parts.append(self._shard.mix(ids, rows.view(mx.float16).reshape(count, -1)))
+                else:
+                    parts.append(rows.view(dtype).reshape(count, D))
+            window.ClearField("soft")  # no other stage takes it
+        return mx.concatenate(parts)[None]
 
     def finish(self, step: Step) -> tuple[Frame | Result, mx.array | None]:
         """Wait for a step. Steps finish in the order in which they began.
@@ -340,7 +375,6 @@ class Executor:
         """Sample a token for every asked row of h [1, sum L, D], and score the targets; the head sees no other row."""
         step.rows = h
         windows = list(zip(step.windows, accumulate(map(num_rows, step.windows), initial=0), strict=False))
-        rows = [row for window, first in windows for row in asked_rows(window, first)]
         # A prompt chunk only has to reach the caches: the last layer's depends on all others, and what follows it is
         # never computed.
         chunks = [self._slots[window.slot] for window in step.windows if not head_rows(window)]
@@ -352,14 +386,29 @@ class Executor:
         for window, first in windows:
             if window.targets:
                 self._score(step, window, h[:, head_rows(window, first).start :])
-        asked = [window for window in step.windows if asked_rows(window)]
-        if asked:
+        blocks = list(head_blocks(windows, most_head_rows(self._shard.info.vocab_size)))
+        for block in blocks:
+            rows = [row for part in block for row in part.rows]
             logits = self._shard.logits(h if len(rows) == h.shape[1] else h[:, mx.array(rows)])
-            counts = accumulate(len(asked_rows(window)) for window in asked[:-1])
-            for window, own in zip(asked, logits.split(tuple(counts)), strict=True):
-                self._check_logits(step, window, own)
-                self._begin_draws(step, window, own)
-            mx.async_eval([array for _, draws in step.draws for array in draws.arrays()])
+            counts = accumulate(len(part.rows) for part in block[:-1])
+            for part, own in zip(block, logits.split(tuple(counts)), strict=True):
+                self._check_logits(step, part.window, own)
+                self._begin_draws(step, part.window, own, part.at)
+            drawn = [array for _, draws in step.draws for array in draws.arrays()]
+            if block is blocks[-1]:
+                mx.async_eval(drawn)
+            else:  # or the logits of all blocks would exist at the same time
+                mx.eval(drawn, [is_finite for _, is_finite in step.checks])
+
+    def _conditioned(self, window: Window, logits: mx.array, draws: Draws) -> Draws:
+        """Return the draws of canvas rows with what the next step is to know of their logits [N, V]."""
+        if window.conditioning == CONDITIONING_EXACT:
+            return replace(draws, soft=self._shard.soften(logits))
+        if window.conditioning == CONDITIONING_TOP:
+            ids = mx.argpartition(-logits, NUM_CANDIDATES - 1, axis=-1)[:, :NUM_CANDIDATES]
+            p = mx.softmax(logits, axis=-1, precise=True)
+            return replace(draws, soft=mx.take_along_axis(p, ids, axis=-1).astype(mx.float16), candidates=ids)
+        return draws
 
     def _score(self, step: Step, window: Window, h: mx.array) -> None:
         """Score a window's targets from h [1, N or more, D], a block at a time: each row has logits [V]."""
@@ -378,10 +427,15 @@ class Executor:
         if self._checks_finite:
             step.checks.append((window.slot, ~mx.isnan(logits).any()))  # some models mask tokens by infinities
 
-    def _begin_draws(self, step: Step, window: Window, logits: mx.array) -> None:
-        """Draw the tokens of one window from the logits [N, V] of its asked rows."""
+    def _begin_draws(self, step: Step, window: Window, logits: mx.array, at: int = 0) -> None:
+        """Draw the tokens of one window from the logits [N, V] of its asked rows, of a canvas from `at` on."""
+        if at and not (step.draws and step.draws[-1][0] is window):
+            return  # the rows before these failed
+        logits = logits / window.temperature if window.temperature else logits
         try:
-            step.draws.append((window, self._slots[window.slot].draw(window, logits)))
+            draws = self._conditioned(window, logits, self._slots[window.slot].draw(window, logits, at))
+            earlier = [step.draws.pop()[1]] if at else []
+            step.draws.append((window, Draws.joined([*earlier, draws])))
         except (FrameError, SamplingError) as error:
             self._fail(step, window.slot, error)
 
@@ -403,6 +457,31 @@ class Executor:
             else:
                 step.pending = [rows_of(step.windows, windows, step.pending[0])]
                 mx.eval(step.pending)
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """Rows of a window that go through the head together, `rows` of the step's."""
+
+    window: Window
+    rows: range
+    at: int = 0  # the number of the first one among the window's asked rows
+
+
+def head_blocks(windows: Iterable[tuple[Window, int]], most: int) -> Iterator[list[HeadRows]]:
+    """Yield the asked rows of windows, each with its first row, in blocks of at most so many; only a canvas is cut."""
+    block: list[HeadRows] = []
+    for window, first in windows:
+        rows = asked_rows(window, first)
+        size = most if window.canvas else max(1, len(rows))
+        for at in range(0, len(rows), size):
+            part = HeadRows(window, rows[at : at + size], at)
+            if block and sum(len(each.rows) for each in block) + len(part.rows) > most:
+                yield block
+                block = []
+            block.append(part)
+    if block:
+        yield block
 
 
 def _enters_block(window: Window) -> bool:
@@ -476,6 +555,8 @@ def result_of(step: Step) -> Result:
         samples = draws.to_samples(window.slot)
         result.samples.extend(samples[: window.wanted])
         result.guesses.extend(samples[window.wanted :])
+        if draws.soft is not None:
+            result.soft.append(draws.to_soft(window.slot, window.conditioning))
     for window, scores in step.scores:
         result.scores.extend(scores.to_scores(window.slot))
     return result

@@ -1,17 +1,36 @@
 """Checks of frame headers and results, before their payload is used. Pure: no I/O, no MLX."""
 
+from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from operator import sub
+from typing import Any
 
-from protos.brigade_pb2 import CACHE_ROTATING, CacheKind, DType, Frame, Grammar, Result, Sample, Score, Window
+from protos.brigade_pb2 import (
+    CACHE_ROTATING,
+    CONDITIONING_EXACT,
+    CONDITIONING_NONE,
+    CONDITIONING_TOP,
+    CacheKind,
+    Conditioning,
+    DType,
+    Frame,
+    Grammar,
+    Result,
+    Sample,
+    Score,
+    Window,
+)
 from worker.errors import FrameError
-from worker.model.model_spec import MOST_DRAFTS
+from worker.model.model_spec import DTYPE_BYTES, MOST_DRAFTS
 
 _MOST_SLOTS = 1 << 16  # in one frame: the event loop looks at each
 _MOST_SHOWN = 64  # numbers in a message
+NUM_CANDIDATES = 64  # of each row of a canvas, for a step that knows little of the one before
 MOST_GRAMMAR = 1 << 20  # characters of a grammar
 _MOST_EOS = 64  # tokens that end an answer
+_CONDITIONINGS = (CONDITIONING_NONE, CONDITIONING_EXACT, CONDITIONING_TOP)
 _MOST_TOKENS = 1 << 24  # more than any context or vocabulary has
 
 
@@ -37,7 +56,7 @@ def dtype_name(dtype: DType) -> str:
     return DType.Name(dtype).removeprefix("DTYPE_").lower() if dtype in DType.values() else f"dtype {dtype}"
 
 
-def brief(numbers: Sequence[int]) -> str:
+def brief(numbers: Sequence[Any]) -> str:
     """Format a list for a message, shortened if a peer sent a long one."""
     return f"{numbers}" if len(numbers) <= _MOST_SHOWN else f"{len(numbers)} of them"
 
@@ -52,7 +71,7 @@ def check_header(frame: Frame, stage: int, hidden_size: int, dtype: DType) -> No
         if count > _MOST_SLOTS:
             raise FrameError(f"expected at most {_MOST_SLOTS} {name}, got {count} (step {frame.step})")
     _check_openings(frame)
-    _check_windows(frame)
+    _check_windows(frame, stage)
     rows = sum(map(num_rows, frame.windows)) if stage else 0  # tokens come in the header itself
     expected = ([1, rows, hidden_size], dtype) if rows else ([], DType.DTYPE_UNSPECIFIED)
     found = list(frame.hidden.shape), frame.hidden.dtype
@@ -99,6 +118,40 @@ def check_result(
             said = f"expected (samples, guesses, scores) {expected} for slot {slot}, got {found} (step {result.step})"
             raise FrameError(said, node=node)
     highest = max((_highest(each, alternatives or {}, node) for of in answers for each in of), default=0)
+    if highest >= vocab_size:
+        raise FrameError(f"expected tokens below {vocab_size}, got {highest} (step {result.step})", node=node)
+
+
+def softened_of(windows: Iterable[Window]) -> dict[int, tuple[Conditioning, int]]:
+    """Return by slot what the last stage is to make of canvases for the next step, and of how many rows."""
+    return {window.slot: (window.conditioning, len(window.canvas)) for window in windows if window.conditioning}
+
+
+def check_soft(
+    result: Result,
+    asked: Mapping[int, tuple[Conditioning, int]],
+    hidden_size: int,
+    dtype: DType,
+    vocab_size: int,
+    node: str,
+) -> None:
+    """Raise FrameError unless the result of `node` holds what the next steps of canvases are to know, and nothing else.
+
+    Args:
+        asked: as `softened_of` returns it. A slot whose window failed needs nothing.
+    """
+    expected = set()
+    for slot, (conditioning, count) in asked.items():
+        is_top = conditioning == CONDITIONING_TOP
+        row_bytes = 2 * NUM_CANDIDATES if is_top else hidden_size * DTYPE_BYTES[dtype]
+        expected.add((slot, conditioning, count * row_bytes, count * 4 * NUM_CANDIDATES if is_top else 0))
+    failed = {failure.slot for failure in result.failures}
+    expected = {each for each in expected if each[0] not in failed}
+    found = [(soft.slot, soft.conditioning, len(soft.rows), len(soft.ids)) for soft in result.soft]
+    if len(found) != len(expected) or set(found) != expected:
+        said = f"expected (slot, conditioning, bytes, bytes of ids) {brief(sorted(expected))}, got {brief(found)}"
+        raise FrameError(f"{said} (step {result.step})", node=node)
+    highest = max((max(array("I", soft.ids)) for soft in result.soft if soft.ids), default=0)
     if highest >= vocab_size:
         raise FrameError(f"expected tokens below {vocab_size}, got {highest} (step {result.step})", node=node)
 
@@ -151,7 +204,7 @@ def check_grammar(grammar: Grammar, found: str = "") -> None:
             raise FrameError(f"expected at most {most} {name}, got {count}{found}")
 
 
-def _check_windows(frame: Frame) -> None:
+def _check_windows(frame: Frame, stage: int) -> None:
     """Raise FrameError unless every window's numbers fit together and each has a slot of its own."""
     slots = [window.slot for window in frame.windows]
     if len(set(slots)) < len(slots):
@@ -163,6 +216,13 @@ def _check_windows(frame: Frame) -> None:
             raise FrameError(f"expected at least {least} tokens, got {len(window.tokens)} {found}")
         if window.canvas and (window.masks or window.positions or window.wanted):
             raise FrameError(f"expected no MASK rows, positions or wanted rows beside a canvas {found}")
+        is_whole = window.guessed == len(window.canvas) > 0
+        if window.conditioning not in _CONDITIONINGS or (window.conditioning and not is_whole):
+            raise FrameError(f"expected known conditioning, and of a whole canvas, got {window.conditioning} {found}")
+        if not 0 <= window.temperature < inf or (window.temperature and not window.canvas):
+            raise FrameError(f"expected a temperature from 0, and of a canvas, got {window.temperature} {found}")
+        if window.HasField("soft") and stage:
+            raise FrameError(f"expected what the step before made of a canvas at stage 0 only, got it {found}")
         if window.guessed > (most := window.masks + len(window.canvas)):
             expected = f"expected at most {most} guesses, as many as MASK or canvas rows"
             raise FrameError(f"{expected}, got {window.guessed} {found}")

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 
-from protos.brigade_pb2 import Alternative, Sample, Sampling, Score
+from protos.brigade_pb2 import Alternative, Conditioning, Sample, Sampling, Score, Soft
 from worker.errors import FrameError, SamplingError
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -35,6 +35,8 @@ class Draws:
     alternatives: tuple[mx.array, mx.array] | None = None  # ids and logprobs, [N, n] each
     entropies: mx.array | None = None  # [N], nats
     likeliest: mx.array | None = None  # [N], tokens
+    soft: mx.array | None = None  # [N, D]: expected embeddings, or [N, K]: probabilities of candidates
+    candidates: mx.array | None = None  # [N, K], tokens
     together: "Draws | None" = None  # the draws of several slots, read all at once, and which row of them this is
     row: int = 0
 
@@ -47,8 +49,26 @@ class Draws:
         return [self.together._numbers[self.row]] if self.together else _listed(self.tokens)
 
     def arrays(self) -> list[mx.array]:
-        optional = self.logprobs, *(self.alternatives or ()), self.entropies, self.likeliest
+        optional = self.logprobs, *(self.alternatives or ()), self.entropies, self.likeliest, self.soft, self.candidates
         return [self.tokens, *(array for array in optional if array is not None)]
+
+    @staticmethod
+    def joined(parts: "Sequence[Draws]") -> "Draws":
+        """Return the draws of a canvas, of which these are consecutive rows."""
+        if len(parts) == 1:
+            return parts[0]
+        names = ("tokens", "logprobs", "entropies", "likeliest", "soft", "candidates")
+        columns = {name: [getattr(part, name) for part in parts] for name in names}
+        joined: dict[str, Any] = {n: mx.concatenate(found) for n, found in columns.items() if found[0] is not None}
+        return Draws(**joined)
+
+    def to_soft(self, slot: int, conditioning: Conditioning) -> Soft:
+        """Return what the draws hold for the next step of a canvas."""
+        assert self.soft is not None
+        soft = Soft(slot=slot, conditioning=conditioning, rows=_bytes(self.soft))
+        if self.candidates is not None:
+            soft.ids = _bytes(self.candidates)
+        return soft
 
     def to_samples(self, slot: int) -> list[Sample]:
         samples = [Sample(slot=slot, token=token) for token in self._numbers]
@@ -164,15 +184,17 @@ class Sampler:
         chosen = mx.take_along_axis(logprobs, drawn[:, None], axis=-1)[:, 0]
         return Draws(drawn, chosen, self._likeliest(logprobs), entropies)
 
-    def denoise(self, logits: mx.array, positions: Sequence[int], step: int) -> Draws:
+    def denoise(self, logits: mx.array, positions: Sequence[int], step: int, *, is_scheduled: bool = False) -> Draws:
         """Draw a token for each row of a canvas [N, V] float32, by its position and the step of denoising.
 
-        Log-probabilities are those of the distribution drawn from, entropies those of the raw logits.
+        Entropies are those of the logits, log-probabilities those of the distribution drawn from, or, if the step has a
+        temperature of its own (`is_scheduled`), which the logits are divided by already, of the logits too.
         """
         logprobs = _normalised(logits)
         scaled = self._scaled(logprobs)
         drawn = self._draw(scaled, [random_key(self.seed, position, step) for position in positions])
-        chosen = mx.take_along_axis(_normalised(scaled), drawn[:, None], axis=-1)[:, 0]
+        shown = logprobs if is_scheduled else _normalised(scaled)
+        chosen = mx.take_along_axis(shown, drawn[:, None], axis=-1)[:, 0]
         return Draws(drawn, chosen, entropies=_entropy(logits), likeliest=mx.argmax(logits, axis=-1))
 
     def score(self, logits: mx.array, tokens: Sequence[int]) -> TokenScores:
@@ -277,6 +299,10 @@ def _normalised(logits: mx.array) -> mx.array:
 
 def _listed(array: mx.array) -> list[Any]:
     return array.tolist()  # type: ignore[return-value]
+
+
+def _bytes(array: mx.array) -> bytes:
+    return memoryview(mx.contiguous(array)).cast("B").tobytes()  # type: ignore[arg-type]
 
 
 def _alternative(token: int, logprob: float) -> Alternative:

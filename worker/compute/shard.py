@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from protos.brigade_pb2 import Cache
-from worker.compute.batching import Attention, Lane, LaneWindow, View, flat
+from worker.compute.batching import Attention, Lane, LaneWindow, View, canvas_rows, flat
 from worker.compute.grammar import Grammars
 from worker.compute.held_tensors import HeldTensors, TensorReader
 from worker.errors import ModelError
@@ -67,6 +67,7 @@ class Shard(HeldTensors):
         self.mask_token = mask_token_of(checkpoint.config, self.info.vocab_size)
         training = canvas_training_of(checkpoint.config, self.info.vocab_size)
         self._grid = training.grid if training else 1
+        self.refines = training is not None and training.refinement is not None  # canvas rows have a role of their own
         self._lane_form = lane_form(checkpoint.config)
         self._looks_at_positions = looks_at_positions(checkpoint.config)
         self._no_caches = Caches(self.info.entries, (), Cache())  # for norm and head, which have no cache
@@ -89,17 +90,27 @@ class Shard(HeldTensors):
         """Return empty caches of this kind for one slot."""
         return Caches(self.info.entries, self.info.entries_of(self.start, self.end), cache, self._grid)
 
-    def __call__(self, x: mx.array, places: Sequence[LaneWindow], ids: mx.array | None = None) -> mx.array:
+    def __call__(
+        self,
+        x: mx.array,
+        places: Sequence[LaneWindow],
+        ids: mx.array | None = None,
+        soft: mx.array | None = None,
+    ) -> mx.array:
         """Run the layers over a lane, one window each of several slots, and append each window to its slot's caches.
 
         Args:
             x: token ids [1, sum L] on the first shard, rows [1, sum L, W] elsewhere, window after window.
             places: where each window goes.
             ids: token ids [1, sum L] on the other shards, for models whose layers look at them; 0 by default.
+            soft: on the first shard of a model that `refines`, what the step before made of canvas rows, else zeros
+                [1, sum L, D]; None: nothing.
         Returns:
             Rows [1, sum L, W].
         """
         ids = mx.zeros(x.shape[:2], mx.int32) if ids is None else ids
+        if self.refines:
+            return run_windows(places, partial(self._cut.run, x, ids, canvas=canvas_rows(places), soft=soft))
         if len(places) == 1:
             return run_windows(places, partial(self._cut.run, x, ids))
         lane = Lane(places)
@@ -134,6 +145,14 @@ class Shard(HeldTensors):
         found = self._cut.embed(ids, self._no_caches.listed)
         self._no_caches.cut(0)
         return found
+
+    def soften(self, logits: mx.array) -> mx.array:
+        """Return the expected embedding [N, D] under logits [N, V] float32. Last shard of a model that `refines`."""
+        return self._module.soften(logits).astype(self.info.dtype)
+
+    def mix(self, ids: mx.array, shares: mx.array) -> mx.array:
+        """Return nearly the same of the likeliest tokens [N, K] and their probabilities. First shard of such."""
+        return self._module.mix(ids, shares).astype(self.info.dtype)
 
     def _hidden(self, rows: mx.array) -> mx.array:
         return rows[..., : self.info.hidden_size] if self._cut.num_features else rows
@@ -303,13 +322,14 @@ class CutModel:
             if form is LaneForm.ROWS:
                 accept_rows(layer)
 
-    def run(self, x: mx.array, ids: mx.array, caches: Sequence[Any]) -> mx.array:
+    def run(self, x: mx.array, ids: mx.array, caches: Sequence[Any], **more: Any) -> mx.array:
         """Run the stage's layers and return rows [B, L, W].
 
         Args:
             x: token ids [B, L] on the first stage, rows [B, L, W] elsewhere.
             ids: token ids [B, L] on the other stages, for layers that look at them.
             caches: the whole model's list of caches, to which the rows are appended.
+            more: what this model's forward takes besides.
         """
         features: list[mx.array] = []
         if self.num_features:
@@ -321,7 +341,7 @@ class CutModel:
         self._gate.on_result = partial(self._add_features, features)
         self._gate.incoming = None if self._is_first else x
         try:
-            self._model(x if self._is_first else ids, cache=caches)
+            self._model(x if self._is_first else ids, cache=caches, **more)
         except _Left as left:
             h = as_rows(left.result, self._info.shapes)
             return mx.concatenate([h, *features], axis=-1) if features else h

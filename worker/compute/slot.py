@@ -71,12 +71,17 @@ class Slot:
         self.caches.cut(base)
         return LaneWindow(self.caches, base, 1)
 
-    def draw(self, window: Window, logits: mx.array) -> Draws:
-        """Draw a token for each wanted row and then each guessed row of a window from their logits [N, V]."""
+    def draw(self, window: Window, logits: mx.array, first: int = 0) -> Draws:
+        """Draw a token for each wanted row and then each guessed row of a window from their logits [N, V].
+
+        Args:
+            first: of a canvas the number of the first of these rows; other windows come whole.
+        """
         num_tokens = len(window.tokens)
         rows = asked_rows(window)
         if window.canvas:
-            return self.sampler.denoise(logits, [window.base + row for row in rows], window.canvas_step)
+            positions = [window.base + row for row in rows[first : first + len(logits)]]
+            return self.sampler.denoise(logits, positions, window.canvas_step, is_scheduled=window.temperature > 0)
         at = window.positions or range(window.base, window.base + num_rows(window))
         # a token row predicts the next position, a MASK row its own
         positions = [at[row] + (row < num_tokens) for row in rows]

@@ -9,8 +9,9 @@ from enum import Enum
 
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
 
-ROW_BLOCK = 256  # rows by which a cache grows; a decoder's window is not longer
+ROW_BLOCK = 256  # rows by which a cache grows
 WINDOW_CHUNK = 1024  # most rows of a prompt chunk beyond a window: 32 per expert where 4 of 128 are taken
+MOST_CANVAS = WINDOW_CHUNK // 2  # places: a finished canvas goes with the next one in one window
 _DOUBLING = 4096  # rows up to which the capacity of a cache doubles; beyond, so much padding would be expensive
 
 

@@ -124,7 +124,7 @@ def _layout(checkpoint: Checkpoint) -> CheckpointLayout:
         context=_first_count(config, _CONTEXTS, _DEFAULT_CONTEXT),
         dtype=_ENUMS[info.dtype],
         mask_token=mask_token_of(config, info.vocab_size),
-        canvas=canvas_training_of(config, info.vocab_size),
+        canvas=canvas_training_of(config, info.vocab_size, checkpoint.generation_config),
         int8_refusal=info.int8_refusal,
         rotating_refusal=info.rotating_refusal,
     )

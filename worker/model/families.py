@@ -2,20 +2,36 @@
 
 import importlib
 import re
+from collections.abc import Mapping
 from enum import Enum
 from importlib.metadata import version
+from types import MappingProxyType
 from typing import Any
 
 from worker.errors import ModelError
-from worker.model.model_spec import CanvasTraining
+from worker.model.cache_spec import MOST_CANVAS
+from worker.model.model_spec import CanvasTraining, Refinement
 
-_LONGEST_CANVAS = 256
 _SHIFTED_PART = 8  # places that Fast-dLLM v2 decides before the next ones
+# Where config.json has the length of a canvas, and what it is otherwise
+_CANVAS_LENGTHS = {
+    "Fast_dLLM_Qwen": ("bd_size", 32), "sdar": ("block_size", 4), "sdar_moe": ("block_size", 4),
+    "diffusion_gemma": ("canvas_length", 256),
+}  # fmt: skip
+# By the keys of generation_config.json, or of these parts of it
+_REFINEMENT_PARTS = ("sampler_config", "linear_temperature_schedule_config", "diffusion_stopping_config")
+_REFINEMENT = {
+    "max_denoising_steps": "num_steps", "t_max": "hottest", "t_min": "coldest", "entropy_bound": "entropy_bound",
+    "confidence_threshold": "stop_entropy", "stability_threshold": "stop_steps",
+}  # fmt: skip
+_MOST_REFINEMENT = 2**16
 _SAFE_NAME = re.compile(r"[\w-]+")
 # The MASK token where config.json names none: WeDLM's and Fast-dLLM v2's own default, and that of SDAR's vocabulary
 _MASKS = {"wedlm": 151665, "Fast_dLLM_Qwen": 151665, "sdar": 151669, "sdar_moe": 151669}
 # Types whose layers are another type's: only their masks differ
 _LAYERS_OF = {"sdar": "qwen3", "sdar_moe": "qwen3_moe", "Fast_dLLM_Qwen": "qwen2"}
+# Types whose whole model is ours, upon mlx-lm's layers
+_OWN = {"diffusion_gemma": "worker.model.diffusion_gemma"}
 # mlx-lm tells these apart by the architecture too (mlx_lm/utils.py)
 _BY_ARCHITECTURE = {("bailing_hybrid", "BailingMoeV3ForCausalLM"): "bailing_moe_v3"}
 
@@ -41,14 +57,14 @@ class LaneForm(Enum):
 _LANES = {
     LaneForm.ROWS: """
         Klear afmoe apertus baichuan_m1 bailing_moe bailing_moe_linear bitnet cohere cohere2 dbrx deepseek deepseek_v2
-        deepseek_v32 dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon_h1 gear gemma gemma3 gemma3_text
-        gemma4 gemma4_text glm glm4 glm4_moe glm_moe_dsa gpt2 gpt_neox gpt_oss gptj granite granitemoe granitemoehybrid
-        helium hunyuan hunyuan_v1_dense internlm2 internlm3 jamba laguna lfm2 lfm2-vl lfm2_moe lille-130m llama
-        llama4_text longcat_flash_ngram mamba mamba2 mellum mimo mimo_v2_flash minicpm minicpm3 minimax ministral3
-        mistral3 mistral4 mixtral muse_glimmer nanbeige nemotron nemotron-nas nemotron_h olmo2 olmo3 olmo_hybrid olmoe
-        openelm phi3 phimoe pixtral qwen qwen2 qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next
-        qwen3_vl qwen3_vl_moe recurrent_gemma rwkv7 seed_oss smollm3 solar_open spark2_5 starcoder2 step3p5 telechat3
-        youtu_llm
+        deepseek_v32 diffusion_gemma dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon_h1 gear gemma gemma3
+        gemma3_text gemma4 gemma4_text glm glm4 glm4_moe glm_moe_dsa gpt2 gpt_neox gpt_oss gptj granite granitemoe
+        granitemoehybrid helium hunyuan hunyuan_v1_dense internlm2 internlm3 jamba laguna lfm2 lfm2-vl lfm2_moe
+        lille-130m llama llama4_text longcat_flash_ngram mamba mamba2 mellum mimo mimo_v2_flash minicpm minicpm3 minimax
+        ministral3 mistral3 mistral4 mixtral muse_glimmer nanbeige nemotron nemotron-nas nemotron_h olmo2 olmo3
+        olmo_hybrid olmoe openelm phi3 phimoe pixtral qwen qwen2 qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_moe
+        qwen3_next qwen3_vl qwen3_vl_moe recurrent_gemma rwkv7 seed_oss smollm3 solar_open spark2_5 starcoder2 step3p5
+        telechat3 youtu_llm
     """,
     LaneForm.BATCH: """
         bailing_hybrid bailing_moe_v3 deepseek_v3 glm4_moe_lite kimi_k25 kimi_linear kimi_vl longcat_flash nanochat phi
@@ -62,7 +78,7 @@ _LANE_OF = {name: form for form, names in _LANES.items() for name in names.split
 
 
 def module_of(config: dict[str, Any]) -> str:
-    """Return the module of mlx_lm.models whose code the checkpoint runs on.
+    """Return the module of mlx_lm.models, or the type of ours, whose code the checkpoint runs on.
 
     Raises:
         ModelError: this mlx-lm has none, or none that works.
@@ -70,6 +86,8 @@ def module_of(config: dict[str, Any]) -> str:
     model_type = config["model_type"]
     if model_type == "wedlm":
         return "qwen3" if config.get("qk_norm", not config.get("attention_bias", False)) else "qwen2"
+    if model_type in _OWN:
+        return str(model_type)
     if model_type in _LAYERS_OF:
         return _LAYERS_OF[model_type]
     architectures = config.get("architectures")
@@ -92,14 +110,14 @@ def module_of(config: dict[str, Any]) -> str:
 
 
 def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Return mlx-lm's classes of the model and of its arguments. Raises ModelError as `module_of` does."""
+    """Return the classes of the model and of its arguments. Raises ModelError as `module_of` does."""
     if config.get("model_file"):
         raise ModelError(
             f"config.json: model_file: {config['model_file']!r} is Python code of the model's own, not run here; "
             "choose a model whose type mlx-lm knows"
         )
     module = module_of(config)
-    code = importlib.import_module(f"mlx_lm.models.{module}")
+    code = importlib.import_module(_OWN.get(module, f"mlx_lm.models.{module}"))
     return code.Model, code.ModelArgs
 
 
@@ -131,24 +149,29 @@ def mask_token_of(config: dict[str, Any], vocab_size: int) -> int | None:
     raise ModelError(f"config.json: mask_token_id: expected a token id from 0 to {vocab_size - 1}, got {token!r}")
 
 
-def canvas_training_of(config: dict[str, Any], vocab_size: int) -> CanvasTraining | None:
+def canvas_training_of(
+    config: dict[str, Any], vocab_size: int, generation_config: Mapping[str, Any] = MappingProxyType({})
+) -> CanvasTraining | None:
     """Return how the checkpoint was trained for block diffusion; None if it was not.
 
     SDAR (arXiv 2510.06303) denoises blocks of 4 by default; Fast-dLLM v2 (arXiv 2509.26328) blocks of 32 in parts of 8,
-    each row predicting the next place. `canvas_length` names a canvas upon causal rows.
+    each row predicting the next place. `canvas_length` names a canvas upon causal rows. DiffusionGemma refines canvases
+    of random tokens.
 
+    Args:
+        generation_config: generation_config.json, which may say how canvases are refined.
     Raises:
         ModelError: a length in config.json is no whole number, or there is no MASK token.
     """
     model_type = config["model_type"]
-    key, default = {"Fast_dLLM_Qwen": ("bd_size", 32), "sdar": ("block_size", 4), "sdar_moe": ("block_size", 4)}.get(
-        model_type, ("canvas_length", None)
-    )
+    key, default = _CANVAS_LENGTHS.get(model_type, ("canvas_length", None))
     length = config.get(key, default)
     if length is None:
         return None
-    if isinstance(length, bool) or not isinstance(length, int) or not 2 <= length <= _LONGEST_CANVAS:
-        raise ModelError(f"config.json: {key}: expected a whole number from 2 to {_LONGEST_CANVAS}, found {length!r}")
+    if isinstance(length, bool) or not isinstance(length, int) or not 2 <= length <= MOST_CANVAS:
+        raise ModelError(f"config.json: {key}: expected a whole number from 2 to {MOST_CANVAS}, found {length!r}")
+    if model_type == "diffusion_gemma":
+        return CanvasTraining(None, length, refinement=_refinement(config, generation_config))
     mask = mask_token_of(config, vocab_size)
     if mask is None:
         raise ModelError(f"config.json: mask_token_id: expected the MASK token's id beside {key}, found none")
@@ -156,6 +179,24 @@ def canvas_training_of(config: dict[str, Any], vocab_size: int) -> CanvasTrainin
         return CanvasTraining(mask, length)
     is_shifted = model_type == "Fast_dLLM_Qwen"
     return CanvasTraining(mask, length, grid=length, is_shifted=is_shifted, part=_SHIFTED_PART if is_shifted else None)
+
+
+def _refinement(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> Refinement:
+    """Return how canvases are refined: by the reference's defaults where generation_config.json says nothing."""
+    parts = [generation_config, *map(generation_config.get, _REFINEMENT_PARTS)]
+    given = {key: part[key] for part in parts if isinstance(part, dict) for key in _REFINEMENT if key in part}
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        is_count = key in ("max_denoising_steps", "stability_threshold")
+        kinds = int if is_count else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < _MOST_REFINEMENT:
+            kind = "whole number" if is_count else "number"
+            raise ModelError(f"generation_config.json: {key}: expected a {kind} from 0, found {value!r}")
+        found[_REFINEMENT[key]] = value
+    if min(found.get(name, 1) for name in ("num_steps", "hottest", "coldest")) <= 0:
+        raise ModelError("generation_config.json: expected denoising steps and temperatures above 0")
+    image_ids = (config.get(key) for key in ("image_token_id", "boi_token_id", "eoi_token_id", "video_token_id"))
+    return Refinement(**found, not_text=frozenset(token for token in image_ids if isinstance(token, int)))
 
 
 def _has_module(name: str) -> bool:

@@ -11,6 +11,8 @@ from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, Cac
 from worker.model.cache_spec import ROW_BLOCK, CacheSpec, Memory, cache_spec
 
 MOST_DRAFTS = 63  # after one window: with the last token a window of 64 rows
+HEAD_BYTES = 1 << 26  # of float32 logits that exist at the same time
+_HEAD_ARRAYS = 9  # of their size while a canvas is drawn: measured, 6.5 to 8.5
 MOST_PENDING = 512  # rows of windows without drafts that wait until a draft head reads them together
 DTYPE_BYTES = {DTYPE_FLOAT32: 4, DTYPE_FLOAT16: 2, DTYPE_BFLOAT16: 2}
 
@@ -55,14 +57,35 @@ class DraftHead:
 
 
 @dataclass(frozen=True)
+class Refinement:
+    """How a canvas is sampled whose places may all change at every step, as the reference does it.
+
+    Rows of a canvas begin with what the step before made of their places (self-conditioning).
+    """
+
+    num_steps: int = 48  # at most, per canvas
+    hottest: float = 0.8  # the temperature of the first step; it falls linearly towards that after the last
+    coldest: float = 0.4
+    entropy_bound: float = 0.1  # nats
+    stop_entropy: float = 0.005  # nats on average, below which a canvas that stays as it is ends
+    stop_steps: int = 1  # for which its likeliest tokens must have stayed
+    not_text: frozenset[int] = frozenset()  # token ids that stand for parts of images
+
+    def temperature(self, step: int, num_steps: int) -> float:
+        """Return the temperature of a step, from 1."""
+        return self.coldest + (self.hottest - self.coldest) * ((num_steps - step + 1) / num_steps)
+
+
+@dataclass(frozen=True)
 class CanvasTraining:
     """How a checkpoint was trained to denoise the places of a canvas together."""
 
-    noise: int  # the token id of a place that is not decided: MASK
+    noise: int | None  # the token id of a place that is not decided: MASK; None: a random token, drawn at each step
     length: int  # places of a canvas
     grid: int = 1  # a token row sees to the end of its block of so many rows, counted from the text's start; 1: causal
     is_shifted: bool = False  # a row predicts the next place, as in one-token decoding, instead of its own
     part: int | None = None  # places that are decided before the ones after them; None: all of the canvas
+    refinement: Refinement | None = None  # None: a place that is decided stays so
 
     @property
     def is_causal(self) -> bool:
@@ -131,8 +154,8 @@ class ModelSpec:
 
     @property
     def needs_canvas(self) -> bool:
-        """Whether it was trained for block diffusion only: its rows see to the end of their block."""
-        return self.canvas is not None and not self.canvas.is_causal
+        """Whether it was trained for block diffusion only, as far as is known."""
+        return self.canvas is not None and (not self.canvas.is_causal or self.canvas.refinement is not None)
 
     @property
     def serves_head(self) -> bool:
@@ -191,6 +214,15 @@ class ModelSpec:
             for memory in layer.memories
         )
 
+    def scratch_bytes(self, end: int) -> int:
+        """Return the bytes that drawing the rows of a canvas takes on a stage that ends with layer `end`.
+
+        Other windows have few rows: the headroom of a node's budget is enough for them.
+        """
+        if self.canvas is None or end < self.num_layers:
+            return 0
+        return _HEAD_ARRAYS * 4 * self.vocab_size * min(self.canvas.length, most_head_rows(self.vocab_size))
+
     def remembered_bytes(self, layer: LayerSpec, num_rows: int) -> int:
         """Return the bytes of a layer's caches that one step of a session of `num_rows` tokens reads."""
         return sum(cache_spec(memory, self.cache).read_bytes(memory, num_rows) for memory in layer.memories)
@@ -219,3 +251,8 @@ class ModelSpec:
 
     def _caches(self) -> Iterator[CacheSpec]:
         return (cache_spec(memory, self.cache) for layer in self.layers for memory in layer.memories)
+
+
+def most_head_rows(vocab_size: int) -> int:
+    """Return how many rows go through the head at once."""
+    return max(1, HEAD_BYTES // (4 * vocab_size))

@@ -15,10 +15,11 @@ from google.protobuf.message import DecodeError
 
 from protos.brigade_pb2 import DType, Feeding, Frame, Part, Report
 from worker.errors import FrameError
-from worker.model.model_spec import DTYPE_BYTES
+from worker.model.model_spec import DTYPE_BYTES, ModelSpec
 
 _MOST_PAYLOAD_BYTES = 1 << 28  # of a frame: a lane of many windows may be longer than a prompt chunk
 _MOST_CHUNK_BYTES = 1 << 26
+_MOST_SOFT_BYTES = 1 << 23  # of a result, which is one message
 _MOST_VARINT_BYTES = 10  # of 7 bits each
 _MOST_SIZES = 8  # dimensions of a tensor: the product of a million sizes would take very long
 
@@ -55,6 +56,16 @@ ENCRYPTED = Wire(1 << 18, has_checksums=False)
 def most_chunk_rows(row_bytes: int) -> int:
     """Return the most rows of a prompt chunk whose rows take so many bytes between stages."""
     return max(1, _MOST_CHUNK_BYTES // row_bytes)
+
+
+def most_lane_rows(spec: ModelSpec) -> int:
+    """Return the most rows of a lane, so that neither its frame nor its result is too long.
+
+    Half of the rows of a canvas's longest window come back as an expected embedding each.
+    """
+    refines = spec.canvas is not None and spec.canvas.refinement is not None
+    most = most_chunk_rows(spec.row_bytes)
+    return min(most, 2 * _MOST_SOFT_BYTES // spec.row_bytes) if refines else most
 
 
 def payload_bytes(frame: Frame) -> int:

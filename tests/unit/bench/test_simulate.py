@@ -1,5 +1,6 @@
 """The scheduler on a clock of its own: what a chain with given times can do, and what one request costs another."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -141,3 +142,15 @@ def test_the_rate_of_all_together_is_taken_while_all_decode() -> None:
     assert aggregate_tokens_per_s([[0.0, 1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0]]) == 2
     assert aggregate_tokens_per_s([[0.0, 1.0], [2.0, 4.0]]) == pytest.approx(3 / 4)  # never at once: of the whole time
     assert aggregate_tokens_per_s([[0.0, 1.0, 2.0, 3.0], [2.9, 4.0]]) == pytest.approx(5 / 4)  # hardly ever: the same
+
+
+def test_a_canvas_takes_as_many_steps_of_its_rows_as_it_says_and_two_requests_share_two_stages() -> None:
+    load = replace(at_once(1, num_tokens=64), canvas=(16, 4))
+    [times] = simulate(equal(2), load).token_times
+    assert times[::16] == pytest.approx([0.08 * number for number in range(1, 5)])
+    assert all(len(set(times[at : at + 16])) == 1 for at in range(0, 64, 16))
+    [slow] = simulate(equal(2, SimulatedStage(((16, 0.016), (32, 0.032)))), load).token_times
+    # the prompt's token, or a finished canvas, goes with the first step of each canvas
+    assert slow[::16] == pytest.approx([0.13 + 0.16 * number for number in range(4)])
+    both = simulate(equal(2), replace(load, arrivals_s=(0.0, 0.0))).token_times
+    assert max(each[-1] for each in both) == pytest.approx(0.32 + 0.01)

@@ -6,10 +6,17 @@ from math import log
 
 import pytest
 
-from coordinator.decoding.decoders import Canvas, choose_certain, choose_confident
-from protos.brigade_pb2 import Sample, Window
+from coordinator.decoding.decoders import (
+    Canvas,
+    CanvasSampler,
+    RefinedCanvas,
+    choose_certain,
+    choose_confident,
+    random_token,
+)
+from protos.brigade_pb2 import CONDITIONING_EXACT, CONDITIONING_NONE, Sample, Window
 from tests.unit.decoding.fake_stage import opened
-from worker.model.model_spec import CanvasTraining
+from worker.model.model_spec import CanvasTraining, Refinement
 
 MASK = 90
 EOS = frozenset({1})
@@ -128,3 +135,64 @@ def test_windows_keep_to_the_grid_and_hold_every_known_token_once(
         found = guesses(*[0.96] * window.guessed)
         session.commit([Sample(token=9)] * window.wanted, found)
     assert session.num_generated == 11 and session.finish_reason == "length"
+
+
+REFINED = Refinement(num_steps=9, stop_entropy=0.2, stop_steps=2)
+V = 40
+
+
+def refined(sampler: CanvasSampler = TWO_STAGES, *, keeps: bool = True, steps: int = 9, seed: int = 5) -> RefinedCanvas:
+    return RefinedCanvas(
+        *(REFINED, 4, sampler, steps, EOS, seed, V), keeps=keeps, conditioning=CONDITIONING_EXACT
+    )  # fmt: skip
+
+
+def noise(step: int, seed: int = 5) -> list[int]:
+    return [random_token(seed, place, step, V) for place in range(2, 6)]
+
+
+def test_a_step_keeps_what_its_sampler_accepts_for_good_and_draws_the_rest_again() -> None:
+    decoder = refined()
+    first = decoder.propose([7, 8], 1, 99)
+    assert (list(first.canvas), first.step, first.conditioning) == (noise(0), 1, CONDITIONING_EXACT)
+    assert first.temperature == pytest.approx(0.8) and not first.verifies
+    assert decoder.accept(first, [], guesses(0.5, 0.99, 0.5, 0.97)).samples == []
+    second = decoder.propose([7, 8], 0, 99)
+    assert list(second.canvas) == [noise(1)[0], 11, noise(1)[2], 13] and second.temperature < first.temperature
+    found = decoder.accept(second, [], guesses(0.99, 0.1, 0.99, 0.1))
+    assert [sample.token for sample in found.samples] == [50, 51, 52, 53], "what is likeliest, not what was kept"
+    assert list(decoder.propose([7, 8, 50, 51, 52, 53], 4, 99).canvas) != noise(0)
+
+
+def test_without_keeping_every_place_may_change_again() -> None:
+    decoder = refined(partial(choose_certain, early=0.1, late=0.1, turn=1), keeps=False)
+    decoder.accept(decoder.propose([7, 8], 1, 99), [], guesses(0.5, 0.5, 0.5, 0.5, entropies=(0.0, 9.0, 0.0, 9.0)))
+    second = decoder.propose([7, 8], 0, 99)
+    assert list(second.canvas) == [10, 11, 12, noise(1)[3]], "those before it stay within the bound"
+    decoder.accept(second, [], guesses(0.5, 0.5, 0.5, 0.5, entropies=(9.0, 0.0, 9.0, 9.0)))
+    assert list(decoder.propose([7, 8], 0, 99).canvas) == [10, 11, *noise(2)[2:]]
+
+
+@pytest.mark.parametrize(("entropy", "steps"), [(0.19, 3), (0.21, 9)])
+def test_a_canvas_ends_once_it_stays_and_is_sure_or_with_the_last_step(entropy: float, steps: int) -> None:
+    decoder = refined(lambda guesses, step: [0], keeps=False)
+    for step in range(1, steps + 1):
+        proposal = decoder.propose([7], step == 1, 99)
+        assert (proposal.conditioning == CONDITIONING_NONE) == (step == 9)
+        found = decoder.accept(proposal, [], guesses(0.5, 0.5, 0.5, 0.5, entropies=(entropy,) * 4)).samples
+        assert bool(found) == (step == steps)
+
+
+def test_random_tokens_depend_on_seed_place_and_step_and_are_uniform() -> None:
+    assert noise(0) != noise(1) != noise(1, seed=6)
+    counts = [0] * 10
+    for place in range(4000):
+        counts[random_token(3, place, place % 7, 10)] += 1
+    assert sum((count - 400) ** 2 / 400 for count in counts) < 27.9, "one in a thousand by chance"
+
+
+def test_a_refined_canvas_begins_again_after_a_loss_and_ends_as_it_would_have() -> None:
+    decoder = refined()
+    decoder.accept(decoder.propose([7, 8], 1, 99), [], guesses(0.5, 0.99, 0.5, 0.97))
+    decoder.rewind()
+    assert decoder.propose([7, 8], 2, 99) == refined().propose([7, 8], 2, 99)

@@ -47,10 +47,11 @@ def test_a_threshold_is_one_number_or_two_and_the_step_of_the_second(
         ("penalty", [math.nan, math.inf, -1.0]),
         ("canvas", [0]),
         ("canvas_steps", [-1]),
+        ("conditioning", ["top-32"]),
         ("canvas_sampler", ["best"]),
         (
             "canvas_threshold",
-            ["95", "", "x", "0.9,0.8", "0.9,0.8,2.5", "0.9,0.8,0", "nan", "-1", "1,2,3,4", "inf"],
+            ["", "x", "0.9,0.8", "0.9,0.8,2.5", "0.9,0.8,0", "nan", "-1", "1,2,3,4", "inf"],
         ),
     ],
 )

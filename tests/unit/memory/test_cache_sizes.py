@@ -12,7 +12,7 @@ from worker.compute.batching import LaneWindow
 from worker.compute.shard import Shard
 from worker.errors import CacheMismatch
 from worker.memory.layer_cache import KVCache, LayerCache, join, make_cache
-from worker.model.cache_spec import ROW_BLOCK, Memory, cache_spec, pack_capacity
+from worker.model.cache_spec import MOST_CANVAS, ROW_BLOCK, Memory, cache_spec, pack_capacity
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
 
@@ -93,6 +93,22 @@ def test_a_window_takes_long_chunks_within_what_is_reserved_and_is_small_again_a
         sizes.append(cache.nbytes)
     assert max(sizes) == spec.nbytes(kept, 9000) > sizes[-1]
     assert sizes[-1] == 512 * spec.row_bytes(kept), "a step does not read what only the chunk before it needed"
+
+
+@pytest.mark.parametrize("window", [16, 1024])
+@pytest.mark.parametrize("length", [64, 256, MOST_CANVAS])
+def test_canvases_and_the_text_before_them_stay_within_what_a_sliding_cache_reserves(window: int, length: int) -> None:
+    spec, cache = cache_spec(memory(window), FULL), make_cache(memory(window), FULL)
+    assert isinstance(cache, KVCache)
+    most, fed = 0, 0
+    for unfed in (37, length, length, length):  # the end of a prompt, then finished canvases
+        for count in (unfed + length, length, length):
+            feed(cache, count)
+            most = max(most, cache.nbytes)
+            reserved = spec.nbytes(memory(), fed + unfed + length)
+            assert most <= reserved
+            cache.cut(fed + unfed)
+        fed += unfed
 
 
 @pytest.mark.parametrize("num_rows", [1, 256, 257, 700, 2100, 4096, 4097, 5000])

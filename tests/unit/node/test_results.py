@@ -7,9 +7,22 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.brigade_pb2 import Alternative, Draining, Failure, Report, Result, Sample, Score, Timing
+from protos.brigade_pb2 import (
+    CONDITIONING_EXACT,
+    CONDITIONING_TOP,
+    DTYPE_BFLOAT16,
+    Alternative,
+    Draining,
+    Failure,
+    Report,
+    Result,
+    Sample,
+    Score,
+    Soft,
+    Timing,
+)
 from tests.unit.fuzz import fuzzed, nearly, within
-from worker.compute.header import check_result
+from worker.compute.header import check_result, check_soft
 from worker.errors import FrameError
 from worker.node.framing import check_seal, seal
 
@@ -117,3 +130,35 @@ def test_alternatives_that_were_not_asked_for_or_beyond_the_vocabulary_are_refus
     with within(1 << 16), pytest.raises(FrameError, match=r"alternatives for slot 3|tokens below 50"):
         check_result(refused, {3: (1, 0, 0)}, 50, "mini", {3: wanted})
     check_result(result(1, 49), {3: (1, 0, 0)}, 50, "mini", {3: 1})
+
+
+EXACT, TOP = (CONDITIONING_EXACT, 2), (CONDITIONING_TOP, 3)  # rows
+HIDDEN = 6
+
+
+def soft_result(*soft: Soft, failed: int | None = None) -> Result:
+    return Result(step=9, soft=soft, failures=[] if failed is None else [Failure(slot=failed)])
+
+
+def softened(result: Result) -> None:
+    check_soft(result, {1: EXACT, 4: TOP}, HIDDEN, DTYPE_BFLOAT16, 50, "last")
+
+
+def test_what_comes_back_for_the_next_step_of_a_canvas_has_just_the_bytes_that_were_asked_for() -> None:
+    exact = Soft(slot=1, conditioning=CONDITIONING_EXACT, rows=bytes(2 * HIDDEN * 2))
+    top = Soft(slot=4, conditioning=CONDITIONING_TOP, rows=bytes(3 * 64 * 2), ids=bytes([49, 0, 0, 0]) * 3 * 64)
+    softened(soft_result(exact, top))
+    softened(soft_result(top, failed=1))
+    odd = Soft(slot=4, conditioning=CONDITIONING_TOP, rows=top.rows, ids=bytes([50, 0, 0, 0]) * 3 * 64)
+    with pytest.raises(FrameError, match=r"^worker last: expected tokens below 50, got 50 \(step 9\)$"):
+        softened(soft_result(exact, odd))
+    for wrong in (
+        [exact], [exact, top, top], [exact, top, Soft(slot=5)], [Soft(slot=1), top],
+        [Soft(slot=1, conditioning=CONDITIONING_EXACT, rows=exact.rows[1:]), top],
+        [Soft(slot=1, conditioning=CONDITIONING_EXACT, rows=exact.rows, ids=b"1"), top],
+        [exact, Soft(slot=4, conditioning=CONDITIONING_TOP, rows=top.rows, ids=top.ids[1:])],
+    ):  # fmt: skip
+        with pytest.raises(FrameError, match=r"^worker last: expected \(slot, conditioning, bytes, bytes of ids\) "):
+            softened(soft_result(*wrong))
+    with pytest.raises(FrameError):
+        softened(soft_result(exact, top, failed=1))

@@ -12,7 +12,7 @@ from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
 from tests.unit.planning.test_planner import BLOCK, ROOMY, by_bytes, model, nodes
 from worker.errors import ConfigError
 from worker.model.cache_spec import Memory
-from worker.model.model_spec import LayerSpec, ModelSpec
+from worker.model.model_spec import CanvasTraining, LayerSpec, ModelSpec
 from worker.platform.text import format_bytes
 
 
@@ -171,3 +171,14 @@ def test_nodes_of_one_machine_share_what_it_offers_and_the_configuration_counts(
     )
     assert list(budgets(MemoryOffer(90, None), [elsewhere, here, configured])) == [30, 70, 30, 5]
     assert list(budgets(MemoryOffer(90, 8), [MemoryOffer(70, 6)])) == [8, 6]
+
+
+def test_the_head_of_a_canvas_takes_its_place_on_the_last_node_only() -> None:
+    spec = replace(model([1] * 4), vocab_size=1 << 18, canvas=CanvasTraining(7, 256))
+    plain = by_bytes(replace(spec, canvas=None), nodes(ROOMY, ROOMY), 64)
+    found = by_bytes(spec, nodes(ROOMY, ROOMY), 64)
+    more = [a.needed_bytes - b.needed_bytes for a, b in zip(found.assignments, plain.assignments, strict=True)]
+    less = [
+        b.cache_budget_bytes - a.cache_budget_bytes for a, b in zip(found.assignments, plain.assignments, strict=True)
+    ]
+    assert more == less == [0, 9 * 64 * (1 << 20)]

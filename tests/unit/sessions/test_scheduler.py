@@ -302,3 +302,13 @@ def test_a_lane_lists_its_slots_in_their_order() -> None:
         rig.answer(prompt_of(3, seed=9), 2)  # it steps alone first, and those who wait meanwhile would come before it
     lanes = [slots_of(frame) for frame in rig.chain.frames if len(frame.windows) > 3]
     assert lanes and all(lane == sorted(lane) for lane in lanes)
+
+
+def test_a_lane_has_no_more_rows_than_a_frame_and_a_result_take_and_every_session_has_its_turn() -> None:
+    rig = Rig(num_stages=1, most_lane_rows=3)
+    sessions = streaming(rig, 7)
+    before = [session.num_generated for session in sessions]
+    for _ in range(7):
+        rig.step()
+    assert max(len(frame.windows) for frame in rig.chain.frames[-7:]) == 3
+    assert min(session.num_generated - count for session, count in zip(sessions, before, strict=True)) >= 2

@@ -1,0 +1,337 @@
+"""DiffusionGemma gives what mlx-vlm gives, whose logits and answers tools/record_diffusion_gemma.py recorded."""
+
+import asyncio
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from coordinator.cluster.options import cluster_options
+from coordinator.decoding.decode_options import KINDS, Decode, make_cache_choice, make_decode, suit
+from coordinator.engine.engine import Engine, generate_once
+from coordinator.planning.costs import ChainCosts
+from coordinator.quality.verify import verify
+from coordinator.sessions.request import Request, check_request
+from coordinator.sessions.session import Session
+from protos.brigade_pb2 import Cache, Frame, Grammar, Opening, Result, Sampling
+from tests.integration.conftest import CHUNK, running
+from tests.integration.many import Live
+from tests.integration.test_recovery import COMES_BACK, lose, supervised
+from tests.tiny import write_folder
+from tools.model_types.chain import Chain, Feed
+from tools.record_diffusion_gemma import PROMPTS, WINDOW, T, tokens_of
+from worker.compute.executor import Executor
+from worker.compute.shard import Shard
+from worker.errors import InputError, ModelError
+from worker.model.checkpoint import open_folder
+from worker.model.describe import describe
+from worker.model.diffusion_gemma import Model, ModelArgs
+from worker.model.families import canvas_training_of
+from worker.model.model_spec import CanvasTraining, Refinement
+
+FOLDER = Path(__file__).parents[1] / "fixtures" / "diffusion_gemma"
+RECORDED = json.loads((FOLDER / "runs.json").read_text())
+SPEC = describe(open_folder(FOLDER))
+FIRST, SECOND, THIRD = RECORDED["canvases"]
+SPLITS = ((6,), (1, 5), (3, 3), (2, 1, 3), (1, 1, 1, 1, 1, 1))
+splits = pytest.mark.parametrize("layers", SPLITS, ids=lambda layers: "+".join(map(str, layers)))
+IMAGES = frozenset({94, 95, 96})
+CLOSE = 2e-4  # other processors round otherwise
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, mx.array]:
+    return mx.load(str(FOLDER / "logits.safetensors"))  # type: ignore[return-value]
+
+
+def ends(layers: tuple[int, ...]) -> list[int]:
+    return [sum(layers[: number + 1]) for number in range(len(layers))]
+
+
+def logits_of(chain: Chain, length: int, soft: mx.array, chunk: int) -> dict[str, mx.array]:
+    """What the recording has of a prompt: two steps of a canvas, then the next canvas fused with the text before."""
+    session, prompt = chain.open(), tokens_of(length)
+    for at in range(0, max(0, length - chunk), chunk):
+        chain.run(Feed(session, prompt[at : at + chunk]))
+    [first] = chain.run(Feed(session, prompt[len(session) :], canvas=FIRST))
+    [later] = chain.run(Feed(session, (), length, SECOND, soft))
+    [last] = chain.run(Feed(session, SECOND, length, THIRD))
+    return {"first": first[-T:], "soft": later, "second": last[-T:]}
+
+
+def difference(found: dict[str, mx.array], recorded: dict[str, mx.array], length: int) -> dict[str, float]:
+    return {name: mx.abs(rows - recorded[f"{length}.{name}"]).max().item() for name, rows in found.items()}
+
+
+@splits
+def test_logits_are_those_recorded_and_the_same_on_every_split(
+    layers: tuple[int, ...], recorded: dict[str, mx.array]
+) -> None:
+    chain, whole = Chain(FOLDER, ends(layers)), Chain(FOLDER, [6])
+    for length in PROMPTS:
+        soft = recorded[f"{length}.embedded"]
+        for chunk in (7, length):
+            found = logits_of(chain, length, soft, chunk)
+            assert max(difference(found, recorded, length).values()) < CLOSE
+            expected = logits_of(whole, length, soft, chunk)
+            assert all(mx.array_equal(found[name], expected[name]) for name in found)
+
+
+def test_the_expected_embedding_is_that_recorded(recorded: dict[str, mx.array]) -> None:
+    last = Chain(FOLDER, [3, 6]).stages[-1]
+    for length in PROMPTS:
+        found = last.soften(recorded[f"{length}.first"] / 0.8)
+        assert mx.allclose(found, recorded[f"{length}.embedded"], atol=CLOSE)
+
+
+@pytest.mark.parametrize("change", ["scalars", "window + 1", "window - 1", "causal", "router"])
+def test_what_differs_from_the_reference_shows(
+    change: str, recorded: dict[str, mx.array], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controls of the comparison."""
+    folder = shutil.copytree(FOLDER, tmp_path / "model")
+    if change.startswith("window"):
+        config = json.loads((folder / "config.json").read_text())
+        config["text_config"]["sliding_window"] = WINDOW + int(change.removeprefix("window").replace(" ", ""))
+        (folder / "config.json").write_text(json.dumps(config))
+    chain, length = Chain(folder, [2, 6]), 40
+    if change == "scalars":
+        for layer in (layer for stage in chain.stages for layer in stage._cut.layers):
+            layer.role_scalars = layer.role_scalars[::-1]
+    if change == "router":
+        from mlx_lm.models import gemma4_text
+
+        from worker.model import diffusion_gemma
+
+        monkeypatch.setattr(diffusion_gemma.Router, "__call__", gemma4_text.Router.__call__)
+    if change == "causal":
+        session = chain.open()
+        chain.run(Feed(session, tokens_of(length)))
+        [found] = chain.run(Feed(session, FIRST))
+        assert mx.abs(found - recorded["40.first"]).max().item() > 100 * CLOSE
+        return
+    found = difference(logits_of(chain, length, recorded["40.embedded"], 7), recorded, length)
+    if change == "router":
+        assert 0 < max(found.values()) < CLOSE
+    else:
+        assert min(found.values()) > 100 * CLOSE
+
+
+def request(run: dict[str, Any], **sampling: float) -> Request:
+    threshold = run["threshold"] if run["sampler"] == "confidence" else None
+    decode = make_decode(
+        *("auto", "auto", 0.4, 0.02),
+        canvas_sampler=run["sampler"],
+        canvas_steps=run["steps"],
+        canvas_threshold=None if threshold is None else str(threshold),
+    )
+    return Request(
+        tuple(run["prompt"]),
+        run["max_tokens"],
+        Sampling(seed=RECORDED["seed"], **sampling),  # type: ignore[arg-type]
+        suit(decode, Cache(), SPEC),
+        eos=frozenset(run["eos"]),
+    )
+
+
+@splits
+async def test_answers_are_those_of_the_reference_in_as_many_forwards(layers: tuple[int, ...]) -> None:
+    async with running(FOLDER, layers) as chain:
+        for run in RECORDED["runs"]:
+            answer = await generate_once(chain, request(run), chunk=CHUNK)
+            assert answer.tokens == run["tokens"]
+            assert (answer.finish_reason, answer.usage.num_steps) == (run["reason"], run["forwards"])
+
+
+ANSWERED = [
+    replace(request(RECORDED["runs"][number], temperature=3.0), prompt=tuple(tokens_of(length, length)), max_tokens=20)
+    for number, length in ((0, 3), (1, 9), (1, 21), (2, 17))
+]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in the layout of mlx-community: experts in 4 bits, gate and up in one tensor, all else in 8 bits."""
+    config = json.loads((FOLDER / "config.json").read_text())
+    config["text_config"] |= {"hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32}
+    config["quantization"] = {"group_size": 32, "bits": 4, "mode": "affine"}
+    mx.random.seed(3)
+    model = Model(ModelArgs.from_dict(config))
+    weights: dict[str, mx.array] = {}
+    for name, parameter in tree_flatten(model.parameters()):
+        noise = mx.random.normal(parameter.shape)  # type: ignore[union-attr]
+        array = (noise * noise.shape[-1] ** -0.5 if noise.ndim > 1 else 1 + 0.1 * noise).astype(mx.bfloat16)
+        name = name.replace("model.embed_tokens.conditioning.", "model.self_conditioning.")
+        name = name.replace("embed_tokens.table.", "embed_tokens.").replace("model.", "model.decoder.", 1)
+        if name.endswith(".role_scalars"):
+            for number, part in enumerate(("encoder.language_model", "decoder")):
+                scalar = name.replace("decoder", part, 1).replace("role_scalars", "layer_scalar")
+                weights[scalar] = array[number : number + 1]
+        elif array.ndim > 1:
+            parts = mx.quantize(array, 32, 4 if ".experts." in name else 8)
+            for part, each in zip(("weight", "scales", "biases"), parts, strict=True):
+                weights[name.replace("switch_glu.", "").replace("weight", part)] = each
+        else:
+            weights[name] = array
+    for name in [name for name in weights if ".experts.gate_proj." in name]:
+        up = weights.pop(name.replace("gate_proj", "up_proj"))
+        weights[name.replace("gate_proj", "gate_up_proj")] = mx.concatenate([weights.pop(name), up], axis=-2)
+    folder = tmp_path_factory.mktemp("packed")
+    write_folder(folder, config, weights)
+    return folder
+
+
+async def test_sampled_answers_are_the_same_on_every_split_alone_and_in_lanes() -> None:
+    found = []
+    for layers in SPLITS[::2]:
+        async with running(FOLDER, layers) as chain:
+            found.append([(await generate_once(chain, each, chunk=CHUNK)).tokens for each in ANSWERED])
+            async with Engine(chain) as engine:
+                found.append([each.tokens for each in await asyncio.gather(*map(engine.answer, ANSWERED))])
+    assert all(each == found[0] for each in found)
+    async with running(FOLDER, (3, 3)) as chain:
+        for sampling in (Sampling(seed=7), Sampling(seed=8, temperature=3.0)):
+            other = replace(ANSWERED[1], sampling=sampling)
+            assert (await generate_once(chain, other, chunk=CHUNK)).tokens != found[0][1]
+
+
+async def test_a_chain_is_verified_against_one_process() -> None:
+    options = cluster_options(None, str(FOLDER), 0, None, None)
+    report = await verify(options, Decode("canvas"), max_tokens=4, seed=0)
+    assert report.holds and {case.verdict for case in report.cases} == {"equal"}
+
+
+async def test_a_lost_worker_changes_no_answer() -> None:
+    async with running(FOLDER, (2, 2, 2)) as chain:
+        expected = [(await generate_once(chain, each, chunk=CHUNK)).tokens for each in ANSWERED]
+    async with supervised(FOLDER, COMES_BACK, (2, 2, 2)) as rig, rig.engine() as engine:
+        live = [Live(engine, each) for each in ANSWERED]
+        await live[0].wait_pieces(1)
+        await lose(rig, 1, comes_back=True)
+        assert [(await each.answer()).tokens for each in live] == expected
+        assert rig.cluster.num_recoveries == 1
+
+
+async def test_the_likeliest_tokens_alone_make_nearly_the_same_rows_and_the_same_answer_on_every_split() -> None:
+    """The model has 97 tokens, 64 of which hold nearly all of the probability."""
+    run = RECORDED["runs"][0]
+    exact = request(run)
+    top = replace(exact, decode=replace(exact.decode, conditioning="top-64"))
+    assert [soft_size(each) for each in (exact, top)] == [48 * 4 * T, 64 * 6 * T]
+    found = []
+    for layers in SPLITS[::2]:
+        async with running(FOLDER, layers) as chain:
+            found.append((await generate_once(chain, top, chunk=CHUNK)).tokens)
+    assert found[1:] == found[:1] * 2
+
+
+def soft_size(asked: Request) -> int:
+    """The bytes that the first step of an answer sends back for the next one."""
+    shard = Shard(open_folder(FOLDER), 0, 6)
+    shard.materialise(lambda num_bytes: None)
+    executor = Executor(shard, 0, SPEC.dtype)
+    session = Session(asked, asked.decode.make_decoder(asked.eos, ChainCosts(1), seed=7))
+    session.take_slot(0)
+    while not (window := session.next_window()).canvas:
+        executor.step(Frame(opened=[Opening(slot=0)] * (not window.base), windows=[window]), 0)
+    result = executor.step(Frame(opened=[Opening(slot=0)] * (not window.base), windows=[window]), 0)
+    assert isinstance(result, Result)
+    [soft] = result.soft
+    return len(soft.rows) + len(soft.ids)
+
+
+@splits
+async def test_packed_experts_of_four_bits_answer_the_same_on_every_split(
+    layers: tuple[int, ...], packed: Path
+) -> None:
+    spec = describe(open_folder(packed))
+    asked = replace(ANSWERED[1], decode=suit(Decode("auto"), Cache(), spec), max_tokens=18)
+    whole, stages = Chain(packed, [6]), Chain(packed, ends(layers))
+    soft = mx.random.normal((T, spec.hidden_size)).astype(mx.bfloat16)
+    found, expected = (logits_of(chain, 20, soft, 7) for chain in (stages, whole))
+    assert all(mx.array_equal(found[name], expected[name]) for name in found)
+    if layers != (6,):
+        async with running(packed, (6,)) as chain, running(packed, layers) as other:
+            assert len({tuple((await generate_once(each, asked)).tokens) for each in (chain, other)}) == 1
+
+
+def test_both_published_layouts_hold_the_same_tensors(tmp_path: Path) -> None:
+    names = dict[str, mx.array](mx.load(str(FOLDER / "model.safetensors")))  # type: ignore[arg-type]
+    assert any("vision_tower" in name for name in names)
+    renamed = {f"{name}.weight" if name.endswith("_proj") else name: array for name, array in names.items()}
+    tie = {"model.encoder.language_model.norm.weight": mx.zeros((48,))}
+    write_folder(tmp_path, open_folder(FOLDER).config, {**renamed, **tie})
+    one, other = (Shard(open_folder(folder), 0, 6) for folder in (FOLDER, tmp_path))
+    assert renamed.keys() != names.keys() and one.digests() == other.digests()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "cache", "field"),
+    [
+        *((kind, {}, Cache(), "decode") for kind in KINDS if kind not in ("auto", "canvas")),
+        ("auto", {"canvas": 17}, Cache(), "canvas"),
+        ("auto", {"canvas_threshold": "2", "canvas_sampler": "confidence"}, Cache(), "canvas_threshold"),
+        ("auto", {}, make_cache_choice("rotating", 64), "kv"),
+        ("auto", {}, make_cache_choice("int8", None), "kv"),
+    ],
+)
+def test_what_it_was_not_trained_for_is_refused_by_name(
+    kind: str, options: dict[str, Any], cache: Cache, field: str
+) -> None:
+    with pytest.raises(InputError) as refusal:
+        suit(make_decode(kind, "auto", 0.4, 0.02, **options), cache, SPEC)
+    assert refusal.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        *(({"sampling": Sampling(**{name: value})}, name)  # type: ignore[arg-type]
+          for name, value in (("top_p", 0.9), ("top_k", 5), ("min_p", 0.1), ("logprobs", 2), ("presence_penalty", 1.0),
+                              ("logit_bias", {3: 1.0}))),
+        ({"sampling": Sampling(grammar=Grammar(text="x"))}, "decode"),
+        *(({"prompt": (5, image, 6)}, "prompt") for image in (94, 95, 96)),
+    ],
+)  # fmt: skip
+def test_what_has_no_meaning_for_it_is_refused_by_name(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(InputError) as refusal:
+        check_request(replace(ANSWERED[0], **changes), SPEC)
+    assert refusal.value.field == field
+
+
+def test_models_that_keep_decided_places_take_no_conditioning() -> None:
+    spec = replace(SPEC, canvas=CanvasTraining(5, 4))
+    with pytest.raises(InputError) as refusal:
+        suit(Decode("canvas", conditioning="top-64"), Cache(), spec)
+    assert refusal.value.field == "conditioning"
+
+
+def test_generation_config_says_how_canvases_are_refined() -> None:
+    assert SPEC.canvas and SPEC.canvas.refinement
+    assert (SPEC.canvas.refinement.num_steps, SPEC.canvas.refinement.stop_entropy) == (12, 0.1)
+    config = open_folder(FOLDER).config
+    found = canvas_training_of(config, 97, {"t_min": 0.2, "entropy_bound": 1.5})
+    assert found and found.refinement == replace(Refinement(), coldest=0.2, entropy_bound=1.5, not_text=IMAGES)
+    for wrong in ({"t_max": 0}, {"t_max": math.nan}, {"max_denoising_steps": 1.5}, {"max_denoising_steps": True}):
+        with pytest.raises(ModelError, match=r"^generation_config.json: "):
+            canvas_training_of(config, 97, wrong)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"num_experts": None}, {"num_kv_shared_layers": 2}, {"hidden_size_per_layer_input": 8}, {"num_hidden_layers": 7}],
+    ids=str,
+)
+def test_another_architecture_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    folder = shutil.copytree(FOLDER, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= change
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"model: .*config\.json|lacks tensor|model_encoder"):
+        describe(open_folder(folder))
