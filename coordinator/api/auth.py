@@ -127,10 +127,10 @@ class AuthMiddleware:
             return HttpError(403, f"expected a Host that this server is known by, found {found!r}", "unknown_host")
         if self._keys is None or (scope["path"] in OPEN_PATHS and not scope["query_string"]):
             return None
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
-        if given is not None and self._keys.holder(given):
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = [bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+        if any([self._keys.holder(key) for key in given]):
             return None
-        found = "another one" if given else "none"
+        found = "another one" if any(given) else "none"
         reason = f"expected an API key of this server (Authorization: Bearer KEY), found {found}"
         return HttpError(401, reason, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

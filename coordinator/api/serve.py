@@ -100,7 +100,14 @@ async def serve(options: ClusterOptions, serving: ServeOptions) -> None:
     )
     folder = inputs.checkpoint.name  # clients see only its last part
     names = serving.names or (Path(folder).name if Path(folder).is_absolute() else folder,)
-    server = Server(inputs, names, serving.limits, stats=stats, max_waking=serving.max_waiting)
+    server = Server(
+        inputs,
+        names,
+        serving.limits,
+        answers_any_name=not serving.names,
+        stats=stats,
+        max_waking=serving.max_waiting,
+    )
     app = make_app(server, keys=serving.keys, hosts=serving.hosts, origins=serving.cors_origins)
     with listening_socket(serving.host, serving.port) as listener:
         url = serving.url(listener.getsockname()[1])

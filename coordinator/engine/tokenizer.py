@@ -121,7 +121,8 @@ class Tokenizer:
             given = prompt.messages, prompt.tools, prompt.template_arguments
             prompt = str(self._apply_template(*given, tokenize=False))
         if (least := self._least.of(prompt)) > most:
-            raise ContextExceeded("prompt", f"expected at most {most} tokens, found at least {least}; shorten it")
+            reason = f"expected at most {most} tokens, found at least {least}; shorten it"
+            raise ContextExceeded("prompt", reason, num_tokens=least, most=most)
 
     def _apply_template(
         self,
@@ -137,7 +138,10 @@ class Tokenizer:
             others = ", ".join(sorted(_RESERVED - {min(reserved)}))
             message = f"{min(reserved)} is not the chat template's to know; leave it out (nor is any of {others})"
             raise InputError("chat_template_kwargs", message)
-        given = {"add_generation_prompt": True, **arguments, **settings} | ({"tools": list(tools)} if tools else {})
+        begins: dict[str, Any] = {"add_generation_prompt": True}
+        if _is_begun(messages) and not begins.keys() & arguments.keys():
+            begins = {"add_generation_prompt": False, "continue_final_message": True}
+        given = {**begins, **arguments, **settings} | ({"tools": list(tools)} if tools else {})
         try:
             return self._wrapper.apply_chat_template(list(messages), **given)
         except _UNSUITABLE as error:
@@ -199,6 +203,12 @@ class Tokenizer:
     @property
     def eos(self) -> frozenset[int]:
         return frozenset(self._wrapper.eos_token_ids)
+
+
+def _is_begun(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the last message is the beginning of the answer, which the model continues."""
+    last = messages[-1] if messages else {}
+    return last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
 
 
 @cache

@@ -103,8 +103,6 @@ def test_clients_are_told_that_a_model_is_loading_while_it_is_read_again() -> No
     with pytest.raises(HttpError, match=r"^loading: a request came") as refused:
         shared.require_engine()
     assert refused.value.code == "loading"
-    with pytest.raises(HttpError, match="loading"):  # for the first time: no request waits
-        asyncio.run(served().wake_engine())
 
 
 def test_a_server_whose_engine_has_failed_is_recovering_from_the_start() -> None:
