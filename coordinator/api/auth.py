@@ -8,6 +8,7 @@ import stat
 import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -94,7 +95,7 @@ class AuthMiddleware:
     """Checks the Host and the key of every request, and adds a request id to its answer."""
 
     def __init__(self, app: ASGIApp, *, keys: Keys | None, hosts: Collection[str]) -> None:
-        """`hosts` are the names that a Host header may have, against DNS rebinding; none: any name."""
+        """`hosts` are the names that a Host header may have beside addresses, against DNS rebinding; none: any name."""
         self._app = app
         self._keys = keys
         self._hosts = frozenset(hosts)
@@ -122,7 +123,7 @@ class AuthMiddleware:
     def _check(self, scope: Scope, headers: Headers) -> HttpError | None:
         host = headers.get("host", "")
         name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
-        if self._hosts and name.lower() not in self._hosts:
+        if self._hosts and name.lower() not in self._hosts and not _is_address(name):
             found = headers.get("host", "none")
             return HttpError(403, f"expected a Host that this server is known by, found {found!r}", "unknown_host")
         if self._keys is None or (scope["path"] in OPEN_PATHS and not scope["query_string"]):
@@ -134,3 +135,11 @@ class AuthMiddleware:
         found = "another one" if any(given) else "none"
         reason = f"expected an API key of this server (Authorization: Bearer KEY), found {found}"
         return HttpError(401, reason, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def _is_address(host: str) -> bool:
+    """Return whether a Host is an IP address, which no page can rebind."""
+    try:
+        return bool(ip_address(host))
+    except ValueError:
+        return False

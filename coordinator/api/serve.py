@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import re
+import socket
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,10 +57,15 @@ class ServeOptions:
 
     @property
     def hosts(self) -> Sequence[str]:
-        """Host names that requests may give; none: any name."""
-        if self.is_public and not self.allowed_hosts:
+        """Host names that requests may give beside addresses; none: any name.
+
+        A web page can give its own name this server's address (DNS rebinding), but it has no key.
+        """
+        if self.is_public and self.keys is not None and not self.allowed_hosts:
             return ()
-        return ("localhost", "127.0.0.1", "::1", self.host.lower(), *(name.lower() for name in self.allowed_hosts))
+        own = socket.gethostname().lower().partition(".")[0]
+        known = ("localhost", socket.gethostname(), own, f"{own}.local", self.host, *self.allowed_hosts)
+        return tuple(name.lower() for name in known)
 
     def url(self, port: int) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host

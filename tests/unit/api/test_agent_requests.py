@@ -1,6 +1,7 @@
 """What agents send to the three conversation APIs is read alike: see docs/http.md."""
 
 import asyncio
+import socket
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from coordinator.api.auth import Keys, load_keys
 from coordinator.api.body import read
 from coordinator.api.openai import ChatBody
 from coordinator.api.responses import ResponsesBody
+from coordinator.api.serve import ServeOptions
 from coordinator.api.server import Server
 from coordinator.engine.engine import ServerState
 from coordinator.engine.inputs import InputProcessor
@@ -276,6 +278,17 @@ def test_either_header_may_hold_the_key(tmp_path: Any) -> None:
         ({"Authorization": "Basic key-of-alice"}, 401),
     ):
         assert ask(app(keys=keys), "GET", "/v1/models/gpt", headers=headers).status_code == status
+
+
+def test_a_public_server_without_keys_knows_addresses_and_its_own_names(tmp_path: Any) -> None:
+    (tmp_path / "keys").write_text("alice key-of-alice\n")
+    keys, own = load_keys(tmp_path / "keys"), socket.gethostname()
+    page, hosts = "rebound.example:9338", ["192.168.1.5:9338", "[fe80::1]:9338", "localhost", f"{own.upper()}:1"]
+    for more, refused in (({"insecure": True}, [page]), ({"keys": keys}, []), ({"allowed_hosts": ["me"]}, [page])):
+        server = app(hosts=ServeOptions("0.0.0.0", 0, **more).hosts)  # type: ignore[arg-type]
+        for host in (*hosts, page, "me" if "allowed_hosts" in more else "localhost"):
+            status = ask(server, "GET", "/live", headers={"Host": host}).status_code
+            assert status == (403 if host in refused else 200), host
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_what_is_in_use_is_never_removed(
 ) -> None:
     pieces = pieces_of(checkpoint, 1, 4)[1:]
     size = len(pieces[0].header) + pieces[0].nbytes
-    store = WeightsCache(tmp_path / "shards", limit=2 * size + 50)
+    store = WeightsCache(tmp_path / "shards", limit=2 * size + 2000)  # with a config.json
     first, second = (receive(store, checkpoint, piece) for piece in pieces[:2])
     age(first, 2)
     (first.parent / "config.json").write_text((checkpoint.folder / "config.json").read_text())
