@@ -160,13 +160,15 @@ class BlockAnswer(ApiAnswer):
             yield from self._add(kind, text)
 
     def _add(self, kind: BlockKind, text: str, call: ToolCall | None = None) -> Iterator[Event]:
-        if self._block is None or self._block.kind != kind or call:
+        block_id = self._block and self._block.call and self._block.call.id
+        if self._block is None or self._block.kind != kind or (call and call.id != block_id):
             yield from self.close(is_whole=True)
             self._block = Block(kind, self._num_blocks, call)
             self._num_blocks += 1
             yield from self.open_block(self._block)
-        self._block.text += text
-        yield self.extend_block(self._block, text)
+        if text:
+            self._block.text += text
+            yield self.extend_block(self._block, text)
 
     def close(self, *, is_whole: bool) -> Iterator[Event]:
         """Yield the events of the end of the open block, if there is one."""

@@ -316,7 +316,11 @@ class MessageAnswer(BlockAnswer):
             case "reasoning":
                 delta = {"type": "thinking_delta", "thinking": text}
             case "call":
-                delta = {"type": "input_json_delta", "partial_json": to_json(parse_arguments(text))}
+                is_object = block.text.lstrip().startswith("{")  # or the call came whole, since no format streams it
+                delta = {
+                    "type": "input_json_delta",
+                    "partial_json": text if is_object else to_json(parse_arguments(text)),
+                }
         return {"type": "content_block_delta", "index": block.index, "delta": delta}
 
     def close_block(self, block: Block, *, is_whole: bool) -> Iterator[Event]:

@@ -3,7 +3,7 @@
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, NotRequired
 
 from pydantic import Field
@@ -206,8 +206,18 @@ class Call(TypedDict):
     function: Function
 
 
-class CallDelta(Call):
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class CallDelta(TypedDict):
+    """A piece of a call; the first one has its id, type and name."""
+
     index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
 
 
 class ChatMessage(TypedDict):
@@ -328,7 +338,7 @@ class ChatAnswer(OpenAIAnswer):
     def __init__(self, body: ChatBody, model: str) -> None:
         super().__init__(body, model, "chatcmpl")
         self._body = body
-        self._num_calls: dict[int, int] = {}  # by choice, of those that have begun
+        self._calls: dict[int, list[str]] = {}  # by choice, the ids of those that have begun
         self.token_text: Callable[[int], str] = str
         self.token_bytes: Callable[[int], bytes | None] = lambda token: None
 
@@ -337,16 +347,14 @@ class ChatAnswer(OpenAIAnswer):
         return await prepare_choices(engine, self._body.to_spec(), self._body.n)
 
     def events(self, index: int, output: Output) -> Iterator[Json]:
-        if index not in self._num_calls:
-            self._num_calls[index] = 0
+        if index not in self._calls:
+            self._calls[index] = []
             yield self._chunk(index, {"role": "assistant", "content": ""})
         delta: ChatDelta = {"content": output.content} if output.content else {}
         if output.reasoning:
             delta["reasoning"] = delta["reasoning_content"] = output.reasoning
         if output.tool_calls:
-            first = self._num_calls[index]
-            self._num_calls[index] += len(output.tool_calls)
-            delta["tool_calls"] = [{"index": first + n, **_call(call)} for n, call in enumerate(output.tool_calls)]
+            delta["tool_calls"] = [self._call_delta(self._calls[index], call) for call in output.tool_calls]
         has_news = delta or output.finish_reason or (self._body.logprobs and output.tokens)
         fills = output.fills if self._body.brigade.get("fills") else ()
         if has_news or fills:
@@ -358,18 +366,26 @@ class ChatAnswer(OpenAIAnswer):
 
     def join(self, choices: Sequence[Json]) -> Json:
         deltas = [choice["delta"] for choice in choices]
-        calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        calls = _joined(call for delta in deltas for call in delta.get("tool_calls", ()))
         content = "".join(delta.get("content", "") for delta in deltas)
         message: Json = {"role": "assistant", "content": None if calls and not content else content}
         if reasoning := "".join(delta.get("reasoning", "") for delta in deltas):
             message["reasoning"] = message["reasoning_content"] = reasoning
         if calls:
-            message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
+            message["tool_calls"] = calls
         entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
         logprobs = {"content": entries, "refusal": None} if self._body.logprobs else None
         last = choices[-1]
         reason = last["finish_reason"]
         return {"index": last["index"], "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def _call_delta(self, known: list[str], piece: ToolCall) -> CallDelta:
+        """Return a piece of a call, given the ids of the calls that have begun."""
+        if piece.id in known:
+            return {"index": known.index(piece.id), "function": {"arguments": piece.arguments}}
+        known.append(piece.id)
+        function: FunctionDelta = {"name": piece.name, "arguments": piece.arguments}
+        return {"index": len(known) - 1, "id": piece.id, "type": "function", "function": function}
 
     def _chunk(
         self, index: int, delta: ChatDelta, logprobs: ChatLogprobs | None = None, reason: str | None = None
@@ -394,8 +410,17 @@ class ChatAnswer(OpenAIAnswer):
         }
 
 
-def _call(call: ToolCall) -> Call:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+def _joined(pieces: Iterable[CallDelta]) -> list[Call]:
+    """Return whole calls from their pieces."""
+    found: dict[int, Call] = {}
+    for piece in pieces:
+        function = piece["function"]
+        if "name" in function:
+            whole: Function = {"name": function["name"], "arguments": function["arguments"]}
+            found[piece["index"]] = {"id": piece["id"], "type": "function", "function": whole}
+        else:
+            found[piece["index"]]["function"]["arguments"] += function["arguments"]
+    return list(found.values())
 
 
 async def chat_completions(server: Server, body: ChatBody) -> ChatAnswer:
