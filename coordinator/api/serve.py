@@ -81,7 +81,8 @@ class ServeOptions:
                 raise InputError("cors_origin", f"{expected}, got {origin!r}")
         if self.is_public and self.keys is None and not self.insecure:
             raise InputError(
-                "host", f"{self.host} can be reached by others: expected --api-key-file with it, or --insecure"
+                "host",
+                f"{self.host} can be reached by others: expected --api-key-file or BRIGADE_API_KEY, or --insecure",
             )
         if self.is_public and self.tls is None:
             what = "prompts, answers and keys" if self.keys else "prompts and answers"
