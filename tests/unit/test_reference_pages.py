@@ -12,6 +12,7 @@ from coordinator.api.anthropic import CountBody, MessagesBody
 from coordinator.api.app import OPERATIONS
 from coordinator.api.body import UNSUPPORTED, Sampled
 from coordinator.api.completions import CompletionBody
+from coordinator.api.conversations import Conversing
 from coordinator.api.openai import ChatBody
 from coordinator.api.responses import _REFUSED, ResponsesBody
 from coordinator.api.texts import ClassifyBody, DetokenizeBody, ScoreBody, TokenizeBody
@@ -81,12 +82,15 @@ def test_every_route_has_its_section_and_every_body_its_fields() -> None:
     pages = sections(HTTP)
     assert sorted(pages) == sorted(f"{each.method} {each.path}" for each in OPERATIONS)
     for route, body in BODIES.items():
-        common = set(Sampled.model_fields) if issubclass(body, Sampled) else set()
+        shared = next((each for each in (Conversing, Sampled) if issubclass(body, each)), None)
+        common = set(shared.model_fields) if shared else set()
         own_refusals = set(_REFUSED) if body is ResponsesBody else set()
         named = {field.alias or name for name, field in body.model_fields.items()} - common - own_refusals
         assert names_after("Fields", pages[route]) == named, route
         refused = set(getattr(body, "unsupported", {})) - (set(UNSUPPORTED) if common else set())
         assert names_after("Refused", pages[route]) - named == (refused | own_refusals) - named, route
-    [shared] = re.findall(r"^## Fields that all four APIs take$(.*?)^## ", HTTP, re.MULTILINE | re.DOTALL)
-    assert names_after("Fields", shared) == set(Sampled.model_fields)
-    assert names_after("Refused", shared) == set(UNSUPPORTED)
+    [text] = re.findall(r"^## Fields that all four APIs take$(.*?)^## ", HTTP, re.MULTILINE | re.DOTALL)
+    assert names_after("Fields", text) == set(Sampled.model_fields)
+    assert names_after("Refused", text) == set(UNSUPPORTED)
+    [text] = re.findall(r"^## Conversations$(.*?)^## ", HTTP, re.MULTILINE | re.DOTALL)
+    assert names_after("Fields", text) == Conversing.model_fields.keys() - Sampled.model_fields.keys()
