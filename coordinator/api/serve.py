@@ -80,10 +80,8 @@ class ServeOptions:
                 expected = "expected an origin as browsers write it, such as https://example.org:8080"
                 raise InputError("cors_origin", f"{expected}, got {origin!r}")
         if self.is_public and self.keys is None and not self.insecure:
-            raise InputError(
-                "host",
-                f"{self.host} can be reached by others: expected --api-key-file or BRIGADE_API_KEY, or --insecure",
-            )
+            expected = "expected --api-key-file with it (or BRIGADE_API_KEY), or --insecure"
+            raise InputError("host", f"{self.host} can be reached by others: {expected}")
         if self.is_public and self.tls is None:
             what = "prompts, answers and keys" if self.keys else "prompts and answers"
             say(f"warning: {what} travel in clear; give --tls-cert and --tls-key to encrypt them")

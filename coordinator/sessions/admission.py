@@ -168,11 +168,15 @@ class Slots:
     def with_room(self) -> list[SessionSlot]:
         """Return the active slots with memory for their next window, in the order of arrival.
 
-        First reserve more for those that have little left.
+        First reserve more for those that have little left; a newer one never overtakes an older one.
         """
-        for slot in self.active:
-            if slot.state in ACTIVE and slot.rows < slot.session.rows_for(_LOW) and self._grow(slot):
-                self._admit()  # it may have taken more memory than it needs
+        active = self.active
+        short = [slot for slot in active if slot.rows < slot.session.rows_for(_LOW)]
+        if not short:
+            return active
+        for slot in short:
+            if slot.state in ACTIVE and not self._grow(slot):
+                break
         return [slot for slot in self.active if slot.rows >= slot.session.rows_for(LARGEST_WINDOW)]
 
     def open(self, slots: Sequence[SessionSlot]) -> list[Opening]:
@@ -227,10 +231,7 @@ class Slots:
         return tuple(map(sub, self._costs.budgets, self.promised))
 
     def _grow(self, slot: SessionSlot) -> bool:
-        """Reserve more memory for an active slot, if kept slots and those of newer sessions have as much.
-
-        Return whether other sessions have lost their slots.
-        """
+        """Reserve more memory for an active slot; return False if kept slots and newer sessions do not have as much."""
         rows = slot.session.rows_for(_GROWTH)
         needed = self._costs.bytes_of(slot.session.request.cache, rows)
         newer = reversed(self.active[self.active.index(slot) + 1 :])
@@ -247,7 +248,9 @@ class Slots:
                 self._preempt(each)
             else:
                 self._free(each)
-        return bool(preempted)
+        if preempted:
+            self._admit()  # it may have taken more memory than it needs
+        return True
 
     def _preempt(self, slot: SessionSlot) -> None:
         """Free an active slot, and have its session wait for another one."""

@@ -51,7 +51,7 @@ def test_a_batch_goes_on_where_it_stopped(reciter: Path, tmp_path: Path) -> None
 
 def test_a_wrong_request_is_an_error_line_and_a_wrong_line_is_named(reciter: Path, tmp_path: Path) -> None:
     wrong = [
-        request("field", max_tokens=-1),
+        request("field", max_tokens=-2),
         request("place") | {"url": "/v1/\ud800"},
         request("x") | {"custom_id": "\ud800", "method": "GET"},
     ]
