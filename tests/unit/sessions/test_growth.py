@@ -73,6 +73,22 @@ def test_whatever_comes_and_grows_every_answer_ends_as_alone(seed: int) -> None:
     rig.end()
 
 
+def test_the_oldest_never_waits_for_one_that_is_replayed() -> None:
+    """Its tokens are fed again in many small frames, and it may not give way before it has made progress."""
+    rig = Rig(budget=2300, chunk=4)
+    sessions = [rig.submit(prompt_of(length, seed=length), 1000) for length in (30, 400, 500)]
+    oldest, waited, longest = sessions[0], 0, 0
+    while oldest.finish_reason is None:
+        commits = rig.step()
+        waited = 0 if any(session is oldest for session, _ in commits) else waited + 1
+        longest = max(longest, waited)
+    assert longest < 10
+    rig.run(*sessions)
+    assert [session.generated for session in sessions] == [
+        plain_answer(prompt_of(length, seed=length), 1000) for length in (30, 400, 500)
+    ]
+
+
 def test_a_session_that_lost_its_slot_gives_way_again_only_after_some_tokens() -> None:
     session = make_session(prompt_of(5), 500, decoder=Verified())
     assert session.may_be_preempted
