@@ -15,7 +15,8 @@ from typing import Any
 from coordinator.sessions.output import ToolCall
 from worker.platform.text import to_json
 
-_UNPARSABLE = (ValueError, LookupError, TypeError, AttributeError, SyntaxError)  # what tool parsers raise
+# What tool parsers raise, the last two for values that are nested too deeply.
+_UNPARSABLE = (ValueError, LookupError, TypeError, AttributeError, SyntaxError, RecursionError, MemoryError)
 Parse = Callable[[str, Any], Any]
 
 # By format: what precedes a call's JSON arguments.
@@ -141,7 +142,7 @@ class WrittenCalls:
     def _read_closed(self, closings: Sequence[str]) -> list[ToolCall]:
         if not _BEGUN.search(self.text):
             return []
-        names = {tool.get("function", {}).get("name") for tool in self.tools}
+        names = [function.get("name") for function in self._functions()]
         for closing in closings:
             if self.format == "pythonic" and not _is_python(self.text + closing):
                 continue  # its parser would guess
@@ -171,16 +172,20 @@ class WrittenCalls:
         """Return whether the schema of an argument allows nothing but text, and the format respects that."""
         if self.format in ("muse_spark", "minicpm5"):  # which reads any JSON, and sections of CDATA
             return False
-        functions = (tool.get("function", {}) for tool in self.tools)
-        parameters: Any = next((each.get("parameters") for each in functions if each.get("name") == name), None) or {}
-        properties = parameters.get("properties") or {}
-        return bool(properties.get(argument, {}).get("type") == "string")
+        found: Any = next((each.get("parameters") for each in self._functions() if each.get("name") == name), None)
+        for key in ("properties", argument):
+            found = found.get(key) if isinstance(found, dict) else None
+        return isinstance(found, dict) and found.get("type") == "string"
+
+    def _functions(self) -> list[Mapping[str, Any]]:
+        found = [tool.get("function") for tool in self.tools]
+        return [function for function in found if isinstance(function, dict)]
 
 
 def _is_python(text: str) -> bool:
     try:
         return bool(ast.parse(text.strip(), mode="eval"))
-    except (SyntaxError, ValueError):
+    except _UNPARSABLE:
         return False
 
 

@@ -144,3 +144,28 @@ def test_a_text_that_looks_like_something_else_is_read_as_mlx_lm_reads_it(form: 
     text = WRITTEN[form].replace(CODE.strip(), value)
     for size in (1, 13):
         assert told(written(form, text, size)[0]) == expected(form, text)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        {"name": ["write"]},
+        {"name": "write", "parameters": []},
+        {"name": "write", "parameters": {"properties": {"content": True}}},
+        {"name": "write", "parameters": {"properties": {"content": {"type": ["string"]}}}},
+    ],
+)
+@pytest.mark.parametrize("form", ["qwen3_coder", "pythonic", "gemma4"])
+def test_whatever_a_client_calls_a_tool_breaks_no_answer(form: str, function: dict[str, Any]) -> None:
+    parse = import_module(f"mlx_lm.tool_parsers.{form}").parse_tool_call
+    calls = WrittenCalls(form, parse, [{"type": "function", "function": function}])
+    for at in range(0, len(WRITTEN[form]), 20):
+        calls.push(WRITTEN[form][at : at + 20])
+    calls.finish()
+
+
+def test_a_value_that_is_nested_too_deeply_is_no_call() -> None:
+    parse = import_module("mlx_lm.tool_parsers.pythonic").parse_tool_call
+    calls = WrittenCalls("pythonic", parse, TOOLS)
+    calls.push("[write(path=" + "[" * 5000)
+    assert calls.finish() is None
