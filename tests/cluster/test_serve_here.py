@@ -80,11 +80,12 @@ def test_a_full_queue_is_refused_at_once_and_a_long_wait_in_the_end(
             assert card["max_model_len"] == 6144
             exceeding = await client.post("/v1/completions", json=ENDLESS | {"prompt": [5] * 6200})
             assert (exceeding.status_code, exceeding.json()["error"]["code"]) == (400, "context_length_exceeded")
-            hog = {**ENDLESS, "max_tokens": 5800, "stream": True}
+            hog = {**ENDLESS, "prompt": [5] * 4900, "max_tokens": 1200, "stream": True}
             async with client.stream("POST", "/v1/completions", json=hog) as running:
                 lines = lines_of(running)  # kept: without it the answer is closed
-                await anext(lines)
-                ask = {**ENDLESS, "max_tokens": 500, "stream": True}
+                while not (await anext(lines)).startswith("data"):  # its prompt is fed
+                    pass
+                ask = {**ENDLESS, "max_tokens": 600, "stream": True}
                 both = [client.post("/v1/completions", json=ask) for _ in range(2)]
                 full, late = sorted(await asyncio.gather(*both), key=lambda found: found.status_code)
                 assert (full.status_code, full.json()["error"]["code"]) == (429, "rate_limit_exceeded")
