@@ -26,7 +26,7 @@ HOSTILE = "<h1>xyz"  # what the model says over and over
 PROMPT = "wherefore art thou a prompt"
 KEY = "open-sesame"
 BEARER = {"authorization": f"Bearer {KEY}"}
-LABELS = {"stage", "worker", "decoder", "finished_reason", "reason", "cause", "state", "le"}
+LABELS = {"stage", "worker", "decoder", "finished_reason", "reason", "cause", "state", "le", "key"}
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ def samples(server: Server) -> dict[tuple[str, ...], float]:
                     "cause",
                     "state",
                     "le",
+                    "key",
                 }
                 found[(sample.name.removeprefix("brigade_"), *labels.values())] = sample.value
         held = {key[1:]: value for key, value in found.items() if key[0] == "cache_held_bytes"}
