@@ -48,6 +48,12 @@ class InputError(BrigadeError):
 class ContextExceeded(InputError):
     """A prompt leaves no room for an answer, or no node has memory for it."""
 
+    def __init__(self, field: str, message: str, *, num_tokens: int = 0, most: int = 0) -> None:
+        """`num_tokens` are those of the prompt, at least; `most` are allowed. 0: unknown."""
+        super().__init__(field, message)
+        self.num_tokens = num_tokens
+        self.most = most
+
 
 class ConfigError(BrigadeError):
     """cluster.yaml, a flag or a layer split is wrong."""

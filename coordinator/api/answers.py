@@ -1,11 +1,10 @@
-"""Parts that the answers of several APIs share: stats, conversations for templates, and answers made of blocks."""
+"""Parts that the answers of several APIs share: stats, and answers made of blocks."""
 
-import json
 import re
 import uuid
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Union
 
@@ -16,7 +15,6 @@ from typing_extensions import TypedDict
 from coordinator.api.sse import ApiAnswer, Event
 from coordinator.sessions.output import Output, ToolCall, Usage
 from coordinator.sessions.waterfall import make_waterfall
-from worker.platform.text import Json
 
 
 class AnswerStats(TypedDict):
@@ -70,53 +68,6 @@ class OneOf:
 
 def _camel(kind: str) -> str:
     return "".join(word.capitalize() for word in re.split(r"[._]", kind))
-
-
-# --- conversations ----------------------------------------------------------------------------------------------------
-
-
-def join_turns(parts: Iterable[Json]) -> tuple[Json, ...]:
-    """Return messages as chat templates take them, from parts of messages in order.
-
-    Adjacent parts of a role are joined, since many templates require alternating roles. Tool results stay separate.
-    """
-    messages: list[Json] = []
-    for part in parts:
-        if not messages or part["role"] != messages[-1]["role"] or part["role"] == "tool":
-            messages.append(dict(part))
-            continue
-        last = messages[-1]
-        for name, value in part.items():
-            if name not in last:
-                last[name] = value
-            elif name != "role":
-                last[name] += f"\n{value}" if isinstance(value, str) else value
-    return tuple({"content": "", **message} for message in messages)
-
-
-def call_part(id: str, name: str, arguments: Any) -> Json:
-    """Return the part of a message that calls a tool. `arguments` are an object."""
-    function = {"name": name, "arguments": arguments}
-    return {"role": "assistant", "tool_calls": [{"id": id, "type": "function", "function": function}]}
-
-
-def parse_arguments(arguments: str) -> Any:
-    """Return a call's arguments as templates take them: parsed, or the text itself if it is not JSON."""
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments
-
-
-def function_tool(name: str, description: str | None, parameters: Json | None) -> Json:
-    """Return a tool as chat templates take it."""
-    function = {"name": name, "description": description, "parameters": parameters}
-    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
-
-
-def one_if_text(make: Callable[[str], Json]) -> Callable[[Any], Any]:
-    """Return a validator of fields where one text stands for a list of one object."""
-    return lambda value: [make(value)] if isinstance(value, str) else value
 
 
 # --- answers made of blocks -------------------------------------------------------------------------------------------
@@ -209,13 +160,15 @@ class BlockAnswer(ApiAnswer):
             yield from self._add(kind, text)
 
     def _add(self, kind: BlockKind, text: str, call: ToolCall | None = None) -> Iterator[Event]:
-        if self._block is None or self._block.kind != kind or call:
+        block_id = self._block and self._block.call and self._block.call.id
+        if self._block is None or self._block.kind != kind or (call and call.id != block_id):
             yield from self.close(is_whole=True)
             self._block = Block(kind, self._num_blocks, call)
             self._num_blocks += 1
             yield from self.open_block(self._block)
-        self._block.text += text
-        yield self.extend_block(self._block, text)
+        if text:
+            self._block.text += text
+            yield self.extend_block(self._block, text)
 
     def close(self, *, is_whole: bool) -> Iterator[Event]:
         """Yield the events of the end of the open block, if there is one."""

@@ -2,9 +2,9 @@
 
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Annotated, ClassVar, Literal, NotRequired
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import BeforeValidator, Field, RootModel
+from pydantic import BeforeValidator, Discriminator, Field, RootModel, Tag
 from typing_extensions import TypedDict
 
 from coordinator.api.answers import (
@@ -13,17 +13,26 @@ from coordinator.api.answers import (
     BlockAnswer,
     OneOf,
     answer_stats,
+    usage_of,
+)
+from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, ModelName, Section, Texts, Unsupported
+from coordinator.api.conversations import (
+    Conversing,
+    Limit,
+    OtherTool,
+    Part,
     call_part,
     function_tool,
     join_turns,
+    leave_out_tool,
     one_if_text,
     parse_arguments,
-    usage_of,
+    text_of,
 )
-from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, Sampled, Section, Texts, Unsupported
 from coordinator.api.errors import AnthropicError, HttpError
 from coordinator.api.server import Server
 from coordinator.api.sse import Event, renaming
+from coordinator.api.texts import bounded_ids
 from coordinator.engine.engine import Engine
 from coordinator.engine.grammars import json_grammar
 from coordinator.sessions.output import Output
@@ -57,7 +66,7 @@ class ToolUseBlock(Section):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: Json
+    input: Json = Field(default_factory=dict)
 
 
 TextBlocks = Annotated[list[TextBlock], _OneText]
@@ -68,11 +77,25 @@ class ToolResultBlock(Section):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: TextBlocks = Field(default_factory=list)
+    content: Annotated[list[Part], _OneText] = Field(default_factory=list)
+
+
+_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+
+
+def _block_type(block: Any) -> str | None:
+    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    return (kind if kind in _BLOCKS else "other") if isinstance(kind, str) else None
 
 
 InputBlock = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[Part, Tag("other")],
+    Discriminator(_block_type),
 ]
 Blocks = Annotated[list[InputBlock], _OneText]
 
@@ -91,8 +114,10 @@ class Turn(Section):
                     yield {"role": self.role, "reasoning_content": block.thinking}
                 case ToolUseBlock():
                     yield {**call_part(block.id, block.name, block.input), "role": self.role}
+                case Part():
+                    yield {"role": self.role, "content": text_of([block.model_dump()], "messages")}
                 case ToolResultBlock():
-                    text = "\n".join(part.text for part in block.content)
+                    text = text_of((part.model_dump() for part in block.content), "messages")
                     yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
 
 
@@ -103,6 +128,14 @@ class CustomTool(Section):
     name: str
     description: str | None = None
     input_schema: Json
+
+
+def _tool_type(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "custom" if kind in (None, "custom") else "other"
+
+
+Tool = Annotated[Annotated[CustomTool, Tag("custom")] | Annotated[OtherTool, Tag("other")], Discriminator(_tool_type)]
 
 
 class ToolChoice(Section):
@@ -118,12 +151,6 @@ class ToolChoice(Section):
         return Calls(self.type in ("any", "tool"), only, not self.disable_parallel_tool_use)
 
 
-class Thinking(Section):
-    """Whether to reason first. A budget is ignored."""
-
-    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-
-
 class OutputFormat(Section):
     type: Literal["json_schema"]
     schema_: Json = Field(alias="schema")
@@ -131,53 +158,46 @@ class OutputFormat(Section):
 
 class OutputConfig(Section):
     format: OutputFormat | None = None
+    effort: str | None = None
 
     def grammar(self) -> str | None:
         """Return the grammar of the answer. Raises InputError for a schema that cannot be enforced."""
-        return None if self.format is None else json_grammar(self.format.schema_, field="output_config.format")
+        if self.format is None:
+            return None
+        return json_grammar(self.format.schema_, is_strict=False, field="output_config.format")
 
 
-class CountBody(Sampled):
+class CountBody(Conversing):
     """The fields that make a prompt: the body of `/v1/messages/count_tokens`."""
 
     unsupported: ClassVar[Unsupported] = (
         UNSUPPORTED | OPENAI_ONLY | {"frequency_penalty": (0,), "output_format": (), "presence_penalty": (0,)}
     )
-    model: str | None = None
+    model: ModelName | None = None
     messages: list[Turn] = Field(min_length=1)
     system: TextBlocks = Field(default_factory=list)
-    tools: list[CustomTool] = Field(default_factory=list)
+    tools: list[Tool] = Field(default_factory=list)
     tool_choice: ToolChoice = ToolChoice(type="auto")
-    thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
-    chat_template_kwargs: Json = Field(default_factory=dict)
 
     def conversation(self) -> Conversation:
-        """Return the conversation. Raises InputError if its last message is the assistant's."""
-        if self.messages[-1].role == "assistant":
-            raise InputError(
-                "messages", "expected the last one to be the user's: an answer cannot be begun for the model"
-            )
+        """Return the conversation."""
         system = ({"role": "system", "content": block.text} for block in self.system)
         parts = [*system, *(part for turn in self.messages for part in turn.parts())]
-        return Conversation(join_turns(parts), self._tools(), self._thinking() | self.chat_template_kwargs)
+        return Conversation(join_turns(parts), tuple(self._tools()), self.template_arguments(self.output_config.effort))
 
-    def _tools(self) -> tuple[Json, ...]:
-        if self.tool_choice.type == "none":
-            return ()
-        return tuple(function_tool(tool.name, tool.description, tool.input_schema) for tool in self.tools)
-
-    def _thinking(self) -> Json:
-        """Return the template argument, by the name that most templates use."""
-        if self.thinking is None or self.thinking.type not in ("enabled", "disabled"):
-            return {}
-        return {"enable_thinking": self.thinking.type == "enabled"}
+    def _tools(self) -> Iterator[Json]:
+        for tool in self.tools:
+            if isinstance(tool, OtherTool):
+                leave_out_tool(tool.type)
+            elif self.tool_choice.type != "none":
+                yield function_tool(tool.name, tool.description, tool.input_schema)
 
 
 class MessagesBody(CountBody):
     """The body of `/v1/messages`."""
 
-    max_tokens: int = Field(ge=1)
+    max_tokens: Limit = None
     stop_sequences: Texts = Field(default_factory=list)
     stream: bool = False
 
@@ -296,7 +316,11 @@ class MessageAnswer(BlockAnswer):
             case "reasoning":
                 delta = {"type": "thinking_delta", "thinking": text}
             case "call":
-                delta = {"type": "input_json_delta", "partial_json": to_json(_object(text))}
+                is_object = block.text.lstrip().startswith("{")  # or the call came whole, since no format streams it
+                delta = {
+                    "type": "input_json_delta",
+                    "partial_json": text if is_object else to_json(parse_arguments(text)),
+                }
         return {"type": "content_block_delta", "index": block.index, "delta": delta}
 
     def close_block(self, block: Block, *, is_whole: bool) -> Iterator[Event]:
@@ -337,21 +361,16 @@ def _content(block: Block) -> Json:
         case "reasoning":
             return {"type": "thinking", "thinking": block.text, "signature": ""}
     assert block.call is not None
-    return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": _object(block.text)}
-
-
-def _object(arguments: str) -> Json:
-    """Return a call's arguments; the API wants an object whatever the model has generated."""
-    found = parse_arguments(arguments)
-    return found if isinstance(found, dict) else {"arguments": found}
+    return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": parse_arguments(block.text)}
 
 
 async def messages(server: Server, body: MessagesBody) -> MessageAnswer:
     """Answer a conversation as Anthropic's API does."""
-    return MessageAnswer(body, server.names[0])
+    return MessageAnswer(body, server.name_for(body.model))
 
 
 async def count_tokens(server: Server, body: CountBody) -> TokenCount:
-    """Count a prompt's tokens, also while the model is being loaded, and also if the prompt is too long."""
+    """Count a prompt's tokens, also while the model is being loaded, and also if the prompt is a little too long."""
+    server.name_for(body.model)
     with renaming(_NAMES):
-        return {"input_tokens": len(await server.inputs.prompt_ids(body.conversation()))}
+        return {"input_tokens": len(await bounded_ids(server, body.conversation(), "messages"))}

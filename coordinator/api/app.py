@@ -18,6 +18,8 @@ from coordinator.api.auth import AuthMiddleware, Keys
 from coordinator.api.body import read_body
 from coordinator.api.completions import Completion, completions
 from coordinator.api.errors import Error, HttpError, JSONResponse, error_response, http_error
+from coordinator.api.left_out import HEADER as LEFT_OUT
+from coordinator.api.left_out import begin_request
 from coordinator.api.metrics import metrics
 from coordinator.api.openai import ChatCompletion, ChatCompletionChunk, chat_completions
 from coordinator.api.openapi import Operation, describe
@@ -71,7 +73,7 @@ def make_app(
         return guarded
     return CORSMiddleware(
         guarded, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",),
-        expose_headers=("X-Request-Id", "Retry-After"),
+        expose_headers=("X-Request-Id", "Retry-After", LEFT_OUT),
     )  # fmt: skip
 
 
@@ -84,12 +86,17 @@ def _endpoint(operation: Operation) -> Callable[[Request], Awaitable[Response]]:
         known: dict[str, Any] = {**request.query_params, **request.path_params, "request": request}
         given = {name: value for name, value in known.items() if name in operation.parameters}
         if operation.body:
-            given["body"] = body = await read_body(request, operation.body, server.limits.body_bytes)
-            server.require_name(body.model)
+            given["body"], ignored = await read_body(request, operation.body, server.limits.body_bytes)
+            server.seen.note("ignored_field", "a request has a field that this server ignores", ignored)
+        left_out = begin_request()
         found = await unless_left(request, operation.function(server, **given))
         if isinstance(found, ApiAnswer):
-            return await respond(request, found)
-        return found if isinstance(found, Response) else JSONResponse(found)
+            found = await respond(request, found)
+        response = found if isinstance(found, Response) else JSONResponse(found)
+        if left_out:
+            response.headers[LEFT_OUT] = ", ".join(left_out)
+            server.seen.note("left_out", "a request has what this server leaves out", left_out)
+        return response
 
     return endpoint
 
@@ -106,6 +113,14 @@ async def _unrouted(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status = error.status_code
     message = f"{HTTPStatus(status).phrase}: {request.method} {request.url.path}"
+    if status == HTTPStatus.NOT_FOUND and (meant := _meant(request.url.path)):
+        message += f"; did you mean {meant}? The base URL may lack /v1, or have it twice"
     return error_response(
         request.url.path, HttpError(status, message, _CODES.get(status), headers=dict(error.headers or {}))
     )
+
+
+def _meant(path: str) -> str | None:
+    """Return the route that a client with another base URL has in mind."""
+    path = f"/v1/{path.strip('/').removeprefix('v1/').removeprefix('v1/')}"
+    return next((each.path for each in OPERATIONS if each.path == path), None)

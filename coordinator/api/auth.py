@@ -6,28 +6,34 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.api.errors import HttpError, error_response
-from coordinator.engine.stats import REQUEST_ID
+from coordinator.engine.stats import KEY_HOLDER, REQUEST_ID
 from worker.errors import InputError
 
 OPEN_PATHS = ("/health", "/live", "/")  # no key needed, unless a query makes them cost a step of the chain
 _MIN_KEY, _MAX_KEY = 8, 512  # characters; the keys that a client sends to other servers may be shorter
 _MAX_FILE_BYTES = 1 << 20
 _ID = r"[A-Za-z0-9._-]{1,128}"
+KEY_VARIABLE = "BRIGADE_API_KEY"  # an environment variable: a command line is seen by all users of a machine
+_AT_ONCE = re.compile(r"at_once=([1-9][0-9]{0,5})")
 
 
 @dataclass(frozen=True)
 class Keys:
-    """SHA-256 digests of keys, by the names of their holders."""
+    """SHA-256 digests of keys, and how many requests each may have at once, by the names of their holders."""
 
     digests: Mapping[str, bytes]
+    most_at_once: Mapping[str, int] = field(default_factory=dict)  # no entry: any number
 
     def holder(self, key: str) -> str | None:
         """Return the name of the key's holder. Compares all keys, in constant time."""
@@ -41,39 +47,62 @@ def is_readable_by_others(path: Path) -> bool:
     return bool(path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH))
 
 
-def load_keys(path: Path) -> Keys:
-    """Read the keys that a server accepts.
+def load_keys(path: Path | None) -> Keys | None:
+    """Return the keys that a server accepts, from a file and the environment; None without any.
 
     Raises:
-        InputError: the file cannot be read, has no key, or has one that is too short.
+        InputError: the file cannot be read or has no key, or a key is too short.
     """
-    keys = _read_keys(path, _MIN_KEY)
-    return Keys({name: hashlib.sha256(key.encode()).digest() for name, key in keys.items()})
+    known = _read_keys(path, _MIN_KEY) if path else {}
+    if key := os.environ.get(KEY_VARIABLE):
+        known[KEY_VARIABLE] = _Key(_require_key(key, _MIN_KEY, KEY_VARIABLE), None)
+    if not known:
+        return None
+    return Keys(
+        {name: hashlib.sha256(each.key.encode()).digest() for name, each in known.items()},
+        {name: each.most_at_once for name, each in known.items() if each.most_at_once is not None},
+    )
 
 
-def first_key(path: Path) -> str:
-    """Return the key that a client sends. Raises InputError if the file cannot be read, or has none."""
-    return next(iter(_read_keys(path, 1).values()))
+def first_key(path: Path | None) -> str | None:
+    """Return the key that a client sends: the file's first, else that of the environment; None without any.
+
+    Raises:
+        InputError: the file cannot be read, or has none.
+    """
+    return next(iter(_read_keys(path, 1).values())).key if path else os.environ.get(KEY_VARIABLE)
 
 
-def _read_keys(path: Path, min_length: int) -> dict[str, str]:
-    """Read one key per line, as `KEY` or `NAME KEY`; lines that begin with # are skipped."""
+@dataclass(frozen=True)
+class _Key:
+    key: str
+    most_at_once: int | None
+
+
+def _require_key(key: str, min_length: int, place: str) -> str:
+    if not re.fullmatch(rf"[\x21-\x7e]{{{min_length},{_MAX_KEY}}}", key):
+        raise InputError("api_key_file", f"{place}: expected {min_length} to {_MAX_KEY} printable ASCII characters")
+    return key
+
+
+def _read_keys(path: Path, min_length: int) -> dict[str, _Key]:
+    """Read one key per line, as `KEY`, `NAME KEY` or `NAME KEY at_once=N`; lines that begin with # are skipped."""
     try:
         lines = _read(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError("api_key_file", f"{path} cannot be read: {error}") from error
-    keys: dict[str, str] = {}
+    keys: dict[str, _Key] = {}
     for number, line in enumerate(lines, 1):
-        words = line.split()
+        place, words = f"{path}, line {number}", line.split()
         if not words or words[0].startswith("#"):
             continue
-        name, key = words if len(words) == 2 else (f"key {number}", words[0])
-        if len(words) > 2 or not re.fullmatch(rf"[\x21-\x7e]{{{min_length},{_MAX_KEY}}}", key):
-            expected = f"expected KEY or NAME KEY, of {min_length} to {_MAX_KEY} printable ASCII characters"
-            raise InputError("api_key_file", f"{path}, line {number}: {expected}")
+        limit = _AT_ONCE.fullmatch(words[2]) if len(words) == 3 else None
+        if len(words) > 3 or (len(words) == 3 and limit is None):
+            raise InputError("api_key_file", f"{place}: expected KEY, NAME KEY or NAME KEY at_once=N")
+        name, key = words[:2] if len(words) > 1 else (f"key {number}", words[0])
         if name in keys:
-            raise InputError("api_key_file", f"{path}, line {number}: expected a name that no other key has")
-        keys[name] = key
+            raise InputError("api_key_file", f"{place}: expected a name that no other key has")
+        keys[name] = _Key(_require_key(key, min_length, place), int(limit[1]) if limit else None)
     if not keys:
         raise InputError("api_key_file", f"{path}: expected a key per line, found none")
     return keys
@@ -94,10 +123,11 @@ class AuthMiddleware:
     """Checks the Host and the key of every request, and adds a request id to its answer."""
 
     def __init__(self, app: ASGIApp, *, keys: Keys | None, hosts: Collection[str]) -> None:
-        """`hosts` are the names that a Host header may have, against DNS rebinding; none: any name."""
+        """`hosts` are the names that a Host header may have beside addresses, against DNS rebinding; none: any name."""
         self._app = app
         self._keys = keys
         self._hosts = frozenset(hosts)
+        self._at_once: Counter[str] = Counter()  # requests that are being answered, by the holder of their key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -114,23 +144,51 @@ class AuthMiddleware:
                 sent["X-Request-Id"] = sent["Request-Id"] = request_id  # OpenAI's name for it, and Anthropic's
             await send(message)
 
-        if error := self._check(scope, headers):
+        try:
+            self._require_host(headers)
+            holder = self._holder(scope, headers)
+            with self._counted(holder, is_counted=scope["method"] == "POST"):
+                KEY_HOLDER.set(holder)
+                await self._app(scope, receive, send_with_id)
+        except HttpError as error:  # the application answers its own
             await error_response(scope["path"], error)(scope, receive, send_with_id)
-        else:
-            await self._app(scope, receive, send_with_id)
 
-    def _check(self, scope: Scope, headers: Headers) -> HttpError | None:
+    def _require_host(self, headers: Headers) -> None:
         host = headers.get("host", "")
         name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
-        if self._hosts and name.lower() not in self._hosts:
+        if self._hosts and name.lower() not in self._hosts and not _is_address(name):
             found = headers.get("host", "none")
-            return HttpError(403, f"expected a Host that this server is known by, found {found!r}", "unknown_host")
+            raise HttpError(403, f"expected a Host that this server is known by, found {found!r}", "unknown_host")
+
+    def _holder(self, scope: Scope, headers: Headers) -> str:
+        """Return the name of the key's holder; empty where no key is needed. Raises HttpError (401) for a wrong key."""
         if self._keys is None or (scope["path"] in OPEN_PATHS and not scope["query_string"]):
-            return None
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
-        if given is not None and self._keys.holder(given):
-            return None
-        found = "another one" if given else "none"
+            return ""
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = [bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+        if holders := [name for name in map(self._keys.holder, given) if name is not None]:
+            return holders[0]
+        found = "another one" if any(given) else "none"
         reason = f"expected an API key of this server (Authorization: Bearer KEY), found {found}"
-        return HttpError(401, reason, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        raise HttpError(401, reason, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+    @contextmanager
+    def _counted(self, holder: str, *, is_counted: bool) -> Iterator[None]:
+        """Count a request of this key while it is answered. Raises HttpError (429) beyond the key's limit."""
+        most = self._keys.most_at_once.get(holder) if self._keys and is_counted else None
+        if most is not None and self._at_once[holder] >= most:
+            reason = f"expected at most {most} requests at once with this key; try again later"
+            raise HttpError(429, reason, "rate_limit_exceeded")
+        self._at_once[holder] += is_counted
+        try:
+            yield
+        finally:
+            self._at_once[holder] -= is_counted
+
+
+def _is_address(host: str) -> bool:
+    """Return whether a Host is an IP address, which no page can rebind."""
+    try:
+        return bool(ip_address(host))
+    except ValueError:
+        return False

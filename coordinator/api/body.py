@@ -20,6 +20,8 @@ Body = TypeVar("Body", bound=BaseModel)
 _Listed = BeforeValidator(
     lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | list[str]
 )
+_NoNegative = BeforeValidator(lambda value: None if type(value) is int and value < 0 else value)  # not given
+ModelName = Annotated[str, Field(max_length=256)]  # every event of a stream repeats it
 # JSON has no tuples, and only text as keys; the numbers in a tuple are strict still
 TokenIds = Annotated[tuple[int, ...], Strict(False)]
 TokenKey = Annotated[int, Strict(False)]
@@ -29,7 +31,6 @@ UNSUPPORTED: Unsupported = {  # by all APIs
     "add_generation_prompt": (True,),
     "allowed_token_ids": (),
     "bad_words": ([],),
-    "continue_final_message": (False,),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
@@ -81,7 +82,7 @@ class Sampled(Section):
     top_k: int | None = described("top_k")
     min_p: float | None = described("min_p")
     repetition_penalty: float | None = described("repetition_penalty")
-    seed: int | None = described("seed")
+    seed: Annotated[int | None, _NoNegative] = described("seed")
     repeat_guard: int = Field(0, ge=0)
     ignore_eos: bool = False
     decode: str = "auto"
@@ -204,8 +205,12 @@ _SEND_S = 60.0  # within which a client has to send its body
 _CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
 
-async def read_body(request: Request, kind: type[Body], max_bytes: int) -> Body:
-    """Return a request's body. Raises HttpError (400, 408, 413, 415), or InputError for a field that is wrong."""
+async def read_body(request: Request, kind: type[Body], max_bytes: int) -> tuple[Body, list[str]]:
+    """Return a request's body, and the names of the fields that are ignored.
+
+    Raises:
+        HttpError: with the status 400, 408, 413 or 415. InputError: a field is wrong.
+    """
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
         reason = f"expected content-type application/json, found {media or 'none'}"
@@ -229,14 +234,15 @@ async def read_body(request: Request, kind: type[Body], max_bytes: int) -> Body:
     return await run_in_thread(parse) if len(body) > MAX_INLINE_BYTES else parse()
 
 
-def _parse(kind: type[Body], body: bytes) -> Body:
+def _parse(kind: type[Body], body: bytes) -> tuple[Body, list[str]]:
     try:
         found = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise HttpError(400, f"expected JSON, found something else ({error})", "invalid_json") from None
     if not isinstance(found, dict):
         raise HttpError(400, f"expected a JSON object, found {type(found).__name__}", "invalid_json")
-    return read(kind, found)
+    known = {field.alias or name for name, field in kind.model_fields.items()}
+    return read(kind, found), sorted(found.keys() - known - getattr(kind, "unsupported", {}).keys())
 
 
 def _refuse_constant(name: str) -> NoReturn:

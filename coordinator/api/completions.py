@@ -37,12 +37,15 @@ def _prompts(value: Any) -> list[RawPrompt]:
 _Prompts = BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]])
 
 
+_Limit = BeforeValidator(lambda value: None if type(value) is int and value == -1 else value)  # none was given
+
+
 class CompletionBody(OpenAIBody):
     """The body of `/v1/completions`."""
 
     unsupported: ClassVar[Unsupported] = UNSUPPORTED | {"suffix": ("",)}
     prompt: Annotated[list[RawPrompt], _Prompts]
-    max_tokens: int | None = Field(None, ge=0)
+    max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, _Limit] = None
     best_of: int | None = None
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -204,4 +207,4 @@ class CompletionAnswer(OpenAIAnswer):
 
 async def completions(server: Server, body: CompletionBody) -> CompletionAnswer:
     """Continue texts or token ids as they stand, at once or as a stream of events."""
-    return CompletionAnswer(body, server.names[0])
+    return CompletionAnswer(body, server.name_for(body.model))

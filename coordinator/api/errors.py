@@ -89,8 +89,11 @@ class HttpError(Exception):
         *,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
+        anthropic: str = "",
     ) -> None:
+        """`anthropic` is the message in Anthropic's API, if clients look for other words there."""
         super().__init__(message)
+        self._anthropic = anthropic or message
         self.status, self.message, self.code, self.param = status, message, code, param
         self.type, self._anthropic_type, retry_after_s = _TYPES.get(
             status, ("invalid_request_error", "invalid_request_error", None)
@@ -102,7 +105,7 @@ class HttpError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def to_anthropic(self) -> AnthropicError:
-        error: AnthropicErrorBody = {"type": self._anthropic_type, "message": self.message}
+        error: AnthropicErrorBody = {"type": self._anthropic_type, "message": self._anthropic}
         return {"type": "error", "error": error, "request_id": REQUEST_ID.get() or None}
 
 
@@ -112,10 +115,13 @@ def http_error(error: BaseException) -> HttpError:
         return error
     for kind, status, code in _STATUSES:
         if isinstance(error, kind):
-            message = str(error)
-            if isinstance(error, ContextExceeded):  # litellm recognises the error by these words
-                message += " (it is longer than the model's context length)"
-            return HttpError(status, message, code, param=getattr(error, "field", None) or None)
+            message = anthropic = str(error)
+            if isinstance(error, ContextExceeded):  # clients recognise the error by these words, litellm by the last
+                limit = f"This model's maximum context length is {error.most} tokens. " if error.most else ""
+                message = f"{limit}{error} (it is longer than the model's context length)"
+                counts = f": {error.num_tokens} tokens > {error.most} maximum" if error.most else ""
+                anthropic = f"prompt is too long{counts} ({error})"
+            return HttpError(status, message, code, param=getattr(error, "field", None) or None, anthropic=anthropic)
     return HttpError(500, internal_error_text(error), "internal_error")
 
 

@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from coordinator.api.answers import AnswerStats, answer_stats, parse_arguments, usage_of
-from coordinator.api.body import UNSUPPORTED, OpenAISampled, Section, Unsupported
+from coordinator.api.answers import AnswerStats, answer_stats, usage_of
+from coordinator.api.body import UNSUPPORTED, ModelName, OpenAISampled, Section, Unsupported
+from coordinator.api.conversations import Conversing, Limit, leave_out_tool, parse_arguments, text_of, thoughts_of
 from coordinator.api.server import Server
 from coordinator.api.sse import DONE, ApiAnswer, Event
 from coordinator.engine.engine import Engine, prepare_choices
@@ -33,7 +34,7 @@ class StreamOptions(Section):
 class OpenAIBody(OpenAISampled):
     """The fields that chats and completions share."""
 
-    model: str | None = None
+    model: ModelName | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     n: int = Field(1, ge=1, le=MAX_CHOICES)
@@ -58,7 +59,7 @@ def make_grammar(response_format: Json | None) -> str | None:
             schema = holder.get("schema") if isinstance(holder, dict) else None
             if not isinstance(schema, dict):
                 raise InputError("response_format", "expected json_schema.schema, an object, found none")
-            return json_grammar(schema)
+            return json_grammar(schema, is_strict=holder.get("strict") is True)
         case "regex" if isinstance(found.get("regex"), str):
             return regex_grammar(found["regex"])
         case "grammar" if isinstance(found.get("grammar"), str):
@@ -68,7 +69,7 @@ def make_grammar(response_format: Json | None) -> str | None:
 
 
 class Message(Section):
-    """One turn. Parts of text are joined; parts of any other type are refused."""
+    """One turn. Texts are joined; a note takes the place of a part that is no text."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Json] | None = None
@@ -79,32 +80,36 @@ class Message(Section):
     reasoning_content: str | None = None
 
     def to_template(self) -> Json:
-        """Return the message as chat templates take it. Raises InputError for parts that are not text."""
-        message = self.model_dump(exclude_none=True)
+        """Return the message as chat templates take it. Raises InputError for content that is no list of parts."""
+        message = self.model_dump(exclude_none=True, exclude={"reasoning", "content"})
         message["role"] = "system" if self.role == "developer" else self.role  # templates do not know developers
-        if (reasoning := message.pop("reasoning", None)) is not None:
-            message.setdefault("reasoning_content", reasoning)
-        if isinstance(self.content, list):
-            message["content"] = _joined(self.content)
-        elif self.content is None:
-            message["content"] = ""
-        for call in message.get("tool_calls", ()):
-            function = call.get("function")
-            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-                function["arguments"] = parse_arguments(function["arguments"])
+        parts = [{"type": "text", "text": self.content}] if isinstance(self.content, str) else self.content or []
+        message["content"] = text_of(parts, "messages")
+        if reasoning := self.reasoning_content or self.reasoning or thoughts_of(parts):
+            message["reasoning_content"] = reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [_past_call(call) for call in message["tool_calls"]]
         return message
 
 
-def _joined(parts: Iterable[Json]) -> str:
-    texts = []
-    for part in parts:
-        if part.get("type") not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-            raise InputError("messages", f"expected parts of type text, found {part.get('type')!r}: only text is read")
-        texts.append(part["text"])
-    return "\n".join(texts)
+def _past_call(call: Json) -> Json:
+    """Return a call of an earlier turn as chat templates take it."""
+    if isinstance(custom := call.get("custom"), dict):
+        arguments = {"input": custom.get("input")}
+        return {
+            "id": call.get("id"),
+            "type": "function",
+            "function": {"name": custom.get("name"), "arguments": arguments},
+        }
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise InputError("messages", f"expected tool_calls with a function, found {call.get('type')!r}")
+    given = function.get("arguments")
+    arguments = given if isinstance(given, dict) else parse_arguments(given if isinstance(given, str) else "")
+    return call | {"function": function | {"arguments": arguments}}
 
 
-class ChatBody(OpenAIBody):
+class ChatBody(OpenAIBody, Conversing):
     """The body of `/v1/chat/completions`."""
 
     unsupported: ClassVar[Unsupported] = UNSUPPORTED | {
@@ -117,26 +122,20 @@ class ChatBody(OpenAIBody):
         "web_search_options": (),
     }
     messages: list[Message] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: Limit = None
+    max_completion_tokens: Limit = None
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Json] | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None  # an argument of some templates
-    chat_template_kwargs: Json = Field(default_factory=dict)
 
     def to_spec(self) -> RequestSpec:
         """Return the engine's request. Raises InputError for messages, tools and choices that cannot be served."""
-        for tool in self.tools or ():
-            if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
-                raise InputError("tools", f"expected tools of type function, found {tool.get('type')!r}")
-        effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
         messages = tuple(message.to_template() for message in self.messages)
-        tools = () if self.tool_choice == "none" else tuple(self.tools or ())
+        tools = [tool for tool in self.tools or () if _is_function(tool)]
         return self.make_spec(
-            Conversation(messages, tools, effort | self.chat_template_kwargs),
+            Conversation(messages, () if self.tool_choice == "none" else tuple(tools), self.template_arguments()),
             logprobs=1 + (self.top_logprobs or 0) if self.logprobs else 0,
             max_tokens=self.max_completion_tokens or self.max_tokens,
             calls=self._calls(),
@@ -152,6 +151,16 @@ class ChatBody(OpenAIBody):
             case {"type": "function", "function": {"name": str(name)}}:
                 return Calls(are_forced=True, only=name)
         raise InputError("tool_choice", 'expected "auto", "none", "required" or a function by its name')
+
+
+def _is_function(tool: Json) -> bool:
+    """Return whether the model can be offered the tool; note one that it cannot. Raises InputError for a wrong one."""
+    if tool.get("type") == "function":
+        if not isinstance(tool.get("function"), dict):
+            raise InputError("tools", "expected a function in each tool of type function, found none")
+        return True
+    leave_out_tool(tool.get("type"))
+    return False
 
 
 class PromptDetails(TypedDict):
@@ -197,8 +206,18 @@ class Call(TypedDict):
     function: Function
 
 
-class CallDelta(Call):
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class CallDelta(TypedDict):
+    """A piece of a call; the first one has its id, type and name."""
+
     index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
 
 
 class ChatMessage(TypedDict):
@@ -319,7 +338,7 @@ class ChatAnswer(OpenAIAnswer):
     def __init__(self, body: ChatBody, model: str) -> None:
         super().__init__(body, model, "chatcmpl")
         self._body = body
-        self._num_calls: dict[int, int] = {}  # by choice, of those that have begun
+        self._calls: dict[int, list[str]] = {}  # by choice, the ids of those that have begun
         self.token_text: Callable[[int], str] = str
         self.token_bytes: Callable[[int], bytes | None] = lambda token: None
 
@@ -328,16 +347,14 @@ class ChatAnswer(OpenAIAnswer):
         return await prepare_choices(engine, self._body.to_spec(), self._body.n)
 
     def events(self, index: int, output: Output) -> Iterator[Json]:
-        if index not in self._num_calls:
-            self._num_calls[index] = 0
+        if index not in self._calls:
+            self._calls[index] = []
             yield self._chunk(index, {"role": "assistant", "content": ""})
         delta: ChatDelta = {"content": output.content} if output.content else {}
         if output.reasoning:
             delta["reasoning"] = delta["reasoning_content"] = output.reasoning
         if output.tool_calls:
-            first = self._num_calls[index]
-            self._num_calls[index] += len(output.tool_calls)
-            delta["tool_calls"] = [{"index": first + n, **_call(call)} for n, call in enumerate(output.tool_calls)]
+            delta["tool_calls"] = [self._call_delta(self._calls[index], call) for call in output.tool_calls]
         has_news = delta or output.finish_reason or (self._body.logprobs and output.tokens)
         fills = output.fills if self._body.brigade.get("fills") else ()
         if has_news or fills:
@@ -349,18 +366,26 @@ class ChatAnswer(OpenAIAnswer):
 
     def join(self, choices: Sequence[Json]) -> Json:
         deltas = [choice["delta"] for choice in choices]
-        calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        calls = _joined(call for delta in deltas for call in delta.get("tool_calls", ()))
         content = "".join(delta.get("content", "") for delta in deltas)
         message: Json = {"role": "assistant", "content": None if calls and not content else content}
         if reasoning := "".join(delta.get("reasoning", "") for delta in deltas):
             message["reasoning"] = message["reasoning_content"] = reasoning
         if calls:
-            message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
+            message["tool_calls"] = calls
         entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
         logprobs = {"content": entries, "refusal": None} if self._body.logprobs else None
         last = choices[-1]
         reason = last["finish_reason"]
         return {"index": last["index"], "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def _call_delta(self, known: list[str], piece: ToolCall) -> CallDelta:
+        """Return a piece of a call, given the ids of the calls that have begun."""
+        if piece.id in known:
+            return {"index": known.index(piece.id), "function": {"arguments": piece.arguments}}
+        known.append(piece.id)
+        function: FunctionDelta = {"name": piece.name, "arguments": piece.arguments}
+        return {"index": len(known) - 1, "id": piece.id, "type": "function", "function": function}
 
     def _chunk(
         self, index: int, delta: ChatDelta, logprobs: ChatLogprobs | None = None, reason: str | None = None
@@ -385,10 +410,19 @@ class ChatAnswer(OpenAIAnswer):
         }
 
 
-def _call(call: ToolCall) -> Call:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+def _joined(pieces: Iterable[CallDelta]) -> list[Call]:
+    """Return whole calls from their pieces."""
+    found: dict[int, Call] = {}
+    for piece in pieces:
+        function = piece["function"]
+        if "name" in function:
+            whole: Function = {"name": function["name"], "arguments": function["arguments"]}
+            found[piece["index"]] = {"id": piece["id"], "type": "function", "function": whole}
+        else:
+            found[piece["index"]]["function"]["arguments"] += function["arguments"]
+    return list(found.values())
 
 
 async def chat_completions(server: Server, body: ChatBody) -> ChatAnswer:
     """Answer a conversation, at once or as a stream of events."""
-    return ChatAnswer(body, server.names[0])
+    return ChatAnswer(body, server.name_for(body.model))

@@ -14,15 +14,25 @@ from coordinator.api.answers import (
     BlockAnswer,
     OneOf,
     answer_stats,
+    usage_of,
+)
+from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, ModelName, Section, Unsupported, described
+from coordinator.api.conversations import (
+    Conversing,
+    Limit,
+    OtherTool,
+    Part,
     call_part,
     function_tool,
     join_turns,
+    leave_out_tool,
     one_if_text,
     parse_arguments,
-    usage_of,
+    text_of,
+    thoughts_of,
 )
-from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, Sampled, Section, Unsupported, described
 from coordinator.api.errors import ErrorBody, HttpError
+from coordinator.api.left_out import leave_out
 from coordinator.api.server import Server
 from coordinator.api.sse import DONE, Event, renaming
 from coordinator.engine.engine import Engine
@@ -47,22 +57,17 @@ _REFUSED = {
 }
 
 
-class TextPart(Section):
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-
-
 class ReasoningPart(Section):
     text: str
 
 
-TextParts = Annotated[list[TextPart], BeforeValidator(one_if_text(lambda text: {"type": "text", "text": text}))]
+Parts = Annotated[list[Part], BeforeValidator(one_if_text(lambda text: {"type": "text", "text": text}))]
 
 
 class MessageItem(Section):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: TextParts
+    content: Parts
 
 
 class CallItem(Section):
@@ -72,10 +77,19 @@ class CallItem(Section):
     arguments: str
 
 
-class CallOutputItem(Section):
-    type: Literal["function_call_output"]
+class CustomCallItem(Section):
+    """A call of a tool that takes plain text."""
+
+    type: Literal["custom_tool_call"]
     call_id: str
-    output: TextParts
+    name: str
+    input: str
+
+
+class CallOutputItem(Section):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: Parts
 
 
 class ReasoningItem(Section):
@@ -86,19 +100,35 @@ class ReasoningItem(Section):
     summary: list[ReasoningPart] = Field(default_factory=list)
 
 
-def _type_of(item: Any) -> Any:
-    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+class OtherItem(Section):
+    """What another server has done, such as a search of the web: the conversation goes on without it."""
+
+    type: str
+
+
+_TAGS = {"custom_tool_call_output": "function_call_output", "item_reference": None}  # a reference: nothing is stored
+_KNOWN = ("message", "function_call", "function_call_output", "custom_tool_call", "reasoning")
+
+
+def _type_of(item: Any) -> str | None:
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    if not isinstance(kind, str):
+        return None
+    tag = _TAGS.get(kind, kind)
+    return tag if tag is None or tag in _KNOWN else "other"
 
 
 Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
     | Annotated[CallOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[OtherItem, Tag("other")],
     Discriminator(
         _type_of,
         custom_error_type="unsupported_item",
-        custom_error_message="expected an item of type message, function_call, function_call_output or reasoning",
+        custom_error_message="expected an item with a type, and no reference: this server stores nothing",
     ),
 ]
 Items = Annotated[list[Item], BeforeValidator(one_if_text(lambda text: {"role": "user", "content": text}))]
@@ -113,6 +143,16 @@ class FunctionTool(Section):
     parameters: Json | None = None
 
 
+def _tool_type(tool: Any) -> str:
+    kind = tool.get("type", "function") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "function" if kind == "function" else "other"
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")], Discriminator(_tool_type)
+]
+
+
 class ForcedTool(Section):
     """The tool that must be called."""
 
@@ -124,13 +164,14 @@ class Format(Section):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     schema_: Json | None = Field(default=None, alias="schema")
+    strict: bool | None = Field(default=None, exclude=True)
 
     def grammar(self) -> str | None:
         """Return the grammar of the answer. Raises InputError for a schema that cannot be enforced."""
         if self.type == "json_schema":
             if self.schema_ is None:
                 raise InputError("text.format.schema", "expected an object, found none")
-            return json_grammar(self.schema_)
+            return json_grammar(self.schema_, is_strict=self.strict is True)
         return json_grammar() if self.type == "json_object" else None
 
 
@@ -138,28 +179,22 @@ class TextConfig(Section):
     format: Format = Format()
 
 
-class Effort(Section):
-    effort: str | None = None
-
-
-class ResponsesBody(Sampled):
+class ResponsesBody(Conversing):
     """The body of `/v1/responses`. `to_spec` refuses its fields that would change the answer and are not supported."""
 
     unsupported: ClassVar[Unsupported] = UNSUPPORTED | OPENAI_ONLY
-    model: str | None = None
+    model: ModelName | None = None
     input: Items = Field(min_length=1)
     instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
-    tools: list[FunctionTool] = Field(default_factory=list)
+    max_output_tokens: Limit = None
+    tools: list[Tool] = Field(default_factory=list)
     tool_choice: Literal["auto", "none", "required"] | ForcedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig = TextConfig()
-    reasoning: Effort | None = None
     stream: bool = False
     presence_penalty: float | None = described("presence_penalty")
     frequency_penalty: float | None = described("frequency_penalty")
     metadata: dict[str, str] | None = None
-    chat_template_kwargs: Json = Field(default_factory=dict)
     previous_response_id: str | None = None
     conversation: Any = None
     prompt: Any = None
@@ -202,11 +237,11 @@ class ResponsesBody(Sampled):
             "usage": None,
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
-            "tools": [tool.model_dump() | {"strict": False} for tool in self.tools],
+            "tools": [tool.model_dump() | {"strict": False} for tool in self._functions()],
             "tool_choice": choice.model_dump() if isinstance(choice, ForcedTool) else choice or "auto",
             "parallel_tool_calls": self._calls().is_parallel,
             "text": self.text.model_dump(by_alias=True, exclude_none=True),
-            "reasoning": (self.reasoning or Effort()).model_dump() | {"summary": None},
+            "reasoning": {"effort": self.reasoning.effort if self.reasoning else None, "summary": None},
             "temperature": sampling.temperature,
             "top_p": sampling.top_p or 1.0,
             "presence_penalty": sampling.presence_penalty,
@@ -215,38 +250,48 @@ class ResponsesBody(Sampled):
             "top_logprobs": 0,
         }
 
+    def _functions(self) -> list[FunctionTool]:
+        """Return the tools that the model can be offered."""
+        return [tool for tool in self.tools if isinstance(tool, FunctionTool)]
+
     def _conversation(self) -> Conversation:
+        for tool in self.tools:
+            if isinstance(tool, OtherTool):
+                leave_out_tool(tool.type)
         instructions = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         parts = [*instructions, *(part for item in self.input for part in _parts_of(item))]
-        tools = () if self.tool_choice == "none" else self.tools
+        tools = () if self.tool_choice == "none" else self._functions()
         return Conversation(
             join_turns(parts),
             tuple(function_tool(tool.name, tool.description, tool.parameters) for tool in tools),
-            self._effort() | self.chat_template_kwargs,
+            self.template_arguments(),
         )
 
-    def _effort(self) -> Json:
-        """Return the template arguments, by the names that most templates use."""
-        effort = self.reasoning.effort if self.reasoning else None
-        if effort is None:
-            return {}
-        return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
 
-
-def _parts_of(item: MessageItem | CallItem | CallOutputItem | ReasoningItem) -> Iterator[Json]:
+def _parts_of(
+    item: MessageItem | CallItem | CustomCallItem | CallOutputItem | ReasoningItem | OtherItem,
+) -> Iterator[Json]:
     """Yield an item as parts of a template's messages."""
     match item:
         case MessageItem():
             role = "system" if item.role == "developer" else item.role  # templates do not know developers
-            yield from ({"role": role, "content": part.text} for part in item.content)
+            parts = [part.model_dump() for part in item.content]
+            thoughts = thoughts_of(parts)
+            yield {"role": role, "content": text_of(parts, "input")} | (
+                {"reasoning_content": thoughts} if thoughts else {}
+            )
         case CallItem():
             yield call_part(item.call_id, item.name, parse_arguments(item.arguments))
+        case CustomCallItem():
+            yield call_part(item.call_id, item.name, {"input": item.input})
         case CallOutputItem():
-            text = "\n".join(part.text for part in item.output)
+            text = text_of((part.model_dump() for part in item.output), "input")
             yield {"role": "tool", "tool_call_id": item.call_id, "content": text}
         case ReasoningItem():
-            parts = item.content or item.summary
-            yield from ({"role": "assistant", "reasoning_content": part.text} for part in parts)
+            for thought in item.content or item.summary:
+                yield {"role": "assistant", "reasoning_content": thought.text}
+        case OtherItem():
+            leave_out(f"input.{item.type}")
 
 
 _PARTS = OneOf(
@@ -297,8 +342,9 @@ class ToolOfResponse(FunctionTool):
     strict: Literal[False] = False
 
 
-class ReasoningOfResponse(Effort):
-    summary: None = None
+class ReasoningOfResponse(TypedDict):
+    effort: str | None
+    summary: None
 
 
 class ResponseObject(TypedDict):
@@ -500,4 +546,4 @@ def _part(block: Block) -> Json:
 
 async def responses(server: Server, body: ResponsesBody) -> ResponsesAnswer:
     """Answer items of input as Open Responses says."""
-    return ResponsesAnswer(body, server.names[0])
+    return ResponsesAnswer(body, server.name_for(body.model))

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import re
+import socket
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,10 +57,15 @@ class ServeOptions:
 
     @property
     def hosts(self) -> Sequence[str]:
-        """Host names that requests may give; none: any name."""
-        if self.is_public and not self.allowed_hosts:
+        """Host names that requests may give beside addresses; none: any name.
+
+        A web page can give its own name this server's address (DNS rebinding), but it has no key.
+        """
+        if self.is_public and self.keys is not None and not self.allowed_hosts:
             return ()
-        return ("localhost", "127.0.0.1", "::1", self.host.lower(), *(name.lower() for name in self.allowed_hosts))
+        own = socket.gethostname().lower().partition(".")[0]
+        known = ("localhost", socket.gethostname(), own, f"{own}.local", self.host, *self.allowed_hosts)
+        return tuple(name.lower() for name in known)
 
     def url(self, port: int) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -74,9 +80,8 @@ class ServeOptions:
                 expected = "expected an origin as browsers write it, such as https://example.org:8080"
                 raise InputError("cors_origin", f"{expected}, got {origin!r}")
         if self.is_public and self.keys is None and not self.insecure:
-            raise InputError(
-                "host", f"{self.host} can be reached by others: expected --api-key-file with it, or --insecure"
-            )
+            expected = "expected --api-key-file with it (or BRIGADE_API_KEY), or --insecure"
+            raise InputError("host", f"{self.host} can be reached by others: {expected}")
         if self.is_public and self.tls is None:
             what = "prompts, answers and keys" if self.keys else "prompts and answers"
             say(f"warning: {what} travel in clear; give --tls-cert and --tls-key to encrypt them")
@@ -100,7 +105,14 @@ async def serve(options: ClusterOptions, serving: ServeOptions) -> None:
     )
     folder = inputs.checkpoint.name  # clients see only its last part
     names = serving.names or (Path(folder).name if Path(folder).is_absolute() else folder,)
-    server = Server(inputs, names, serving.limits, stats=stats, max_waking=serving.max_waiting)
+    server = Server(
+        inputs,
+        names,
+        serving.limits,
+        answers_any_name=not serving.names,
+        stats=stats,
+        max_waking=serving.max_waiting,
+    )
     app = make_app(server, keys=serving.keys, hosts=serving.hosts, origins=serving.cors_origins)
     with listening_socket(serving.host, serving.port) as listener:
         url = serving.url(listener.getsockname()[1])

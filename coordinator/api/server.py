@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator.api.errors import HttpError
+from coordinator.api.left_out import SeenNames
 from coordinator.engine.engine import Engine, ServerState, ServerStatus
 from coordinator.engine.inputs import InputProcessor
 from coordinator.engine.stats import Stats
@@ -23,6 +24,7 @@ _NEXT: Mapping[ServerState, frozenset[ServerState]] = {
     ServerState.RECOVERING: frozenset({ServerState.READY, ServerState.RECOVERING, ServerState.DRAINING}),
     ServerState.DRAINING: frozenset({ServerState.DRAINING}),
 }
+_WAITED_FOR = (ServerState.LOADING, ServerState.ASLEEP, ServerState.WAKING)
 
 
 @dataclass(frozen=True)
@@ -44,17 +46,21 @@ class Server:
         names: Sequence[str],
         limits: RequestLimits | None = None,
         *,
+        answers_any_name: bool = False,
         stats: Stats | None = None,
         max_waking: int = 256,
     ) -> None:
         """Begin as LOADING.
 
         Args:
-            names: of the model; answers carry the first.
-            max_waking: requests that may wait while an unloaded model is loaded again; at least one always may.
+            names: of the model; an answer carries the one that its request gives, else the first.
+            answers_any_name: requests may give other names, too.
+            max_waking: requests that may wait while the model is loaded; at least one always may.
         """
         self.inputs = inputs
         self.names = names
+        self._answers_any_name = answers_any_name
+        self.seen = SeenNames()
         self.started = int(time.time())
         self.limits = limits or RequestLimits()
         self.stats = stats or Stats()
@@ -120,17 +126,17 @@ class Server:
             await self._changed.wait()
 
     async def wake_engine(self) -> Engine:
-        """Return the engine, after loading the model again if it is asleep.
+        """Return the engine, once the model is loaded: an unloaded one is loaded again.
 
         Raises:
             HttpError: no request can be answered (503). QueueFull: too many requests wait already.
         """
-        if self.state in (ServerState.ASLEEP, ServerState.WAKING):
+        if self.state in _WAITED_FOR:
             if self._num_waking >= self._max_waking:
-                raise QueueFull(f"{self._num_waking} requests wait for the model to be loaded again; try again later")
+                raise QueueFull(f"{self._num_waking} requests wait for the model to be loaded; try again later")
             self._num_waking += 1
             try:
-                while self.state in (ServerState.ASLEEP, ServerState.WAKING):
+                while self.state in _WAITED_FOR:
                     if self.state is ServerState.ASLEEP:
                         self._become(ServerState.WAKING, "a request came: the model is loaded again")
                     await self._changed.wait()
@@ -143,6 +149,12 @@ class Server:
         if self.engine is None or not self.takes_requests:
             raise HttpError(503, f"{self.state.word}: {self.why}", self.state.word)
         return self.engine
+
+    def name_for(self, name: str | None) -> str:
+        """Return the name that the answer to a request for this model carries."""
+        if name is None or not self._answers_any_name:
+            self.require_name(name)
+        return self.names[0] if name is None else name
 
     def require_name(self, name: str | None) -> None:
         """Raise HttpError (404) for a model that is not served here."""

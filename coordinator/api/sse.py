@@ -11,6 +11,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from coordinator.api.errors import HttpError, JSONResponse, http_error
+from coordinator.api.left_out import leave_out
 from coordinator.api.server import Server
 from coordinator.cluster.log import log
 from coordinator.engine.engine import Engine, collect
@@ -73,7 +74,9 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        raise type(error)(names.get(error.field, error.field), error.message) from error
+        renamed = error.again()
+        renamed.field = names.get(error.field, error.field)
+        raise renamed from error
 
 
 async def respond(request: Request, answer: ApiAnswer) -> Response:
@@ -86,14 +89,20 @@ async def respond(request: Request, answer: ApiAnswer) -> Response:
     server: Server = request.app.state.server
     is_prepared = False
 
+    async def prepare(engine: Engine) -> Sequence[EngineRequest]:
+        requests = await answer.prepare(engine)
+        for name in requests[0].not_enforced:
+            leave_out(name)
+        return requests
+
     async def whole() -> Mapping[str, Any]:
         engine = await server.wake_engine()
-        return answer.whole(await collect(engine, await answer.prepare(engine), traced=answer.is_traced))
+        return answer.whole(await collect(engine, await prepare(engine), traced=answer.is_traced))
 
     async def events() -> AsyncGenerator[Event, None]:
         nonlocal is_prepared
         engine = await server.wake_engine()
-        requests = await answer.prepare(engine)
+        requests = await prepare(engine)
         is_prepared = True
         async with aclosing(engine.generate_all(requests, traced=answer.is_traced)) as outputs:
             async for index, output in outputs:

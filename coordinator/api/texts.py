@@ -10,13 +10,13 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 from typing_extensions import TypedDict
 
-from coordinator.api.body import Section, TokenIds, require_one
+from coordinator.api.body import ModelName, Section, TokenIds, require_one
 from coordinator.api.errors import HttpError
 from coordinator.api.openai import Message
 from coordinator.api.server import Server
 from coordinator.engine.scores import score_continuations
 from coordinator.sessions.output import Scored
-from coordinator.sessions.request import Conversation
+from coordinator.sessions.request import Conversation, Prompt
 from worker.errors import ContextExceeded
 from worker.platform.text import Json
 
@@ -26,7 +26,7 @@ _MIN_LIMIT = 32768  # tokens
 class TokenizeBody(Section):
     """A text as it stands, or a conversation in the model's chat template."""
 
-    model: str | None = None
+    model: ModelName | None = None
     prompt: str | None = None
     add_special_tokens: bool = True  # around a text; templates add their own
     messages: list[Message] | None = None
@@ -43,14 +43,15 @@ class TokenizeBody(Section):
     def conversation(self) -> Conversation:
         """Return the conversation. Raises InputError for messages that cannot be served."""
         messages = tuple(message.to_template() for message in self.messages or ())
-        arguments = {"add_generation_prompt": self.add_generation_prompt} | self.chat_template_kwargs
-        return Conversation(messages, tuple(self.tools), arguments)
+        # without it, a conversation that ends with an answer continues that
+        arguments = {} if self.add_generation_prompt else {"add_generation_prompt": False}
+        return Conversation(messages, tuple(self.tools), arguments | self.chat_template_kwargs)
 
 
 class DetokenizeBody(Section):
     """Token ids."""
 
-    model: str | None = None
+    model: ModelName | None = None
     tokens: list[int]
 
 
@@ -67,14 +68,11 @@ class Detokenized(TypedDict):
 
 async def tokenize(server: Server, body: TokenizeBody) -> Tokenized:
     """Return the token ids of a text or of a conversation."""
-    inputs, most = server.inputs, _max_tokens(server)
+    server.name_for(body.model)
+    inputs = server.inputs
+    prompt = body.conversation() if body.prompt is None else body.prompt
     field = "messages" if body.prompt is None else "prompt"
-    try:
-        prompt = body.conversation() if body.prompt is None else body.prompt
-        tokens = list(await inputs.prompt_ids(prompt, most=most, special=body.add_special_tokens))
-    except ContextExceeded as error:  # the length of the text alone shows that it is too long
-        raise HttpError(413, f"{field}: {error.message}", "too_many_tokens", param=field) from None
-    _require_at_most(most, tokens, field)
+    tokens = await bounded_ids(server, prompt, field, special=body.add_special_tokens)
     return {
         "count": len(tokens),
         "max_model_len": server.context,
@@ -83,13 +81,25 @@ async def tokenize(server: Server, body: TokenizeBody) -> Tokenized:
     }
 
 
+async def bounded_ids(server: Server, prompt: Prompt, field: str, *, special: bool = True) -> list[int]:
+    """Return a prompt's token ids. Raises HttpError (413) for far more than the model's context."""
+    most = _most_tokens(server)
+    try:
+        tokens = list(await server.inputs.prompt_ids(prompt, most=most, special=special))
+    except ContextExceeded as error:  # the length of the text alone shows that it is too long
+        raise HttpError(413, f"{field}: {error.message}", "too_many_tokens", param=field) from None
+    _require_at_most(most, tokens, field)
+    return tokens
+
+
 async def detokenize(server: Server, body: DetokenizeBody) -> Detokenized:
     """Return the text of token ids."""
-    _require_at_most(_max_tokens(server), body.tokens, "tokens")
+    server.name_for(body.model)
+    _require_at_most(_most_tokens(server), body.tokens, "tokens")
     return {"prompt": await server.inputs.text_of(body.tokens)}
 
 
-def _max_tokens(server: Server) -> int:
+def _most_tokens(server: Server) -> int:
     """Return a limit above the model's context: clients count and cut texts that are a little too long."""
     return max(_MIN_LIMIT, 2 * server.inputs.spec.context)
 
@@ -108,7 +118,7 @@ _MAX_CONTINUATIONS = 128  # of one request
 
 
 class _Prompted(Section):
-    model: str | None = None
+    model: ModelName | None = None
     prompt: str | None = None
     prompt_tokens: TokenIds | None = None
 
@@ -166,6 +176,7 @@ class ClassifyAnswer(TypedDict):
 
 async def score(server: Server, body: ScoreBody) -> ScoreAnswer:
     """Return the log-probability of each continuation."""
+    name = server.name_for(body.model)
     scores = [
         Scores(
             logprob=math.fsum(each.token.logprob for each in continuation),
@@ -175,12 +186,13 @@ async def score(server: Server, body: ScoreBody) -> ScoreAnswer:
         )
         for continuation in await body.scores(server, body.continuations)
     ]
-    return {"object": "score", "model": server.names[0], "scores": scores}
+    return {"object": "score", "model": name, "scores": scores}
 
 
 async def classify(server: Server, body: ClassifyBody) -> ClassifyAnswer:
     """Return the probability of each label."""
-    return classification(server.names[0], body.labels, await body.scores(server, body.labels))
+    name = server.name_for(body.model)
+    return classification(name, body.labels, await body.scores(server, body.labels))
 
 
 def classification(model: str, labels: Sequence[str], scores: Sequence[Sequence[Scored]]) -> ClassifyAnswer:

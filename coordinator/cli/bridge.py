@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, TextIO
 
@@ -21,7 +21,8 @@ from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
 from coordinator.engine.bounded import TEMPLATES
 from coordinator.sessions.admission import MOST_WAITING
-from coordinator.sessions.output import Answer
+from coordinator.sessions.calls import joined_calls
+from coordinator.sessions.output import Answer, ToolCall
 from coordinator.sessions.request import Conversation, RequestSpec
 from worker.errors import BrigadeError, InputError
 from worker.platform.installation import version_of
@@ -254,17 +255,16 @@ class Reply:
     answer: Answer = field(default_factory=Answer)
     text: str = ""
     reasoning: str = ""
-    tool_calls: list[Json] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)  # in pieces
 
     def add(self, output: Output) -> Json | None:
         """Take an output in, and return its line; None if there is nothing to write."""
         text, tokens = output.content if self.is_chat else output.text, [token.token for token in output.tokens]
-        calls = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in output.tool_calls]
         self.answer.add(output)
         self.text += text
         self.reasoning += output.reasoning
-        self.tool_calls += calls
-        parts = self._chat_parts(output.reasoning, calls)
+        self.tool_calls += output.tool_calls
+        parts = self._chat_parts(output.reasoning, output.tool_calls)
         return {"id": self.id, "text": text, "tokens": tokens, **parts} if parts or text or tokens else None
 
     def last_line(self, finish_reason: str | None, stats: Json | None) -> Json:
@@ -272,14 +272,14 @@ class Reply:
         done = {"id": self.id, "done": True, "finish_reason": finish_reason, "text": self.text}
         return {
             **done,
-            **self._chat_parts(self.reasoning, self.tool_calls),
+            **self._chat_parts(self.reasoning, joined_calls(self.tool_calls)),
             "tokens": self.answer.tokens,
             "stats": stats,
         }
 
-    def _chat_parts(self, reasoning: str, calls: list[Json]) -> Json:
+    def _chat_parts(self, reasoning: str, calls: Sequence[ToolCall]) -> Json:
         """Return the fields of a chat's line that are not empty."""
-        found = {"reasoning": reasoning, "tool_calls": calls} if self.is_chat else {}
+        found = {"reasoning": reasoning, "tool_calls": [asdict(call) for call in calls]} if self.is_chat else {}
         return {name: value for name, value in found.items() if value}
 
 

@@ -56,7 +56,10 @@ PrefillStepSize = Annotated[
 ]
 ApiKeyFile = Annotated[
     Path | None,
-    _server(help="Keys, one per line: KEY or NAME KEY. A server accepts all of them; a client sends the first."),
+    _server(
+        help="Keys, one per line: KEY, NAME KEY or NAME KEY at_once=N. A server accepts all of them, and the one in "
+        "BRIGADE_API_KEY; a client sends the first."
+    ),
 ]
 JsonFlag = Annotated[
     bool, _output("--json", help="Print one JSON object on stdout at the end, and nothing else there.")

@@ -138,12 +138,12 @@ async def open_server(given: ServerFlags) -> AsyncIterator[RemoteServer]:
         InputError: the URL is malformed, or the server refuses the key. ServerFailed: no such server answers.
     """
     assert given.server is not None
-    url, key = given.server, first_key(given.api_key_file) if given.api_key_file else None
+    url, key = given.server, first_key(given.api_key_file)
     async with httpx2.AsyncClient(**client_settings(url, key), timeout=_TIMES) as client:
         try:
             response = await client.get("v1/models")
             if response.status_code == 401:
-                raise InputError("server", f"{url} wants a key: give --api-key-file")
+                raise InputError("server", f"{url} wants a key: give --api-key-file, or set BRIGADE_API_KEY")
             response.raise_for_status()
             name = str(response.json()["data"][0]["id"])
         except httpx2.TransportError as error:

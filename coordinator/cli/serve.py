@@ -97,7 +97,7 @@ def serve(
 
     if (tls_cert is None) != (tls_key is None):
         raise InputError("tls_cert", "expected with --tls-key, both or neither")
-    keys = load_keys(api_key_file) if api_key_file else None
+    keys = load_keys(api_key_file)
     if api_key_file and is_readable_by_others(api_key_file):
         say(f"warning: {api_key_file} can be read by other users of this machine; chmod 600 {api_key_file}")
     serving = ServeOptions(

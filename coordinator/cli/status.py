@@ -56,7 +56,7 @@ async def status(
 
     if watch and as_json:
         raise InputError("watch", "not expected with --json, which prints one object")
-    key = first_key(api_key_file) if api_key_file else None
+    key = first_key(api_key_file)
     is_named = "server" in given_flags(ctx)  # such a server does not stand for this folder's workers
     console = Console(highlight=False)
     while True:

@@ -43,7 +43,7 @@ _CANVAS_SAMPLERS = {"confidence": choose_confident, "entropy": choose_certain}
 # confidence: probabilities; entropy: nats. At first, later, and from which step
 _CANVAS_THRESHOLDS = {"confidence": (0.95, 0.8, 8), "entropy": (0.1, 0.1, 1)}
 _FILL_WINDOW = 16  # of diffusion-fast, whose text depends on it: never chosen by measurement
-_LARGEST_WINDOW = LENGTHS[-1] // 2  # MASK rows and as many drafts still make one of the lengths
+LARGEST_WINDOW = LENGTHS[-1] // 2  # MASK rows and as many drafts still make one of the lengths
 _LONG_MATCH = 8  # tokens that must have stood in the text for its drafts to be tried before a drafter's
 _KEEP = 4  # tokens at the beginning that a rotating cache never lets go of, as in mlx-lm
 
@@ -131,8 +131,8 @@ def make_decode(
     """Return the decoder that flags choose. Raises InputError, naming the parameter, for an invalid value."""
     if kind not in KINDS:
         raise InputError("decode", f"expected one of {', '.join(KINDS)}, got {kind!r}")
-    if window != "auto" and not (window.isdecimal() and len(window) < 9 and 1 <= int(window) <= _LARGEST_WINDOW):
-        raise InputError("window", f"expected a whole number from 1 to {_LARGEST_WINDOW} or `auto`, got {window!r}")
+    if window != "auto" and not (window.isdecimal() and len(window) < 9 and 1 <= int(window) <= LARGEST_WINDOW):
+        raise InputError("window", f"expected a whole number from 1 to {LARGEST_WINDOW} or `auto`, got {window!r}")
     for field, value in (("entropy_threshold", entropy_threshold), ("position_penalty", position_penalty)):
         if not (math.isfinite(value) and value >= 0):
             raise InputError(field, f"expected a number from 0, got {value:g}")

@@ -226,14 +226,19 @@ class GrammarTrials(Bounded):
         """`folder` holds the model's tokenizer.json."""
         super().__init__(("grammars", str(folder), str(vocab_size), ",".join(map(str, eos))), bounds)
 
-    def require(self, text: str) -> None:
-        """Raise SamplingError for a grammar that is invalid, matches nothing, or takes too much."""
+    def require(self, text: str) -> list[str]:
+        """Return the keywords of a grammar's JSON schemas that it does not enforce.
+
+        Raises:
+            SamplingError: the grammar is invalid, matches nothing, or takes too much.
+        """
         try:
             outcome, found = self.ask(bytes(msgpack.packb(text)))
         except Excess as excess:
             raise SamplingError(f"the grammar {excess} to compile; make it simpler") from None
         if outcome != "done":
             raise SamplingError(str(found))
+        return list(found)
 
 
 class LongTexts(Bounded):
@@ -352,8 +357,9 @@ def _grammars(folder: str, vocab_size: str, eos: str) -> Job:
     def require(text: Any) -> JobResult:
         try:
             grammars = Grammars(Path(folder), int(vocab_size))  # a new one, to keep nothing
-            grammars.guide(Grammar(text=text, eos=ends)).require_beginning()
-            return "done", None
+            guide = grammars.guide(Grammar(text=text, eos=ends))
+            guide.require_beginning()
+            return "done", guide.not_enforced()
         except SamplingError as error:
             return "refused", error.message
 

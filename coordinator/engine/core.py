@@ -394,7 +394,7 @@ class EngineCore:
         await chain.begins_draining.wait()
         if (draining := chain.draining) is None:
             return  # requests can go on without that node by now
-        for session in [session for session in self.sessions if session.slot is None]:
+        for session in [session for session in self.sessions if session.state is SessionState.WAITING]:
             session.put(draining.again())
             self._forget(session, keep=False)
         self.scheduler.slots.forget_kept()

@@ -18,12 +18,20 @@ Spell = Callable[[str], str]  # a text with markers in it, as a rule of Lark: se
 _COMPACT: Any = {"whitespace_flexible": False}  # or an answer could be blanks to its end
 
 
-def json_grammar(schema: Mapping[str, Any] | None = None, *, field: str = "response_format") -> str:
-    """Return a grammar of this schema; of any object without one. Raises InputError for an unsupported schema."""
+def json_grammar(
+    schema: Mapping[str, Any] | None = None, *, is_strict: bool = True, field: str = "response_format"
+) -> str:
+    """Return a grammar of this schema; of any object without one.
+
+    Without `is_strict` it leaves out keywords that llguidance does not enforce, such as `uniqueItems`.
+
+    Raises:
+        InputError: the schema is unsupported.
+    """
     text = json.dumps({"type": "object"} if schema is None else schema)
     _require_small(text, field)
     try:
-        return LLMatcher.grammar_from_json_schema(text, overrides=_COMPACT)
+        return LLMatcher.grammar_from_json_schema(text, overrides={**_COMPACT, "lenient": not is_strict})
     except ValueError as error:
         raise InputError(field, f"expected a JSON schema: {error}") from error
 
@@ -164,7 +172,7 @@ def _arguments(function: Mapping[str, Any]) -> str:
     schema = function.get("parameters") or _NO_ARGUMENTS
     if not isinstance(schema, dict):
         raise InputError("tools", f"expected parameters of {function['name']} as a JSON schema, an object")
-    return json_grammar({"type": "object"} | schema, field="tools")
+    return json_grammar({"type": "object"} | schema, is_strict=function.get("strict") is True, field="tools")
 
 
 def _literal(text: str) -> str:

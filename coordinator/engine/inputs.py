@@ -187,8 +187,10 @@ class InputProcessor:
             arguments = {"enable_thinking": False, **asked.prompt.template_arguments}
             asked = replace(asked, prompt=replace(asked.prompt, template_arguments=arguments))
         prompt = await self.prompt_ids(asked.prompt, most=self.spec.context - 1)
+        not_enforced: list[str] = []
         if asked.is_constrained:
-            sampling.grammar.CopyFrom(await self._grammar(asked, prompt))
+            grammar, not_enforced = await self._grammar(asked, prompt)
+            sampling.grammar.CopyFrom(grammar)
         request = Request(
             prompt=prompt,
             max_tokens=self._max_tokens if asked.max_tokens is None else asked.max_tokens,
@@ -201,6 +203,7 @@ class InputProcessor:
             score_from=asked.score_from,
             tools=asked.tools,
             has_parallel_calls=asked.calls.is_parallel,
+            not_enforced=tuple(f"schema.{keyword}" for keyword in not_enforced),
         )
         check_request(request, spec)
         return request
@@ -263,10 +266,15 @@ class InputProcessor:
         Raises:
             InputError: this model cannot follow a grammar.
         """
-        return await self._grammar(RequestSpec((), grammar=regex_grammar("(.|\n)*")), ())
+        grammar, _ = await self._grammar(RequestSpec((), grammar=regex_grammar("(.|\n)*")), ())
+        return grammar
 
-    async def _grammar(self, asked: RequestSpec, prompt: tuple[int, ...]) -> Grammar:
-        """Return the grammar of the answer, after a trial compilation. Raises InputError if it cannot be enforced."""
+    async def _grammar(self, asked: RequestSpec, prompt: tuple[int, ...]) -> tuple[Grammar, list[str]]:
+        """Return the grammar of the answer, after a trial compilation, and what it leaves out of its schemas.
+
+        Raises:
+            InputError: the grammar cannot be enforced.
+        """
         field = "tool_choice" if asked.calls.are_forced else "response_format"
         if asked.ignore_eos or not self.eos:
             raise InputError(field, "expected an end-of-sequence token to end it, found none")
@@ -275,7 +283,7 @@ class InputProcessor:
         except (FrameError, SamplingError) as error:
             raise InputError(field, error.message) from error
 
-    def _tried(self, asked: RequestSpec, prompt: tuple[int, ...]) -> Grammar:
+    def _tried(self, asked: RequestSpec, prompt: tuple[int, ...]) -> tuple[Grammar, list[str]]:
         eos = sorted(self.eos)
         spell = partial(self._grammars.spelled, eos=eos)
         markers = self.tokenizer.markers(prompt) if self.tokenizer else Markers(None, "normal")
@@ -286,8 +294,7 @@ class InputProcessor:
             text = after_thought(text, markers, spell)
         grammar = Grammar(text=text, begins=len(prompt), eos=eos)
         check_grammar(grammar)
-        self._trials.require(text)
-        return grammar
+        return grammar, self._trials.require(text)
 
     def _require_tokenizer(self, field: str) -> Tokenizer:
         if self.tokenizer is None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # it imports mlx, for which --help should not wait
     from coordinator.cluster.recovery_record import Recovered
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")  # of the request that the present task answers
+KEY_HOLDER: ContextVar[str] = ContextVar("key_holder", default="")  # the name of its API key; empty without keys
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 TOKENS = tuple(float(2**power) for power in range(18))
 RATES_S = 120  # for which rates are kept
@@ -33,6 +34,8 @@ _COUNTERS = {
     "prefix_cache_hits": ("Of those, tokens found there.", ()),
     "request_success": ("Requests that ended, by reason.", ("finished_reason",)),
     "requests_rejected": ("Requests that were never run.", ("reason",)),
+    "key_requests": ("Requests that ended, by the name of their API key.", ("key",)),
+    "key_tokens": ("Tokens of their answers.", ("key",)),
     "recoveries": ("Lost chains that another one took over from.", ("cause",)),
     "decoder_tokens": ("Tokens of answers that ended.", ("decoder",)),
     "decoder_steps": ("Steps that they took.", ("decoder",)),
@@ -77,6 +80,7 @@ class FinishedRequest:
     """A request that has ended. Times are in seconds; None for a stage of its life that it did not reach."""
 
     id: str
+    key: str  # the name of its API key; empty without keys
     decoder: str
     num_prompt: int
     num_generated: int
@@ -132,7 +136,7 @@ class Stats:
 
     def begin(self, request: Request) -> RequestStats:
         """Return the statistics of a request that begins; call `end` on them."""
-        begun = RequestStats(self, request, REQUEST_ID.get())
+        begun = RequestStats(self, request, REQUEST_ID.get(), KEY_HOLDER.get())
         if not self.under_way:
             self.stages.rest(begun.started)
         begun.parts_before = dict(self.stages.parts)
@@ -158,8 +162,9 @@ class Stats:
 class RequestStats:
     """The statistics of one request under way."""
 
-    def __init__(self, stats: Stats, request: Request, request_id: str) -> None:
+    def __init__(self, stats: Stats, request: Request, request_id: str, key: str) -> None:
         self.id = request_id
+        self.key = key
         self.request = request
         self.num_generated = 0
         self.started = time.monotonic_ns()
@@ -217,6 +222,7 @@ class RequestStats:
         usage = self._last.usage if self._last else None
         return FinishedRequest(
             id=self.id,
+            key=self.key,
             decoder=self.decoder,
             num_prompt=self.num_prompt,
             num_generated=self.num_generated,
@@ -235,6 +241,9 @@ class RequestStats:
     def _observe(self, finished: FinishedRequest) -> None:
         counters, histograms = self._stats.counters, self._stats.histograms
         counters["request_success"].labels(finished.finish_reason).inc()
+        if finished.key:
+            counters["key_requests"].labels(finished.key).inc()
+            counters["key_tokens"].labels(finished.key).inc(finished.num_generated)
         counters["decoder_tokens"].labels(finished.decoder).inc(finished.num_generated)
         counters["decoder_steps"].labels(finished.decoder).inc(finished.num_steps)
         if self._last and (usage := self._last.usage):

@@ -198,6 +198,7 @@ def log_request(finished: FinishedRequest) -> None:
         f"{finished.num_generated} tokens in {finished.total_s:.2f} s{first}",
         level="warning" if finished.finish_reason in ("error", "refused") else "info",
         request_id=finished.id or None,
+        key=finished.key or None,
         finish_reason=finished.finish_reason,
         prompt_tokens=finished.num_prompt,
         completion_tokens=finished.num_generated,

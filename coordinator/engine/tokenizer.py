@@ -121,7 +121,8 @@ class Tokenizer:
             given = prompt.messages, prompt.tools, prompt.template_arguments
             prompt = str(self._apply_template(*given, tokenize=False))
         if (least := self._least.of(prompt)) > most:
-            raise ContextExceeded("prompt", f"expected at most {most} tokens, found at least {least}; shorten it")
+            reason = f"expected at most {most} tokens, found at least {least}; shorten it"
+            raise ContextExceeded("prompt", reason, num_tokens=least, most=most)
 
     def _apply_template(
         self,
@@ -137,7 +138,18 @@ class Tokenizer:
             others = ", ".join(sorted(_RESERVED - {min(reserved)}))
             message = f"{min(reserved)} is not the chat template's to know; leave it out (nor is any of {others})"
             raise InputError("chat_template_kwargs", message)
-        given = {"add_generation_prompt": True, **arguments, **settings} | ({"tools": list(tools)} if tools else {})
+        begins: dict[str, Any] = {"add_generation_prompt": True}
+        if _is_begun(messages) and not begins.keys() & arguments.keys():
+            begins = {"add_generation_prompt": False, "continue_final_message": True}
+        given = {**begins, **arguments, **settings} | ({"tools": list(tools)} if tools else {})
+        try:
+            return self._rendered(messages, given)
+        except InputError:
+            if (plain := _with_one_system(messages)) == [*messages]:
+                raise
+            return self._rendered(plain, given)
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> Any:
         try:
             return self._wrapper.apply_chat_template(list(messages), **given)
         except _UNSUITABLE as error:
@@ -199,6 +211,28 @@ class Tokenizer:
     @property
     def eos(self) -> frozenset[int]:
         return frozenset(self._wrapper.eos_token_ids)
+
+
+def _is_begun(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the last message is the beginning of the answer, which the model continues."""
+    last = messages[-1] if messages else {}
+    return last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
+
+
+def _with_one_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the conversation for templates that take one system message, at the beginning: later ones are the user's.
+
+    Agents tell the model of what has changed in the middle of a conversation.
+    """
+    turns: list[Mapping[str, Any]] = []
+    for message in messages:
+        if message.get("role") == "system" and any(turn.get("role") != "system" for turn in turns):
+            message = {**message, "role": "user"}
+        if turns and message.get("role") == turns[-1].get("role") and message.get("role") in ("system", "user"):
+            turns[-1] = {**turns[-1], "content": f"{turns[-1]['content']}\n{message['content']}"}
+        else:
+            turns.append(message)
+    return turns
 
 
 @cache

@@ -1,7 +1,9 @@
 """Slots: the sessions' rows in the KV caches of all stages, and the memory that is reserved for them. Pure.
 
-The memory reserved never exceeds a stage's budget. The slot of an ended session is kept as a prefix cache for later
-requests that begin alike, until a session needs its memory; the least recently used goes first.
+The memory reserved never exceeds a stage's budget. It grows with the answer, since most answers end long before their
+limit. Where it ends, the newest sessions lose their slots and are replayed later, and the oldest goes on. The slot of
+an ended session is kept as a prefix cache for later requests that begin alike, until a session needs its memory; the
+least recently used goes first.
 """
 
 from bisect import bisect
@@ -12,6 +14,7 @@ from functools import lru_cache
 from itertools import count
 from operator import add, sub
 
+from coordinator.decoding.decode_options import LARGEST_WINDOW
 from coordinator.planning.plan import Plan
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import Cache, Opening
@@ -21,6 +24,8 @@ from worker.platform.text import format_bytes
 
 MOST_WAITING = 1024  # default limit of sessions that wait for memory
 _MOST_KEPT = 64  # slots of ended sessions
+_GROWTH = 4 * LARGEST_WINDOW  # tokens of an answer for which memory is reserved at once
+_LOW = 2 * LARGEST_WINDOW  # tokens that are left when more is reserved: others can give way before it has to wait
 _MIN_SHARED = 16  # tokens: copying fewer costs more than it saves
 
 Bytes = tuple[int, ...]  # one number per stage
@@ -91,8 +96,8 @@ class SessionSlot:
     """One session's slot."""
 
     session: Session
-    needed: Bytes  # memory of its caches at the end of the session
     promised: Bytes  # memory reserved for it now
+    rows: int = 0  # of every cache, for which there is memory
     state: SlotState = SlotState.WAITING
     last_step: int = 0  # the last step that carried a window of it
 
@@ -143,7 +148,7 @@ class Slots:
         return total
 
     def add(self, session: Session) -> None:
-        """Accept a session. It waits until there is memory for all of it and earlier sessions have theirs.
+        """Accept a session. It waits until there is memory for it and earlier sessions have theirs.
 
         Raises:
             ContextExceeded: a stage could not hold it even alone. QueueFull: too many sessions wait already.
@@ -154,11 +159,25 @@ class Slots:
                 found = f"needs {format_bytes(need)} of cache on {node}, which has {format_bytes(budget)} for it"
                 raise ContextExceeded("prompt", f"with its answer it {found}; shorten it or use an int8 cache")
         num_before = self.num_waiting
-        slot = self._slots[session] = SessionSlot(session, needed, promised=(0,) * len(needed))
+        slot = self._wait(session)
         self._admit()
         if slot.state is SlotState.WAITING and num_before >= self.max_waiting:
             self._free(slot)
             raise QueueFull(f"there is no memory for it now, and {num_before} requests wait already; try again later")
+
+    def with_room(self) -> list[SessionSlot]:
+        """Return the active slots with memory for their next window, in the order of arrival.
+
+        First reserve more for those that have little left; a newer one never overtakes an older one.
+        """
+        active = self.active
+        short = [slot for slot in active if slot.rows < slot.session.rows_for(_LOW)]
+        if not short:
+            return active
+        for slot in short:
+            if slot.state in ACTIVE and not self._grow(slot):
+                break
+        return [slot for slot in self.active if slot.rows >= slot.session.rows_for(LARGEST_WINDOW)]
 
     def open(self, slots: Sequence[SessionSlot]) -> list[Opening]:
         """Return the openings of the slots that no stage knows, for the frame that carries their first windows.
@@ -169,7 +188,7 @@ class Slots:
         openings = [self._opening(slot) for slot in new]
         for slot in new:  # only now: a slot cannot be copied before the stages hold it
             slot.enter(SlotState.OPEN)
-            slot.promised = slot.needed
+            slot.promised = self._bytes_of(slot)
         if openings:
             self._admit()  # a slot that was taken over may have held more than its session needs
         return openings
@@ -199,13 +218,57 @@ class Slots:
             if not self._reserve(slot):
                 return
 
+    def _wait(self, session: Session) -> SessionSlot:
+        """Have a session wait for memory, in its place in the order of arrival if it has one."""
+        slot = self._slots[session] = SessionSlot(session, promised=(0,) * len(self._costs.budgets))
+        return slot
+
+    def _bytes_of(self, slot: SessionSlot) -> Bytes:
+        return self._costs.bytes_of(slot.session.request.cache, slot.rows)
+
+    @property
+    def _unreserved(self) -> Bytes:
+        return tuple(map(sub, self._costs.budgets, self.promised))
+
+    def _grow(self, slot: SessionSlot) -> bool:
+        """Reserve more memory for an active slot; return False if kept slots and newer sessions do not have as much."""
+        rows = slot.session.rows_for(_GROWTH)
+        needed = self._costs.bytes_of(slot.session.request.cache, rows)
+        newer = reversed(self.active[self.active.index(slot) + 1 :])
+        takeable = [*self._in(SlotState.KEPT), *(other for other in newer if other.session.may_be_preempted)]
+        more = tuple(max(0, need - had) for need, had in zip(needed, slot.promised, strict=True))
+        room = make_room(more, self._unreserved, [other.promised for other in takeable])
+        if room is None:
+            return False
+        slot.rows, slot.promised = rows, tuple(map(max, needed, slot.promised))
+        taken = [takeable[place] for place in room.evicted]
+        preempted = [each for each in taken if each.state in ACTIVE]
+        for each in taken:
+            if each in preempted:
+                self._preempt(each)
+            else:
+                self._free(each)
+        if preempted:
+            self._admit()  # it may have taken more memory than it needs
+        return True
+
+    def _preempt(self, slot: SessionSlot) -> None:
+        """Free an active slot, and have its session wait for another one."""
+        if slot.state in ON_STAGES:
+            self.closed.append(slot.number)
+        slot.enter(SlotState.FREE)
+        slot.session.preempt()
+        self._wait(slot.session)
+
     def _reserve(self, slot: SessionSlot) -> bool:
         """Give the slot a number and its memory; return False while there is not enough."""
         kept, session = self._in(SlotState.KEPT), slot.session
         source, shared = self._closest(session, kept)
+        rows = session.rows_for(_GROWTH)
+        needed = self._costs.bytes_of(session.request.cache, rows)
         room = make_room(
-            slot.needed,
-            tuple(map(sub, self._costs.budgets, self.promised)),
+            needed,
+            self._unreserved,
             [each.promised for each in kept],
             kept.index(source) if source else None,
             extends=source is not None and shared == source.session.fed,
@@ -217,13 +280,14 @@ class Slots:
         if source and room.takes_over:  # its rows beyond the shared ones stay until the first window cuts them
             del self._slots[source.session]
             session.take_slot(source.number, shared)
-            slot.promised = tuple(map(max, slot.needed, source.promised))
+            slot.promised = tuple(map(max, needed, source.promised))
             slot.enter(SlotState.TAKEN_OVER)
         else:
             used = {each.number for each in self._slots.values() if each.state is not SlotState.WAITING}
             session.take_slot(next(number for number in count() if number not in used))
-            slot.promised = slot.needed
+            slot.promised = needed
             slot.enter(SlotState.PROMISED)
+        slot.rows = rows
         return True
 
     def _opening(self, slot: SessionSlot) -> Opening:

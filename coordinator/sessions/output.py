@@ -53,7 +53,7 @@ NO_TOKENS = KnownTokens()
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A function that the model calls; `arguments` is JSON text."""
+    """A function that the model calls, or a piece of that call; `arguments` is JSON text."""
 
     id: str
     name: str
@@ -102,7 +102,7 @@ class Output:
     stop: str | None = None  # the stop string that ended the answer
     content: str = ""  # the part of the text outside thoughts and calls
     reasoning: str = ""  # the part inside thoughts
-    tool_calls: tuple[ToolCall, ...] = ()  # the calls that ended in this text
+    tool_calls: tuple[ToolCall, ...] = ()  # pieces of calls: those with one id, in order, make a call
 
 
 @dataclass

@@ -72,6 +72,7 @@ class Request:
     known: KnownTokens = NO_TOKENS  # the answer so far, from a journal
     tools: tuple[Mapping[str, Any], ...] = ()  # that the answer may call
     has_parallel_calls: bool = True  # whether one answer may hold several calls
+    not_enforced: tuple[str, ...] = ()  # keywords of its schemas that the grammar leaves out
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,8 @@ def check_request(request: Request, spec: ModelSpec) -> None:
         raise InputError("repeat_guard", f"expected 0 for none or at least 2 times, got {request.repeat_guard}")
     if num_prompt >= spec.context:
         found = f"{spec.name} has room for, found {num_prompt}; shorten it"
-        raise ContextExceeded("prompt", f"expected less than the {spec.context} tokens that {found}")
+        reason = f"expected less than the {spec.context} tokens that {found}"
+        raise ContextExceeded("prompt", reason, num_tokens=num_prompt, most=spec.context - 1)
 
 
 def _check_canvas(request: Request, spec: ModelSpec) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from coordinator.sessions.admission import MOST_WAITING, CacheCosts, SessionSlot, Slots
+from coordinator.sessions.admission import MOST_WAITING, CacheCosts, SessionSlot, Slots, SlotState
 from coordinator.sessions.session import Session, SessionState
 from protos.brigade_pb2 import Frame, Result, Sample
 from worker.errors import FrameError
@@ -67,7 +67,7 @@ class Scheduler:
         return self.slots.num_waiting
 
     def submit(self, session: Session) -> None:
-        """Accept a session. Sessions start in the order of arrival, once every stage has memory for all of it.
+        """Accept a session. Sessions start in the order of arrival, once every stage has memory for them.
 
         Raises:
             ContextExceeded: a stage could not hold it even alone. QueueFull: too many sessions wait already.
@@ -82,7 +82,7 @@ class Scheduler:
 
     def schedule(self) -> Frame | None:
         """Return the next frame to send, or None while nothing can be sent."""
-        active = self.slots.active
+        active = self.slots.with_room()
         if not self.slots.closed and not any(slot.session.is_ready for slot in active):
             return None
         chosen, in_flight, chunk = self._next_lane(active), self._lanes, None
@@ -106,8 +106,8 @@ class Scheduler:
         """Apply a result; return every session of its frame with the samples that became known.
 
         A session whose window failed on a stage ends here, with the reason "error". Results for sessions that have
-        ended are dropped, since another session may use their slots by now; so is the result of a frame that an
-        earlier scheduler of this epoch sent.
+        ended or lost their slots are dropped, since another session may use these by now; so is the result of a frame
+        that an earlier scheduler of this epoch sent.
 
         Raises:
             FrameError: the result belongs to another epoch.
@@ -124,9 +124,10 @@ class Scheduler:
         failed = {failure.slot for failure in result.failures}
         commits = []
         for slot in slots:
-            number, session = slot.number, slot.session
-            if session.state is SessionState.FINISHED:
+            session = slot.session
+            if session.state is SessionState.FINISHED or slot.state is SlotState.FREE:
                 continue
+            number = slot.number
             if number in failed:
                 session.finish("error")
             commits.append((session, session.commit(samples[number], guesses[number], scores[number], soft[number])))

@@ -16,6 +16,7 @@ from worker.memory.history import History
 
 MOST_UNREAD = 256  # outputs; a session with more pauses until half of them are read
 _LONGEST_PERIOD = 64  # tokens of a repeat
+LEAST_PROGRESS = 64  # tokens that a session generates before it is preempted again
 
 
 class SessionState(Enum):
@@ -23,7 +24,7 @@ class SessionState(Enum):
 
     WAITING = "waiting"  # for memory; no stage knows it
     RUNNING = "running"  # it has a slot
-    REPLAYING = "replaying"  # its chain was lost; its tokens are fed again until the next one becomes known
+    REPLAYING = "replaying"  # its chain or slot was lost; its tokens are fed again until the next one becomes known
     FINISHED = "finished"
 
 
@@ -76,6 +77,7 @@ class Session:
         self.is_paused = False  # the reader is far behind
         self.begun = 0  # when its first frame was sent
         self.history = History(request.prompt)
+        self._preempted_at: int | None = None  # tokens that it had generated when it was preempted last
         self._decoder = decoder or Verified()
         self._proposal: Proposal | None = None  # sent and not answered
         self._soft: Soft | None = None  # what the last step made of its canvas
@@ -143,6 +145,15 @@ class Session:
     def most_rows(self) -> int:
         """Rows that every cache needs by the end of the session."""
         return self.num_prompt + self.max_tokens + self._decoder.num_ahead
+
+    def rows_for(self, num_tokens: int) -> int:
+        """Return the rows that every cache needs for so many further tokens."""
+        return min(self.most_rows, len(self.history) + num_tokens + self._decoder.num_ahead)
+
+    @property
+    def may_be_preempted(self) -> bool:
+        """Whether it may lose its slot now: a session that never progressed in between would never end."""
+        return self._preempted_at is None or self.num_generated - self._preempted_at >= LEAST_PROGRESS
 
     @property
     def longest_window(self) -> int:
@@ -300,7 +311,7 @@ class Session:
         self.finish_reason = reason
 
     def rewind(self, decoder: Decoder | None = None) -> None:
-        """Begin again on another chain: all known tokens are fed again, as if they were the prompt.
+        """Begin again in another slot or chain: all known tokens are fed again, as if they were the prompt.
 
         Args:
             decoder: takes over from the present one, which chooses by the costs of the last chain; None keeps that.
@@ -316,6 +327,11 @@ class Session:
         if decoder:
             decoder.restore(self._decoder.fills)
             self._decoder = decoder
+
+    def preempt(self) -> None:
+        """Give up the slot; once there is memory again, all known tokens are fed again."""
+        self.rewind()
+        self._preempted_at = self.num_generated
 
     @property
     def is_traced(self) -> bool:

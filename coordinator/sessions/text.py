@@ -1,15 +1,12 @@
 """The text of answers: detokenisation, stop strings, and the split into content, reasoning and tool calls. Pure."""
 
-import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from coordinator.sessions.calls import WrittenCalls
 from coordinator.sessions.output import KnownTokens, Output, ToolCall
 from worker.errors import ModelError
-from worker.platform.text import to_json
-
-_UNPARSABLE = (ValueError, LookupError, TypeError, AttributeError, SyntaxError)  # what tool parsers raise
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class TextParser:
         self._tools = [dict(tool) for tool in tools]
         self._has_parallel_calls = has_parallel_calls
         self._state = markers.machine.make_state(markers.begins_in) if markers else None
-        self._call: list[str] | None = None  # the text so far of a call that has not ended
+        self._calls: WrittenCalls | None = None  # those that have not ended
         self._has_called = False
 
     @property
@@ -123,44 +120,41 @@ class TextParser:
             segments.append((state, rest))
         content, reasoning, calls = "", "", list[ToolCall]()
         for state, text in segments:
-            if state != "tool" and self._call is not None:
-                rest, found = self._end_call(self._markers, is_whole=True)
+            if state != "tool" and self._calls is not None:
+                rest, found = self._end_calls(self._markers, is_whole=True)
                 content, calls = content + rest, calls + found
             if state == "tool":
-                self._call = [*(self._call or ()), text]
+                calls += self._read_calls(self._markers, text)
             elif state == "reasoning":
                 reasoning += text
             else:
                 content += text
-        if is_last and self._call is not None:
-            rest, found = self._end_call(self._markers, is_whole=not self._markers.call_ends)
+        if is_last and self._calls is not None:
+            rest, found = self._end_calls(self._markers, is_whole=not self._markers.call_ends)
             content, calls = content + rest, calls + found
         output.content, output.reasoning, output.tool_calls = content, reasoning, tuple(calls)
         if output.finish_reason == "stop" and self._has_called:
             output.finish_reason = "tool_calls"
 
-    def _end_call(self, markers: Markers, *, is_whole: bool) -> tuple[str, list[ToolCall]]:
-        """Return (content, calls): the calls in the text, or the text itself if it cannot be parsed as calls."""
-        text, self._call = "".join(self._call or ()), None
-        content = f"{markers.call_begins}{text}{markers.call_ends if is_whole else ''}"
-        if not self._tools or markers.parse is None:
-            return content, []
-        try:
-            parsed = markers.parse(text, self._tools)
-            calls = [_as_call(each) for each in (parsed if isinstance(parsed, list) else [parsed])]
-        except _UNPARSABLE:
-            return content, []
-        if not calls:
-            return content, []
-        kept = calls if self._has_parallel_calls else calls[: not self._has_called]
+    def _read_calls(self, markers: Markers, text: str) -> list[ToolCall]:
+        """Add text between the markers of calls; return the pieces of calls that are certain."""
+        if self._calls is None:
+            most = None if self._has_parallel_calls else int(not self._has_called)
+            can_read = bool(self._tools) and markers.parse is not None
+            self._calls = WrittenCalls(markers.format, markers.parse if can_read else None, self._tools, most)
+        found = self._calls.push(text)
+        self._has_called = self._has_called or bool(found)
+        return found
+
+    def _end_calls(self, markers: Markers, *, is_whole: bool) -> tuple[str, list[ToolCall]]:
+        """Return (content, last pieces of calls); the content is the text itself if it cannot be parsed as calls."""
+        assert self._calls is not None
+        written, self._calls = self._calls, None
+        found = written.finish()
+        if found is None:
+            return f"{markers.call_begins}{written.text}{markers.call_ends if is_whole else ''}", []
         self._has_called = True
-        return "", kept
-
-
-def _as_call(parsed: Mapping[str, Any]) -> ToolCall:
-    arguments = parsed["arguments"]
-    as_text = arguments if isinstance(arguments, str) else to_json(arguments)
-    return ToolCall(str(parsed.get("id") or f"call_{uuid.uuid4().hex[:24]}"), str(parsed["name"]), as_text)
+        return "", found
 
 
 class StopText:

@@ -69,7 +69,8 @@ async def streaming(client: httpx2.AsyncClient, **body: Any) -> AsyncIterator[As
     """The lines of a stream that has begun."""
     async with client.stream("POST", TEXTS, json=body | {"stream": True}) as answer:
         lines = (line async for line in answer.aiter_lines() if line)
-        await anext(lines)
+        while not (await anext(lines)).startswith("data"):
+            pass  # it lives, and its prompt is being fed
         yield lines
 
 
@@ -108,8 +109,8 @@ def test_a_full_queue_is_refused_at_once_and_a_long_wait_in_the_end(talker: Path
             assert (await client.get("/v1/models/talker")).json()["max_model_len"] == 6144
             exceeding = await client.post(TEXTS, json=ENDLESS | {"prompt": [5] * 6200})
             assert (exceeding.status_code, exceeding.json()["error"]["code"]) == (400, "context_length_exceeded")
-            async with streaming(client, **ENDLESS | {"max_tokens": 5800}):
-                both = [client.post(TEXTS, json=ENDLESS | {"max_tokens": 500, "stream": True}) for _ in range(2)]
+            async with streaming(client, **ENDLESS | {"prompt": [5] * 4900, "max_tokens": 1200}):  # its prompt is fed
+                both = [client.post(TEXTS, json=ENDLESS | {"max_tokens": 600, "stream": True}) for _ in range(2)]
                 full, late = sorted(await asyncio.gather(*both), key=lambda found: found.status_code)
                 assert (full.status_code, full.json()["error"]["code"]) == (429, "rate_limit_exceeded")
                 assert full.headers["retry-after"] == "1" and "x-should-retry" not in full.headers

@@ -19,7 +19,7 @@ from tests.cluster.processes import START_S, Running, Starter
 HOSTILE = "<h1>xyz"  # what the model says over and over
 PROMPT = "wherefore art thou a prompt"
 KEY = "open-sesame"
-LABELS = {"stage", "worker", "decoder", "finished_reason", "reason", "cause", "state", "le"}
+LABELS = {"stage", "worker", "decoder", "finished_reason", "reason", "cause", "state", "le", "key"}
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import Engine
 from coordinator.engine.grammars import regex_grammar
 from coordinator.engine.inputs import InputProcessor
+from coordinator.sessions.calls import joined_calls
 from coordinator.sessions.output import Answer, Output
 from coordinator.sessions.request import Calls, Conversation, RequestSpec
 from tests.cluster.callers import THINK_BEGIN, THINK_END, make_caller
@@ -66,6 +67,7 @@ async def answered(model: Engine, spec: RequestSpec) -> tuple[list[int], Output]
         whole.reasoning += output.reasoning
         whole.tool_calls += output.tool_calls
         whole.finish_reason = output.finish_reason
+    whole.tool_calls = tuple(joined_calls(whole.tool_calls))
     return answer.tokens, whole
 
 

@@ -16,6 +16,7 @@ from coordinator.api.anthropic import CountBody, MessagesBody
 from coordinator.api.app import OPERATIONS
 from coordinator.api.body import UNSUPPORTED, Sampled
 from coordinator.api.completions import CompletionBody
+from coordinator.api.conversations import Conversing
 from coordinator.api.openai import ChatBody
 from coordinator.api.responses import _REFUSED, ResponsesBody
 from coordinator.api.texts import ClassifyBody, DetokenizeBody, ScoreBody, TokenizeBody
@@ -158,13 +159,17 @@ def test_every_route_has_its_section_and_every_body_its_fields() -> None:
     routes = sections(PAGES["docs/http.md"])
     assert sorted(routes) == sorted(f"{each.method} {each.path}" for each in OPERATIONS)
     for route, body in BODIES.items():
-        common = set(Sampled.model_fields) if issubclass(body, Sampled) else set()
+        shared = next((each for each in (Conversing, Sampled) if issubclass(body, each)), None)
+        common = set(shared.model_fields) if shared else set()
         own_refusals = set(_REFUSED) if body is ResponsesBody else set()
         named = {field.alias or name for name, field in body.model_fields.items()} - common - own_refusals
         assert names_after("Fields", routes[route]) == named, route
         refused = set(getattr(body, "unsupported", {})) - (set(UNSUPPORTED) if common else set())
         assert names_after("Refused", routes[route]) - named == (refused | own_refusals) - named, route
-    heading = r"^## Fields that all four APIs take$(.*?)^## "
-    [shared] = re.findall(heading, PAGES["docs/http.md"], re.MULTILINE | re.DOTALL)
-    assert names_after("Fields", shared) == set(Sampled.model_fields)
-    assert names_after("Refused", shared) == set(UNSUPPORTED)
+    common, conversing = (
+        next(re.finditer(rf"^## {heading}$(.*?)^## ", PAGES["docs/http.md"], re.MULTILINE | re.DOTALL))[1]
+        for heading in ("Fields that all four APIs take", "Conversations")
+    )
+    assert names_after("Fields", common) == set(Sampled.model_fields)
+    assert names_after("Refused", common) == set(UNSUPPORTED)
+    assert names_after("Fields", conversing) == Conversing.model_fields.keys() - Sampled.model_fields.keys()

@@ -26,6 +26,7 @@ _LIMITS = LLParserLimits(max_grammar_size=20_000, verbose_errors=False)
 _QUIET = 0
 _ENDLESS = "NoExtensionBias"  # llguidance's error for a grammar that allows no token
 _READING = Lock()  # one thread reads a tokenizer at a time
+_KEYWORD = re.compile(r'"([^"]+)"')
 _MARKER = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")  # text that may be a special token
 
 
@@ -87,6 +88,14 @@ class Guide:
         """Raise SamplingError if the grammar allows no first token."""
         self._matcher.compute_bitmask()
         self._require_sound()
+
+    def not_enforced(self) -> list[str]:
+        """Return the keywords of its JSON schemas that the grammar leaves out."""
+        found: dict[str, None] = {}
+        for warning in self._matcher.get_grammar_warnings():
+            listed = _KEYWORD.findall(warning.partition("Unimplemented keys:")[2])
+            found |= dict.fromkeys(listed or warning.split()[:1])
+        return list(found)
 
     def _go_to(self, answer: Sequence[int], *, is_draft: bool) -> bool:
         """Match exactly these tokens; return False for a draft that the grammar forbids."""

@@ -376,17 +376,26 @@ class WeightsCache:
 
     def require_room(self, nbytes: int) -> None:
         """Raise ModelError if this many bytes do not fit even into an empty cache."""
-        most = self._free_bytes() + sum(stat.st_size for stat in self._files().values())
+        most = self._free_bytes() + self._num_bytes()
         if nbytes > most:
             raise self._refusal(nbytes, most)
 
-    def make_room(self, nbytes: int) -> None:
-        """Evict the least recently used files until there is room. Raises ModelError if that is not enough."""
+    def make_room(self, nbytes: int, own: Path | None = None) -> None:
+        """Evict the least recently used pieces until there is room, and a model's small files with its last piece.
+
+        Args:
+            own: the folder whose small files stay, since its pieces come next.
+        Raises:
+            ModelError: that is not enough.
+        """
         free = self._free_bytes()
-        for path, stat in sorted(self._files().items(), key=lambda item: item[1].st_atime_ns):
+        for path, stat in sorted(self._evictable(own).items(), key=lambda item: item[1].st_atime_ns):
             if free >= nbytes:
                 return
-            free += stat.st_size if remove_unused(path) else 0
+            if remove_unused(path):
+                free += stat.st_size
+            if path.parent != own and not _files_in(path.parent):
+                free += _remove_rest(path.parent)
         if free < nbytes:
             raise self._refusal(nbytes, free)
 
@@ -405,7 +414,7 @@ class WeightsCache:
                 unfinished.unlink(missing_ok=True)
                 return None
             partial_file = PartialFile(path, unfinished, begin, nbytes, digest, file)
-            self.make_room(nbytes - partial_file.offset)
+            self.make_room(nbytes - partial_file.offset, path.parent)
             undo.pop_all()
         return partial_file
 
@@ -415,7 +424,7 @@ class WeightsCache:
         disk = shutil.disk_usage(self.folder)
         free = disk.free - disk.total // _SPARE
         if self._limit is not None:
-            free = min(free, self._limit - sum(stat.st_size for stat in self._files().values()))
+            free = min(free, self._limit - self._num_bytes())
         return free
 
     def _refusal(self, nbytes: int, most: int) -> ModelError:
@@ -437,8 +446,16 @@ class WeightsCache:
     def _folders(self) -> list[Path]:
         return [path for path in self.folder.iterdir() if path.is_dir()] if self.folder.is_dir() else []
 
-    def _files(self) -> dict[Path, os.stat_result]:
-        return {path: stat for folder in self._folders() for path, stat in _files_in(folder).items()}
+    def _num_bytes(self) -> int:
+        """Return what all files take."""
+        return sum(stat.st_size for folder in self._folders() for stat in _files_in(folder, "*").values())
+
+    def _evictable(self, own: Path | None) -> dict[Path, os.stat_result]:
+        """Return all pieces, and the small files of models that have none; not those of the folder `own`."""
+        found: dict[Path, os.stat_result] = {}
+        for folder in self._folders():
+            found |= _files_in(folder) or (_files_in(folder, "*") if folder != own else {})
+        return found
 
 
 def _kept(folder: Path) -> Kept:
@@ -454,10 +471,18 @@ def _kept(folder: Path) -> Kept:
     )
 
 
-def _files_in(folder: Path) -> dict[Path, os.stat_result]:
-    """Return a model's pieces, complete or partial, that are not removed meanwhile."""
+def _remove_rest(folder: Path) -> int:
+    """Remove a folder without pieces, but for files in use; return the number of bytes."""
+    found = {path: stat.st_size for path, stat in _files_in(folder, "*").items() if remove_unused(path)}
+    with contextlib.suppress(OSError):  # another process has just begun to receive into it
+        folder.rmdir()
+    return sum(found.values())
+
+
+def _files_in(folder: Path, *patterns: str) -> dict[Path, os.stat_result]:
+    """Return a model's files that are not removed meanwhile, by default its pieces, complete or partial."""
     found = {}
-    for path in [*folder.glob("*.safetensors"), *folder.glob("*.part")]:
+    for path in (path for pattern in patterns or ("*.safetensors", "*.part") for path in folder.glob(pattern)):
         with contextlib.suppress(FileNotFoundError):
             found[path] = path.stat()
     return found

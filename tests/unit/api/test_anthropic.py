@@ -114,7 +114,7 @@ def test_white_space_is_a_text_only_where_nothing_else_is_said() -> None:
     assert whole([last()])["content"] == []
 
 
-@pytest.mark.parametrize(("arguments", "given"), [("[1]", [1]), ("no JSON", "no JSON"), ("", "")])
+@pytest.mark.parametrize(("arguments", "given"), [("[1]", [1]), ("no JSON", "no JSON")])
 def test_arguments_are_an_object_whatever_the_model_says(arguments: str, given: Any) -> None:
     called = [delta(calls=[ToolCall("c", "f", arguments)]), last("tool_calls")]
     assert whole(called)["content"][0]["input"] == {"arguments": given}
@@ -230,7 +230,8 @@ def test_fields_become_those_of_a_request() -> None:
     asked = spec(stop_sequences=["END"], temperature=0.5, top_k=3, seed=7, decode="ar", metadata={"user_id": "x"})
     assert (asked.max_tokens, asked.stops, asked.decode.kind) == (9, ("END",), "ar")
     assert asked.sampling == {"temperature": 0.5, "top_k": 3, "seed": 7}
-    assert spec(output_config={"format": {"type": "json_schema", "schema": TOOL}}).grammar == json_grammar(TOOL)
+    asked = spec(output_config={"format": {"type": "json_schema", "schema": TOOL}})
+    assert asked.grammar == json_grammar(TOOL, is_strict=False)
     assert spec(output_config={"effort": "low"}).grammar is None
     assert read(CountBody, {"messages": HELLO}).conversation() == conversation()  # without max_tokens
 

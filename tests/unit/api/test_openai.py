@@ -102,7 +102,10 @@ def test_a_stream_tells_the_figures_of_its_choices_by_number_in_whatever_order_t
 
 
 def test_calls_of_a_stream_are_numbered_on_and_bytes_of_a_part_of_a_character_are_its_own_or_not_told() -> None:
-    outputs = [Output("", (), 0, tool_calls=(CALL,)), Output("", (), 0, "tool_calls", USAGE, tool_calls=(CALL, CALL))]
+    second, third = (ToolCall(id, "look", "{}") for id in ("call_2", "call_3"))
+    outputs = [
+        Output("", (), 0, tool_calls=(CALL,)), Output("", (), 0, "tool_calls", USAGE, tool_calls=(second, third))
+    ]  # fmt: skip
     calls = [call for chunk in chunks_of(answer_of(), outputs) for call in chunk["choices"][0]["delta"]["tool_calls"]]
     assert [call["index"] for call in calls] == [0, 1, 2]
     made = answer_of(logprobs=True)

@@ -6,7 +6,7 @@ import pytest
 from coordinator.api.app import OPERATIONS, make_app
 from coordinator.api.server import Server
 from coordinator.engine.inputs import InputProcessor
-from tests.unit.api.fakes import app, ask
+from tests.unit.api.fakes import app, ask, served
 
 POSTED = [each.path for each in OPERATIONS if each.method == "POST"]
 JSON = {"Content-Type": "application/json"}
@@ -49,10 +49,11 @@ def test_what_no_shape_can_take_is_refused(
     assert found.headers["x-should-retry"] == "false"
 
 
-def test_a_right_request_is_told_that_no_model_is_loaded_yet() -> None:
-    body = {"messages": [{"role": "user", "content": "hi"}]}
-    found = ask(app(), "POST", "/v1/chat/completions", json=body)
-    assert (found.status_code, found.json()["error"]["code"]) == (503, "loading")
+def test_a_right_request_is_told_that_no_model_will_be_loaded() -> None:
+    body, stopped = {"messages": [{"role": "user", "content": "hi"}]}, served()
+    stopped.stop()
+    found = ask(make_app(stopped), "POST", "/v1/chat/completions", json=body)
+    assert (found.status_code, found.json()["error"]["code"]) == (503, "draining")
     assert found.headers["retry-after"] == "5"
     assert ask(app(), "POST", "/v1/completions", json={"prompt": "a", "model": "gpt"}).status_code == 404
     wrong = ask(app(), "GET", "/v1/completions")
@@ -73,8 +74,8 @@ class Words(InputProcessor):
 
 
 def test_more_tokens_than_anybody_has_a_use_for_are_refused() -> None:
-    served = make_app(Server(Words(), ("talker",)))
+    counting = make_app(Server(Words(), ("talker",)))
     for path, field, more in (("/detokenize", "tokens", [1] * 32769), ("/tokenize", "prompt", "a" * 32769)):
-        assert ask(served, "POST", path, json={field: more[:-1]}).status_code == 200
-        refused = ask(served, "POST", path, json={field: more})
+        assert ask(counting, "POST", path, json={field: more[:-1]}).status_code == 200
+        refused = ask(counting, "POST", path, json={field: more})
         assert (refused.status_code, refused.json()["error"]["param"]) == (413, field)

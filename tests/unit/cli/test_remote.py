@@ -59,7 +59,7 @@ def test_a_refusal_is_raised_as_its_text() -> None:
         outputs_of("gateway", status=502)
 
 
-def test_only_the_first_key_of_a_servers_file_is_brought(
+def test_the_first_key_of_a_servers_file_is_brought_else_that_of_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, brigade: Command
 ) -> None:
     brought: list[Any] = []
@@ -72,4 +72,4 @@ def test_only_the_first_key_of_a_servers_file_is_brought(
     path.write_text("")  # is not taken for none
     with pytest.raises(InputError, match=r"^api_key_file: .* expected a key per line, found none"):
         brigade("status", "--api-key-file", str(path), "--json")
-    assert brought == ["key-of-bob", None]
+    assert brought == ["key-of-bob", "key-of-alice"]

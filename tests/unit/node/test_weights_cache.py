@@ -93,7 +93,7 @@ def cache(tmp_path: Path, checkpoint: Checkpoint) -> Receiver:
 def small(cache: Receiver, tmp_path: Path) -> Receiver:
     """A cache with room for two layers."""
     size = len(cache.piece(0).header) + cache.piece(0).nbytes
-    return Receiver(WeightsCache(tmp_path / "shards", limit=2 * size + 50), cache.checkpoint)
+    return Receiver(WeightsCache(tmp_path / "shards", limit=2 * size + 2000), cache.checkpoint)  # with a config.json
 
 
 def age(path: Path, days: int) -> None:

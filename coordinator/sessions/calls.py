@@ -1,0 +1,226 @@
+"""Tool calls as they are written: their names and arguments, before the calls end. Pure.
+
+mlx-lm's parsers read whole calls only. Where the arguments of a format are JSON, its text is passed on as it comes. In
+other formats the calls so far are closed and parsed from time to time: all but the last argument are final then, and
+so is the beginning of the last one if it is text.
+"""
+
+import ast
+import re
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from coordinator.sessions.output import ToolCall
+from worker.platform.text import to_json
+
+# What tool parsers raise, the last two for values that are nested too deeply.
+_UNPARSABLE = (ValueError, LookupError, TypeError, AttributeError, SyntaxError, RecursionError, MemoryError)
+Parse = Callable[[str, Any], Any]
+
+# By format: what precedes a call's JSON arguments.
+_HEADS = {
+    "json_tools": re.compile(r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)'),
+    "mistral": re.compile(
+        r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)|(?P<other>[\w-]+)\s*\[ARGS\]\s*(?=\{)'
+    ),
+    "kimi_k2": re.compile(r"(?P<id>(?:functions\.)?(?P<name>[^<>\s]+?):\d+)\s*<\|tool_call_argument_begin\|>\s*(?=\{)"),
+}
+_MOST_HEAD = 512  # characters, within which a call's arguments have to begin
+
+# By format: what may close the calls so far, first that which closes an open text.
+_CLOSINGS = {
+    "qwen3_coder": ("</parameter></function>", "</function>"),
+    "glm47": ("</arg_value>", ""),
+    "laguna": ("</arg_value>", ""),
+    "longcat": ("</longcat_arg_value>", ""),
+    "minimax_m2": ("</parameter></invoke>", "</invoke>"),
+    "minicpm5": ("</param>", ""),
+    "muse_spark": ("</atem:parameter>", ""),
+    "kimi_k3": ("<|close|>argument<|sep|><|close|>call<|sep|>", "<|close|>call<|sep|>"),
+    "pythonic": ('")]', "')]", ")]"),
+    "gemma4": ('<|"|>}', "}"),
+    "function_gemma": ("<escape>}", "}"),
+}
+_BEGUN = re.compile(r"<arg_key>|<longcat_arg_key>|[>({]")  # the name of a call has ended
+_UNSURE = 40  # characters at the end of an open text that may belong to the marker that closes it
+_PLAIN = re.compile(r"\s*[A-Za-z]{3}")  # a long text that begins so is no number, list or object
+_STEPS = 64  # parts of a call after each of which it is parsed again
+
+
+@dataclass
+class _Told:
+    """What was told of a call."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass
+class WrittenCalls:
+    """The calls between two markers of an answer, from the first text to the last."""
+
+    format: str
+    parse: Parse | None  # None: all text is content
+    tools: Sequence[Mapping[str, Any]]
+    most_calls: int | None = None  # calls beyond these are dropped
+    text: str = ""
+    _told: list[_Told] = field(default_factory=list)
+    _at: int = 0  # of the JSON that is being read, or of the next head
+    _scan: "_JsonScan | None" = None
+    _next_parse: int = 0  # length of the text
+
+    def push(self, text: str) -> list[ToolCall]:
+        """Add text; return the pieces of calls that are certain now: a new id begins a call."""
+        self.text += text
+        if self.parse is None:
+            return []
+        if self.format in _HEADS:
+            return self._read_json(_HEADS[self.format])
+        if self.format in _CLOSINGS and len(self.text) >= self._next_parse:
+            self._next_parse = len(self.text) + max(16, len(self.text) // _STEPS)
+            return self._read_closed(_CLOSINGS[self.format])
+        return []
+
+    def finish(self) -> list[ToolCall] | None:
+        """Return the last pieces; None if the text is no call. A call that breaks off keeps what was told of it."""
+        calls = self._parsed("")
+        if not calls and not self._told:
+            return None
+        pieces = []
+        for number, (id, name, arguments) in enumerate(calls[: self.most_calls]):
+            whole = arguments if isinstance(arguments, str) else to_json(arguments)
+            if number < len(self._told) and self.format in _HEADS:
+                continue  # its own text was passed on
+            pieces += self._tell(number, name, whole, id)
+        return pieces
+
+    def _parsed(self, closing: str) -> list[tuple[str, str, Any]]:
+        """Return the id, if it has one, the name and the arguments of each call; none if the text cannot be parsed."""
+        if self.parse is None:
+            return []
+        try:
+            parsed = self.parse(self.text + closing, self.tools)
+            found = parsed if isinstance(parsed, list) else [parsed]
+            return [(str(each.get("id") or ""), str(each["name"]), each["arguments"]) for each in found]
+        except _UNPARSABLE:
+            return []
+
+    def _tell(self, number: int, name: str, arguments: str, id: str = "") -> list[ToolCall]:
+        """Return what is new of a call whose arguments begin so."""
+        if is_new := number >= len(self._told):
+            self._told.append(_Told(id or f"call_{uuid.uuid4().hex[:24]}", name))
+        told = self._told[number]
+        new = arguments[len(told.arguments) :] if arguments.startswith(told.arguments) else ""
+        told.arguments += new
+        return [ToolCall(told.id, told.name, new)] if new or is_new else []
+
+    def _read_json(self, head: re.Pattern[str]) -> list[ToolCall]:
+        pieces: list[ToolCall] = []
+        while True:
+            if self._scan is None:
+                if self.most_calls is not None and len(self._told) >= self.most_calls:
+                    return pieces
+                found = head.search(self.text, self._at) if len(self.text) - self._at < 2 * _MOST_HEAD else None
+                if found is None or found.start() - self._at > _MOST_HEAD:
+                    return pieces
+                groups = found.groupdict()
+                self._scan, self._at = _JsonScan(), found.end()
+                pieces += self._tell(len(self._told), groups["name"] or groups["other"], "", groups.get("id") or "")
+            length = self._scan.read(self.text, self._at)
+            told = self._told[-1]
+            if new := self.text[self._at : self._at + length]:
+                told.arguments += new
+                pieces.append(ToolCall(told.id, told.name, new))
+            self._at += length
+            if self._scan.depth:
+                return pieces
+            self._scan = None
+
+    def _read_closed(self, closings: Sequence[str]) -> list[ToolCall]:
+        if not _BEGUN.search(self.text):
+            return []
+        names = [function.get("name") for function in self._functions()]
+        for closing in closings:
+            if self.format == "pythonic" and not _is_python(self.text + closing):
+                continue  # its parser would guess
+            calls = self._parsed(closing)
+            if not calls or any(name not in names or not isinstance(given, dict) for _, name, given in calls):
+                continue
+            pieces = []
+            for number, (id, name, arguments) in enumerate(calls[: self.most_calls]):
+                is_last = number == len(calls) - 1
+                pieces += self._tell(number, name, self._begun(name, arguments) if is_last else to_json(arguments), id)
+            return pieces
+        return []
+
+    def _begun(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Return the part of the last call's arguments that no further text changes, as JSON."""
+        if not arguments:
+            return ""
+        *_, last = arguments
+        final = to_json({key: value for key, value in arguments.items() if key != last})[:-1]
+        value, begin = arguments[last], ", " if len(arguments) > 1 else ""
+        known = value.rstrip()[:-_UNSURE] if isinstance(value, str) else ""
+        if not known or not (_PLAIN.match(known) or self._is_text(name, last)):
+            return final
+        return f"{final}{begin}{to_json(last)}: {to_json(known)[:-1]}"
+
+    def _is_text(self, name: str, argument: str) -> bool:
+        """Return whether the schema of an argument allows nothing but text, and the format respects that."""
+        if self.format in ("muse_spark", "minicpm5"):  # which reads any JSON, and sections of CDATA
+            return False
+        found: Any = next((each.get("parameters") for each in self._functions() if each.get("name") == name), None)
+        for key in ("properties", argument):
+            found = found.get(key) if isinstance(found, dict) else None
+        return isinstance(found, dict) and found.get("type") == "string"
+
+    def _functions(self) -> list[Mapping[str, Any]]:
+        found = [tool.get("function") for tool in self.tools]
+        return [function for function in found if isinstance(function, dict)]
+
+
+def _is_python(text: str) -> bool:
+    try:
+        return bool(ast.parse(text.strip(), mode="eval"))
+    except _UNPARSABLE:
+        return False
+
+
+@dataclass
+class _JsonScan:
+    """Finds the end of an object of JSON in text that comes in pieces."""
+
+    depth: int = 0
+    _is_text: bool = False
+    _is_escaped: bool = False
+
+    def read(self, text: str, at: int) -> int:
+        """Return how many of the characters from index `at` on belong to the object."""
+        for place in range(at, len(text)):
+            letter = text[place]
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._is_text:
+                self._is_escaped = letter == "\\"
+                self._is_text = letter != '"'
+            elif letter == '"':
+                self._is_text = True
+            elif letter in "{[":
+                self.depth += 1
+            elif letter in "}]":
+                self.depth -= 1
+                if not self.depth:
+                    return place + 1 - at
+        return len(text) - at
+
+
+def joined_calls(pieces: Sequence[ToolCall]) -> list[ToolCall]:
+    """Return whole calls from their pieces."""
+    found: dict[str, ToolCall] = {}
+    for piece in pieces:
+        before = found[piece.id].arguments if piece.id in found else ""
+        found[piece.id] = ToolCall(piece.id, piece.name, before + piece.arguments)
+    return list(found.values())

@@ -1,0 +1,60 @@
+"""Answers that outgrow the memory of real stages: the newest give way and go on with the tokens that they had alone."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from coordinator.engine import core
+from coordinator.engine.engine import Engine
+from coordinator.planning.plan import Plan
+from coordinator.sessions import admission
+from coordinator.sessions.session import Session
+from protos.brigade_pb2 import Cache
+from tests.integration.conftest import Models, running
+from tests.integration.many import Live, request, solo, tokens_of
+from worker.model.model_spec import ModelSpec
+
+ROWS = 256  # by which caches grow
+ANSWERS = [request(tokens_of(20 + 9 * i, i), 300, seed=i, temperature=i % 2) for i in range(3)]
+
+
+def with_room(plan: Plan, spec: ModelSpec, num_caches: int) -> admission.CacheCosts:
+    """The costs on stages that have memory for so many small caches."""
+    found = admission.cache_costs(plan, spec)
+    return replace(found, budgets=tuple(num_caches * nbytes for nbytes in found.bytes_of(Cache(), ROWS)))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+async def test_streams_that_gave_way_end_with_the_tokens_that_they_have_alone(
+    models: Models, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Qwen3.5 has recurrent states, which cannot be cut."""
+    preempted: list[Session] = []
+    preempt = Session.preempt
+
+    def noted(session: Session) -> None:
+        preempted.append(session)
+        preempt(session)
+
+    async with running(models(family).folder, (1, 3)) as chain:
+        alone = await solo(chain, ANSWERS)
+        monkeypatch.setattr(core, "cache_costs", partial(with_room, num_caches=3))
+        monkeypatch.setattr(Session, "preempt", noted)
+        for name, tokens in (("_GROWTH", 128), ("_LOW", 48), ("LARGEST_WINDOW", 16)):
+            monkeypatch.setattr(admission, name, tokens)
+        async with Engine(chain) as engine:
+            live: list[Any] = [Live(engine, each) for each in ANSWERS]
+            found = [await each.answer() for each in live]
+    assert [each.tokens for each in found] == [each.tokens for each in alone]
+    assert preempted and preempted[0].num_prompt > len(ANSWERS[0].prompt), "the oldest goes on"
+
+
+async def test_one_that_is_alone_and_outgrows_the_memory_ends_with_length(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core, "cache_costs", partial(with_room, num_caches=1))
+    async with running(models("qwen3").folder, (1, 3)) as chain, Engine(chain) as engine:
+        answer = await Live(engine, request(tokens_of(50), 400)).answer()
+    assert answer.finish_reason == "length" and len(answer.tokens) == ROWS - 50

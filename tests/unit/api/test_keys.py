@@ -1,0 +1,117 @@
+"""API keys from a file and the environment: their names, and how many requests each may have at once."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from coordinator.api.app import make_app
+from coordinator.api.auth import KEY_VARIABLE, Keys, first_key, load_keys
+from coordinator.api.server import Server
+from coordinator.cluster.log import log_as_json
+from coordinator.engine.stats import KEY_HOLDER, Stats
+from coordinator.engine.status import log_request
+from coordinator.sessions.request import Request
+from tests.unit.api.fakes import ScriptedModel, app, ask, delta, last
+from worker.errors import InputError
+
+SECRET = "key-of-alice"
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+
+
+def keys_of(tmp_path: Path, text: str) -> Keys:
+    (tmp_path / "keys").write_text(text)
+    found = load_keys(tmp_path / "keys")
+    assert found is not None
+    return found
+
+
+def test_a_key_of_the_environment_counts_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_keys(None) is None and first_key(None) is None
+    monkeypatch.setenv(KEY_VARIABLE, "key-of-the-environment")
+    alone = load_keys(None)
+    assert alone and alone.holder("key-of-the-environment") == KEY_VARIABLE
+    both = keys_of(tmp_path, f"alice {SECRET}\n")
+    assert both.holder(SECRET) == "alice" and both.holder("key-of-the-environment") == KEY_VARIABLE
+    assert first_key(None) == "key-of-the-environment" and first_key(tmp_path / "keys") == SECRET
+    assert ask(app(keys=alone), "GET", "/v1/models/gpt").status_code == 401
+    for short in ("short", "with a blank"):
+        monkeypatch.setenv(KEY_VARIABLE, short)
+        with pytest.raises(InputError, match=KEY_VARIABLE) as refused:
+            load_keys(None)
+        assert short not in str(refused.value)
+
+
+@pytest.mark.parametrize("line", ["a 12345678 at_once=0", "a 12345678 at_once=x", "a 12345678 priority", "a b c d"])
+def test_a_wrong_line_is_refused_without_its_key(tmp_path: Path, line: str) -> None:
+    with pytest.raises(InputError, match="line 1") as refused:
+        keys_of(tmp_path, line)
+    assert "12345678" not in str(refused.value)
+
+
+class Held(ScriptedModel):
+    """Answers once it may."""
+
+    def __init__(self) -> None:
+        super().__init__([delta("x"), last()])
+        self.may_end = asyncio.Event()
+        self.holders: list[str] = []
+
+    async def prepare(self, ask: Any) -> Any:
+        self.holders.append(KEY_HOLDER.get())
+        await self.may_end.wait()
+        return await super().prepare(ask)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_key_has_only_so_many_requests_at_once(tmp_path: Path, *, streamed: bool) -> None:
+    keys = keys_of(tmp_path, f"alice {SECRET} at_once=2\nbob key-of-bob\n")
+    body = {"input": "hi", "stream": streamed}
+
+    async def check() -> None:
+        model = Held()
+        server = Server(None, ["talker"])  # type: ignore[arg-type]
+        server.open(model)  # type: ignore[arg-type]
+        transport = httpx2.ASGITransport(make_app(server, keys=keys), raise_app_exceptions=False)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+
+            async def post(key: str) -> httpx2.Response:
+                return await client.post("/v1/responses", json=body, headers={"x-api-key": key})
+
+            running = [asyncio.create_task(post(key)) for key in (SECRET, SECRET, "key-of-bob", "key-of-bob")]
+            while len(model.holders) < 4:  # noqa: ASYNC110 - a few turns of the loop
+                await asyncio.sleep(0)
+            refused = await post(SECRET)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+            assert refused.headers["retry-after"] and SECRET not in refused.text
+            status = await client.get("/v1/models", headers={"x-api-key": SECRET})
+            assert status.status_code != 429
+            model.may_end.set()
+            assert [(await each).status_code for each in running] == [200] * 4
+            assert (await post(SECRET)).status_code == 200
+            assert sorted(model.holders[:4]) == ["alice", "alice", "bob", "bob"]
+
+    asyncio.run(check())
+
+
+def test_requests_and_tokens_are_counted_and_logged_by_the_name_of_their_key(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    stats = Stats(log_request)
+    with log_as_json(True):
+        for name in ("alice", ""):
+            token = KEY_HOLDER.set(name)
+            request = stats.begin(Request((1,), 1))
+            KEY_HOLDER.reset(token)
+            request.take(delta("x"))
+            request.take(last())
+            request.end()
+    assert stats.counts("key_requests") == {"alice": 1} and stats.counts("key_tokens") == {"alice": 2}
+    assert [json.loads(line).get("key") for line in capfd.readouterr().err.splitlines()] == ["alice", None]

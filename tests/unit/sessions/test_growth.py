@@ -1,0 +1,101 @@
+"""Memory for an answer is reserved as it grows; where it ends, the newest sessions give way and are replayed later."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from coordinator.decoding.decoders import Verified
+from coordinator.sessions.session import LEAST_PROGRESS, Session, SessionState
+from tests.unit.fake_chain import Rig, decoders, make_session, plain_answer, prompt_of
+
+
+def test_long_limits_do_not_keep_others_waiting() -> None:
+    rig = Rig(budget=6 * 900)
+    sessions = [rig.submit(prompt_of(20, seed=seed), 3000, frozenset()) for seed in range(6)]
+    assert rig.scheduler.num_waiting == 0
+    while min(session.num_generated for session in sessions) < 300:
+        rig.step()
+    assert {session.state for session in sessions} == {SessionState.RUNNING} and rig.scheduler.num_waiting == 0
+    for session in sessions:
+        rig.scheduler.close(session)
+    rig.end()
+
+
+@pytest.mark.parametrize("kind", ["ar", "ngram", "diffusion"])
+def test_answers_that_outgrow_the_memory_are_those_that_they_are_alone(kind: str) -> None:
+    rig = Rig(budget=1500, chunk=64, num_stages=2)
+    sessions = [rig.submit(prompt_of(30, seed=seed), 1000, decoder=decoders()[kind]()) for seed in range(4)]
+    preempted = watch(rig, sessions)
+    assert [session.generated for session in sessions] == [
+        plain_answer(prompt_of(30, seed=seed), 1000) for seed in range(4)
+    ]
+    assert preempted and sessions[0] not in [session for session, _ in preempted], "the oldest always runs"
+    for session in sessions:
+        at = [num_tokens for each, num_tokens in preempted if each is session]
+        assert all(later - earlier >= LEAST_PROGRESS for earlier, later in pairwise(at))
+    rig.end()
+
+
+def watch(rig: Rig, sessions: list[Session]) -> list[tuple[Session, int]]:
+    """Run the sessions to their ends; return those that lost their slots, and how many tokens they had then."""
+    found, had = [], dict.fromkeys(sessions, False)
+    while any(session.finish_reason is None for session in sessions):
+        oldest = next(session for session in sessions if session.finish_reason is None)
+        rig.send_all()
+        for session in sessions:
+            if had[session] and session.slot is None:
+                found.append((session, session.num_generated))
+            had[session] = session.slot is not None and session.finish_reason is None
+        assert oldest.slot is not None
+        assert not rig.scheduler.is_idle, "nothing goes on any more"
+        held, promised = rig.chain.held(rig.costs.bytes_of), rig.scheduler.slots.promised
+        assert rig.scheduler.slots.closed or all(h <= p for h, p in zip(held, promised, strict=True))
+        assert all(p <= b for p, b in zip(promised, rig.costs.budgets, strict=True))
+        rig.take_one()
+    return found
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_comes_and_grows_every_answer_ends_as_alone(seed: int) -> None:
+    numbers = random.Random(seed)
+    rig = Rig(budget=numbers.choice([700, 1000, 2000]), chunk=numbers.choice([16, 300]), keep=seed % 2 == 0)
+    asked = [(prompt_of(numbers.randrange(1, 200), seed=n), numbers.randrange(1, 490)) for n in range(9)]
+    sessions: list[Session] = []
+    for prompt, max_tokens in asked:
+        sessions.append(rig.submit(prompt, max_tokens))
+        for _ in range(numbers.randrange(60)):
+            if rig.send_one() or not rig.scheduler.is_idle:
+                rig.take_one()
+    watch(rig, sessions)
+    for session, (prompt, max_tokens) in zip(sessions, asked, strict=True):
+        assert session.generated == plain_answer(prompt, max_tokens)
+    rig.end()
+
+
+def test_the_oldest_never_waits_for_one_that_is_replayed() -> None:
+    """Its tokens are fed again in many small frames, and it may not give way before it has made progress."""
+    rig = Rig(budget=2300, chunk=4)
+    sessions = [rig.submit(prompt_of(length, seed=length), 1000) for length in (30, 400, 500)]
+    oldest, waited, longest = sessions[0], 0, 0
+    while oldest.finish_reason is None:
+        commits = rig.step()
+        waited = 0 if any(session is oldest for session, _ in commits) else waited + 1
+        longest = max(longest, waited)
+    assert longest < 10
+    rig.run(*sessions)
+    assert [session.generated for session in sessions] == [
+        plain_answer(prompt_of(length, seed=length), 1000) for length in (30, 400, 500)
+    ]
+
+
+def test_a_session_that_lost_its_slot_gives_way_again_only_after_some_tokens() -> None:
+    session = make_session(prompt_of(5), 500, decoder=Verified())
+    assert session.may_be_preempted
+    session.take_slot(0)
+    session.preempt()
+    assert not session.may_be_preempted and session.slot is None
+    session.history.extend([1] * (LEAST_PROGRESS - 1))
+    assert not session.may_be_preempted
+    session.history.extend([1])
+    assert session.may_be_preempted
