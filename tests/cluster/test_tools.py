@@ -57,7 +57,7 @@ PROGRAMS = [
         "plot_latency", "--rounds 0 --from docs/latency.json --json @latency.json --plot @latency.png", mark=MATRIX
     ),
     program("random_model", "@new --hidden 64 --layers 1 --vocab 64"),
-    program("record_diffusion_gemma", "recording --mlx-vlm absent", codes=(2,)),  # mlx-vlm, which they record, is no dependency
+    program("record_diffusion_gemma", "recording --mlx-vlm absent", codes=(2,)),  # mlx-vlm is no dependency
     program("record_drafters", "--list", r"mtp_sidecar\n"),
     program("seeded_faults", "--list", r"\d+ faults: \{'fit': \d+\}"),
     program("soak", "--minutes 0.1", r"\n0 violation", mark=MATRIX),

@@ -37,7 +37,7 @@ from protos.brigade_pb2 import (
     UnloadReply,
 )
 from protos.brigade_pb2_grpc import HopServicer, NodeServicer
-from worker.errors import BrigadeError, FrameError, ModelError, ModelLacking
+from worker.errors import BrigadeError, FrameError, ModelError, ModelLacking, StageLost
 from worker.node.attachment import Attachment
 from worker.node.facts import read_facts
 from worker.node.framing import seal
@@ -209,7 +209,8 @@ class NodeService(NodeServicer):
             why = f": {error}"
             raise
         except asyncio.CancelledError:  # perhaps because of the failure that the stage is about to report
-            if attachment.stage and (failure := attachment.stage.failure):
+            failure = attachment.stage.failure if attachment.stage else None
+            if failure and not isinstance(failure, StageLost):  # that it was stopped, or another node was lost
                 why = f": {failure}"
             raise
         finally:

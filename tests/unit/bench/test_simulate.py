@@ -153,4 +153,5 @@ def test_a_canvas_takes_as_many_steps_of_its_rows_as_it_says_and_two_requests_sh
     # the prompt's token, or a finished canvas, goes with the first step of each canvas
     assert slow[::16] == pytest.approx([0.13 + 0.16 * number for number in range(4)])
     both = simulate(equal(2), replace(load, arrivals_s=(0.0, 0.0))).token_times
-    assert max(each[-1] for each in both) == pytest.approx(0.32 + 0.01)
+    # in one lane, since its rows are free: the second prompt's frame is all that either waits for
+    assert max(each[-1] for each in both) == pytest.approx(0.32 + 0.02)
