@@ -147,9 +147,11 @@ class Slots:
             total = tuple(map(add, total, slot.promised))
         return total
 
-    def add(self, session: Session) -> None:
+    def add(self, session: Session, *, is_replayed: bool = False) -> None:
         """Accept a session. It waits until there is memory for it and earlier sessions have theirs.
 
+        Args:
+            is_replayed: an earlier chain had accepted it: it may wait whatever the number of others.
         Raises:
             ContextExceeded: a stage could not hold it even alone. QueueFull: too many sessions wait already.
         """
@@ -161,7 +163,7 @@ class Slots:
         num_before = self.num_waiting
         slot = self._wait(session)
         self._admit()
-        if slot.state is SlotState.WAITING and num_before >= self.max_waiting:
+        if slot.state is SlotState.WAITING and num_before >= self.max_waiting and not is_replayed:
             self._free(slot)
             raise QueueFull(f"there is no memory for it now, and {num_before} requests wait already; try again later")
 

@@ -99,3 +99,18 @@ def test_a_session_that_lost_its_slot_gives_way_again_only_after_some_tokens() -
     assert not session.may_be_preempted
     session.history.extend([1])
     assert session.may_be_preempted
+
+
+def test_no_answer_that_has_begun_is_refused_when_its_chain_is_replaced() -> None:
+    """All are replayed at the same length: the memory that they shared while some were short is too small then."""
+    rig = Rig(budget=1900, chunk=64, max_waiting=0)
+    sessions = [rig.submit(prompt_of(20, seed=seed), 900, frozenset()) for seed in range(3)]
+    while min(session.num_generated for session in sessions) < 150:
+        rig.step()
+    rig.lose_chain(sessions)
+    assert rig.scheduler.num_waiting > 0
+    rig.run(*sessions)
+    assert [session.generated for session in sessions] == [
+        plain_answer(prompt_of(20, seed=seed), 900) for seed in range(3)
+    ]
+    rig.end()
