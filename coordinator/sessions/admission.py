@@ -170,10 +170,10 @@ class Slots:
     def with_room(self) -> list[SessionSlot]:
         """Return the active slots with memory for their next window, in the order of arrival.
 
-        First reserve more for those that have little left; a newer one never overtakes an older one.
+        First reserve more for those that go on and have little left; a newer one never overtakes an older one.
         """
         active = self.active
-        short = [slot for slot in active if slot.rows < slot.session.rows_for(_LOW)]
+        short = [slot for slot in active if slot.rows < slot.session.rows_for(_LOW) and not slot.session.is_paused]
         if not short:
             return active
         for slot in short:

@@ -152,8 +152,13 @@ class Session:
 
     @property
     def may_be_preempted(self) -> bool:
-        """Whether it may lose its slot now: a session that never progressed in between would never end."""
-        return self._preempted_at is None or self.num_generated - self._preempted_at >= LEAST_PROGRESS
+        """Whether it may lose its slot now: a session that never progressed in between would never end.
+
+        One that is paused makes no progress, and others would wait for its reader.
+        """
+        if self._preempted_at is None or self.is_paused:
+            return True
+        return self.num_generated - self._preempted_at >= LEAST_PROGRESS
 
     @property
     def longest_window(self) -> int:
