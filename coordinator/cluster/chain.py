@@ -266,7 +266,7 @@ class Chain:
             checks_finite=self.deployment.check_finite,
             drafter=drafter,
             drafter_bytes=own.part.nbytes if own.part else 0,
-            drop_drafter=own.drop_part,
+            drop_drafter=partial(self._main.call_soon_threadsafe, own.drop_part),
         )
         stage = Stage(engine, self.epoch, self.peers[0].wire if self.peers else PLAIN)
         self._stack.push_async_callback(_stop, stage)

@@ -198,9 +198,9 @@ class EngineCore:
         longest = replace(chain.spec, cache=session.request.cache).longest_chunk or rows
         return min(rows, longest, most_chunk_rows(chain.spec.row_bytes))
 
-    def _enter(self, session: Session) -> None:
+    def _enter(self, session: Session, *, is_replayed: bool = False) -> None:
         """Give the session to the present scheduler; one that has not begun has a deadline for its wait for memory."""
-        self.scheduler.submit(session)
+        self.scheduler.submit(session, is_replayed=is_replayed)
         if session.state is SessionState.WAITING and session not in self._deadlines:
             waited = WaitedTooLong(f"waited {self._max_wait_s:.0f} s for memory; try again later")
             self._give_up_after(self._max_wait_s, session, waited)
@@ -377,7 +377,7 @@ class EngineCore:
             self._forget(session, keep=False)
             return
         try:
-            self._enter(session)
+            self._enter(session, is_replayed=True)
         except InputError as error:
             self._fail(session, StageLost(f"the request does not fit on the nodes that are left: {error.message}"))
         except BrigadeError as error:

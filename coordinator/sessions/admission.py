@@ -147,9 +147,11 @@ class Slots:
             total = tuple(map(add, total, slot.promised))
         return total
 
-    def add(self, session: Session) -> None:
+    def add(self, session: Session, *, is_replayed: bool = False) -> None:
         """Accept a session. It waits until there is memory for it and earlier sessions have theirs.
 
+        Args:
+            is_replayed: an earlier chain had accepted it: it may wait whatever the number of others.
         Raises:
             ContextExceeded: a stage could not hold it even alone. QueueFull: too many sessions wait already.
         """
@@ -161,17 +163,17 @@ class Slots:
         num_before = self.num_waiting
         slot = self._wait(session)
         self._admit()
-        if slot.state is SlotState.WAITING and num_before >= self.max_waiting:
+        if slot.state is SlotState.WAITING and num_before >= self.max_waiting and not is_replayed:
             self._free(slot)
             raise QueueFull(f"there is no memory for it now, and {num_before} requests wait already; try again later")
 
     def with_room(self) -> list[SessionSlot]:
         """Return the active slots with memory for their next window, in the order of arrival.
 
-        First reserve more for those that have little left; a newer one never overtakes an older one.
+        First reserve more for those that go on and have little left; a newer one never overtakes an older one.
         """
         active = self.active
-        short = [slot for slot in active if slot.rows < slot.session.rows_for(_LOW)]
+        short = [slot for slot in active if slot.rows < slot.session.rows_for(_LOW) and not slot.session.is_paused]
         if not short:
             return active
         for slot in short:

@@ -9,7 +9,7 @@ import ast
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from coordinator.sessions.output import ToolCall
@@ -50,15 +50,6 @@ _STEPS = 64  # parts of a call after each of which it is parsed again
 
 
 @dataclass
-class _Told:
-    """What was told of a call."""
-
-    id: str
-    name: str
-    arguments: str = ""
-
-
-@dataclass
 class WrittenCalls:
     """The calls between two markers of an answer, from the first text to the last."""
 
@@ -67,7 +58,7 @@ class WrittenCalls:
     tools: Sequence[Mapping[str, Any]]
     most_calls: int | None = None  # calls beyond these are dropped
     text: str = ""
-    _told: list[_Told] = field(default_factory=list)
+    _streamed: list[ToolCall] = field(default_factory=list)  # of each call that has begun, the pieces returned so far
     _at: int = 0  # of the JSON that is being read, or of the next head
     _scan: "_JsonScan | None" = None
     _next_parse: int = 0  # length of the text
@@ -85,16 +76,16 @@ class WrittenCalls:
         return []
 
     def finish(self) -> list[ToolCall] | None:
-        """Return the last pieces; None if the text is no call. A call that breaks off keeps what was told of it."""
+        """Return the last pieces; None if the text is no call. A call that breaks off keeps what was streamed."""
         calls = self._parsed("")
-        if not calls and not self._told:
+        if not calls and not self._streamed:
             return None
         pieces = []
         for number, (id, name, arguments) in enumerate(calls[: self.most_calls]):
             whole = arguments if isinstance(arguments, str) else to_json(arguments)
-            if number < len(self._told) and self.format in _HEADS:
+            if number < len(self._streamed) and self.format in _HEADS:
                 continue  # its own text was passed on
-            pieces += self._tell(number, name, whole, id)
+            pieces += self._stream(number, name, whole, id)
         return pieces
 
     def _parsed(self, closing: str) -> list[tuple[str, str, Any]]:
@@ -108,32 +99,37 @@ class WrittenCalls:
         except _UNPARSABLE:
             return []
 
-    def _tell(self, number: int, name: str, arguments: str, id: str = "") -> list[ToolCall]:
+    def _stream(self, number: int, name: str, arguments: str, id: str = "") -> list[ToolCall]:
         """Return what is new of a call whose arguments begin so."""
-        if is_new := number >= len(self._told):
-            self._told.append(_Told(id or f"call_{uuid.uuid4().hex[:24]}", name))
-        told = self._told[number]
-        new = arguments[len(told.arguments) :] if arguments.startswith(told.arguments) else ""
-        told.arguments += new
-        return [ToolCall(told.id, told.name, new)] if new or is_new else []
+        if is_new := number >= len(self._streamed):
+            self._streamed.append(ToolCall(id or f"call_{uuid.uuid4().hex[:24]}", name, ""))
+        known = self._streamed[number].arguments
+        new = arguments[len(known) :] if arguments.startswith(known) else ""
+        return [self._piece(number, new)] if new or is_new else []
+
+    def _piece(self, number: int, text: str) -> ToolCall:
+        """Return the next piece of a call, whose arguments go on so."""
+        call = self._streamed[number]
+        self._streamed[number] = replace(call, arguments=call.arguments + text)
+        return replace(call, arguments=text)
 
     def _read_json(self, head: re.Pattern[str]) -> list[ToolCall]:
         pieces: list[ToolCall] = []
         while True:
             if self._scan is None:
-                if self.most_calls is not None and len(self._told) >= self.most_calls:
+                if self.most_calls is not None and len(self._streamed) >= self.most_calls:
                     return pieces
                 found = head.search(self.text, self._at) if len(self.text) - self._at < 2 * _MOST_HEAD else None
                 if found is None or found.start() - self._at > _MOST_HEAD:
                     return pieces
                 groups = found.groupdict()
                 self._scan, self._at = _JsonScan(), found.end()
-                pieces += self._tell(len(self._told), groups["name"] or groups["other"], "", groups.get("id") or "")
+                pieces += self._stream(
+                    len(self._streamed), groups["name"] or groups["other"], "", groups.get("id") or ""
+                )
             length = self._scan.read(self.text, self._at)
-            told = self._told[-1]
             if new := self.text[self._at : self._at + length]:
-                told.arguments += new
-                pieces.append(ToolCall(told.id, told.name, new))
+                pieces.append(self._piece(-1, new))
             self._at += length
             if self._scan.depth:
                 return pieces
@@ -152,7 +148,8 @@ class WrittenCalls:
             pieces = []
             for number, (id, name, arguments) in enumerate(calls[: self.most_calls]):
                 is_last = number == len(calls) - 1
-                pieces += self._tell(number, name, self._begun(name, arguments) if is_last else to_json(arguments), id)
+                certain = self._begun(name, arguments) if is_last else to_json(arguments)
+                pieces += self._stream(number, name, certain, id)
             return pieces
         return []
 

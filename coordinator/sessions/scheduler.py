@@ -66,13 +66,15 @@ class Scheduler:
         """Sessions that have no slot yet."""
         return self.slots.num_waiting
 
-    def submit(self, session: Session) -> None:
+    def submit(self, session: Session, *, is_replayed: bool = False) -> None:
         """Accept a session. Sessions start in the order of arrival, once every stage has memory for them.
 
+        Args:
+            is_replayed: an earlier scheduler had accepted it: it may wait whatever the number of others.
         Raises:
             ContextExceeded: a stage could not hold it even alone. QueueFull: too many sessions wait already.
         """
-        self.slots.add(session)
+        self.slots.add(session, is_replayed=is_replayed)
 
     def close(self, session: Session, *, keep: bool = False) -> None:
         """Remove a session in any state. The next frame frees its slot, unless it is kept as a prefix cache."""

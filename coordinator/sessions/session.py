@@ -80,7 +80,7 @@ class Session:
         self._preempted_at: int | None = None  # tokens that it had generated when it was preempted last
         self._decoder = decoder or Verified()
         self._proposal: Proposal | None = None  # sent and not answered
-        self._soft: Soft | None = None  # what the last step made of its canvas
+        self._soft: Soft | None = None  # what the last step made of the canvas that the next one continues
         # Indices of the first token without a requested score, and without a known one.
         self._asked_scores = self._known_scores = request.score_from or len(request.prompt)
         self._num_tried: list[int] = []  # by place, the steps with a draft there
@@ -152,8 +152,13 @@ class Session:
 
     @property
     def may_be_preempted(self) -> bool:
-        """Whether it may lose its slot now: a session that never progressed in between would never end."""
-        return self._preempted_at is None or self.num_generated - self._preempted_at >= LEAST_PROGRESS
+        """Whether it may lose its slot now: a session that never progressed in between would never end.
+
+        One that is paused makes no progress, and others would wait for its reader.
+        """
+        if self._preempted_at is None or self.is_paused:
+            return True
+        return self.num_generated - self._preempted_at >= LEAST_PROGRESS
 
     @property
     def longest_window(self) -> int:
@@ -241,7 +246,7 @@ class Session:
             window.canvas.extend(proposal.canvas)
             window.guessed, window.canvas_step = len(proposal.canvas), proposal.step
             window.temperature, window.conditioning = proposal.temperature, proposal.conditioning
-            if self._soft and proposal.step > 1:
+            if self._soft:
                 window.soft.CopyFrom(self._soft)
             return window
         num_rows = len(window.tokens) + len(proposal.masks)
@@ -274,8 +279,8 @@ class Session:
         if not (samples or guesses):
             return []
         assert self._proposal is not None
-        self._soft = next(iter(soft), None)
         accepted = self._decoder.accept(self._proposal, samples, guesses)
+        self._soft = None if accepted.samples else next(iter(soft), None)
         num_drafts, self._proposal = len(self._proposal.drafts), None
         missing = [0] * (num_drafts - len(self._num_tried))
         self._num_tried += missing
@@ -321,6 +326,7 @@ class Session:
         assert self.state is not SessionState.FINISHED
         self.slot = None
         self.fed = self.num_reused = self.rows_written = 0
+        self._soft = None
         self._proposal = None
         self._asked_scores = self._known_scores
         self._decoder.rewind()

@@ -258,11 +258,11 @@ class Rig:
     def lose_chain(self, sessions: Iterable[Session]) -> None:
         """All that the stages hold and all that is in flight is gone; the sessions go on with another chain."""
         epoch = self.chain.epoch + 1
-        self.scheduler = Scheduler(self.num_stages, self.costs, epoch)
+        self.scheduler = Scheduler(self.num_stages, self.costs, epoch, self.scheduler.slots.max_waiting)
         self.chain = FakeChain(epoch, self.chain.cuttable, self.chain.is_lossy)
         for session in sessions:
             session.rewind()
-            self.scheduler.submit(session)
+            self.scheduler.submit(session, is_replayed=True)
 
     def send_one(self) -> Frame | None:
         if (frame := self.scheduler.schedule()) is not None:

@@ -45,7 +45,7 @@ from worker.model.quantisation import MISFITS
 _log = logging.getLogger(__name__)
 
 _SHORT_BEGIN = 0.5  # the share of a step's time below which `begin` counts as short
-_STILL_BUSY = 0.1  # the share of a step's time on the device above which a wait for it tells that time
+_STILL_BUSY = 0.1  # a shorter wait, as a share of the time since `begin`, says that the device was done earlier
 _SHORT_STEP_NS = 20_000_000
 _COUNT_NS = 50_000_000  # between two counts of cache bytes while no slot opens, closes or grows
 _LONG_PROMPT = 2048  # rows: the buffers that shorter ones leave to the next frames are few
@@ -519,8 +519,8 @@ class Step:
 def share_of_begin(started: int, begun: int, waits_since: int, computed: int) -> float:
     """Return the share of a step's time that `begin` took, from the moments of the step in nanoseconds.
 
-    Without a wait at the end the device was done at some moment before: what was begun meanwhile took longer, so the
-    rest of the time is not the device's.
+    If `finish` hardly waits, the device was done earlier, at an unknown moment, while the next step was begun. Then
+    only the wait counts as the device's time.
     """
     began_ns, device_ns, waited_ns = begun - started, computed - begun, computed - waits_since
     return began_ns / max(1, began_ns + (device_ns if waited_ns > _STILL_BUSY * device_ns else waited_ns))

@@ -14,7 +14,7 @@ from coordinator.decoding.decoders import (
     choose_confident,
     random_token,
 )
-from protos.brigade_pb2 import CONDITIONING_EXACT, CONDITIONING_NONE, Sample, Window
+from protos.brigade_pb2 import CONDITIONING_EXACT, CONDITIONING_NONE, Sample, Soft, Window
 from tests.unit.decoding.fake_stage import opened
 from worker.model.model_spec import CanvasTraining, Refinement
 
@@ -196,3 +196,19 @@ def test_a_refined_canvas_begins_again_after_a_loss_and_ends_as_it_would_have() 
     decoder.accept(decoder.propose([7, 8], 1, 99), [], guesses(0.5, 0.99, 0.5, 0.97))
     decoder.rewind()
     assert decoder.propose([7, 8], 2, 99) == refined().propose([7, 8], 2, 99)
+
+
+def test_what_a_step_made_of_a_canvas_goes_into_the_next_step_of_that_canvas_only() -> None:
+    session, soft = opened([7, 8], 99, decoder=refined()), Soft(rows=b"soft")
+    assert not session.next_window().HasField("soft")
+    session.commit([], guesses(0.5, 0.99, 0.5, 0.97), soft=[soft])
+    assert session.next_window().soft == soft
+    session.rewind()
+    session.take_slot(0)
+    first = session.next_window()
+    assert first.canvas_step == 1 and not first.HasField("soft"), "the canvas begins again"
+    session.commit([], guesses(0.5, 0.99, 0.5, 0.97), soft=[soft])
+    assert session.next_window().canvas_step == 2
+    session.commit([], guesses(0.99, 0.99, 0.99, 0.99), soft=[soft])
+    following = session.next_window()
+    assert following.canvas_step == 1 and not following.HasField("soft"), "another canvas"

@@ -97,5 +97,38 @@ def test_a_session_that_lost_its_slot_gives_way_again_only_after_some_tokens() -
     assert not session.may_be_preempted and session.slot is None
     session.history.extend([1] * (LEAST_PROGRESS - 1))
     assert not session.may_be_preempted
+    session.is_paused = True
+    assert session.may_be_preempted, "or others would wait for its reader"
+    session.is_paused = False
     session.history.extend([1])
     assert session.may_be_preempted
+
+
+def test_no_answer_that_has_begun_is_refused_when_its_chain_is_replaced() -> None:
+    """All are replayed at the same length: the memory that they shared while some were short is too small then."""
+    rig = Rig(budget=1900, chunk=64, max_waiting=0)
+    sessions = [rig.submit(prompt_of(20, seed=seed), 900, frozenset()) for seed in range(3)]
+    while min(session.num_generated for session in sessions) < 150:
+        rig.step()
+    rig.lose_chain(sessions)
+    assert rig.scheduler.num_waiting > 0
+    rig.run(*sessions)
+    assert [session.generated for session in sessions] == [
+        plain_answer(prompt_of(20, seed=seed), 900) for seed in range(3)
+    ]
+    rig.end()
+
+
+def test_a_session_whose_reader_is_slow_takes_no_more_memory() -> None:
+    rig = Rig(budget=1460, chunk=64)
+    first, second = (rig.submit(prompt_of(20, seed=seed), 900) for seed in range(2))
+    while first.num_generated <= 256:
+        rig.step()
+    first.is_paused = True
+    rig.run(second)
+    first.is_paused = False
+    rig.run(first)
+    assert [session.generated for session in (first, second)] == [
+        plain_answer(prompt_of(20, seed=seed), 900) for seed in range(2)
+    ]
+    rig.end()
