@@ -129,10 +129,10 @@ def test_a_suspect_that_may_run_since_another_one_ends_is_entered_once(
     entered: list[tuple[int, int]] = []
     enter = EngineCore._enter
 
-    def note(core: EngineCore, session: Any) -> None:
+    def note(core: EngineCore, session: Any, **more: bool) -> None:
         assert session not in core.scheduler.slots, "entered twice"
         entered.append((id(core.scheduler), session.num_prompt))
-        enter(core, session)
+        enter(core, session, **more)
 
     monkeypatch.setattr(EngineCore, "_enter", note)
 
