@@ -100,8 +100,9 @@ def _read_keys(path: Path, min_length: int) -> dict[str, _Key]:
         if len(words) > 3 or (len(words) == 3 and limit is None):
             raise InputError("api_key_file", f"{place}: expected KEY, NAME KEY or NAME KEY at_once=N")
         name, key = words[:2] if len(words) > 1 else (f"key {number}", words[0])
-        if name in keys:
-            raise InputError("api_key_file", f"{place}: expected a name that no other key has")
+        if name in (*keys, KEY_VARIABLE) or key in [each.key for each in keys.values()]:
+            expected = f"expected a name and a key that no other line has, and no key named {KEY_VARIABLE}"
+            raise InputError("api_key_file", f"{place}: {expected}")
         keys[name] = _Key(_require_key(key, min_length, place), int(limit[1]) if limit else None)
     if not keys:
         raise InputError("api_key_file", f"{path}: expected a key per line, found none")

@@ -26,7 +26,8 @@ def test_keys_have_names_and_fit_as_a_whole(keys: Keys) -> None:
 
 def test_a_file_without_keys_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, pipe = tmp_path / "keys", tmp_path / "pipe"
-    for text in ("", "# only\n", "short\n", "a b c\n", "a 12345678\na 87654321\n", "bob kéy-of-bob\n"):
+    repeated = ("a 12345678\na 87654321\n", "a 12345678\nb 12345678\n", "BRIGADE_API_KEY 12345678\n")
+    for text in ("", "# only\n", "short\n", "a b c\n", "bob kéy-of-bob\n", *repeated):
         path.write_text(text, encoding="utf-8")
         with pytest.raises(InputError, match="api_key_file"):
             load_keys(path)

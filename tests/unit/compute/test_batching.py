@@ -326,6 +326,26 @@ def test_slots_in_the_order_of_their_pack_are_neither_split_nor_joined(tmp_path:
         lane.settle()
 
 
+@pytest.mark.parametrize(
+    ("entry", "order", "positions", "expected"),
+    [
+        (FULL, (0, 1, 2), None, True),
+        (FULL, (0, 2, 1), None, False),
+        (FULL, (0, 1, 2), (5, 3), False),  # a window whose rows are not in the order of their positions
+        (WINDOW, (0, 1, 2), None, False),  # rows of its own
+        (BOTH, (0, 1, 2), None, False),
+    ],
+)
+def test_a_lane_is_an_ordinary_batch_where_rows_and_caches_lie_side_by_side_in_its_order(
+    entry: Entry, order: Sequence[int], positions: tuple[int, ...] | None, expected: bool
+) -> None:
+    slots = make(entry, (3, 3, 3), CHOICES[:1] * 3)
+    Lane([LaneWindow(caches, 3, 2) for caches in slots])  # they share buffers in this order
+    at = mx.array(positions, mx.int32) if positions else None
+    lane = Lane([LaneWindow(slots[number], 3, 2, at) for number in order])
+    assert View(lane, [slots[number].listed for number in order]).is_batch is expected
+
+
 def test_slot_after_slot_each_gets_its_own_mask_cache_and_numbers() -> None:
     """And what layers return beside their rows comes together again, if it has rows."""
     slots = make(STATE, (2, 4), CHOICES[:1] * 2)
