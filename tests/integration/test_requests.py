@@ -158,7 +158,7 @@ async def test_a_request_that_waits_too_long_for_memory_is_refused(models: Model
         with pytest.raises(QueueFull, match="waited 0 s for memory; try again later"):
             await engine.answer(request(tokens_of(9, 2), 200))
         assert engine.scheduler.num_waiting == 0
-        assert (await anext(first)).tokens, "whoever has a slot is not bothered"
+        assert (await anext(first)).tokens, "a session with a slot goes on"
 
 
 # --- who leaves -----------------------------------------------------------------------------------------------------

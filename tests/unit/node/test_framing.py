@@ -264,7 +264,7 @@ def part(frame: Frame, data: bytes = PAYLOAD) -> bytes:
 
 
 def sealed(content: bytes) -> bytes:
-    """With a right checksum, as somebody adds it who means harm."""
+    """With a right checksum, as an attacker would add it."""
     return content + b"\x25" + zlib.crc32(content).to_bytes(4, "little")
 
 
