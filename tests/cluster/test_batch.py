@@ -38,6 +38,24 @@ def test_a_batch_continues_where_it_stopped(reciter: Path, tmp_path: Path) -> No
         assert line["response"]["body"]["choices"][0]["message"]["content"] == RECITED
 
 
+def test_a_request_that_fails_is_an_answer_that_names_its_field_and_shows_in_the_exit_code(
+    reciter: Path, tmp_path: Path
+) -> None:
+    wrong = [
+        request("field", max_tokens=-2),
+        request("place") | {"url": "/v1/\ud800"},
+        request("x") | {"custom_id": "\ud800", "method": "GET"},
+    ]
+    source, target = write(tmp_path / "in.jsonl", *wrong, request("a")), tmp_path / "out.jsonl"
+    assert [run_here("batch", source, "-o", target, *HERE, reciter).code for _ in range(2)] == [2, 2]
+    answers = {line["custom_id"]: line for line in map(json.loads, target.read_text().splitlines())}
+    assert {name for name, line in answers.items() if line["error"] is None} == {"a"} and len(answers) == 4
+    assert answers["field"]["response"]["status_code"] == 400
+    assert "line 1: max_tokens" in answers["field"]["error"]["message"]
+    assert "expected POST to /v1/chat/completions" in answers["place"]["error"]["message"]
+    assert answers["\ud800"]["error"]["message"].startswith("line 3: url: expected POST")
+
+
 def test_files_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
     source, notes = write(tmp_path / "in.jsonl", request("a")), tmp_path / "notes"
     notes.write_text("text\n")
