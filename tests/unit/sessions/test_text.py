@@ -180,6 +180,15 @@ def test_any_detokenizer_of_mlx_lm_will_do(folder: Path) -> None:
         assert "".join(pieces) == text
 
 
+def test_an_output_has_no_token_after_its_stop_string(tokenizer: Tokenizer) -> None:
+    tokens = [Token(token) for token in tokenizer.encode("one x two")]
+    output = Output("", list(tokens), 0)
+    tokenizer.stream(("x",)).read(output)
+    count = next(n for n in range(len(tokens)) if "x" in tokenizer.decode([each.token for each in tokens[:n]]))
+    assert (output.text, output.finish_reason, output.stop) == ("one ", "stop", "x")
+    assert output.tokens == tokens[:count] and count < len(tokens)
+
+
 def test_an_end_of_sequence_token_has_no_text(tokenizer: Tokenizer) -> None:
     tokens = [Token(token) for token in (*tokenizer.encode("some"), *tokenizer.eos)]
     output = Output("", tokens, 0, "stop")
