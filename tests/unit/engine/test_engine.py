@@ -20,7 +20,7 @@ from coordinator.sessions.session import MOST_UNREAD, Session, SessionState
 from protos.brigade_pb2 import Cache
 from tests.unit.fake_chain import plain_answer
 from tests.unit.virtual_time import VirtualTime
-from worker.errors import BrigadeError, InternalError, NodeLeaving, PoisonRequest, StageLost
+from worker.errors import BrigadeError, InternalError, NodeBusy, NodeLeaving, PoisonRequest, StageLost
 
 SPEC = replace(network.SPEC, context=4000)
 WIDE, STEP_S = 60_000, 0.2
@@ -104,6 +104,22 @@ def test_a_request_under_which_an_engine_fails_again_and_again_ends_alone(
             await bad
         [good] = asked(engine, sound)
         assert await good == expected(sound)
+
+    run(clock, Chains(WIDE), work)
+
+
+def test_an_engine_that_drains_finishes_its_answers_and_takes_no_new_request(clock: VirtualTime) -> None:
+    running, late = Request((1, 2, 3), 30), Request((4, 5), 5)
+
+    async def work(engine: Engine) -> None:
+        [task] = asked(engine, running)
+        await asyncio.sleep(STEP_S)
+        draining = asyncio.create_task(engine.drain(100.0))
+        await asyncio.sleep(0)
+        [refused] = asked(engine, late)
+        with pytest.raises(NodeBusy):
+            await refused
+        assert await draining and await task == expected(running)
 
     run(clock, Chains(WIDE), work)
 
