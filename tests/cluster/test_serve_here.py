@@ -103,13 +103,13 @@ def worker_file(talker: Path, tmp_path: Path) -> Path:
 
 def test_a_full_queue_is_refused_at_once_and_a_long_wait_in_the_end(talker: Path) -> None:
     async def check() -> None:
-        cluster = ClusterConfig.model_validate({"coordinator": {"memory": await bytes_for(talker, 6000)}})
-        limits = RequestLimits(queue_timeout_s=2.0, heartbeat_s=1.5)  # the second is the time to begin to wait in
+        cluster = ClusterConfig.model_validate({"coordinator": {"memory": await bytes_for(talker, 4096)}})
+        limits = RequestLimits(queue_timeout_s=0.75, heartbeat_s=0.5)  # the second is the time to begin to wait in
         async with served(options_of(talker, cluster), max_waiting=1, limits=limits) as (client, _):
-            assert (await client.get("/v1/models/talker")).json()["max_model_len"] == 6144
-            exceeding = await client.post(TEXTS, json=ENDLESS | {"prompt": [5] * 6200})
+            assert (await client.get("/v1/models/talker")).json()["max_model_len"] == 4096
+            exceeding = await client.post(TEXTS, json=ENDLESS | {"prompt": [5] * 4100})
             assert (exceeding.status_code, exceeding.json()["error"]["code"]) == (400, "context_length_exceeded")
-            async with streaming(client, **ENDLESS | {"prompt": [5] * 4900, "max_tokens": 1200}):  # its prompt is fed
+            async with streaming(client, **ENDLESS | {"prompt": [5] * 2050, "max_tokens": 1000}):  # its prompt is fed
                 both = [client.post(TEXTS, json=ENDLESS | {"max_tokens": 600, "stream": True}) for _ in range(2)]
                 full, late = sorted(await asyncio.gather(*both), key=lambda found: found.status_code)
                 assert (full.status_code, full.json()["error"]["code"]) == (429, "rate_limit_exceeded")

@@ -13,11 +13,11 @@ from coordinator.sessions import admission
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import Cache
 from tests.integration.conftest import Models, running
-from tests.integration.many import Live, request, solo, tokens_of
+from tests.integration.many import Live, request, tokens_of
 from worker.model.model_spec import ModelSpec
 
 ROWS = 256  # by which caches grow
-ANSWERS = [request(tokens_of(20 + 9 * i, i), 300, seed=i, temperature=i % 2) for i in range(3)]
+ANSWERS = [request(tokens_of(170 + 9 * i, i), 140, seed=i, temperature=i % 2) for i in range(3)]
 
 
 def with_room(plan: Plan, spec: ModelSpec, num_caches: int) -> admission.CacheCosts:
@@ -39,15 +39,15 @@ async def test_streams_that_gave_way_end_with_the_tokens_that_they_have_alone(
         preempt(session)
 
     async with running(models(family).folder, (1, 3)) as chain:
-        alone = await solo(chain, ANSWERS)
         monkeypatch.setattr(core, "cache_costs", partial(with_room, num_caches=3))
         monkeypatch.setattr(Session, "preempt", noted)
-        for name, tokens in (("_GROWTH", 128), ("_LOW", 48), ("LARGEST_WINDOW", 16)):
+        for name, tokens in (("_GROWTH", 48), ("_LOW", 32), ("LARGEST_WINDOW", 16)):
             monkeypatch.setattr(admission, name, tokens)
         async with Engine(chain) as engine:
             live: list[Any] = [Live(engine, each) for each in ANSWERS]
             found = [await each.answer() for each in live]
-    assert [each.tokens for each in found] == [each.tokens for each in alone]
+    alone = [models(family).tokens(each.prompt, each.max_tokens, each.sampling) for each in ANSWERS]
+    assert [each.tokens for each in found] == alone
     assert preempted and preempted[0].num_prompt > len(ANSWERS[0].prompt), "the oldest goes on"
 
 
@@ -56,5 +56,5 @@ async def test_one_that_is_alone_and_outgrows_the_memory_ends_with_length(
 ) -> None:
     monkeypatch.setattr(core, "cache_costs", partial(with_room, num_caches=1))
     async with running(models("qwen3").folder, (1, 3)) as chain, Engine(chain) as engine:
-        answer = await Live(engine, request(tokens_of(50), 400)).answer()
-    assert answer.finish_reason == "length" and len(answer.tokens) == ROWS - 50
+        answer = await Live(engine, request(tokens_of(210), 100)).answer()
+    assert answer.finish_reason == "length" and len(answer.tokens) == ROWS - 210

@@ -130,7 +130,7 @@ def test_a_context_beyond_the_models_is_told(brigade: Command, tiny: Path, capsy
     for flags, note in (((), ""), (("--context", "2"), ""), (("--context", "9999"), told)):
         brigade("plan", "--model", str(tiny), *flags)
         shown = capsys.readouterr()
-        assert re.search(r"of\s(\d+) tokens", shown.out), "the line wraps where the folder's name is long"
+        assert re.search(r"of\s\d+\s+tokens", shown.out), "the line wraps where the folder's name is long"
         assert shown.err == note
     brigade("plan", "--model", str(tiny), "--local", "1")  # nothing was measured
     assert "How fast these nodes are is not known" in " ".join(capsys.readouterr().out.split())
