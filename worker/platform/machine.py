@@ -9,6 +9,7 @@ import resource
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import NoReturn
 
 import mlx.core as mx
@@ -53,14 +54,14 @@ def allow_connections(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+@cache
 def freeze_heap() -> None:
     """Take what exists now out of garbage collection, once per process: references alone free it from now on.
 
     A full collection of a loaded node takes a fifth of a second, in which no thread runs Python.
     """
-    if not gc.get_freeze_count():
-        gc.collect()
-        gc.freeze()
+    gc.collect()
+    gc.freeze()
 
 
 def machine_name() -> str:
