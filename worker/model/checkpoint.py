@@ -43,12 +43,20 @@ class Checkpoint:
 
         Fine-tunes of one model may be equal in all three: contents.py tells them apart.
         """
-        layout = [(name, info.dtype, list(info.shape)) for name, info in sorted(self.tensors.items())]
         return Fingerprint(
             config=_sha256(_canonical(self.config)),
             tokenizer=_sha256(*(path.name.encode() + path.read_bytes() for path in self.tokenizer_files())),
-            tensors=_sha256(_canonical(layout)),
+            tensors=_sha256(self._canonical_tensors()),
         )
+
+    @property
+    def description(self) -> str:
+        """A hash of all that a description of the model is made of: name, configurations and headers."""
+        named = [self.name, self.config, self.generation_config]
+        return _sha256(_canonical(named), self._canonical_tensors())
+
+    def _canonical_tensors(self) -> bytes:
+        return _canonical([(name, info.dtype, list(info.shape)) for name, info in sorted(self.tensors.items())])
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import mlx.core as mx
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
@@ -52,16 +52,19 @@ class CheckpointLayout:
 
 
 _LAYOUTS: WeakKeyDictionary[Checkpoint, CheckpointLayout] = WeakKeyDictionary()
+_BY_DESCRIPTION: WeakValueDictionary[str, CheckpointLayout] = WeakValueDictionary()  # a recovery opens the model again
 
 
 def layout_of(checkpoint: Checkpoint) -> CheckpointLayout:
-    """Return a checkpoint's layout, from configuration and headers; it is found once.
+    """Return a checkpoint's layout, from configuration and headers; it is found once while a node holds the model.
 
     Raises:
         ModelError: the model cannot be cut, or configuration and tensors do not fit together.
     """
     if checkpoint not in _LAYOUTS:
-        _LAYOUTS[checkpoint] = _layout(checkpoint)
+        description = checkpoint.description
+        found = _BY_DESCRIPTION.get(description) or _layout(checkpoint)
+        _LAYOUTS[checkpoint] = _BY_DESCRIPTION[description] = found
     return _LAYOUTS[checkpoint]
 
 

@@ -12,7 +12,7 @@ from tests.tiny import make_model
 from tests.unit.model.test_checkpoint import LAYER, synthetic
 from worker.model.cache_spec import Memory
 from worker.model.checkpoint import open_folder
-from worker.model.describe import describe, shard_tensors
+from worker.model.describe import describe, layout_of, shard_tensors
 from worker.model.model_spec import DraftHead, HeadKind, LayerSpec
 from worker.model.module_tree import layer_in_checkpoint
 
@@ -63,3 +63,13 @@ def test_experts_that_a_token_is_not_sent_to_are_idle(tmp_path: Path, quantize: 
     assert all(layer.read_bytes == layer.weight_bytes - layer.idle_bytes for layer in spec.layers)
     dense = describe(open_folder(make_model(tmp_path / "dense", quantize=quantize), "tiny"))
     assert all(layer.read_bytes == layer.weight_bytes > 0 for layer in dense.layers)
+
+
+def test_a_model_that_is_opened_again_is_described_once_and_another_one_anew(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    first = open_folder(folder)
+    assert layout_of(open_folder(folder)) is layout_of(first)
+    make_model(folder, config={"max_position_embeddings": 99})
+    assert describe(open_folder(folder)).context == 99 and describe(first).context == 512
+    make_model(folder, num_files=2, config={"vocab_size": 98})
+    assert describe(open_folder(folder)).vocab_size == 98
