@@ -397,7 +397,7 @@ REFUSED: dict[str, tuple[str, Json]] = {
     "empty messages": _chat(messages=[]),
     "another model": _chat(model="other"),
     "unknown field": _chat(no_such_field=1),
-    "max_tokens 0": _chat(max_tokens=0),
+    "max_tokens 0": _chat(max_tokens=0, stop=["e", "a", "i", "o"]),  # 0 is no limit
     "max_tokens above what fits": _completion(max_tokens=5_000, stop=["e", "a", "i", "o", " "]),
     "max_tokens far above what fits": _completion(max_tokens=2**31, stop=["e", "a", "i", "o", " "]),
     "a prompt that is too long": _completion(prompt=[5] * 2_049),
