@@ -96,7 +96,8 @@ def test_a_stream_tells_the_figures_of_its_choices_by_number_in_whatever_order_t
     answer = answer_of(n=3, stream_options={"include_usage": True})
     for index in (2, 0, 1):
         chunks_of(answer, [only(num_reused=index)], index)
-    [closing] = parsed(list(answer.end()))
+    [closing, done] = answer.end()
+    assert done == DONE == next(answer_of().end()), "the only event of one that is not asked for its usage"
     assert [figures["reused_tokens"] for figures in closing["brigade"]] == [0, 1, 2]
     assert closing["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
