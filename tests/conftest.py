@@ -27,7 +27,7 @@ def streams() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def uncompiled() -> Iterator[None]:
-    """mlx-lm's filters are compiled anew for every parameter; on a CPU that takes a second each."""
+    """For a CPU MLX compiles with a C++ compiler: a second for every kind of activation, and parameter of a filter."""
     mx.disable_compile()
     yield
     mx.enable_compile()

@@ -149,7 +149,8 @@ def test_a_server_runs_without_a_missing_worker_and_takes_it_in_under_endless_st
     start: Starter, talker: Path, worker_file: Path
 ) -> None:
     async def check() -> None:
-        async with served(options_of(talker, load_cluster(worker_file))) as (client, _):
+        options = options_of(talker, load_cluster(worker_file), limits=Limits(arrival_s=0.5))
+        async with served(options) as (client, _):
 
             async def ask(prompt: str) -> str:
                 body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True, "stream": True}

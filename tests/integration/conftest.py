@@ -31,7 +31,7 @@ from worker.compute.ahead import StepsAhead
 from worker.compute.batching import LaneWindow
 from worker.compute.shard import Shard
 from worker.model.checkpoint import Checkpoint, open_folder
-from worker.model.describe import describe
+from worker.model.describe import describe, layout_of
 from worker.model.draft_heads import own_head
 from worker.model.model_spec import ModelSpec
 from worker.node.loading import open_checkpoint
@@ -233,6 +233,7 @@ class Whole:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.reference = Reference(folder)
+        self.layout = layout_of(open_folder(folder))  # is found once while it is held: see `layout_of`
         self._tokens: dict[Any, list[int]] = {}
 
     def tokens(self, prompt: Sequence[int], num_tokens: int, sampling: Sampling | None = None) -> list[int]:

@@ -18,6 +18,8 @@ from worker.model.describe import describe, shard_tensors
 from worker.node.loading import load_shard
 from worker.platform.threads import MlxThread
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
+
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_one_layer_shards_of_a_published_layout_give_mlx_lms_logits(

@@ -24,6 +24,8 @@ from worker.memory.slot_caches import members
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.describe import describe
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
+
 # tied and not, states, windows, latents, experts, biases, a second tensor that travels, positions in the embedding
 TYPES = ("qwen3", "llama", "gemma3", "qwen3_5", "deepseek_v3", "gpt_oss", "falcon_h1", "nemotron_h", "rwkv7", "gpt2")
 SMALL = 4096  # bytes that may come and go beside weights
@@ -107,7 +109,7 @@ def test_a_prompt_chunk_leaves_nothing_but_its_caches(checkpoint: Checkpoint, is
     """Recurrent states are slices and functions of all the chunk's rows, which must not outlive the step."""
     spec = describe(checkpoint)
     engine = Executor(loaded(checkpoint, 0, spec.num_layers - (not is_last)), 0, spec.dtype)
-    chunk = Window(prefix_hash=History().prefix_hash(0), tokens=[5] * 800)
+    chunk = Window(prefix_hash=History().prefix_hash(0), tokens=[5] * 400)
     before = memory()
     engine.finish(engine.begin(Frame(opened=[Opening(slot=0)], windows=[chunk]), None, 0, 0))
     assert memory() - before - engine.cache_bytes < len(chunk.tokens) * spec.row_bytes / 4

@@ -12,6 +12,8 @@ from worker.compute.microbenchmark import ROWS, measure_speed
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
+
 
 @pytest.mark.parametrize(
     ("family", "quantize"), [*zip(FAMILIES, cycle([None, {"group_size": 32, "bits": 4}]), strict=False)]

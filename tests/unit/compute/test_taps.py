@@ -13,6 +13,8 @@ from worker.compute.batching import LaneWindow
 from worker.compute.shard import Shard
 from worker.model.checkpoint import open_folder
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
+
 NUM_LAYERS, D, C = 6, 64, 24
 TAPS = (0, 2, 5)
 SPLITS = ((6,), (3, 3), (1, 2, 3), (2, 1, 1, 2), (1, 1, 1, 1, 2), (1, 1, 1, 1, 1, 1))
