@@ -15,10 +15,9 @@ from coordinator.api.answers import (
     answer_stats,
     usage_of,
 )
-from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, ModelName, Section, Texts, Unsupported
+from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, Limit, ModelName, Section, Texts, Unsupported
 from coordinator.api.conversations import (
     Conversing,
-    Limit,
     OtherTool,
     Part,
     call_part,

@@ -20,7 +20,14 @@ Body = TypeVar("Body", bound=BaseModel)
 _Listed = BeforeValidator(
     lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | list[str]
 )
-_NoNegative = BeforeValidator(lambda value: None if type(value) is int and value < 0 else value)  # not given
+
+
+def none_below(least: int) -> BeforeValidator:
+    """Return a validator for which a smaller number counts as not given: clients that set nothing send -1 or 0."""
+    return BeforeValidator(lambda value: None if type(value) is int and value < least else value)
+
+
+Limit = Annotated[Annotated[int, Field(ge=1)] | None, none_below(1)]  # a number of tokens
 ModelName = Annotated[str, Field(max_length=256)]  # every event of a stream repeats it
 # JSON has no tuples, and only text as keys; the numbers in a tuple are strict still
 TokenIds = Annotated[tuple[int, ...], Strict(False)]
@@ -82,7 +89,7 @@ class Sampled(Section):
     top_k: int | None = described("top_k")
     min_p: float | None = described("min_p")
     repetition_penalty: float | None = described("repetition_penalty")
-    seed: Annotated[int | None, _NoNegative] = described("seed")
+    seed: Annotated[int | None, none_below(0)] = described("seed")
     repeat_guard: int = Field(0, ge=0)
     ignore_eos: bool = False
     decode: str = "auto"

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import TypedDict
 
 from coordinator.api.answers import AnswerStats
-from coordinator.api.body import UNSUPPORTED, Unsupported
+from coordinator.api.body import UNSUPPORTED, Unsupported, none_below
 from coordinator.api.openai import MAX_CHOICES, CompletionUsage, Finish, OpenAIAnswer, OpenAIBody, OpenAIObject
 from coordinator.api.server import Server
 from coordinator.decoding.decode_options import Decode
@@ -37,15 +37,12 @@ def _prompts(value: Any) -> list[RawPrompt]:
 _Prompts = BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]])
 
 
-_Limit = BeforeValidator(lambda value: None if type(value) is int and value == -1 else value)  # none was given
-
-
 class CompletionBody(OpenAIBody):
     """The body of `/v1/completions`."""
 
     unsupported: ClassVar[Unsupported] = UNSUPPORTED | {"suffix": ("",)}
     prompt: Annotated[list[RawPrompt], _Prompts]
-    max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, _Limit] = None
+    max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, none_below(0)] = None
     best_of: int | None = None
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -166,7 +163,7 @@ class CompletionAnswer(OpenAIAnswer):
             yield self._chunk(index, output.text, self._logprobs(choice, output.tokens), output.finish_reason)
         self.note(index, output)
 
-    def join(self, choices: Sequence[Json]) -> Json:
+    def join(self, choices: Sequence[Json], outputs: Sequence[Output]) -> Json:
         logprobs = [choice["logprobs"] for choice in choices if choice["logprobs"]]
         joined = {name: [each for one in logprobs for each in one[name]] for name in TextLogprobs.__annotations__}
         text = "".join(choice["text"] for choice in choices)

@@ -16,10 +16,9 @@ from coordinator.api.answers import (
     answer_stats,
     usage_of,
 )
-from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, ModelName, Section, Unsupported, described
+from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, Limit, ModelName, Section, Unsupported, described
 from coordinator.api.conversations import (
     Conversing,
-    Limit,
     OtherTool,
     Part,
     call_part,

@@ -194,7 +194,7 @@ def test_a_trailing_answer_is_taken_as_one_to_continue(api: str) -> None:
 # --- numbers and switches ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [-1, 0, None])
+@pytest.mark.parametrize("value", [-2, -1, 0, None])
 def test_a_limit_that_is_none_counts_as_not_given(value: int | None) -> None:
     assert spec("chat", max_tokens=value).max_tokens is None
     assert spec("chat", max_tokens=value, max_completion_tokens=7).max_tokens == 7
