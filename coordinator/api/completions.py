@@ -12,7 +12,7 @@ from coordinator.api.body import UNSUPPORTED, Unsupported, none_below
 from coordinator.api.openai import MAX_CHOICES, CompletionUsage, Finish, OpenAIAnswer, OpenAIBody, OpenAIObject
 from coordinator.api.server import Server
 from coordinator.decoding.decode_options import Decode
-from coordinator.engine.engine import Engine, prepare_choices
+from coordinator.engine.inputs import InputProcessor, prepare_choices
 from coordinator.sessions.output import Output, Scored, Token
 from coordinator.sessions.request import Request, RequestSpec
 from coordinator.sessions.text import TextParser
@@ -129,8 +129,8 @@ class CompletionAnswer(OpenAIAnswer):
         self.choices: list[Choice] = []
         self.token_text: Callable[[int], str] = str
 
-    async def prepare(self, engine: Engine) -> Sequence[Request]:
-        inputs, body = engine.inputs, self._body
+    async def prepare(self, inputs: InputProcessor) -> Sequence[Request]:
+        body = self._body
         self.token_text = inputs.token_text
         requests: list[Request] = []
         for prompt, spec in zip(body.prompt, body.to_specs(), strict=True):
@@ -138,7 +138,7 @@ class CompletionAnswer(OpenAIAnswer):
                 ids = await inputs.prompt_ids(prompt, most=inputs.spec.context - 1)
                 decode = Decode("ar") if body.decode == "auto" else spec.decode
                 spec = replace(spec, prompt=ids, decode=decode, score_from=1 if len(ids) > 1 else None)
-            group = await prepare_choices(engine, spec, body.n)
+            group = await prepare_choices(inputs, spec, body.n)
             echoed = ""
             if body.echo:
                 echoed = prompt if isinstance(prompt, str) else await inputs.text_of(prompt)

@@ -14,8 +14,8 @@ from coordinator.api.body import UNSUPPORTED, Limit, ModelName, OpenAISampled, S
 from coordinator.api.conversations import Conversing, leave_out_tool, parse_arguments, text_of, thoughts_of
 from coordinator.api.server import Server
 from coordinator.api.sse import DONE, ApiAnswer, Event
-from coordinator.engine.engine import Engine, prepare_choices
 from coordinator.engine.grammars import json_grammar, lark_grammar, regex_grammar
+from coordinator.engine.inputs import InputProcessor, prepare_choices
 from coordinator.sessions.calls import joined_calls
 from coordinator.sessions.output import Output, Token, ToolCall
 from coordinator.sessions.request import Calls, Conversation, Prompt, Request, RequestSpec
@@ -343,9 +343,9 @@ class ChatAnswer(OpenAIAnswer):
         self.token_text: Callable[[int], str] = str
         self.token_bytes: Callable[[int], bytes | None] = lambda token: None
 
-    async def prepare(self, engine: Engine) -> Sequence[Request]:
-        self.token_text, self.token_bytes = engine.inputs.token_text, engine.inputs.token_bytes
-        return await prepare_choices(engine, self._body.to_spec(), self._body.n)
+    async def prepare(self, inputs: InputProcessor) -> Sequence[Request]:
+        self.token_text, self.token_bytes = inputs.token_text, inputs.token_bytes
+        return await prepare_choices(inputs, self._body.to_spec(), self._body.n)
 
     def events(self, index: int, output: Output) -> Iterator[Json]:
         if index not in self._calls:

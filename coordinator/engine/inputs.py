@@ -313,6 +313,18 @@ class InputProcessor:
             raise ModelError(f"{self.checkpoint.folder}/generation_config.json: {error}") from error
 
 
+async def prepare_choices(inputs: InputProcessor, spec: RequestSpec, n: int) -> list[Request]:
+    """Return `n` copies of the checked request with consecutive seeds."""
+    first = await inputs.make_request(spec)
+    requests = [first]
+    for k in range(1, n):
+        sampling = Sampling()
+        sampling.CopyFrom(first.sampling)
+        sampling.seed = (sampling.seed + k) % 2**64
+        requests.append(replace(first, sampling=sampling))
+    return requests
+
+
 def _num_letters(value: Any) -> int:
     """Return the length of all text in a prompt."""
     if isinstance(value, Conversation):
