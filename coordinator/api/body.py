@@ -33,6 +33,25 @@ ModelName = Annotated[str, Field(max_length=256)]  # every event of a stream rep
 TokenIds = Annotated[tuple[int, ...], Strict(False)]
 TokenKey = Annotated[int, Strict(False)]
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=64), _Listed]  # or one text
+RawPrompt = str | tuple[int, ...]
+
+
+def _prompts(value: Any) -> list[RawPrompt]:
+    """Return one prompt or several, each a text or its token ids. Raises ValueError for anything else."""
+
+    def are_ids(value: Any) -> bool:
+        return isinstance(value, list) and all(type(token) is int for token in value)
+
+    prompts = [value] if isinstance(value, str) or (are_ids(value) and value) else value
+    if not isinstance(prompts, list) or not prompts or not all(isinstance(p, str) or are_ids(p) for p in prompts):
+        raise ValueError("expected a text, token ids, or a list of texts or of lists of token ids")
+    return [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
+
+
+RawPrompts = Annotated[
+    list[RawPrompt],
+    BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+]
 Unsupported = dict[str, Sequence[Any]]  # fields, with the values that change nothing; null never does
 UNSUPPORTED: Unsupported = {  # by all APIs
     "add_generation_prompt": (True,),

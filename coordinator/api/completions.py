@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal, NotRequired
+from typing import Annotated, ClassVar, Literal, NotRequired
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 from typing_extensions import TypedDict
 
 from coordinator.api.answers import AnswerStats
-from coordinator.api.body import UNSUPPORTED, Unsupported, none_below
+from coordinator.api.body import UNSUPPORTED, RawPrompts, Unsupported, none_below
 from coordinator.api.openai import MAX_CHOICES, CompletionUsage, Finish, OpenAIAnswer, OpenAIBody, OpenAIObject
 from coordinator.api.server import Server
 from coordinator.decoding.decode_options import Decode
@@ -19,29 +19,12 @@ from coordinator.sessions.text import TextParser
 from worker.errors import InputError
 from worker.platform.text import Json
 
-RawPrompt = str | tuple[int, ...]
-
-
-def _prompts(value: Any) -> list[RawPrompt]:
-    """Return one prompt or several, each a text or its token ids. Raises ValueError for anything else."""
-
-    def are_ids(value: Any) -> bool:
-        return isinstance(value, list) and all(type(token) is int for token in value)
-
-    prompts = [value] if isinstance(value, str) or (are_ids(value) and value) else value
-    if not isinstance(prompts, list) or not prompts or not all(isinstance(p, str) or are_ids(p) for p in prompts):
-        raise ValueError("expected a text, token ids, or a list of texts or of lists of token ids")
-    return [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
-
-
-_Prompts = BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]])
-
 
 class CompletionBody(OpenAIBody):
     """The body of `/v1/completions`."""
 
     unsupported: ClassVar[Unsupported] = UNSUPPORTED | {"suffix": ("",)}
-    prompt: Annotated[list[RawPrompt], _Prompts]
+    prompt: RawPrompts
     max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, none_below(0)] = None
     best_of: int | None = None
     echo: bool = False
