@@ -359,7 +359,7 @@ class Grammar(_message.Message):
     def __init__(self, text: _Optional[str] = ..., begins: _Optional[int] = ..., eos: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Window(_message.Message):
-    __slots__ = ("slot", "base", "prefix_hash", "tokens", "wanted", "masks", "guessed", "positions", "targets", "drafts", "canvas", "canvas_step", "temperature", "conditioning", "soft")
+    __slots__ = ("slot", "base", "prefix_hash", "tokens", "wanted", "masks", "guessed", "positions", "targets", "drafts", "canvas", "canvas_step", "temperature", "conditioning", "soft", "pooled")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -375,6 +375,7 @@ class Window(_message.Message):
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     CONDITIONING_FIELD_NUMBER: _ClassVar[int]
     SOFT_FIELD_NUMBER: _ClassVar[int]
+    POOLED_FIELD_NUMBER: _ClassVar[int]
     slot: int
     base: int
     prefix_hash: int
@@ -390,7 +391,8 @@ class Window(_message.Message):
     temperature: float
     conditioning: Conditioning
     soft: Soft
-    def __init__(self, slot: _Optional[int] = ..., base: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., wanted: _Optional[int] = ..., masks: _Optional[int] = ..., guessed: _Optional[int] = ..., positions: _Optional[_Iterable[int]] = ..., targets: _Optional[_Iterable[int]] = ..., drafts: _Optional[int] = ..., canvas: _Optional[_Iterable[int]] = ..., canvas_step: _Optional[int] = ..., temperature: _Optional[float] = ..., conditioning: _Optional[_Union[Conditioning, str]] = ..., soft: _Optional[_Union[Soft, _Mapping]] = ...) -> None: ...
+    pooled: int
+    def __init__(self, slot: _Optional[int] = ..., base: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., wanted: _Optional[int] = ..., masks: _Optional[int] = ..., guessed: _Optional[int] = ..., positions: _Optional[_Iterable[int]] = ..., targets: _Optional[_Iterable[int]] = ..., drafts: _Optional[int] = ..., canvas: _Optional[_Iterable[int]] = ..., canvas_step: _Optional[int] = ..., temperature: _Optional[float] = ..., conditioning: _Optional[_Union[Conditioning, str]] = ..., soft: _Optional[_Union[Soft, _Mapping]] = ..., pooled: _Optional[int] = ...) -> None: ...
 
 class Soft(_message.Message):
     __slots__ = ("slot", "conditioning", "rows", "ids")
@@ -433,7 +435,7 @@ class Timing(_message.Message):
     def __init__(self, stage: _Optional[int] = ..., received: _Optional[int] = ..., taken: _Optional[int] = ..., started: _Optional[int] = ..., computed: _Optional[int] = ..., sampled: _Optional[int] = ..., drafted: _Optional[int] = ..., sent: _Optional[int] = ...) -> None: ...
 
 class Result(_message.Message):
-    __slots__ = ("epoch", "step", "samples", "timings", "guesses", "failures", "scores", "drafter_failure", "soft")
+    __slots__ = ("epoch", "step", "samples", "timings", "guesses", "failures", "scores", "drafter_failure", "soft", "pooled")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -443,6 +445,7 @@ class Result(_message.Message):
     SCORES_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FAILURE_FIELD_NUMBER: _ClassVar[int]
     SOFT_FIELD_NUMBER: _ClassVar[int]
+    POOLED_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     samples: _containers.RepeatedCompositeFieldContainer[Sample]
@@ -452,7 +455,18 @@ class Result(_message.Message):
     scores: _containers.RepeatedCompositeFieldContainer[Score]
     drafter_failure: str
     soft: _containers.RepeatedCompositeFieldContainer[Soft]
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., guesses: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ..., drafter_failure: _Optional[str] = ..., soft: _Optional[_Iterable[_Union[Soft, _Mapping]]] = ...) -> None: ...
+    pooled: _containers.RepeatedCompositeFieldContainer[Pooled]
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., guesses: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ..., drafter_failure: _Optional[str] = ..., soft: _Optional[_Iterable[_Union[Soft, _Mapping]]] = ..., pooled: _Optional[_Iterable[_Union[Pooled, _Mapping]]] = ...) -> None: ...
+
+class Pooled(_message.Message):
+    __slots__ = ("slot", "rows", "sum")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    SUM_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    rows: int
+    sum: bytes
+    def __init__(self, slot: _Optional[int] = ..., rows: _Optional[int] = ..., sum: _Optional[bytes] = ...) -> None: ...
 
 class Sample(_message.Message):
     __slots__ = ("slot", "token", "logprob", "alternatives", "entropy", "likeliest")

@@ -15,10 +15,9 @@ from coordinator.api.answers import (
     answer_stats,
     usage_of,
 )
-from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, ModelName, Section, Texts, Unsupported
+from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, Limit, ModelName, Section, Texts, Unsupported
 from coordinator.api.conversations import (
     Conversing,
-    Limit,
     OtherTool,
     Part,
     call_part,
@@ -33,8 +32,8 @@ from coordinator.api.errors import AnthropicError, HttpError
 from coordinator.api.server import Server
 from coordinator.api.sse import Event, renaming
 from coordinator.api.texts import bounded_ids
-from coordinator.engine.engine import Engine
 from coordinator.engine.grammars import json_grammar
+from coordinator.engine.inputs import InputProcessor
 from coordinator.sessions.output import Output
 from coordinator.sessions.request import Calls, Conversation, Request, RequestSpec
 from worker.errors import InputError
@@ -293,9 +292,9 @@ class MessageAnswer(BlockAnswer):
             "usage": {"input_tokens": 0, "output_tokens": 0},
         }
 
-    async def prepare(self, engine: Engine) -> Sequence[Request]:
+    async def prepare(self, inputs: InputProcessor) -> Sequence[Request]:
         with renaming(_NAMES):
-            request = await engine.prepare(self._body.to_spec())
+            request = await inputs.make_request(self._body.to_spec())
         self.answer["usage"]["input_tokens"] = len(request.prompt)
         return [request]
 

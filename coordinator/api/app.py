@@ -17,6 +17,7 @@ from coordinator.api.anthropic import AnthropicMessage, MessageEvent, count_toke
 from coordinator.api.auth import AuthMiddleware, Keys
 from coordinator.api.body import read_body
 from coordinator.api.completions import Completion, completions
+from coordinator.api.embeddings import embeddings
 from coordinator.api.errors import Error, HttpError, JSONResponse, error_response, http_error
 from coordinator.api.left_out import HEADER as LEFT_OUT
 from coordinator.api.left_out import begin_request
@@ -44,6 +45,7 @@ OPERATIONS = (
     Operation("/v1/models/{name:path}", one_model, statuses=(404,)),
     Operation("/v1/chat/completions", chat_completions, ChatCompletion, (ChatCompletionChunk, Error)),
     Operation("/v1/completions", completions, Completion, (Completion, Error)),
+    Operation("/v1/embeddings", embeddings),
     Operation("/tokenize", tokenize),
     Operation("/detokenize", detokenize),
     Operation("/openapi.json", openapi),

@@ -20,12 +20,38 @@ Body = TypeVar("Body", bound=BaseModel)
 _Listed = BeforeValidator(
     lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | list[str]
 )
-_NoNegative = BeforeValidator(lambda value: None if type(value) is int and value < 0 else value)  # not given
+
+
+def none_below(least: int) -> BeforeValidator:
+    """Return a validator for which a smaller number counts as not given: clients that set nothing send -1 or 0."""
+    return BeforeValidator(lambda value: None if type(value) is int and value < least else value)
+
+
+Limit = Annotated[Annotated[int, Field(ge=1)] | None, none_below(1)]  # a number of tokens
 ModelName = Annotated[str, Field(max_length=256)]  # every event of a stream repeats it
 # JSON has no tuples, and only text as keys; the numbers in a tuple are strict still
 TokenIds = Annotated[tuple[int, ...], Strict(False)]
 TokenKey = Annotated[int, Strict(False)]
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=64), _Listed]  # or one text
+RawPrompt = str | tuple[int, ...]
+
+
+def _prompts(value: Any) -> list[RawPrompt]:
+    """Return one prompt or several, each a text or its token ids. Raises ValueError for anything else."""
+
+    def are_ids(value: Any) -> bool:
+        return isinstance(value, list) and all(type(token) is int for token in value)
+
+    prompts = [value] if isinstance(value, str) or (are_ids(value) and value) else value
+    if not isinstance(prompts, list) or not prompts or not all(isinstance(p, str) or are_ids(p) for p in prompts):
+        raise ValueError("expected a text, token ids, or a list of texts or of lists of token ids")
+    return [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
+
+
+RawPrompts = Annotated[
+    list[RawPrompt],
+    BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+]
 Unsupported = dict[str, Sequence[Any]]  # fields, with the values that change nothing; null never does
 UNSUPPORTED: Unsupported = {  # by all APIs
     "add_generation_prompt": (True,),
@@ -82,7 +108,7 @@ class Sampled(Section):
     top_k: int | None = described("top_k")
     min_p: float | None = described("min_p")
     repetition_penalty: float | None = described("repetition_penalty")
-    seed: Annotated[int | None, _NoNegative] = described("seed")
+    seed: Annotated[int | None, none_below(0)] = described("seed")
     repeat_guard: int = Field(0, ge=0)
     ignore_eos: bool = False
     decode: str = "auto"

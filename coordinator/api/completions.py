@@ -2,50 +2,30 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal, NotRequired
+from typing import Annotated, ClassVar, Literal, NotRequired
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 from typing_extensions import TypedDict
 
 from coordinator.api.answers import AnswerStats
-from coordinator.api.body import UNSUPPORTED, Unsupported
+from coordinator.api.body import UNSUPPORTED, RawPrompts, Unsupported, none_below
 from coordinator.api.openai import MAX_CHOICES, CompletionUsage, Finish, OpenAIAnswer, OpenAIBody, OpenAIObject
 from coordinator.api.server import Server
 from coordinator.decoding.decode_options import Decode
-from coordinator.engine.engine import Engine, prepare_choices
+from coordinator.engine.inputs import InputProcessor, prepare_choices
 from coordinator.sessions.output import Output, Scored, Token
 from coordinator.sessions.request import Request, RequestSpec
 from coordinator.sessions.text import TextParser
 from worker.errors import InputError
 from worker.platform.text import Json
 
-RawPrompt = str | tuple[int, ...]
-
-
-def _prompts(value: Any) -> list[RawPrompt]:
-    """Return one prompt or several, each a text or its token ids. Raises ValueError for anything else."""
-
-    def are_ids(value: Any) -> bool:
-        return isinstance(value, list) and all(type(token) is int for token in value)
-
-    prompts = [value] if isinstance(value, str) or (are_ids(value) and value) else value
-    if not isinstance(prompts, list) or not prompts or not all(isinstance(p, str) or are_ids(p) for p in prompts):
-        raise ValueError("expected a text, token ids, or a list of texts or of lists of token ids")
-    return [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
-
-
-_Prompts = BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]])
-
-
-_Limit = BeforeValidator(lambda value: None if type(value) is int and value == -1 else value)  # none was given
-
 
 class CompletionBody(OpenAIBody):
     """The body of `/v1/completions`."""
 
     unsupported: ClassVar[Unsupported] = UNSUPPORTED | {"suffix": ("",)}
-    prompt: Annotated[list[RawPrompt], _Prompts]
-    max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, _Limit] = None
+    prompt: RawPrompts
+    max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, none_below(0)] = None
     best_of: int | None = None
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -132,8 +112,8 @@ class CompletionAnswer(OpenAIAnswer):
         self.choices: list[Choice] = []
         self.token_text: Callable[[int], str] = str
 
-    async def prepare(self, engine: Engine) -> Sequence[Request]:
-        inputs, body = engine.inputs, self._body
+    async def prepare(self, inputs: InputProcessor) -> Sequence[Request]:
+        body = self._body
         self.token_text = inputs.token_text
         requests: list[Request] = []
         for prompt, spec in zip(body.prompt, body.to_specs(), strict=True):
@@ -141,7 +121,7 @@ class CompletionAnswer(OpenAIAnswer):
                 ids = await inputs.prompt_ids(prompt, most=inputs.spec.context - 1)
                 decode = Decode("ar") if body.decode == "auto" else spec.decode
                 spec = replace(spec, prompt=ids, decode=decode, score_from=1 if len(ids) > 1 else None)
-            group = await prepare_choices(engine, spec, body.n)
+            group = await prepare_choices(inputs, spec, body.n)
             echoed = ""
             if body.echo:
                 echoed = prompt if isinstance(prompt, str) else await inputs.text_of(prompt)
@@ -166,7 +146,7 @@ class CompletionAnswer(OpenAIAnswer):
             yield self._chunk(index, output.text, self._logprobs(choice, output.tokens), output.finish_reason)
         self.note(index, output)
 
-    def join(self, choices: Sequence[Json]) -> Json:
+    def join(self, choices: Sequence[Json], outputs: Sequence[Output]) -> Json:
         logprobs = [choice["logprobs"] for choice in choices if choice["logprobs"]]
         joined = {name: [each for one in logprobs for each in one[name]] for name in TextLogprobs.__annotations__}
         text = "".join(choice["text"] for choice in choices)

@@ -5,9 +5,9 @@ What a model cannot read, such as an image, stays in an agent's history for good
 
 import json
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from coordinator.api.body import Sampled, Section
 from coordinator.api.left_out import leave_out
@@ -16,12 +16,6 @@ from worker.platform.text import Json
 
 _TEXT = ("text", "input_text", "output_text", "summary_text")
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
-
-# A number of tokens; clients that set no limit send 0 or -1.
-Limit = Annotated[
-    Annotated[int, Field(ge=1)] | None,
-    BeforeValidator(lambda value: None if type(value) is int and value in (0, -1) else value),
-]
 
 
 class Part(Section):

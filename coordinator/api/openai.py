@@ -3,19 +3,20 @@
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from coordinator.api.answers import AnswerStats, answer_stats, usage_of
-from coordinator.api.body import UNSUPPORTED, ModelName, OpenAISampled, Section, Unsupported
-from coordinator.api.conversations import Conversing, Limit, leave_out_tool, parse_arguments, text_of, thoughts_of
+from coordinator.api.body import UNSUPPORTED, Limit, ModelName, OpenAISampled, Section, Unsupported
+from coordinator.api.conversations import Conversing, leave_out_tool, parse_arguments, text_of, thoughts_of
 from coordinator.api.server import Server
 from coordinator.api.sse import DONE, ApiAnswer, Event
-from coordinator.engine.engine import Engine, prepare_choices
 from coordinator.engine.grammars import json_grammar, lark_grammar, regex_grammar
+from coordinator.engine.inputs import InputProcessor, prepare_choices
+from coordinator.sessions.calls import joined_calls
 from coordinator.sessions.output import Output, Token, ToolCall
 from coordinator.sessions.request import Calls, Conversation, Prompt, Request, RequestSpec
 from worker.errors import InputError
@@ -290,8 +291,8 @@ class OpenAIAnswer(ApiAnswer):
     def events(self, index: int, output: Output) -> Iterator[Json]: ...
 
     @abstractmethod
-    def join(self, choices: Sequence[Json]) -> Json:
-        """Return the whole of a choice, from its parts in all events."""
+    def join(self, choices: Sequence[Json], outputs: Sequence[Output]) -> Json:
+        """Return the whole of a choice, from its parts in all events and from its outputs."""
 
     def note(self, index: int, output: Output) -> None:
         """Keep the last output of a choice."""
@@ -309,7 +310,7 @@ class OpenAIAnswer(ApiAnswer):
 
     def whole(self, outputs: Sequence[Sequence[Output]]) -> Json:
         choices = [
-            self.join([event["choices"][0] for output in of_choice for event in self.events(index, output)])
+            self.join([event["choices"][0] for output in of_choice for event in self.events(index, output)], of_choice)
             for index, of_choice in enumerate(outputs)
         ]
         return {**self._about, "object": self.kind, "choices": choices, **self._usage_and_stats()}
@@ -342,9 +343,9 @@ class ChatAnswer(OpenAIAnswer):
         self.token_text: Callable[[int], str] = str
         self.token_bytes: Callable[[int], bytes | None] = lambda token: None
 
-    async def prepare(self, engine: Engine) -> Sequence[Request]:
-        self.token_text, self.token_bytes = engine.inputs.token_text, engine.inputs.token_bytes
-        return await prepare_choices(engine, self._body.to_spec(), self._body.n)
+    async def prepare(self, inputs: InputProcessor) -> Sequence[Request]:
+        self.token_text, self.token_bytes = inputs.token_text, inputs.token_bytes
+        return await prepare_choices(inputs, self._body.to_spec(), self._body.n)
 
     def events(self, index: int, output: Output) -> Iterator[Json]:
         if index not in self._calls:
@@ -364,9 +365,12 @@ class ChatAnswer(OpenAIAnswer):
             yield chunk
         self.note(index, output)
 
-    def join(self, choices: Sequence[Json]) -> Json:
+    def join(self, choices: Sequence[Json], outputs: Sequence[Output]) -> Json:
         deltas = [choice["delta"] for choice in choices]
-        calls = _joined(call for delta in deltas for call in delta.get("tool_calls", ()))
+        calls: list[Call] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in joined_calls([call for output in outputs for call in output.tool_calls])
+        ]
         content = "".join(delta.get("content", "") for delta in deltas)
         message: Json = {"role": "assistant", "content": None if calls and not content else content}
         if reasoning := "".join(delta.get("reasoning", "") for delta in deltas):
@@ -408,19 +412,6 @@ class ChatAnswer(OpenAIAnswer):
             "logprob": token.logprob,
             "bytes": None if spelled is None else list(spelled),
         }
-
-
-def _joined(pieces: Iterable[CallDelta]) -> list[Call]:
-    """Return whole calls from their pieces."""
-    found: dict[int, Call] = {}
-    for piece in pieces:
-        function = piece["function"]
-        if "name" in function:
-            whole: Function = {"name": function["name"], "arguments": function["arguments"]}
-            found[piece["index"]] = {"id": piece["id"], "type": "function", "function": whole}
-        else:
-            found[piece["index"]]["function"]["arguments"] += function["arguments"]
-    return list(found.values())
 
 
 async def chat_completions(server: Server, body: ChatBody) -> ChatAnswer:

@@ -16,10 +16,9 @@ from coordinator.api.answers import (
     answer_stats,
     usage_of,
 )
-from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, ModelName, Section, Unsupported, described
+from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, Limit, ModelName, Section, Unsupported, described
 from coordinator.api.conversations import (
     Conversing,
-    Limit,
     OtherTool,
     Part,
     call_part,
@@ -35,8 +34,8 @@ from coordinator.api.errors import ErrorBody, HttpError
 from coordinator.api.left_out import leave_out
 from coordinator.api.server import Server
 from coordinator.api.sse import DONE, Event, renaming
-from coordinator.engine.engine import Engine
 from coordinator.engine.grammars import json_grammar
+from coordinator.engine.inputs import InputProcessor
 from coordinator.sessions.output import Output
 from coordinator.sessions.request import Calls, Conversation, Request, RequestSpec
 from protos.brigade_pb2 import Sampling
@@ -442,11 +441,11 @@ class ResponsesAnswer(BlockAnswer):
         self._num_reasoning = 0  # tokens
         self.answer = body.response(f"resp_{uuid.uuid4().hex}", model, int(time.time()), Sampling())
 
-    async def prepare(self, engine: Engine) -> Sequence[Request]:
+    async def prepare(self, inputs: InputProcessor) -> Sequence[Request]:
         with renaming(_FORMAT):  # a `prompt` that is refused here is the body's own
             spec = self._body.to_spec()
         with renaming(_NAMES):
-            request = await engine.prepare(spec)
+            request = await inputs.make_request(spec)
         about = self.answer
         self.answer = self._body.response(about["id"], about["model"], about["created_at"], request.sampling)
         return [request]

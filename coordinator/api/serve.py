@@ -22,6 +22,7 @@ from coordinator.engine.engine import Engine, ServerState, open_engine
 from coordinator.engine.inputs import InputProcessor, OneAtATime
 from coordinator.engine.stats import Stats
 from coordinator.engine.status import StatusLog, log_request
+from coordinator.sessions.request import PoolingKind
 from worker.config import is_loopback
 from worker.errors import BrigadeError, InputError
 from worker.platform.mlx_memory import give_back
@@ -42,6 +43,7 @@ class ServeOptions:
     cors_origins: Sequence[str] = ()  # of web pages that may use it
     names: Sequence[str] = ()  # of the model
     context: int | None = None  # tokens; None: as many as fit in memory
+    pooling: PoolingKind | None = None  # of embeddings; None: as the model's files say
     max_waiting: int = 256
     shutdown_timeout_s: float = 30.0
     reopen_s: float = 5.0  # between two attempts to open a chain, each as long as a recovery may take
@@ -112,6 +114,7 @@ async def serve(options: ClusterOptions, serving: ServeOptions) -> None:
         answers_any_name=not serving.names,
         stats=stats,
         max_waking=serving.max_waiting,
+        pooling=serving.pooling,
     )
     app = make_app(server, keys=serving.keys, hosts=serving.hosts, origins=serving.cors_origins)
     with listening_socket(serving.host, serving.port) as listener:

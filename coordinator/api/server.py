@@ -11,6 +11,7 @@ from coordinator.engine.engine import Engine, ServerState, ServerStatus
 from coordinator.engine.inputs import InputProcessor
 from coordinator.engine.stats import Stats
 from coordinator.engine.status import ClusterStatus
+from coordinator.sessions.request import PoolingKind
 from worker.errors import InternalError, QueueFull
 
 _DEEP_S = 5.0  # within which a token has to pass all stages
@@ -49,6 +50,7 @@ class Server:
         answers_any_name: bool = False,
         stats: Stats | None = None,
         max_waking: int = 256,
+        pooling: PoolingKind | None = None,
     ) -> None:
         """Begin as LOADING.
 
@@ -56,10 +58,12 @@ class Server:
             names: of the model; an answer carries the one that its request gives, else the first.
             answers_any_name: requests may give other names, too.
             max_waking: requests that may wait while the model is loaded; at least one always may.
+            pooling: of embeddings; None: as the model's files say.
         """
         self.inputs = inputs
         self.names = names
         self._answers_any_name = answers_any_name
+        self.pooling = pooling
         self.seen = SeenNames()
         self.started = int(time.time())
         self.limits = limits or RequestLimits()

@@ -15,6 +15,7 @@ from coordinator.api.left_out import leave_out
 from coordinator.api.server import Server
 from coordinator.cluster.log import log
 from coordinator.engine.engine import Engine, collect
+from coordinator.engine.inputs import InputProcessor
 from coordinator.engine.stats import REQUEST_ID
 from coordinator.sessions.output import Output
 from coordinator.sessions.request import Request as EngineRequest
@@ -27,6 +28,7 @@ Event = Mapping[str, Any] | str  # the data of a server-sent event: an object, o
 DONE = "[DONE]"  # the end of a stream in OpenAI's APIs
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _HEARTBEAT = b": still at it\n\n"
+_AGAIN_S = 0.5  # after which a stream without an event asks again whether its request may be refused
 
 
 class ApiAnswer(ABC):
@@ -36,7 +38,7 @@ class ApiAnswer(ABC):
     is_traced = False  # its stats have a waterfall
 
     @abstractmethod
-    async def prepare(self, engine: Engine) -> Sequence[EngineRequest]:
+    async def prepare(self, inputs: InputProcessor) -> Sequence[EngineRequest]:
         """Return the requests whose outputs make the answer. Raises InputError with the API's names of fields."""
 
     @abstractmethod
@@ -83,27 +85,26 @@ async def respond(request: Request, answer: ApiAnswer) -> Response:
     """Answer a request, whole or as a stream.
 
     Raises:
-        ClientLeft: the client has left. And what `Server.wake_engine`, `ApiAnswer.prepare` and `Engine.generate` raise,
+        ClientLeft: the client has left. And what `ApiAnswer.prepare`, `Server.wake_engine` and `Engine.generate` raise,
             as long as the answer may have a status of its own.
     """
     server: Server = request.app.state.server
-    is_prepared = False
+    requests: Sequence[EngineRequest] = ()
 
-    async def prepare(engine: Engine) -> Sequence[EngineRequest]:
-        requests = await answer.prepare(engine)
+    async def prepare() -> Engine:
+        """Read the request, so that what it leaves out is known before the headers go; then wait for the engine."""
+        nonlocal requests
+        requests = await answer.prepare(server.inputs)
         for name in requests[0].not_enforced:
             leave_out(name)
-        return requests
+        return await server.wake_engine()
 
     async def whole() -> Mapping[str, Any]:
-        engine = await server.wake_engine()
-        return answer.whole(await collect(engine, await prepare(engine), traced=answer.is_traced))
+        engine = await prepare()
+        return answer.whole(await collect(engine, requests, traced=answer.is_traced))
 
     async def events() -> AsyncGenerator[Event, None]:
-        nonlocal is_prepared
-        engine = await server.wake_engine()
-        requests = await prepare(engine)
-        is_prepared = True
+        engine = await prepare()
         async with aclosing(engine.generate_all(requests, traced=answer.is_traced)) as outputs:
             async for index, output in outputs:
                 for event in answer.events(index, output):
@@ -112,7 +113,7 @@ async def respond(request: Request, answer: ApiAnswer) -> Response:
             yield event
 
     def may_be_refused() -> bool:
-        return server.engine is not None and (not is_prepared or server.engine.num_waiting > 0)
+        return not requests or (server.engine is not None and not server.engine.has_begun(requests))
 
     if not answer.is_stream:
         return JSONResponse(await unless_left(request, whole()))
@@ -127,16 +128,18 @@ async def event_stream(
 ) -> "EventStream":
     """Return a response of these events. Raises ClientLeft, and what the first event raises if it comes soon.
 
-    The first event is awaited for a heartbeat, and for the queue's timeout while the request may be refused. It is not
-    awaited longer: a model that is asleep may take minutes to load, and the heartbeats show that the server is alive.
+    The first event is awaited for a heartbeat, and then for at most the queue's timeout while the request may be
+    refused. It is not awaited longer: a model that is asleep may take minutes to load, and the heartbeats show that the
+    server is alive.
     """
     limits = request.app.state.server.limits
     first = asyncio.ensure_future(anext(events))
 
     async def wait_first() -> None:
+        end = asyncio.get_running_loop().time() + limits.heartbeat_s + limits.queue_timeout_s
         await asyncio.wait([first], timeout=limits.heartbeat_s)
-        if not first.done() and may_be_refused():
-            await asyncio.wait([first], timeout=limits.queue_timeout_s)
+        while not first.done() and may_be_refused() and (left_s := end - asyncio.get_running_loop().time()) > 0:
+            await asyncio.wait([first], timeout=min(left_s, _AGAIN_S))
 
     try:
         await unless_left(request, wait_first())

@@ -204,7 +204,7 @@ async def _answered(engine: Engine, given: Json, *, is_chat: bool) -> Json:
         answer = ChatAnswer(read(ChatBody, given), engine.name)
     else:
         answer = CompletionAnswer(read(CompletionBody, given), engine.name)
-    whole = answer.whole(await collect(engine, await answer.prepare(engine)))
+    whole = answer.whole(await collect(engine, await answer.prepare(engine.inputs)))
     return {name: value for name, value in whole.items() if name != "brigade"}
 
 

@@ -4,7 +4,7 @@ import contextlib
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -30,6 +30,10 @@ def serve(
     ] = False,
     served_model_name: Annotated[
         list[str] | None, _server(help="The name of the model for clients; repeatable. (default: its own name)")
+    ] = None,
+    pooling: Annotated[
+        Literal["mean", "last"] | None,
+        _server(help="Embed texts by the mean of their tokens' states, or by the last. (default: the model's own way)"),
     ] = None,
     max_waiting: Annotated[int, _server(min=0, help="Requests that may wait for memory; more get 429.")] = 256,
     queue_timeout: Annotated[float, _server(min=0, help="How long each may wait, seconds; then it gets 503.")] = 60.0,
@@ -108,6 +112,7 @@ def serve(
         allowed_hosts=tuple(allowed_host or ()),
         cors_origins=tuple(cors_origin or ()),
         names=tuple(served_model_name or ()),
+        pooling=pooling,
         context=context or options.cluster.context,
         max_waiting=max_waiting,
         shutdown_timeout_s=shutdown_timeout,

@@ -19,7 +19,7 @@ from coordinator.cluster.step_timeouts import ArrivedResult, Flight, SuspendWatc
 from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import AttachRequest, Frame, Grammar, LoadProgress, Opening, Result, StatusReply, Window
 from worker.compute.executor import Executor
-from worker.compute.header import check_result, check_soft
+from worker.compute.header import check_pooled, check_result, check_soft
 from worker.drafters.kinds import prepare_drafting
 from worker.errors import (
     BrigadeError,
@@ -237,6 +237,7 @@ class Chain:
         vocab_size = self.spec.vocab_size
         check_result(result, sent.asked, vocab_size, node, sent.alternatives)
         check_soft(result, sent.softened, self.spec.hidden_size, self.spec.dtype, vocab_size, node)
+        check_pooled(result, sent.pooled, self.spec.hidden_size, node)
         if result.drafter_failure and not self._has_lost_drafter:
             self._has_lost_drafter = True
             line = f"the drafter failed; the chain goes on without drafts: {printable(result.drafter_failure, 500)}"

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import Conditioning, Frame, Opening, Result, Sampling
-from worker.compute.header import asked_of, num_rows, softened_of
+from worker.compute.header import asked_of, num_rows, pooled_of, softened_of
 from worker.errors import StageLost
 from worker.model.model_spec import MOST_DRAFTS
 from worker.platform.machine import SleepWatch, asleep_s
@@ -127,6 +127,7 @@ class Sent:
     num_drafts: int = 0  # that its largest window asks for
     num_drafting: int = 0  # windows that ask for drafts
     softened: Mapping[int, tuple[Conditioning, int]] = field(default_factory=dict)  # as `softened_of` returns it
+    pooled: Mapping[int, int] = field(default_factory=dict)  # as `pooled_of` returns it
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,7 @@ class Flight:
             num_drafts=max(drafts, default=0),
             num_drafting=len(drafts),
             softened=softened_of(frame.windows),
+            pooled=pooled_of(frame.windows),
         )
         if self.awaited is None:
             self._publish()

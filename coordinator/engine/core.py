@@ -306,7 +306,7 @@ class EngineCore:
                 self._release_next(session)
             session.put_output(samples, arrival.at)
             if session.state is SessionState.FINISHED:
-                self._forget(session, keep=True)
+                self._forget(session, keep=session.request.pool_from is None)  # texts to embed rarely begin alike
             elif session.num_unread >= MOST_UNREAD and not session.is_paused:
                 session.is_paused = True
                 if session.num_unread <= MOST_UNREAD // 2:  # its reader has caught up meanwhile, and saw no pause

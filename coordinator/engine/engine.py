@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 from coordinator.cluster.chain import Chain
@@ -20,7 +20,7 @@ from coordinator.sessions.admission import MOST_WAITING
 from coordinator.sessions.output import Answer, Output
 from coordinator.sessions.request import Request, RequestSpec
 from coordinator.sessions.scheduler import Scheduler
-from coordinator.sessions.session import MOST_UNREAD, Session
+from coordinator.sessions.session import MOST_UNREAD, Session, SessionState
 from coordinator.sessions.text import TextParser
 from protos.brigade_pb2 import Cache, Sampling
 from worker.errors import (
@@ -141,6 +141,11 @@ class Engine:
     def num_waiting(self) -> int:
         """Requests that wait for memory."""
         return self.scheduler.num_waiting
+
+    def has_begun(self, requests: Collection[Request]) -> bool:
+        """Return whether one of these requests has had memory: none of them is refused any more for lack of it."""
+        begun = [session for session in list(self.sessions) if session.state is not SessionState.WAITING]
+        return any(session.request is request for session in begun for request in requests)
 
     @property
     def status(self) -> ServerStatus:
@@ -335,18 +340,6 @@ async def collect(engine: Engine, requests: Sequence[Request], *, traced: bool =
         async for number, output in outputs:
             answers[number].append(output)
     return answers
-
-
-async def prepare_choices(engine: Engine, spec: RequestSpec, n: int) -> list[Request]:
-    """Return `n` copies of the checked request with consecutive seeds."""
-    first = await engine.prepare(spec)
-    requests = [first]
-    for k in range(1, n):
-        sampling = Sampling()
-        sampling.CopyFrom(first.sampling)
-        sampling.seed = (sampling.seed + k) % 2**64
-        requests.append(replace(first, sampling=sampling))
-    return requests
 
 
 def _by_prompt(requests: Sequence[Request]) -> dict[int, list[int]]:

@@ -15,6 +15,7 @@ from coordinator.sessions.request import (
     FILTERS,
     PENALTIES,
     Conversation,
+    PoolingKind,
     Prompt,
     Request,
     RequestSpec,
@@ -177,8 +178,9 @@ class InputProcessor:
         for stop in asked.stops:
             require_utf8("stop", stop)
         spec = replace(self.spec, cache=asked.cache)
-        if asked.score_from is not None and spec.needs_canvas:
-            raise InputError("prompt", f"expected a model that scores tokens; {spec.name} was trained for canvas only")
+        if (asked.score_from is not None or asked.pooling) and spec.needs_canvas:
+            expected = "expected a model that scores and embeds tokens"
+            raise InputError("prompt", f"{expected}; {spec.name} was trained for canvas only")
         decode = suit(asked.decode, asked.cache, spec)
         refines = decode.training is not None and decode.training.refinement is not None
         without = (*PENALTIES, *FILTERS) if refines else PENALTIES if decode.kind == "canvas" else ()
@@ -201,6 +203,7 @@ class InputProcessor:
             cache=asked.cache,
             repeat_guard=asked.repeat_guard,
             score_from=asked.score_from,
+            pool_from=_pool_from(asked.pooling, prompt),
             tools=asked.tools,
             has_parallel_calls=asked.calls.is_parallel,
             not_enforced=tuple(f"schema.{keyword}" for keyword in not_enforced),
@@ -311,6 +314,22 @@ class InputProcessor:
             return make_sampling(**{**defaults, **asked})
         except InputError as error:
             raise ModelError(f"{self.checkpoint.folder}/generation_config.json: {error}") from error
+
+
+async def prepare_choices(inputs: InputProcessor, spec: RequestSpec, n: int) -> list[Request]:
+    """Return `n` copies of the checked request with consecutive seeds."""
+    first = await inputs.make_request(spec)
+    requests = [first]
+    for k in range(1, n):
+        sampling = Sampling()
+        sampling.CopyFrom(first.sampling)
+        sampling.seed = (sampling.seed + k) % 2**64
+        requests.append(replace(first, sampling=sampling))
+    return requests
+
+
+def _pool_from(pooling: PoolingKind | None, prompt: Sequence[int]) -> int | None:
+    return None if pooling is None else 0 if pooling == "mean" else max(0, len(prompt) - 1)
 
 
 def _num_letters(value: Any) -> int:

@@ -103,6 +103,7 @@ class Output:
     content: str = ""  # the part of the text outside thoughts and calls
     reasoning: str = ""  # the part inside thoughts
     tool_calls: tuple[ToolCall, ...] = ()  # pieces of calls: those with one id, in order, make a call
+    pooled: Sequence[bytes] = ()  # sums [D] float32 of the prompt's rows, if the request asked for them
 
 
 @dataclass

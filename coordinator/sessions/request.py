@@ -3,7 +3,7 @@
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from pydantic.fields import FieldInfo
@@ -19,6 +19,7 @@ from worker.model.model_spec import ModelSpec
 _MIN_TEMPERATURE = 1e-6  # dividing by less overflows float32
 _OFF_AT_ONE = ("top_p", "repetition_penalty")
 
+PoolingKind = Literal["mean", "last"]  # of all rows, or the last one
 UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
 
 
@@ -61,7 +62,7 @@ class Request:
     """A checked prompt and how to continue it; see `check_request`."""
 
     prompt: tuple[int, ...]
-    max_tokens: int  # 0: only the prompt is scored
+    max_tokens: int  # 0: only the prompt is scored or pooled
     sampling: Sampling = field(default_factory=Sampling)
     decode: Decode = Decode()  # noqa: RUF009 - immutable
     cache: Cache = field(default_factory=Cache)
@@ -69,6 +70,7 @@ class Request:
     eos: frozenset[int] = frozenset()
     repeat_guard: int = 0  # end once the last tokens repeat this many times; 0: never
     score_from: int | None = None  # index of the first prompt token to score, at least 1
+    pool_from: int | None = None  # index of the first prompt row whose state behind the final norm is summed up
     known: KnownTokens = NO_TOKENS  # the answer so far, from a journal
     tools: tuple[Mapping[str, Any], ...] = ()  # that the answer may call
     has_parallel_calls: bool = True  # whether one answer may hold several calls
@@ -120,6 +122,7 @@ class RequestSpec:
     calls: Calls = Calls()
     repeat_guard: int = 0
     score_from: int | None = None  # index of the first prompt token to score, at least 1
+    pooling: PoolingKind | None = None  # which states of the prompt are summed up
 
     @property
     def is_constrained(self) -> bool:
@@ -240,7 +243,9 @@ def check_request(request: Request, spec: ModelSpec) -> None:
             raise InputError("decode", f"expected ar to score the prompt with, got {request.decode.kind}")
         if not 1 <= request.score_from < num_prompt:
             raise InputError("prompt", "expected at least two tokens: the first one follows nothing and has no score")
-    least = 1 if request.score_from is None else 0
+    if request.pool_from is not None and request.decode.kind != "ar":
+        raise InputError("decode", f"expected ar for an embedding, got {request.decode.kind}")
+    least = 1 if request.score_from is None and request.pool_from is None else 0
     if request.max_tokens < least:
         raise InputError("max_tokens", f"expected at least {least}, got {request.max_tokens}")
     if request.repeat_guard == 1 or request.repeat_guard < 0:  # one token is not repeated

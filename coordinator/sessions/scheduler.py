@@ -122,7 +122,7 @@ class Scheduler:
             self._most_prompts = 1
         slots = (self._lanes if result.step in self._lanes else self._prompts).pop(result.step, [])
         samples, guesses, scores = _by_slot(result.samples), _by_slot(result.guesses), _by_slot(result.scores)
-        soft = _by_slot(result.soft)
+        soft, pooled = _by_slot(result.soft), _by_slot(result.pooled)
         failed = {failure.slot for failure in result.failures}
         commits = []
         for slot in slots:
@@ -132,7 +132,8 @@ class Scheduler:
             number = slot.number
             if number in failed:
                 session.finish("error")
-            commits.append((session, session.commit(samples[number], guesses[number], scores[number], soft[number])))
+            found = session.commit(samples[number], guesses[number], scores[number], soft[number], pooled[number])
+            commits.append((session, found))
         return commits
 
     def _next_lane(self, active: Sequence[SessionSlot]) -> list[SessionSlot]:

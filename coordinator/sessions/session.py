@@ -10,7 +10,7 @@ from coordinator.sessions.output import Output, Scored, Token, Usage
 from coordinator.sessions.request import Request
 from coordinator.sessions.text import TextParser
 from coordinator.sessions.waterfall import Leg, Passage, Route
-from protos.brigade_pb2 import Sample, Score, Soft, Window
+from protos.brigade_pb2 import Pooled, Sample, Score, Soft, Window
 from worker.compute.header import num_rows as count_rows
 from worker.memory.history import History
 
@@ -83,9 +83,12 @@ class Session:
         self._soft: Soft | None = None  # what the last step made of the canvas that the next one continues
         # Indices of the first token without a requested score, and without a known one.
         self._asked_scores = self._known_scores = request.score_from or len(request.prompt)
+        # Indices of the first row that is to be pooled and was not sent, and whose sum is not known.
+        self._asked_rows = self._known_rows = len(request.prompt) if request.pool_from is None else request.pool_from
         self._num_tried: list[int] = []  # by place, the steps with a draft there
         self._num_held: list[int] = []  # and those in which it held
         self._new_scores: list[Scored] = []
+        self._new_pooled: list[bytes] = []
         self._put = put
         self._num_put = self._num_taken = 0  # outputs for the reader, each counted by one thread
         self._started = started
@@ -167,8 +170,8 @@ class Session:
 
     @property
     def most_reused(self) -> int:
-        """Most leading tokens to reuse from another session: the next window needs a row to sample or score."""
-        return min(len(self.history), self._known_scores) - 1
+        """Most leading tokens to reuse from another session: the next window needs a row to sample, score or pool."""
+        return min(len(self.history), self._known_scores, self._known_rows + 1) - 1
 
     @property
     def fills(self) -> list[tuple[int, Token]]:
@@ -215,6 +218,7 @@ class Session:
             num_known = 1 if self._proposal.verifies else len(window.tokens)  # any more are the end of a prompt
             num_ahead = len(self._proposal.drafts) + window.masks + len(window.canvas)
             self.num_rows_last = num_known + num_ahead
+        window.pooled = self._num_pooled(base + len(window.tokens))
         num_rows = count_rows(window)
         self.num_rows += num_rows
         self.rows_written = max(self.rows_written, base + num_rows)
@@ -234,6 +238,11 @@ class Session:
         """Return the tokens before index `end` that are to be scored and have not been sent as targets yet."""
         begin, self._asked_scores = self._asked_scores, max(self._asked_scores, min(end, self.num_prompt))
         return self.history.tokens[begin : self._asked_scores]
+
+    def _num_pooled(self, end: int) -> int:
+        """Return how many of the rows before index `end` are to be pooled and have not been asked for yet."""
+        begin, self._asked_rows = self._asked_rows, max(self._asked_rows, min(end, self.num_prompt))
+        return self._asked_rows - begin
 
     def _window(self, base: int, tokens: Sequence[int]) -> Window:
         assert self.slot is not None
@@ -266,6 +275,7 @@ class Session:
         guesses: Sequence[Sample],
         scores: Sequence[Score] = (),
         soft: Sequence[Soft] = (),
+        pooled: Sequence[Pooled] = (),
     ) -> list[Sample]:
         """Apply the result of the last window; return the samples that became known, up to the end of the sequence.
 
@@ -276,6 +286,8 @@ class Session:
             return []
         self._new_scores += [Scored(Token.of(score), score.is_greedy) for score in scores]
         self._known_scores += len(scores)
+        self._new_pooled += [each.sum for each in pooled]
+        self._known_rows += sum(each.rows for each in pooled)
         if not (samples or guesses):
             return []
         assert self._proposal is not None
@@ -329,6 +341,7 @@ class Session:
         self._soft = None
         self._proposal = None
         self._asked_scores = self._known_scores
+        self._asked_rows = self._known_rows
         self._decoder.rewind()
         if decoder:
             decoder.restore(self._decoder.fills)
@@ -352,14 +365,15 @@ class Session:
     def put_output(self, samples: Sequence[Sample], at: int) -> None:
         """Give the reader the output of a step, unless the step yielded nothing."""
         scores, self._new_scores = self._new_scores, []
-        if not samples and not scores and self.finish_reason is None:
+        pooled, self._new_pooled = self._new_pooled, []
+        if not (samples or scores or pooled) and self.finish_reason is None:
             return
         if self._still_since:
             self._still_ns += at - self._still_since
         self._last_at, self._still_since = at, 0
         tokens = [*map(Token.of, samples)] if self.request.max_tokens else []  # 0: drop the sampled one
         counts = (self.num_steps, self.num_rows)
-        self.put(Output("", tokens, at, self.finish_reason, None, self.fills, scores, *counts))
+        self.put(Output("", tokens, at, self.finish_reason, None, self.fills, scores, *counts, pooled=pooled))
 
     def put(self, item: Output | BaseException) -> None:
         """Give the reader an output, or the error that ends this session."""

@@ -32,11 +32,13 @@ async def test_streams_that_gave_way_end_with_the_tokens_that_they_have_alone(
 ) -> None:
     """Qwen3.5 has recurrent states, which cannot be cut."""
     preempted: list[Session] = []
+    begun: list[bool] = []
     preempt = Session.preempt
 
     def noted(session: Session) -> None:
         preempted.append(session)
         preempt(session)
+        begun.append(engine.has_begun([session.request]))
 
     async with running(models(family).folder, (1, 3)) as chain:
         monkeypatch.setattr(core, "cache_costs", partial(with_room, num_caches=3))
@@ -49,6 +51,7 @@ async def test_streams_that_gave_way_end_with_the_tokens_that_they_have_alone(
     alone = [models(family).tokens(each.prompt, each.max_tokens, each.sampling) for each in ANSWERS]
     assert [each.tokens for each in found] == alone
     assert preempted and preempted[0].num_prompt > len(ANSWERS[0].prompt), "the oldest goes on"
+    assert all(begun), "one that waits for memory again is not refused any more"
 
 
 async def test_one_that_is_alone_and_outgrows_the_memory_ends_with_length(

@@ -266,6 +266,24 @@ async def test_an_echoed_prompt_is_scored_as_lm_eval_reads_it(talker: Path) -> N
     assert {name: [each for piece in pieces for each in piece[name]] for name in told} == told
 
 
+async def test_the_bodies_that_lm_eval_sends_are_answered_as_mlx_lm_would(talker: Path) -> None:
+    """As recorded from lm-eval 0.4.13, `local-completions`: token ids in batches, or a text that begins with EOS."""
+    model, words = Whole(talker), Tokenizer.from_file(str(talker / "tokenizer.json"))
+    scored = {"model": "tiny", "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    free = {"model": "tiny", "max_tokens": 12, "temperature": 0, "stop": ["."], "seed": 1234}
+    batch = [[291, 306, 74, 14, 310, 305, 14, 283, 288], [271, 91, 287, 16, 261, 290, 283, 288], [316, 290, 286, 287]]
+    text = "<end>Zürich, naïve, 日本語, 😀 and one two three four five"
+    async with served(talker, (1, 3)) as client:
+        bodies = [scored | {"prompt": batch}, scored | {"prompt": text}, free | {"prompt": batch}]
+        many, one, written = [(await client.post("/v1/completions", json=body)).json()["choices"] for body in bodies]
+    for choice, ids in zip([*many, *one], [*batch, words.encode(text).ids], strict=True):
+        told = choice["logprobs"]["token_logprobs"][1:-1]
+        assert told == pytest.approx(logprobs_of(model, ids), abs=CLOSE) and len(told) == len(ids) - 1
+    for choice, ids in zip(written, batch, strict=True):
+        whole = words.decode(model.tokens(ids, 12)).partition(".")[0].rstrip("\ufffd")
+        assert choice["text"] == whole.removeprefix(" "), "mlx-lm's detokenizer drops a space that comes first"
+
+
 async def test_a_token_that_can_never_come_has_scores_of_json() -> None:
     """MASK of the bundled model, whose logit is minus infinity."""
     labels = ["<|mask|>", "<|mask|><|mask|>"]

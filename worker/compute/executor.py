@@ -21,6 +21,7 @@ from protos.brigade_pb2 import (
     Failure,
     Frame,
     Opening,
+    Pooled,
     Result,
     Sampling,
     Timing,
@@ -34,7 +35,7 @@ from worker.compute.header import NUM_CANDIDATES, asked_rows, check_header, head
 from worker.compute.sampling import Draws, TokenScores
 from worker.compute.shard import Shard
 from worker.compute.slot import Slot
-from worker.errors import BrigadeError, CacheMismatch, FrameError, SamplingError
+from worker.errors import BrigadeError, CacheMismatch, FrameError, ModelError, SamplingError
 from worker.memory.history import History
 from worker.memory.slot_caches import close_all
 from worker.model.cache_spec import ROW_BLOCK
@@ -377,7 +378,7 @@ class Executor:
         windows = list(zip(step.windows, accumulate(map(num_rows, step.windows), initial=0), strict=False))
         # A prompt chunk only has to reach the caches: the last layer's depends on all others, and what follows it is
         # never computed.
-        chunks = [self._slots[window.slot] for window in step.windows if not head_rows(window)]
+        chunks = [self._slots[window.slot] for window in step.windows if not (head_rows(window) or window.pooled)]
         step.pending = [array for slot in chunks for array in slot.caches.arrays()]
         step.pending += states
         if len(chunks) < len(windows):
@@ -386,6 +387,9 @@ class Executor:
         for window, first in windows:
             if window.targets:
                 self._score(step, window, h[:, head_rows(window, first).start :])
+            if window.pooled:
+                end = first + len(window.tokens)
+                self._pool(step, window, h[:, end - window.pooled : end])
         blocks = list(head_blocks(windows, most_head_rows(self._shard.info.vocab_size)))
         for block in blocks:
             rows = [row for part in block for row in part.rows]
@@ -423,6 +427,16 @@ class Executor:
         except FrameError as error:
             self._fail(step, window.slot, error)
 
+    def _pool(self, step: Step, window: Window, h: mx.array) -> None:
+        """Add up the states behind the final norm of h [1, N, D]."""
+        try:
+            total = self._shard.normed(h).astype(mx.float32).sum(axis=(0, 1))
+        except ModelError as error:
+            self._fail(step, window.slot, error)
+            return
+        mx.async_eval(total)
+        step.pooled.append((window, total))
+
     def _check_logits(self, step: Step, window: Window, logits: mx.array) -> None:
         if self._checks_finite:
             step.checks.append((window.slot, ~mx.isnan(logits).any()))  # some models mask tokens by infinities
@@ -451,6 +465,7 @@ class Executor:
         step.windows = [window for window in windows if window.slot not in bad]
         step.draws = [(window, draws) for window, draws in step.draws if window.slot not in bad]
         step.scores = [(window, scores) for window, scores in step.scores if window.slot not in bad]
+        step.pooled = [(window, total) for window, total in step.pooled if window.slot not in bad]
         if bad and step.windows:
             if self._shard.is_last:
                 step.rows = step.rows if step.rows is None else rows_of(step.windows, windows, step.rows)
@@ -508,6 +523,7 @@ class Step:
     pending: list[mx.array] = field(default_factory=list)
     draws: list[tuple[Window, Draws]] = field(default_factory=list)
     scores: list[tuple[Window, TokenScores]] = field(default_factory=list)
+    pooled: list[tuple[Window, mx.array]] = field(default_factory=list)  # [D] float32 each
     checks: list[tuple[int, mx.array]] = field(default_factory=list)  # slots, and whether their values are finite
 
     @property
@@ -559,4 +575,6 @@ def result_of(step: Step) -> Result:
             result.soft.append(draws.to_soft(window.slot, window.conditioning))
     for window, scores in step.scores:
         result.scores.extend(scores.to_scores(window.slot))
+    for window, total in step.pooled:
+        result.pooled.append(Pooled(slot=window.slot, rows=window.pooled, sum=np.array(total).astype("<f4").tobytes()))
     return result

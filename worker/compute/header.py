@@ -156,6 +156,25 @@ def check_soft(
         raise FrameError(f"expected tokens below {vocab_size}, got {highest} (step {result.step})", node=node)
 
 
+def pooled_of(windows: Iterable[Window]) -> dict[int, int]:
+    """Return by slot of how many rows the last stage is to return the sum."""
+    return {window.slot: window.pooled for window in windows if window.pooled}
+
+
+def check_pooled(result: Result, asked: Mapping[int, int], hidden_size: int, node: str) -> None:
+    """Raise FrameError unless the result of `node` holds the sums of rows that were asked for, and nothing else.
+
+    Args:
+        asked: as `pooled_of` returns it. A slot whose window failed needs nothing.
+    """
+    failed, size = {failure.slot for failure in result.failures}, hidden_size * DTYPE_BYTES[DType.DTYPE_FLOAT32]
+    expected = sorted((slot, rows, size) for slot, rows in asked.items() if slot not in failed)
+    found = sorted((pooled.slot, pooled.rows, len(pooled.sum)) for pooled in result.pooled)
+    if found != expected:
+        said = f"expected sums of (slot, rows, bytes) {brief(expected)}, got {brief(found)} (step {result.step})"
+        raise FrameError(said, node=node)
+
+
 def _check_counts(result: Result, asked: Mapping[int, tuple[int, ...]], node: str) -> None:
     """Raise FrameError for many more answers than were asked in all, before each of them is looked at."""
     expected = tuple(map(sum, zip(*asked.values(), strict=True))) or (0, 0, 0)
@@ -216,6 +235,8 @@ def _check_windows(frame: Frame, stage: int) -> None:
             raise FrameError(f"expected at least {least} tokens, got {len(window.tokens)} {found}")
         if window.canvas and (window.masks or window.positions or window.wanted):
             raise FrameError(f"expected no MASK rows, positions or wanted rows beside a canvas {found}")
+        if window.pooled > len(window.tokens):
+            raise FrameError(f"expected at most {len(window.tokens)} rows to add up, got {window.pooled} {found}")
         is_whole = window.guessed == len(window.canvas) > 0
         if window.conditioning not in _CONDITIONINGS or (window.conditioning and not is_whole):
             raise FrameError(f"expected known conditioning, and of a whole canvas, got {window.conditioning} {found}")

@@ -51,14 +51,7 @@ class Shard(HeldTensors):
         reader = TensorReader(checkpoint, shard_tensors(checkpoint, start, end))
         model = build(checkpoint, reader)
         has_embedding = layout.spec.has_embedding(start, end, serves_head=checkpoint.embeds_last)
-        self._cut = CutModel(
-            model,
-            self.info,
-            start,
-            end,
-            has_embedding=has_embedding,
-            serves_head=self.is_last and checkpoint.embeds_last,
-        )
+        self._cut = CutModel(model, self.info, start, end, has_embedding=has_embedding)
         super().__init__(model, f"layers [{start}, {end})", held)
         if unread := next((name for name, array in self._listed if reader.name_of(array)), None):
             raise ModelError(f"{checkpoint.name}: cannot tell which node needs tensor {unread}")
@@ -133,15 +126,22 @@ class Shard(HeldTensors):
         return logits
 
     def normed(self, rows: mx.array) -> mx.array:
-        """Return the final norm's output [1, N, D] of rows [1, N, W]. Last shard of a checkpoint that `embeds_last`."""
+        """Return the final norm's output [1, N, D] of rows [1, N, W]. Last shard only.
+
+        Raises:
+            ModelError: the model has no single norm there.
+        """
         return self._behind(self._hidden(rows), _NormGate.STOP)
 
     def head(self, h: mx.array) -> mx.array:
-        """Return the logits [N, V] float32 of what behaves like the final norm's output [1, N, D]. As `normed`."""
+        """Return the logits [N, V] float32 of what behaves like the final norm's output [1, N, D].
+
+        Last shard of a checkpoint that `embeds_last`.
+        """
         return self._behind(h, _NormGate.SKIP)[0].astype(mx.float32)
 
     def embed(self, ids: mx.array) -> mx.array:
-        """Return what the first layer takes for ids [1, N]: [1, N, D]. As `normed`."""
+        """Return what the first layer takes for ids [1, N]: [1, N, D]. As `head`."""
         found = self._cut.embed(ids, self._no_caches.listed)
         self._no_caches.cut(0)
         return found
@@ -280,13 +280,8 @@ class _NormGate:
 class CutModel:
     """Layers [start, end) of one of mlx-lm's models."""
 
-    def __init__(
-        self, model: Any, info: ModelInfo, start: int, end: int, *, has_embedding: bool, serves_head: bool = False
-    ) -> None:
-        """Remove the arrays of other stages from the model and install the gates.
-
-        A last stage that `serves_head` can run embedding, norm and head one by one.
-        """
+    def __init__(self, model: Any, info: ModelInfo, start: int, end: int, *, has_embedding: bool) -> None:
+        """Remove the arrays of other stages from the model and install the gates."""
         tree = module_tree_of(model)
         is_last = end == info.num_layers
         self.layers = tree.layers[start:end]
@@ -300,13 +295,12 @@ class CutModel:
         self._model = model
         self._is_first = start == 0
         self._gate = _StageGate(start, end, info)
-        self._norm_gate = _NormGate()
+        self._tree = tree
+        self._norm_gate: _NormGate | None = None  # once it is needed
         self._info = info
         self.taps: dict[int, mx.array] = {}
         self.num_features = 0
         install_gates(tree.layers, self._gate)
-        if serves_head:
-            install_gates([final_norm(tree)], self._norm_gate)
         self._start = start
 
     def serve_lanes(self, form: LaneForm) -> None:
@@ -364,14 +358,21 @@ class CutModel:
         Returns:
             The logits [1, N, V], or what the norm returned if the `mode` is to stop there: [1, N, D].
         `caches` are empty; the caller discards what an embedding leaves in them.
+        Raises:
+            ModelError: another mode than to run the norm, of a model with no single one.
         """
-        self._gate.incoming, self._gate.is_past, self._norm_gate.mode = h, True, mode
+        if self._norm_gate is None and mode != _NormGate.RUN:
+            gate = _NormGate()
+            install_gates([final_norm(self._tree)], gate)
+            self._norm_gate = gate
+        norm_gate = self._norm_gate or _NormGate()
+        self._gate.incoming, self._gate.is_past, norm_gate.mode = h, True, mode
         try:
             return self._model(mx.zeros(h.shape[:2], mx.int32), cache=caches)
         except _Left as left:
             return left.result
         finally:
-            self._gate.incoming, self._gate.is_past, self._norm_gate.mode = None, False, _NormGate.RUN
+            self._gate.incoming, self._gate.is_past, norm_gate.mode = None, False, _NormGate.RUN
 
     def embed(self, ids: mx.array, caches: Sequence[Any]) -> mx.array:
         """Return what the first layer takes for ids [1, N]: [1, N, D]."""

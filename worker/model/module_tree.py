@@ -64,7 +64,7 @@ def final_norm(tree: ModuleTree) -> nn.Module:
     """Return the norm behind the layers. Raises ModelError if that is not exactly one module."""
     found = [parent[key] for _, (parent, key) in tree.back if "norm" in key or key == "ln_f"]
     if len(found) != 1 or not isinstance(found[0], nn.Module):
-        raise ModelError("has no single norm behind its layers, so nothing can draft from its hidden states")
+        raise ModelError("has no single norm behind its layers, whose output embeddings and draft heads take")
     return found[0]
 
 

@@ -45,10 +45,17 @@ ALL = [
 
 
 class FakeEngine:
-    """Runs its own `generate` for one request after the other."""
+    """Runs its own `generate` for one request after the other; makes its requests as well."""
 
     status = ServerStatus(ServerState.READY)
-    num_waiting = 0
+    token_text = str
+    tokenizer = None
+
+    def token_bytes(self, token: int) -> None:
+        return None
+
+    def has_begun(self, requests: Sequence[Any]) -> bool:
+        return True
 
     def generate(self, request: Any, *, traced: bool = False) -> AsyncGenerator[Output, None]:
         raise NotImplementedError
@@ -70,7 +77,7 @@ class ScriptedModel(FakeEngine):
         self.has_ended = asyncio.Event()
         self.has_begun = asyncio.Event()  # the fifth step: the first ones were sent
 
-    async def prepare(self, ask: RequestSpec) -> Any:
+    async def make_request(self, ask: RequestSpec) -> Any:
         return Request((1,) * 7, 5, Sampling(temperature=0.5))
 
     async def generate(self, request: Any, *, traced: bool = False) -> AsyncGenerator[Output, None]:
@@ -89,7 +96,7 @@ class ScriptedModel(FakeEngine):
 def served(*, model: Any = None, heartbeat_s: float = RequestLimits.heartbeat_s, **more: Any) -> Server:
     """What routes share while this model is loaded, or none."""
     limits = RequestLimits(body_bytes=1000, heartbeat_s=heartbeat_s)
-    shared = Server(cast(InputProcessor, None), ("talker",), limits, **more)
+    shared = Server(cast(InputProcessor, model or ScriptedModel(())), ("talker",), limits, **more)
     if model is not None:
         shared.open(cast(Engine, model))
     return shared
@@ -111,7 +118,7 @@ def ask(app: ASGIApp, method: str, path: str, **more: Any) -> httpx2.Response:
 
 
 def app_of(model: ScriptedModel) -> ASGIApp:
-    shared = Server(cast(InputProcessor, None), ["scripted"])
+    shared = Server(cast(InputProcessor, model), ["scripted"])
     shared.open(cast(Any, model))
     return make_app(shared)
 

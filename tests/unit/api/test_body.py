@@ -65,9 +65,9 @@ REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (ChatBody, {"messages": None}, "messages"),
     (ChatBody, {"messages": [{"role": "wizard"}]}, "messages.0.role"),
     (ChatBody, said({"text": 5}), "messages"),
-    (ChatBody, {"max_tokens": -2}, "max_tokens"),
+    (ChatBody, {"max_tokens": 1.5}, "max_tokens"),
     (ChatBody, {"tools": [{"type": "function"}]}, "tools"),
-    (MessagesBody, {"max_tokens": -2}, "max_tokens"),
+    (MessagesBody, {"max_tokens": 1.5}, "max_tokens"),
 
     (ChatBody, {"seed": 10**30}, "seed"),
     (ChatBody, {"audio": {"voice": "alloy"}}, "audio"),

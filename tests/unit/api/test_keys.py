@@ -64,10 +64,10 @@ class Held(ScriptedModel):
         self.may_end = asyncio.Event()
         self.holders: list[str] = []
 
-    async def prepare(self, ask: Any) -> Any:
+    async def make_request(self, ask: Any) -> Any:
         self.holders.append(KEY_HOLDER.get())
         await self.may_end.wait()
-        return await super().prepare(ask)
+        return await super().make_request(ask)
 
 
 @pytest.mark.parametrize("streamed", [True, False])
@@ -77,7 +77,7 @@ def test_a_key_has_only_so_many_requests_at_once(tmp_path: Path, *, streamed: bo
 
     async def check() -> None:
         model = Held()
-        server = Server(None, ["talker"])  # type: ignore[arg-type]
+        server = Server(model, ["talker"])  # type: ignore[arg-type]
         server.open(model)  # type: ignore[arg-type]
         transport = httpx2.ASGITransport(make_app(server, keys=keys), raise_app_exceptions=False)
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:

@@ -271,7 +271,7 @@ def test_a_refusal_names_the_fields_of_a_response(
     monkeypatch: pytest.MonkeyPatch, field: str, body: dict[str, Any], param: str
 ) -> None:
     class Refusing(FakeEngine):
-        async def prepare(self, spec: RequestSpec) -> Any:
+        async def make_request(self, spec: RequestSpec) -> Any:
             raise InputError(field, "wrong")
 
     monkeypatch.setattr(grammars, "MOST_GRAMMAR", 10)

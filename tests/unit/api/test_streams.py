@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import AsyncGenerator, Callable
@@ -86,6 +87,29 @@ def test_a_stream_says_that_it_lives_while_it_has_nothing_to_say() -> None:
         yield "b"
 
     assert run(slow, heartbeat_s=10) == ([LIVES, A, LIVES, LIVES, LIVES, B], True)
+
+
+@pytest.mark.parametrize(("begun_at_s", "headers_at_s"), [(0, 10), (25, 25), (999, 70)])
+def test_headers_go_once_the_request_has_begun(begun_at_s: float, headers_at_s: float) -> None:
+    clock = VirtualTime()
+
+    async def late() -> AsyncGenerator[Event, None]:
+        await asyncio.sleep(200)
+        yield "a"
+
+    async def headers() -> float:
+        app, begin = Starlette(), clock.now
+        app.state.server = served(heartbeat_s=10)
+        request = Request({"type": "http", "app": app, "headers": []}, asyncio.Event().wait)  # type: ignore[arg-type]
+        source = late()
+        response = await event_stream(request, source, tell, lambda: clock.now - begin < begun_at_s)
+        took_s = clock.now - begin
+        response._upcoming.cancel()
+        await asyncio.gather(response._upcoming, return_exceptions=True)
+        return took_s
+
+    with contextlib.closing(clock):
+        assert clock.run(headers()) == pytest.approx(headers_at_s, abs=1)
 
 
 def test_a_failure_in_the_middle_is_the_last_event_and_a_bug_is_logged_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from coordinator.sessions.output import Output
 from coordinator.sessions.request import Request, RequestSpec
 from tests.unit.api.fakes import FakeEngine, only, served
 from tests.unit.virtual_time import VirtualTime
-from worker.errors import InputError
 
 LIVES = b": still at it\n\n"
 HELLO = [{"role": "user", "content": "hi"}]
@@ -30,17 +28,10 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 class Awake(FakeEngine):
-    """Says one thing to each request, or refuses all."""
+    """Says one thing to each request, none of which keeps to a keyword of its schema."""
 
-    inputs = SimpleNamespace(token_text=str, token_bytes=lambda token: None, tokenizer=None)
-
-    def __init__(self, refusal: InputError | None = None) -> None:
-        self._refusal = refusal
-
-    async def prepare(self, ask: RequestSpec) -> Any:
-        if self._refusal:
-            raise self._refusal
-        return Request((1,), 1)
+    async def make_request(self, ask: RequestSpec) -> Any:
+        return Request((1,), 1, not_enforced=("schema.not",))
 
     async def generate(self, request: Any, *, traced: bool = False) -> AsyncGenerator[Output, None]:
         yield only(num_reused=0)
@@ -75,6 +66,7 @@ async def asked(path: str, then: Callable[[Server], None] | None, *, after: int)
         asyncio.get_running_loop().call_later(5, then, shared)
     await make_app(shared)(scope, coming.get, send)
     assert shared.state is not ServerState.ASLEEP and not shared._num_waking
+    assert sent[0]["status"] != 200 or (b"brigade-left-out", b"schema.not") in sent[0]["headers"]
     return sent[0]["status"], [message["body"] for message in sent[1:] if message["body"]]
 
 
@@ -93,7 +85,4 @@ def test_a_failure_while_a_stream_waits_is_told_in_it_and_an_earlier_one_has_a_s
 ) -> None:
     status, bodies = clock.run(asked(path, lambda shared: shared.fail("worker mini is away"), after=2))
     assert (status, bodies[0]) == (200, LIVES) and b"recovering: worker mini is away" in b"".join(bodies[1:])
-    refusing = Awake(InputError("stop", "cannot be"))
-    _, bodies = clock.run(asked(path, lambda shared: shared.open(refusing), after=2))
-    assert b"stop" in b"".join(bodies[1:]) and b"cannot be" in b"".join(bodies[1:])
     assert clock.run(asked(path, lambda shared: shared.fail("worker mini is away"), after=0))[0] == 503

@@ -14,6 +14,7 @@ from protos.brigade_pb2 import (
     Alternative,
     Draining,
     Failure,
+    Pooled,
     Report,
     Result,
     Sample,
@@ -22,7 +23,7 @@ from protos.brigade_pb2 import (
     Timing,
 )
 from tests.unit.fuzz import fuzzed, nearly, within
-from worker.compute.header import check_result, check_soft
+from worker.compute.header import check_pooled, check_result, check_soft
 from worker.errors import FrameError
 from worker.node.framing import check_seal, seal
 
@@ -162,3 +163,13 @@ def test_what_comes_back_for_the_next_step_of_a_canvas_has_just_the_bytes_that_w
             softened(soft_result(*wrong))
     with pytest.raises(FrameError):
         softened(soft_result(exact, top, failed=1))
+
+
+def test_sums_come_for_just_the_rows_that_were_asked_for() -> None:
+    one, two = (Pooled(slot=slot, rows=slot + 1, sum=bytes(4 * HIDDEN)) for slot in (1, 2))
+    failed = [Failure(slot=2)]
+    check_pooled(Result(pooled=[two, one]), {1: 2, 2: 3}, HIDDEN, "last")
+    check_pooled(Result(pooled=[one], failures=failed), {1: 2, 2: 3}, HIDDEN, "last")
+    for wrong in ([one], [one, two, two], [one, Pooled(slot=2, rows=2, sum=two.sum)], [one, Pooled(slot=2, rows=3)]):
+        with pytest.raises(FrameError, match=r"^worker last: expected sums of \(slot, rows, bytes\) "):
+            check_pooled(Result(pooled=wrong), {1: 2, 2: 3}, HIDDEN, "last")

@@ -1,0 +1,99 @@
+"""Embeddings: the states behind the final norm, pooled over a text's tokens, by the model's own configuration."""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from coordinator.decoding.decode_options import Decode
+from coordinator.engine.engine import Engine, collect
+from coordinator.sessions.request import PoolingKind, RequestSpec
+from worker.errors import InputError, ModelError
+from worker.model.checkpoint import MOST_CONFIG_BYTES, Checkpoint
+from worker.model.headers import read_json
+
+Vector = npt.NDArray[np.float32]
+
+_AT_ONCE = 16  # texts: others wait for memory beside them
+# By the keys of sentence-transformers' 1_Pooling/config.json, of which one is true, or by its newer `pooling_mode`.
+_KINDS: dict[Any, PoolingKind] = {
+    "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last", "mean": "mean", "lasttoken": "last"
+}  # fmt: skip
+_MODULES = ("Transformer", "Pooling", "Normalize")
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How a model's states become the embedding of a text."""
+
+    kind: PoolingKind
+    is_normalised: bool = True  # to length 1
+    dimensions: Sequence[int] = ()  # to which its embeddings may be cut
+
+    def require_dimensions(self, wanted: int) -> None:
+        """Raise InputError unless the model's embeddings may be cut to so many numbers."""
+        if wanted not in self.dimensions:
+            allowed = f"one of {self.dimensions}" if self.dimensions else "none: the model does not say that they can"
+            raise InputError("dimensions", f"expected {allowed}, got {wanted}")
+
+    def finish(self, total: Vector, num_rows: int, dimensions: int | None) -> Vector:
+        """Return the embedding, of D numbers or fewer, from the sum [D] of so many rows. Raises ModelError for NaN."""
+        found = (total / num_rows)[:dimensions]
+        if not np.isfinite(found).all():
+            raise ModelError("the model's states are not finite, so they make no embedding")
+        length = np.linalg.norm(found)
+        return (found / length if self.is_normalised and length > 0 else found).astype(np.float32)
+
+
+def read_pooling(checkpoint: Checkpoint, hidden_size: int, chosen: PoolingKind | None = None) -> Pooling:
+    """Return how the model pools, by its files for sentence-transformers; `chosen` replaces the kind.
+
+    Raises:
+        InputError: the files do not say, or name what this server cannot do. ModelError: they are no JSON.
+    """
+    modules = read_json(checkpoint.folder / "modules.json", MOST_CONFIG_BYTES)
+    types = [str(module.get("type")).rpartition(".")[2] for module in modules or () if isinstance(module, dict)]
+    if others := sorted(set(types) - set(_MODULES)):
+        raise InputError("model", f"expected only {', '.join(_MODULES)} in its modules.json, found {', '.join(others)}")
+    sizes = checkpoint.config.get("matryoshka_dimensions")
+    if not sizes and checkpoint.config.get("is_matryoshka") is True:
+        sizes = range(1, hidden_size + 1)
+    return Pooling(
+        chosen or _kind_of(read_json(checkpoint.folder / "1_Pooling" / "config.json", MOST_CONFIG_BYTES)),
+        is_normalised=not types or "Normalize" in types,
+        dimensions=sizes if isinstance(sizes, list | range) else (),
+    )
+
+
+def _kind_of(config: Any) -> PoolingKind:
+    if not isinstance(config, dict):
+        raise InputError("model", "expected its 1_Pooling/config.json, found none; start the server with --pooling")
+    modes = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
+    found = ", ".join(modes) or str(config.get("pooling_mode"))
+    if found not in _KINDS:
+        raise InputError(
+            "model", f"expected pooling of the mean or the last token in 1_Pooling/config.json, got {found}"
+        )
+    return _KINDS[found]
+
+
+async def embed(
+    engine: Engine, texts: Sequence[str | tuple[int, ...]], pooling: Pooling, dimensions: int | None = None
+) -> AsyncIterator[tuple[Vector, int]]:
+    """Yield the embedding of each text and its number of tokens.
+
+    Raises:
+        InputError: a text has no tokens, or too many. ModelError: a state is not finite.
+    """
+    for first in range(0, len(texts), _AT_ONCE):
+        specs = [
+            RequestSpec(text, 0, {"temperature": 0.0}, Decode("ar"), ignore_eos=True, pooling=pooling.kind)
+            for text in texts[first : first + _AT_ONCE]
+        ]
+        requests = [await engine.prepare(spec) for spec in specs]
+        for request, outputs in zip(requests, await collect(engine, requests), strict=True):
+            sums = [np.frombuffer(each, "<f4") for output in outputs for each in output.pooled]
+            num_rows = len(request.prompt) - (request.pool_from or 0)
+            yield pooling.finish(np.sum(sums, axis=0), num_rows, dimensions), len(request.prompt)
