@@ -1,9 +1,12 @@
 """A model of any size with random weights, in the real folder layout: for measuring speed where weights do not matter.
 
 python -m tools.random_model FOLDER [--hidden 256] [--layers 8] [--dtype bfloat16] [--bits 4] [--drafter FOLDER]
+
+With `--chats` it has the bundled model's tokenizer, a chat template with tools, and short answers: for clients.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,13 +15,26 @@ import mlx.nn as nn
 import typer
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import qwen3
+from tokenizers import Tokenizer
 
 from worker.errors import InputError
+from worker.model.checkpoint import DEMO
 from worker.platform.run import run_command
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _GROUP = 64
 _SHARD_BYTES = 4 * 2**30
+_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function | tojson }}\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{% set tool_call = call.function %}<tool_call>\n"
+    '{"name": "{{ tool_call.name }}", "arguments": {{ tool_call.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Logits of tokens that end something, where those of all others are about 0; and what they become after a quotation
+# mark. A text takes some 10 tokens; the likeliest one is a single mark, and the likeliest value of JSON "a".
+_ENDS = {"<|im_end|>": 4.5, '"': 6.0, "}": 5.0, "]": 5.0}
+_AFTER_MARK = {"<|im_end|>": 8.0, "a": 8.0}
 
 
 def main(
@@ -29,10 +45,15 @@ def main(
     context: Annotated[int, typer.Option(min=1, help="The longest sequence, tokens.")] = 16384,
     dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "bfloat16",
     bits: Annotated[int | None, typer.Option(help="Quantise to 4 or 8 bits.")] = None,
+    chats: Annotated[
+        bool, typer.Option("--chats", help="Add a tokenizer of 2,048 tokens and a chat template.")
+    ] = False,
     drafter: Annotated[Path | None, typer.Option(help="Write a drafter there whose drafts all hold.")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Write a qwen3 model of random weights."""
+    if chats:
+        vocab = Tokenizer.from_file(str(DEMO / "tokenizer.json")).get_vocab_size()
     if dtype not in _DTYPES or folder.exists() or hidden % 64 or bits not in (None, 4, 8):
         raise InputError(
             "",
@@ -43,12 +64,14 @@ def main(
     config = {
         "model_type": "qwen3", "hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": 3 * hidden,
         "num_attention_heads": heads, "num_key_value_heads": max(1, heads // 2), "head_dim": 64, "rms_norm_eps": 1e-6,
-        "vocab_size": vocab, "rope_theta": 1e6, "max_position_embeddings": context, "tie_word_embeddings": True,
+        "vocab_size": vocab, "rope_theta": 1e6, "max_position_embeddings": context, "tie_word_embeddings": not chats,
         "eos_token_id": 0,
     }  # fmt: skip
     mx.random.seed(seed)
     model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
     model.update(tree_map(lambda array: _small(array).astype(_DTYPES[dtype]), model.parameters()))
+    if chats:
+        _shorten_answers(model, hidden)
     if drafter:  # its only layer is the model's first one; all others add nothing to what that makes
         for layer in model.layers[1:]:
             for part in layer.self_attn.o_proj, layer.mlp.down_proj:
@@ -60,6 +83,26 @@ def main(
         nn.quantize(model, group_size=_GROUP, bits=bits)
         config["quantization"] = {"group_size": _GROUP, "bits": bits}
     _write(folder, config, dict(tree_flatten(model.parameters())))
+    if chats:
+        settings = json.loads((DEMO / "tokenizer_config.json").read_text(encoding="utf-8"))
+        settings |= {"chat_template": _TEMPLATE, "model_max_length": context}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "eos_token_id": [2, 0]}))
+        shutil.copy(DEMO / "tokenizer.json", folder)
+
+
+def _shorten_answers(model: qwen3.Model, hidden: int) -> None:
+    """Give tokens their logits by two numbers of hidden states that no layer changes: a constant, and a mark's."""
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+    embedding[:, 0], embedding[:, 1], head[:, :2] = 100.0, 0.0, 0.0  # far above all others: the norm leaves only these
+    embedding[tokenizer.token_to_id('"'), 1] = 100.0
+    for layer in model.layers:
+        for part in layer.self_attn.o_proj, layer.mlp.down_proj:
+            part.weight[:2] = 0.0
+    for place, logits in enumerate((_ENDS, _AFTER_MARK)):
+        for text, logit in logits.items():
+            head[tokenizer.token_to_id(text), place] = logit / hidden**0.5
 
 
 def _small(array: mx.array) -> mx.array:

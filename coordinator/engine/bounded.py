@@ -55,6 +55,13 @@ class Bounds:
         return cls(float(seconds), int(text_bytes), int(memory_bytes))
 
 
+class TemplateRefusal(InputError):
+    """A chat template does not take a conversation."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__("prompt", f"the chat template refuses this conversation ({why}); give it raw")
+
+
 class Excess(Exception):
     """A request took more than it may; the message says what, such as `took longer than 5 s`."""
 
@@ -193,7 +200,7 @@ class Templates(Bounded):
         """Return the result of transformers' render_jinja_template for these arguments.
 
         Raises:
-            InputError: the template refuses them, or takes more than it may.
+            TemplateRefusal: the template does not take them. InputError: it takes more than it may.
             BrigadeError: the process does not start.
         """
         try:
@@ -202,7 +209,7 @@ class Templates(Bounded):
             raise InputError("prompt", f"the chat template {excess}; give it raw, or shorter") from None
         if outcome == "refused":
             line = "".join(letter if letter.isprintable() else " " for letter in found)
-            raise InputError("prompt", f"the chat template refuses this conversation ({line}); give it raw")
+            raise TemplateRefusal(line)
         if outcome == "too long":
             made = f"made more than {self.bounds.text_bytes / 2**20:g} MiB of text"
             raise InputError("prompt", f"the chat template {made}; give it raw, or shorter")

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llguidance import LLMatcher
@@ -124,41 +124,79 @@ _KIMI = _Format(
 )
 
 
+JSON_FORMATS = {"json_tools": _IN_JSON, "kimi_k2": _KIMI, "mistral": _MISTRAL_LIST}  # in which calls can be forced
+
+
 def calls_grammar(calls: Calls, tools: Sequence[Mapping[str, Any]], markers: Markers, spell: Spell) -> str:
     """Return a grammar of calls of these tools, with arguments by their parameters' schemas.
 
     Raises:
-        InputError: there is no such tool, or the model writes its calls in a format whose arguments are no JSON.
+        InputError: there is no such tool, or its name or schema is unsuitable.
     """
+    names, arguments = _functions(calls, tools)
     form = _format(markers, spell)
+    start = f"start: {spell(form.opening)} call {_more(form, calls, spell)} {spell(form.closing)}"
+    return composed("\n".join((start, *_rules(form, names, spell))), arguments)
+
+
+def text_or_calls_grammar(
+    calls: Calls, tools: Sequence[Mapping[str, Any]], markers: Markers, spell: Spell, others: Sequence[int]
+) -> str:
+    """Return a grammar of any text, in which calls as `calls_grammar` has them may follow the first marker of calls.
+
+    Args:
+        others: the special tokens that may be in the text.
+    """
+    names, arguments = _functions(calls, tools)
+    marker = spell(markers.call_begins)
+    is_token = marker.startswith("<")
+    listed = ",".join(str(token) for token in others if f"<[{token}]>" != marker)
+    form = _format(markers, spell)
+    first = replace(form, before_name=form.before_name.removeprefix(markers.call_begins))
+    lark = (
+        f"start: {'special*' if listed else ''} (ANY | marked first {_more(form, calls, spell)})",
+        f"special: ANY <[{listed}]>" if listed else "",
+        f"marked{'' if is_token else '[lazy]'}: ANY {marker}",
+        *_rules(form, names, spell),
+        _call("first", first, names, spell),
+        r"ANY: /(.|\n)*/",
+    )
+    return composed("\n".join(lark), arguments)
+
+
+def _functions(calls: Calls, tools: Sequence[Mapping[str, Any]]) -> tuple[list[str], dict[str, str]]:
+    """Return the names of the functions that may be called, and the grammars of their arguments."""
     functions = [tool["function"] for tool in tools]
     chosen = [function for function in functions if calls.only in (None, function.get("name"))]
     if not chosen:
         found = f"found no tool {calls.only!r}" if calls.only else "found no tools"
         raise InputError("tool_choice", f"expected tools that can be called, {found}")
-    lark = "\n".join(_rules(form, [_name(function) for function in chosen], calls, spell))
-    return composed(lark, {f"arguments_{n}": _arguments(function) for n, function in enumerate(chosen)})
+    arguments = {f"arguments_{n}": _arguments(function) for n, function in enumerate(chosen)}
+    return [_name(function) for function in chosen], arguments
 
 
 def _format(markers: Markers, spell: Spell) -> _Format:
-    if markers.format == "mistral":  # older ones write a list, newer ones have a token that ends a name
-        return _MISTRAL if spell("[ARGS]") != _literal("[ARGS]") else _MISTRAL_LIST
-    formats = {"json_tools": _IN_JSON, "kimi_k2": _KIMI}
-    if markers.format not in formats:
-        why = f"calls in the format {markers.format}, whose arguments are no JSON" if markers.format else "no calls"
-        raise InputError("tool_choice", f'expected "auto" or "none": this model writes {why}')
-    return formats[markers.format]
+    if markers.format == "mistral" and spell("[ARGS]") != _literal("[ARGS]"):
+        return _MISTRAL  # older ones write a list, newer ones have a token that ends a name
+    return JSON_FORMATS[markers.format]
 
 
-def _rules(form: _Format, names: Sequence[str], calls: Calls, spell: Spell) -> Iterable[str]:
+def _more(form: _Format, calls: Calls, spell: Spell) -> str:
+    """Return the rule of calls after the first one."""
     is_one = calls.only is not None or not calls.is_parallel
-    more = "" if is_one else f"({spell(form.between)} call)*"
-    yield f"start: {spell(form.opening)} call {more} {spell(form.closing)}"
-    named = [f"called_{n}" for n, _ in enumerate(names)]
-    yield f"call: {spell(form.before_name)} ({' | '.join(named)}) {spell(form.after_arguments)}"
+    return "" if is_one else f"({spell(form.between)} call)*"
+
+
+def _rules(form: _Format, names: Sequence[str], spell: Spell) -> Iterable[str]:
+    yield _call("call", form, names, spell)
     number = '":" /[0-9]{1,3}/' if form.is_numbered else ""
     for n, name in enumerate(names):
         yield f"called_{n}: {_literal(name)} {number} {spell(form.before_arguments)} @arguments_{n}"
+
+
+def _call(rule: str, form: _Format, names: Sequence[str], spell: Spell) -> str:
+    named = " | ".join(f"called_{n}" for n, _ in enumerate(names))
+    return f"{rule}: {spell(form.before_name)} ({named}) {spell(form.after_arguments)}"
 
 
 def _name(function: Mapping[str, Any]) -> str:

@@ -7,13 +7,15 @@ from functools import partial
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 from coordinator.cluster.open import read_model
-from coordinator.decoding.decode_options import suit
+from coordinator.decoding.decode_options import LOSSY, suit
 from coordinator.engine.bounded import GrammarTrials
-from coordinator.engine.grammars import after_thought, calls_grammar, regex_grammar
+from coordinator.engine.grammars import after_thought, calls_grammar, regex_grammar, text_or_calls_grammar
 from coordinator.engine.tokenizer import Tokenizer, find_tokenizer
 from coordinator.sessions.request import (
+    AUTO_CALLS,
     FILTERS,
     PENALTIES,
+    Calls,
     Conversation,
     PoolingKind,
     Prompt,
@@ -188,11 +190,18 @@ class InputProcessor:
         if asked.is_constrained and isinstance(asked.prompt, Conversation):  # do not think first, unless asked to
             arguments = {"enable_thinking": False, **asked.prompt.template_arguments}
             asked = replace(asked, prompt=replace(asked.prompt, template_arguments=arguments))
-        prompt = await self.prompt_ids(asked.prompt, most=self.spec.context - 1)
+        prompt = await self.prompt_ids(asked.prompt, most=self.spec.context - 1, calls=asked.calls)
+        is_offered = not asked.is_constrained and bool(asked.tools) and self._has_generic_calls(asked.calls)
         not_enforced: list[str] = []
-        if asked.is_constrained:
-            grammar, not_enforced = await self._grammar(asked, prompt)
-            sampling.grammar.CopyFrom(grammar)
+        if asked.is_constrained or (is_offered and decode.kind not in LOSSY):
+            try:
+                grammar, not_enforced = await self._grammar(asked, prompt)
+                sampling.grammar.CopyFrom(grammar)
+            except InputError:
+                if not is_offered:
+                    raise
+        if is_offered and not sampling.HasField("grammar"):
+            not_enforced = ["tools"]
         request = Request(
             prompt=prompt,
             max_tokens=self._max_tokens if asked.max_tokens is None else asked.max_tokens,
@@ -205,8 +214,8 @@ class InputProcessor:
             score_from=asked.score_from,
             pool_from=_pool_from(asked.pooling, prompt),
             tools=asked.tools,
-            has_parallel_calls=asked.calls.is_parallel,
-            not_enforced=tuple(f"schema.{keyword}" for keyword in not_enforced),
+            calls=asked.calls,
+            not_enforced=tuple(not_enforced),
         )
         check_request(request, spec)
         return request
@@ -216,14 +225,18 @@ class InputProcessor:
         if self.tokenizer is None:
             parser = TextParser()
         else:
-            markers = self.tokenizer.markers(request.prompt)
-            parser = self.tokenizer.stream(request.stops, markers, request.tools, request.has_parallel_calls)
+            markers = self.tokenizer.markers(request.prompt, request.calls)
+            parser = self.tokenizer.stream(request.stops, markers, request.tools, request.calls.is_parallel)
         parser.recall(request.known, request.eos)
         return parser
 
-    async def prompt_ids(self, prompt: Prompt, *, most: int | None = None, special: bool = True) -> tuple[int, ...]:
+    async def prompt_ids(
+        self, prompt: Prompt, *, most: int | None = None, special: bool = True, calls: Calls = AUTO_CALLS
+    ) -> tuple[int, ...]:
         """Return a prompt's token ids; `special` adds the tokens that the tokenizer puts around any text.
 
+        Args:
+            calls: what a conversation's answer may call.
         Raises:
             ContextExceeded: its length shows that it has more than `most` tokens.
             InputError: there is no tokenizer or template for it, or it is unsuitable or takes too much.
@@ -233,16 +246,17 @@ class InputProcessor:
         if isinstance(prompt, str):
             require_utf8("prompt", prompt)
         tokenizer = self._require_tokenizer("prompt")
+        encode_prompt = partial(tokenizer.encode_prompt, prompt, calls=calls, special=special)
         is_long = _num_letters(prompt) > _LONG
 
         def encode() -> list[int]:
             if most is not None:
-                tokenizer.require_few(prompt, most)
-            return [] if is_long else tokenizer.encode_prompt(prompt, special=special)
+                tokenizer.require_few(prompt, most, calls)
+            return [] if is_long else encode_prompt()
 
         found = await self._encoding.run(encode)
         if is_long:
-            found = await self._reading_long.run(partial(tokenizer.encode_prompt, prompt, special=special, apart=True))
+            found = await self._reading_long.run(partial(encode_prompt, apart=True))
         return tuple(found)
 
     async def text_of(self, tokens: Sequence[int]) -> str:
@@ -273,7 +287,7 @@ class InputProcessor:
         return grammar
 
     async def _grammar(self, asked: RequestSpec, prompt: tuple[int, ...]) -> tuple[Grammar, list[str]]:
-        """Return the grammar of the answer, after a trial compilation, and what it leaves out of its schemas.
+        """Return the grammar of the answer, after a trial compilation, and the keywords of schemas that it leaves out.
 
         Raises:
             InputError: the grammar cannot be enforced.
@@ -289,15 +303,23 @@ class InputProcessor:
     def _tried(self, asked: RequestSpec, prompt: tuple[int, ...]) -> tuple[Grammar, list[str]]:
         eos = sorted(self.eos)
         spell = partial(self._grammars.spelled, eos=eos)
-        markers = self.tokenizer.markers(prompt) if self.tokenizer else Markers(None, "normal")
+        markers = self.tokenizer.markers(prompt, asked.calls) if self.tokenizer else Markers(None, "normal")
         text = asked.grammar or ""
         if asked.calls.are_forced:
             text = calls_grammar(asked.calls, asked.tools, markers, spell)
-        if markers.begins_in != "normal" or (asked.allows_thinking and markers.thought_begins):
+        elif asked.grammar is None:
+            others = self._grammars.special_tokens(eos)
+            text = text_or_calls_grammar(asked.calls, asked.tools, markers, spell, others)
+        if asked.is_constrained and (
+            markers.begins_in != "normal" or (asked.allows_thinking and markers.thought_begins)
+        ):
             text = after_thought(text, markers, spell)
         grammar = Grammar(text=text, begins=len(prompt), eos=eos)
         check_grammar(grammar)
-        return grammar, self._trials.require(text)
+        return grammar, [f"schema.{keyword}" for keyword in self._trials.require(text)]
+
+    def _has_generic_calls(self, calls: Calls) -> bool:
+        return self.tokenizer is not None and self.tokenizer.has_generic_calls(calls)
 
     def _require_tokenizer(self, field: str) -> Tokenizer:
         if self.tokenizer is None:

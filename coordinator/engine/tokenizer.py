@@ -4,15 +4,18 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from huggingface_hub import constants
 from huggingface_hub.errors import StrictDataclassError
 from mlx_lm import tokenizer_utils
 from mlx_lm.generate import make_text_state_machine
+from mlx_lm.tool_parsers import json_tools
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -25,8 +28,10 @@ from transformers.dynamic_module_utils import get_imports, get_relative_imports
 from transformers.models.auto import tokenization_auto
 
 from coordinator.cluster.progress import say
-from coordinator.engine.bounded import TEMPLATES, LongTexts
-from coordinator.sessions.request import Conversation
+from coordinator.engine.bounded import TEMPLATES, LongTexts, TemplateRefusal
+from coordinator.engine.grammars import JSON_FORMATS
+from coordinator.sessions.conversation import CALL_BEGINS, CALL_ENDS, CALL_FORMAT, plainer, with_calls_as_text
+from coordinator.sessions.request import AUTO_CALLS, Calls, Conversation
 from coordinator.sessions.text import Markers, TextParser
 from worker.errors import ContextExceeded, InputError, ModelError, first_line
 from worker.model.checkpoint import Checkpoint
@@ -56,7 +61,7 @@ class Tokenizer:
         # tokenizers that are code look these up in their modules, so they are replaced for the whole process.
         tokenization_utils_base.render_jinja_template = TEMPLATES.render  # type: ignore[assignment]  # returns no str
         dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
-        self._markers: dict[str, Markers] = {}  # by how an answer begins
+        self._markers: dict[tuple[str, bool], Markers] = {}  # by how an answer begins, and whether calls are generic
         code = trusted_code(checkpoint, is_trusted=trust_remote_code)
         folder = checkpoint.folder
         # Without a configuration transformers, once it trusts the tokenizer's code, would run the model's code for one.
@@ -78,20 +83,32 @@ class Tokenizer:
         """False for a base model, whose prompts are raw text."""
         return bool(self._wrapper.has_chat_template)
 
-    def encode_prompt(self, prompt: Conversation | str, *, special: bool = True, apart: bool = False) -> list[int]:
+    def has_generic_calls(self, calls: Calls) -> bool:
+        """Return whether calls are in the generic format.
+
+        That is so if mlx-lm reads no format of this template's, or if they are forced and its arguments are no JSON.
+        """
+        return not self._format or (calls.are_forced and self._format not in JSON_FORMATS)
+
+    def encode_prompt(
+        self,
+        prompt: Conversation | str,
+        *,
+        calls: Calls = AUTO_CALLS,
+        special: bool = True,
+        apart: bool = False,
+    ) -> list[int]:
         """Return a prompt's token ids. It may take long: call it outside of an event loop.
 
         Args:
+            calls: what a conversation's answer may call.
             special: add the tokens that the tokenizer puts around any text; a chat template adds its own.
             apart: work in another process with bounded time and memory, for long prompts.
         Raises:
             InputError: the prompt is unsuitable, or takes too much.
         """
         if isinstance(prompt, Conversation):
-            method = "encode_chat"
-            arguments: dict[str, Any] = {
-                "messages": prompt.messages, "tools": prompt.tools, "arguments": prompt.template_arguments
-            }  # fmt: skip
+            method, arguments = "encode_chat", self._chat(prompt, calls)
         else:
             method, arguments = "encode", {"text": prompt, "special": special}
         if apart:
@@ -104,22 +121,31 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] | None = None,
+        has_generic_calls: bool = False,
     ) -> list[int]:
         """Return a conversation's token ids, up to where the answer begins; `arguments` are the template's own."""
-        return list(self._apply_template(messages, tools, arguments))
+        return list(self._apply_template(messages, tools, arguments, has_generic_calls))
+
+    def _chat(self, prompt: Conversation, calls: Calls) -> dict[str, Any]:
+        """Return the arguments of `encode_chat` for a prompt."""
+        return {
+            "messages": prompt.messages,
+            "tools": prompt.tools,
+            "arguments": prompt.template_arguments,
+            "has_generic_calls": self.has_generic_calls(calls),
+        }
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return a text's token ids, with those that the tokenizer puts around any text if `special`."""
         settings = {} if special else {"add_special_tokens": False}  # not all tokenizers that are code know it
         return list(self._wrapper.encode(text, **settings))
 
-    def require_few(self, prompt: Conversation | str, most: int) -> None:
+    def require_few(self, prompt: Conversation | str, most: int, calls: Calls = AUTO_CALLS) -> None:
         """Raise ContextExceeded if a prompt's length shows that it has more than `most` tokens."""
         if isinstance(prompt, Conversation):
             if self._least.of(str(prompt.messages)) <= most:  # templates leave parts of it out
                 return
-            given = prompt.messages, prompt.tools, prompt.template_arguments
-            prompt = str(self._apply_template(*given, tokenize=False))
+            prompt = str(self._apply_template(**self._chat(prompt, calls), tokenize=False))
         if (least := self._least.of(prompt)) > most:
             reason = f"expected at most {most} tokens, found at least {least}; shorten it"
             raise ContextExceeded("prompt", reason, num_tokens=least, most=most)
@@ -129,6 +155,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any] | None,
+        has_generic_calls: bool,
         **settings: bool,
     ) -> Any:
         if not self.has_chat_template:
@@ -141,20 +168,22 @@ class Tokenizer:
         begins: dict[str, Any] = {"add_generation_prompt": True}
         if _is_begun(messages) and not begins.keys() & arguments.keys():
             begins = {"add_generation_prompt": False, "continue_final_message": True}
+        if has_generic_calls:
+            messages, tools = with_calls_as_text(messages, tools), ()
         given = {**begins, **arguments, **settings} | ({"tools": list(tools)} if tools else {})
         try:
             return self._rendered(messages, given)
-        except InputError:
-            if (plain := _with_one_system(messages)) == [*messages]:
-                raise
-            return self._rendered(plain, given)
+        except TemplateRefusal:
+            for turns in plainer(messages):
+                with suppress(TemplateRefusal):
+                    return self._rendered(turns, given)
+            raise
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> Any:
         try:
             return self._wrapper.apply_chat_template(list(messages), **given)
         except _UNSUITABLE as error:
-            message = f"the chat template refuses this conversation ({first_line(error)}); give it raw"
-            raise InputError("prompt", message) from error
+            raise TemplateRefusal(first_line(error)) from error
 
     @cached_property
     def _least(self) -> "LeastTokens":
@@ -176,27 +205,38 @@ class Tokenizer:
         known = _bytes_by_letter()
         return bytes(known[letter] for letter in spelled) if known.keys() >= set(spelled) else None
 
-    def markers(self, prompt: Sequence[int]) -> Markers:
+    def markers(self, prompt: Sequence[int], calls: Calls = AUTO_CALLS) -> Markers:
         """Return how answers to this prompt mark thoughts and calls; some templates end within a thought."""
         wrapper = self._wrapper
         thinks = wrapper.has_thinking and wrapper.rfind_think_start(prompt) > wrapper.rfind_think_end(prompt)
-        begins_in = wrapper.response_initial_state or ("reasoning" if thinks else "normal")
-        if begins_in not in self._markers:
-            self._markers[begins_in] = self._markers_from(begins_in)
-        return self._markers[begins_in]
+        key = wrapper.response_initial_state or ("reasoning" if thinks else "normal"), self.has_generic_calls(calls)
+        if key not in self._markers:
+            self._markers[key] = self._markers_from(*key)
+        return self._markers[key]
 
-    def _markers_from(self, begins_in: str) -> Markers:
+    def _markers_from(self, begins_in: str, is_generic: bool) -> Markers:
         wrapper = self._wrapper
-        calls = (wrapper.tool_call_start or "", wrapper.tool_call_end or "") if wrapper.has_tool_calling else ("", "")
-        form = getattr(wrapper.tool_parser, "__module__", "").rpartition(".")[2]
+        form, parse, begin, end = self._format, wrapper.tool_parser, wrapper.tool_call_start, wrapper.tool_call_end
+        if is_generic:
+            form, parse, begin, end = CALL_FORMAT, json_tools.parse_tool_call, CALL_BEGINS, CALL_ENDS
+        names = ("has_thinking", "think_start", "think_end", "structural_markers", "response_transitions")
+        machine = make_text_state_machine(
+            SimpleNamespace(
+                **{name: getattr(wrapper, name) for name in names},
+                has_tool_calling=True,
+                tool_call_start=begin,
+                tool_call_end=end,
+            )
+        )
         thoughts = (wrapper.think_start, wrapper.think_end)
         if wrapper.response_initial_state or not wrapper.has_thinking:
             thoughts = ("", "")
-        return Markers(self._text_machine, begins_in, *calls, wrapper.tool_parser, form, *thoughts)
+        return Markers(machine, begins_in, begin, end or "", parse, form, *thoughts)
 
     @cached_property
-    def _text_machine(self) -> Any:
-        return make_text_state_machine(self._wrapper)
+    def _format(self) -> str:
+        """The name of mlx-lm's parser for the calls that the chat template knows; empty if there is none."""
+        return getattr(self._wrapper.tool_parser, "__module__", "").rpartition(".")[2]
 
     def stream(
         self,
@@ -217,22 +257,6 @@ def _is_begun(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether the last message is the beginning of the answer, which the model continues."""
     last = messages[-1] if messages else {}
     return last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
-
-
-def _with_one_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the conversation for templates that take one system message, at the beginning: later ones are the user's.
-
-    Agents tell the model of what has changed in the middle of a conversation.
-    """
-    turns: list[Mapping[str, Any]] = []
-    for message in messages:
-        if message.get("role") == "system" and any(turn.get("role") != "system" for turn in turns):
-            message = {**message, "role": "user"}
-        if turns and message.get("role") == turns[-1].get("role") and message.get("role") in ("system", "user"):
-            turns[-1] = {**turns[-1], "content": f"{turns[-1]['content']}\n{message['content']}"}
-        else:
-            turns.append(message)
-    return turns
 
 
 @cache

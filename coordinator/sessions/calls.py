@@ -19,15 +19,16 @@ from worker.platform.text import to_json
 _UNPARSABLE = (ValueError, LookupError, TypeError, AttributeError, SyntaxError, RecursionError, MemoryError)
 Parse = Callable[[str, Any], Any]
 
-# By format: what precedes a call's JSON arguments.
+# By format: what stands between the calls before, or the beginning, and the next call's JSON arguments.
+_IN_JSON = r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)'
 _HEADS = {
-    "json_tools": re.compile(r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)'),
-    "mistral": re.compile(
-        r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)|(?P<other>[\w-]+)\s*\[ARGS\]\s*(?=\{)'
+    "json_tools": re.compile(rf"\s*{_IN_JSON}"),
+    "mistral": re.compile(rf"[\s\[\]}},]*{_IN_JSON}|[^{{]*?(?P<other>[\w-]+)\s*\[ARGS\]\s*(?=\{{)"),
+    "kimi_k2": re.compile(
+        r"[^{]*?(?P<id>(?:functions\.)?(?P<name>[^<>\s]+?):\d+)\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
     ),
-    "kimi_k2": re.compile(r"(?P<id>(?:functions\.)?(?P<name>[^<>\s]+?):\d+)\s*<\|tool_call_argument_begin\|>\s*(?=\{)"),
 }
-_MOST_HEAD = 512  # characters, within which a call's arguments have to begin
+_MOST_HEAD = 512  # characters
 
 # By format: what may close the calls so far, first that which closes an open text.
 _CLOSINGS = {
@@ -119,8 +120,8 @@ class WrittenCalls:
             if self._scan is None:
                 if self.most_calls is not None and len(self._streamed) >= self.most_calls:
                     return pieces
-                found = head.search(self.text, self._at) if len(self.text) - self._at < 2 * _MOST_HEAD else None
-                if found is None or found.start() - self._at > _MOST_HEAD:
+                found = head.match(self.text, self._at, self._at + _MOST_HEAD)
+                if found is None:
                     return pieces
                 groups = found.groupdict()
                 self._scan, self._at = _JsonScan(), found.end()

@@ -58,6 +58,18 @@ MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
 
 @dataclass(frozen=True)
+class Calls:
+    """Which of the tools an answer may call, and whether it must."""
+
+    are_forced: bool = False
+    only: str | None = None  # the tool that must be called
+    is_parallel: bool = True  # whether one answer may hold several calls
+
+
+AUTO_CALLS = Calls()
+
+
+@dataclass(frozen=True)
 class Request:
     """A checked prompt and how to continue it; see `check_request`."""
 
@@ -73,17 +85,8 @@ class Request:
     pool_from: int | None = None  # index of the first prompt row whose state behind the final norm is summed up
     known: KnownTokens = NO_TOKENS  # the answer so far, from a journal
     tools: tuple[Mapping[str, Any], ...] = ()  # that the answer may call
-    has_parallel_calls: bool = True  # whether one answer may hold several calls
-    not_enforced: tuple[str, ...] = ()  # keywords of its schemas that the grammar leaves out
-
-
-@dataclass(frozen=True)
-class Calls:
-    """Which of the tools an answer may call, and whether it must."""
-
-    are_forced: bool = False
-    only: str | None = None  # the tool that must be called
-    is_parallel: bool = True  # whether one answer may hold several calls
+    calls: Calls = AUTO_CALLS
+    not_enforced: tuple[str, ...] = ()  # keywords of its schemas that the grammar leaves out, or all schemas of tools
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ class RequestSpec:
     stops: tuple[str, ...] = ()
     ignore_eos: bool = False
     grammar: str | None = None  # an llguidance grammar that the answer must match
-    calls: Calls = Calls()
+    calls: Calls = AUTO_CALLS
     repeat_guard: int = 0
     score_from: int | None = None  # index of the first prompt token to score, at least 1
     pooling: PoolingKind | None = None  # which states of the prompt are summed up

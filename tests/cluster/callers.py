@@ -16,10 +16,14 @@ CHAT = (
 THINK_BEGIN, THINK_END = VOCAB, VOCAB + 1
 
 
-def make_caller(folder: Path, *, thinks: bool, has_markers: bool = True) -> Path:
+PLAIN_CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+CALL_BEGIN = VOCAB + 2
+
+
+def make_caller(folder: Path, *, thinks: bool, has_markers: bool = True, knows_tools: bool = True) -> Path:
     """One that calls tools in JSON, with tokens of their own for its markers where it `has_markers`.
 
-    If it `thinks`, its template ends where a thought has begun.
+    If it `thinks`, its template ends where a thought has begun. It may not know tools.
     """
     make_talker(folder, vocab_size=VOCAB + 8, mask_token_id=VOCAB + 7)
     if has_markers:
@@ -27,6 +31,6 @@ def make_caller(folder: Path, *, thinks: bool, has_markers: bool = True) -> Path
         tokenizer.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in _MARKERS])
         tokenizer.save(str(folder / "tokenizer.json"))
     path = folder / "tokenizer_config.json"
-    chat = CHAT + ("<think>" if thinks else "")
+    chat = (CHAT if knows_tools else PLAIN_CHAT) + ("<think>" if thinks else "")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": chat}))
     return folder

@@ -14,7 +14,7 @@ from coordinator.engine.inputs import InputProcessor
 from coordinator.sessions.calls import joined_calls
 from coordinator.sessions.output import Answer, Output
 from coordinator.sessions.request import Calls, Conversation, RequestSpec
-from tests.cluster.callers import THINK_BEGIN, THINK_END, make_caller
+from tests.cluster.callers import CALL_BEGIN, THINK_BEGIN, THINK_END, make_caller
 from tests.integration.test_scores import resident
 from worker.errors import InputError
 
@@ -122,3 +122,39 @@ async def test_a_forced_call_needs_an_end_of_sequence_token(folder: Path) -> Non
     frontend = await InputProcessor.read(str(folder))
     with pytest.raises(InputError, match=r"^tool_choice: expected an end-of-sequence token"):
         await frontend.make_request(ask(calls=FORCED, ignore_eos=True))
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+async def test_a_model_whose_template_knows_no_tools_calls_them_all_the_same(tmp_path: Path, thinks: bool) -> None:
+    async with resident(make_caller(tmp_path / "model", thinks=thinks, knows_tools=False), (1, 3)) as model:
+        _, delta = await answered(model, ask(1, calls=Calls(are_forced=True)))
+        require_called(delta)
+        for seed, decode in enumerate(DECODES, 1):
+            bias = {"logit_bias": {THINK_END: 5.0, CALL_BEGIN: 9.0}}  # random weights would rarely call
+            spec = ask(seed, decode=decode)
+            tokens, delta = await answered(model, replace(spec, sampling={**spec.sampling, **bias}))
+            delta.content = ""  # any text may stand before a call
+            require_called(delta)
+            assert tokens.count(CALL_BEGIN) == len(delta.tool_calls)
+        _, delta = await answered(model, ask(1, max_tokens=8))
+        assert delta.finish_reason == "length" and not delta.tool_calls, "it may also answer in text"
+
+
+async def test_a_call_is_forced_where_the_models_own_format_has_no_json(tmp_path: Path) -> None:
+    folder = make_caller(tmp_path / "model", thinks=False)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tool_parser_type": "qwen3_coder"}))
+    async with resident(folder, (2, 2)) as model:
+        _, delta = await answered(model, ask(1, calls=FORCED))
+        require_called(delta)
+
+
+async def test_tools_whose_calls_no_grammar_can_keep_to_are_offered_without_one(tmp_path: Path) -> None:
+    inputs = await InputProcessor.read(str(make_caller(tmp_path / "model", thinks=False, knows_tools=False)))
+    odd = ({"type": "function", "function": {"name": "a b"}},)
+    prompt = Conversation(({"role": "user", "content": "Pick a fox."},), odd)
+    for spec in (RequestSpec(prompt), ask(ignore_eos=True), ask(decode=Decode("diffusion-fast"))):
+        request = await inputs.make_request(spec)
+        assert request.not_enforced == ("tools",) and not request.sampling.HasField("grammar")
+    with pytest.raises(InputError, match=r"^tools: "):
+        await inputs.make_request(RequestSpec(prompt, calls=FORCED))

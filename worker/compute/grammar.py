@@ -131,6 +131,7 @@ class Grammars:
         self._lock = Lock()  # a coordinator compiles on several threads
         self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
         self._num_text = 0  # characters of all kept grammars
+        self._special: list[int] | None = None
 
     def guide(self, grammar: Grammar) -> Guide:
         """Return a guide for one answer. Raises SamplingError for an invalid grammar or without a tokenizer.json."""
@@ -143,6 +144,13 @@ class Grammars:
         """Spell a text as a Lark rule, with special tokens by their ids, since no text matches those."""
         tokenizer = self._tokenizer(tuple(eos))
         return " ".join(_symbol(tokenizer, part) for part in _MARKER.split(text) if part)
+
+    def special_tokens(self, eos: Sequence[int]) -> Sequence[int]:
+        """Return the special tokens, which no text matches, without those that end an answer."""
+        tokenizer = self._tokenizer(tuple(eos))
+        if self._special is None:
+            self._special = [token for token in range(self._vocab_size) if tokenizer.is_special_token(token)]
+        return [token for token in self._special if token not in eos]
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer(tuple(grammar.eos)), grammar.text, log_level=_QUIET, limits=_LIMITS)

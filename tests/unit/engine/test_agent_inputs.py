@@ -44,9 +44,21 @@ def test_an_answer_that_was_begun_is_continued(runner: asyncio.Runner, inputs: I
     user, begun = {"role": "user", "content": "Name one."}, {"role": "assistant", "content": "It is"}
     assert rendered(runner, inputs, user).endswith("<|im_start|>assistant\n")
     assert rendered(runner, inputs, user, begun).endswith("<|im_start|>assistant\nIt is")
-    for given in ({"role": "assistant", "content": ""}, begun | {"tool_calls": [{}]}):
+    call = {"function": {"name": "look", "arguments": {}}}
+    for given in ({"role": "assistant", "content": ""}, begun | {"tool_calls": [call]}):
         assert rendered(runner, inputs, user, given).endswith("<|im_start|>assistant\n")
     assert rendered(runner, inputs, user, begun, add_generation_prompt=False).endswith("<|im_end|>\n")
+
+
+def test_a_model_whose_template_knows_no_tools_reads_them_and_their_results(
+    runner: asyncio.Runner, inputs: InputProcessor
+) -> None:
+    tools = ({"type": "function", "function": {"name": "look", "description": "See the sky."}},)
+    user, result = {"role": "user", "content": "Snow?"}, {"role": "tool", "content": "It snows."}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {"at": 5}}}]}
+    text = runner.run(inputs.text_of(runner.run(inputs.prompt_ids(Conversation((user, call, result), tools)))))
+    for said in ("See the sky.", '{"name": "look", "arguments": {"at": 5}}', "It snows."):
+        assert text.count(said) == 1
 
 
 def test_keywords_that_no_grammar_enforces_are_named_unless_the_schema_is_strict(

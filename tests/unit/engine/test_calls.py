@@ -1,13 +1,20 @@
 """Grammars that force calls: what they let pass is what mlx-lm's parser of that format reads."""
 
 import json
+import re
 from importlib import import_module
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from coordinator.engine.grammars import after_thought, calls_grammar, json_grammar, regex_grammar
+from coordinator.engine.grammars import (
+    after_thought,
+    calls_grammar,
+    json_grammar,
+    regex_grammar,
+    text_or_calls_grammar,
+)
 from coordinator.sessions.request import Calls
 from coordinator.sessions.text import Markers
 from worker.errors import InputError, SamplingError
@@ -23,14 +30,15 @@ IN_JSON = (
     '<tool_call>\n{"name": "look", "arguments": {"town":"Ulm"}}\n</tool_call>',
     '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call>',
 )
-TOKENIZER = LLTokenizer((DEMO / "tokenizer.json").read_text(), eos_token=[1])
+START, END = 1, 2
+TOKENIZER = LLTokenizer((DEMO / "tokenizer.json").read_text(), eos_token=[END])
 
 
 def holds(grammar: str, text: str) -> bool:
     """Whether it is the whole of an answer."""
     matcher = LLMatcher(TOKENIZER, grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
-    tokens = TOKENIZER.tokenize_str(text)
+    tokens = TOKENIZER.tokenize_str(text, parse_special=True)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
@@ -73,6 +81,26 @@ def test_a_model_with_a_token_that_ends_names_writes_no_list() -> None:
     assert holds(grammar, '[TOOL_CALLS]look<ARGS>{"town":"Ulm"}[TOOL_CALLS]wait<ARGS>{}')
 
 
+@pytest.mark.parametrize("is_token", [False, True])
+def test_any_text_may_stand_before_calls_and_from_their_marker_on_the_grammar_holds(is_token: bool) -> None:
+    marker = "<|im_start|>" if is_token else "<tool_call>"  # a special token of this tokenizer, or none
+
+    def spell(text: str) -> str:
+        parts = [part for part in re.split("(<tool_call>)", text) if part]
+        return " ".join(f"<[{START}]>" if is_token and part == "<tool_call>" else json.dumps(part) for part in parts)
+
+    def is_held(text: str, calls: Calls = Calls()) -> bool:  # noqa: B008 - immutable
+        markers = Markers(None, "normal", "<tool_call>", format="json_tools")
+        grammar = text_or_calls_grammar(calls, TOOLS, markers, spell, [0, START, 3])
+        return holds(grammar, text.replace("<tool_call>", marker))
+
+    for text in ("", "Ulm, 5 < 6.", "a<|endoftext|>b", "a <tool"):
+        assert is_held(text) and all(is_held(text + call) for call in IN_JSON)
+        assert not is_held(f"{text}<tool_call>{text}") and not is_held(f"{text}{IN_JSON[0][:-20]}")
+    assert is_held("Both." + "\n".join(IN_JSON)) and not is_held(f"{IN_JSON[0]} Done.")
+    assert not is_held("\n".join(IN_JSON), Calls(is_parallel=False))
+
+
 @pytest.mark.parametrize("calls", [Calls(are_forced=True, is_parallel=False), Calls(are_forced=True, only="wait")])
 def test_one_call_is_one_call(calls: Calls) -> None:
     grammar = grammar_of("json_tools", calls)
@@ -84,8 +112,6 @@ def test_one_call_is_one_call(calls: Calls) -> None:
 @pytest.mark.parametrize(
     ("form", "tools", "only", "said"),
     [
-        ("qwen3_coder", TOOLS, None, "^tool_choice: .*in the format qwen3_coder, whose arguments are no JSON"),
-        ("", TOOLS, None, "^tool_choice: .*writes no calls"),
         ("json_tools", [], None, "^tool_choice: .*found no tools"),
         ("json_tools", TOOLS, "walk", "^tool_choice: .*found no tool 'walk'"),
         ("json_tools", [{"function": {"name": "a b"}}], None, "^tools: .*found 'a b'"),

@@ -133,6 +133,20 @@ def test_calls_beside_each_other_have_ids_of_their_own(form: str, size: int) -> 
     assert written(form, PARALLEL[form], size, most=0) == ([], True)
 
 
+@pytest.mark.parametrize("form", ["mistral", "kimi_k2"])
+def test_calls_that_come_at_once_are_told_before_the_last_one_ends(form: str) -> None:
+    text = PARALLEL[form].replace('"}"', f'"{"x" * 5000}"')
+    pieces, _ = written(form, text[: text.rindex("{") + 1], 10_000)
+    assert [piece.name for _, piece in pieces if not piece.arguments] == ["write", "wait"]
+
+
+def test_a_call_within_the_arguments_of_another_is_no_call() -> None:
+    inner = '{"name": "wait", "arguments": {}}'
+    text = f'{{"arguments": {{"path": {inner}}}, "name": "write"}}'
+    for size in (1, 1000):
+        assert told(written("json_tools", text, size)[0]) == expected("json_tools", text)
+
+
 @pytest.mark.parametrize("text", ["no JSON", "[]", '{"na', '{"name": "write", "arg', '{"name": "write"}'])
 def test_what_has_no_arguments_is_no_call(text: str) -> None:
     assert written("json_tools", text, 1) == ([], False)
