@@ -12,6 +12,7 @@ from coordinator.cli.cache import cache
 from coordinator.cli.chat import chat
 from coordinator.cli.demo import demo
 from coordinator.cli.doctor import doctor, smoke
+from coordinator.cli.eval import eval
 from coordinator.cli.generate import generate
 from coordinator.cli.keys import keys
 from coordinator.cli.launch import launch, logs
@@ -32,7 +33,7 @@ app = App(no_args_is_help=True)
 for panel, commands in (
     (ASK, (demo, generate, serve, chat, batch, bridge, score)),
     (SET_UP, (init, nodes, launch, logs, worker, plan)),
-    (LOOK, (status, doctor, smoke, verify, bench)),
+    (LOOK, (status, doctor, smoke, verify, eval, bench)),
 ):
     for command in commands:
         app.command(rich_help_panel=panel)(as_command(command))

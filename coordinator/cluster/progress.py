@@ -98,7 +98,7 @@ def show_steps(total: int) -> Iterator[Begin]:
 def show_tokens(what: str, total: int, done: int = 0) -> Iterator[TokenReport]:
     """Draw one bar with the speed in tokens per second. Outside a terminal write lines, less and less often."""
     console = Console(stderr=True)
-    began, due_s, num_tokens = time.monotonic(), _TOKENS_FIRST_S, 0
+    began, due_s, num_tokens, first = time.monotonic(), _TOKENS_FIRST_S, 0, done
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Speed(), TimeRemainingColumn()
     with _drawn(console, *columns) as bars:
         task = bars.add_task(what, total=total, completed=done, tokens=0)
@@ -110,7 +110,8 @@ def show_tokens(what: str, total: int, done: int = 0) -> Iterator[TokenReport]:
             took_s = time.monotonic() - began
             if not console.is_terminal and took_s >= due_s and done < total:
                 due_s = took_s + min(took_s, _TOKENS_MOST_S)
-                say(f"{what} {done} of {total}, {num_tokens / took_s:.0f} tok/s ...")
+                left = timedelta(seconds=round(took_s * (total - done) / (done - first))) if done > first else "?"
+                say(f"{what} {done} of {total}, {num_tokens / took_s:.0f} tok/s, {left} left ...")
 
         yield report
 
