@@ -132,12 +132,9 @@ class Sampler:
                 **sizes,
             )
         self._context = max(sizes.values()) if self._processors else 0
-
-    @property
-    def looks_back(self) -> int:
-        """How many earlier tokens a draw depends on, at most; 0 if only on the logits."""
-        dry = self._sampling.dry_penalty_last_n or _LOW_32
-        return max(self._context, dry if self._sampling.dry_multiplier else 0)
+        dry = (sampling.dry_penalty_last_n or _LOW_32) if sampling.dry_multiplier else 0
+        self.looks_back = max(self._context, dry)  # earlier tokens that a draw depends on, at most; 0: only on logits
+        self._first_end = sampling.begins + sampling.min_tokens if sampling.min_tokens else 0  # a position
 
     @cached_property
     def kind(self) -> bytes | None:
@@ -232,8 +229,7 @@ class Sampler:
 
     def _without_ends(self, logits: mx.array, positions: Sequence[int]) -> mx.array:
         """Return the logits [N, V] without the tokens that may not end the answer at so early a position."""
-        first = self._sampling.begins + self._sampling.min_tokens
-        is_early = [self._sampling.min_tokens > 0 and position < first for position in positions]
+        is_early = [position < self._first_end for position in positions]
         if not any(is_early):
             return logits
         is_end = np.zeros(logits.shape[-1], bool)
