@@ -18,9 +18,10 @@ from coordinator.sessions.waterfall import make_waterfall
 
 
 class AnswerStats(TypedDict):
-    """Our own block of an answer: its steps, recoveries and reused tokens, and its waterfall if it was traced."""
+    """Our own block of an answer: its steps, rows, recoveries and reused tokens, and its waterfall if it was traced."""
 
     steps: int
+    rows: int
     tokens_per_step: float | None
     recoveries: int
     recovery_s: float
@@ -40,6 +41,7 @@ def answer_stats(last: Output) -> AnswerStats:
     waterfall = make_waterfall(usage.legs, usage.started, last.at) if usage.legs else None
     return {
         "steps": usage.num_steps,
+        "rows": usage.num_rows,
         "tokens_per_step": round(usage.num_generated / usage.num_steps, 2) if usage.num_steps else None,
         "recoveries": usage.num_recoveries,
         "recovery_s": round(usage.still_s, 3),

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from coordinator.api.errors import HttpError
 from coordinator.decoding.decode_options import Decode, make_cache_choice, make_decode
-from coordinator.sessions.request import Prompt, RequestSpec, SamplingParams, sampling_field
+from coordinator.sessions.request import BREAKERS, Prompt, RequestSpec, SamplingParams, sampling_field
 from worker.errors import InputError
 from worker.platform.threads import run_in_thread
 
@@ -62,9 +62,7 @@ UNSUPPORTED: Unsupported = {  # by all APIs
     "guided_json": (),
     "guided_regex": (),
     "include_stop_str_in_output": (False,),
-    "min_tokens": (0,),
     "prompt_logprobs": (),
-    "stop_token_ids": ([],),
     "structured_outputs": (),
     "use_beam_search": (False,),
 }
@@ -107,7 +105,18 @@ class Sampled(Section):
     top_p: float | None = described("top_p")
     top_k: int | None = described("top_k")
     min_p: float | None = described("min_p")
+    top_n_sigma: float | None = described("top_n_sigma")
+    xtc_probability: float | None = described("xtc_probability")
+    xtc_threshold: float | None = described("xtc_threshold")
     repetition_penalty: float | None = described("repetition_penalty")
+    repetition_context_size: int | None = described("repetition_context_size")
+    dry_multiplier: float | None = described("dry_multiplier")
+    dry_base: float | None = described("dry_base")
+    dry_allowed_length: int | None = described("dry_allowed_length")
+    dry_penalty_last_n: int | None = described("dry_penalty_last_n")
+    dry_sequence_breakers: Texts = list(BREAKERS)
+    min_tokens: int | None = described("min_tokens")
+    stop_token_ids: Annotated[list[int], Field(max_length=1024)] = []
     seed: Annotated[int | None, none_below(0)] = described("seed")
     repeat_guard: int = Field(0, ge=0)
     ignore_eos: bool = False
@@ -130,6 +139,9 @@ class Sampled(Section):
         sampling = {name: value for name in names if (value := getattr(self, name, None)) is not None}
         if self.top_k == -1:  # vLLM's clients turn it off by this
             sampling["top_k"] = 0
+        for name in ("top_n_sigma", "dry_penalty_last_n"):
+            if sampling.get(name) == -1:  # llama.cpp's default
+                del sampling[name]
         if logprobs:
             sampling["logprobs"] = logprobs
         return RequestSpec(
@@ -145,7 +157,9 @@ class Sampled(Section):
                 conditioning=self.conditioning,
             ),
             cache=make_cache_choice(self.kv, self.max_kv_size),
+            stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
+            dry_sequence_breakers=tuple(self.dry_sequence_breakers),
             repeat_guard=self.repeat_guard,
             **more,
         )
@@ -156,7 +170,9 @@ class OpenAISampled(Sampled):
 
     stop: Texts | None = None
     presence_penalty: float = described("presence_penalty", default=0.0)
+    presence_context_size: int | None = described("presence_context_size")
     frequency_penalty: float = described("frequency_penalty", default=0.0)
+    frequency_context_size: int | None = described("frequency_context_size")
     logit_bias: dict[TokenKey, float] = described("logit_bias", default_factory=dict)
 
     def make_spec(self, prompt: Prompt, *, logprobs: int = 0, **more: Any) -> RequestSpec:

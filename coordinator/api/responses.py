@@ -192,7 +192,9 @@ class ResponsesBody(Conversing):
     text: TextConfig = TextConfig()
     stream: bool = False
     presence_penalty: float | None = described("presence_penalty")
+    presence_context_size: int | None = described("presence_context_size")
     frequency_penalty: float | None = described("frequency_penalty")
+    frequency_context_size: int | None = described("frequency_context_size")
     metadata: dict[str, str] | None = None
     previous_response_id: str | None = None
     conversation: Any = None

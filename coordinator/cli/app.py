@@ -12,11 +12,13 @@ from coordinator.cli.cache import cache
 from coordinator.cli.chat import chat
 from coordinator.cli.demo import demo
 from coordinator.cli.doctor import doctor, smoke
+from coordinator.cli.eval import eval
 from coordinator.cli.generate import generate
 from coordinator.cli.keys import keys
 from coordinator.cli.launch import launch, logs
 from coordinator.cli.nodes import init, nodes
 from coordinator.cli.plan import plan
+from coordinator.cli.quantize import quantize
 from coordinator.cli.run import as_command
 from coordinator.cli.score import score
 from coordinator.cli.serve import serve
@@ -32,7 +34,8 @@ app = App(no_args_is_help=True)
 for panel, commands in (
     (ASK, (demo, generate, serve, chat, batch, bridge, score)),
     (SET_UP, (init, nodes, launch, logs, worker, plan)),
-    (LOOK, (status, doctor, smoke, verify, bench)),
+    (LOOK, (status, doctor, smoke, verify, eval, bench)),
+    ("Prepare a model", (quantize,)),
 ):
     for command in commands:
         app.command(rich_help_panel=panel)(as_command(command))

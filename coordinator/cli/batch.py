@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import typer
 
@@ -29,6 +29,8 @@ from worker.platform.text import Json, json_bytes
 if TYPE_CHECKING:
     from coordinator.engine.engine import Engine
 
+
+T = TypeVar("T")
 
 _MOST_AT_ONCE = 128  # requests that run or wait for memory
 _MAX_WAIT_S = 7 * 86400.0  # for memory: nothing waits for a single answer
@@ -88,7 +90,7 @@ async def run_batch(options: ClusterOptions, source: Path, target: Path, max_tok
     if len(wrong) > _MOST_PROBLEMS:
         say(f"and {len(wrong) - _MOST_PROBLEMS} lines more")
     code = _BAD_INPUT if wrong else 0
-    with open_answers(target) as answers:
+    with open_answers(target, key_and_status) as answers:
         entries = [entry for entry in requests if entry.key not in answers.known]
         num_known = len(requests) - len(entries)
         failed = [status for entry in requests if (status := answers.known.get(entry.key, 200)) >= 400]
@@ -126,7 +128,7 @@ class BatchRun:
     """One run over the requests without an answer."""
 
     engine: Engine
-    answers: Answers
+    answers: Answers[int]  # with their HTTP status
     report: TokenReport
     codes: Counter[int] = field(default_factory=Counter)  # exit codes of what failed
     num_answered: int = 0
@@ -284,11 +286,18 @@ def _wrong_entry(number: int, line: bytes, problem: str) -> BatchEntry:
     return BatchEntry(number, None, problem=problem, id=f"batch_req_{digest[:32]}")
 
 
-class Answers:
+def key_and_status(line: Json) -> tuple[str, int]:
+    """Return the key of an answer's entry, and the answer's HTTP status; 200 if it has neither that nor an error."""
+    response = line.get("response") or {}
+    status = int(response.get("status_code", 500 if line.get("error") else 200))
+    return str(line["id"] if line["custom_id"] is None else line["custom_id"]), status
+
+
+class Answers(Generic[T]):
     """The append-only file of answers. Made by `open_answers`."""
 
-    def __init__(self, descriptor: int, known: Mapping[str, int]) -> None:
-        self.known = known  # the HTTP status of each answer that the file held, by the key of its entry
+    def __init__(self, descriptor: int, known: Mapping[str, T]) -> None:
+        self.known = known  # what was read of each answer that the file held, by its key
         self._descriptor = descriptor
 
     def add(self, line: Json) -> None:
@@ -299,9 +308,12 @@ class Answers:
 
 
 @contextmanager
-def open_answers(path: Path) -> Iterator[Answers]:
+def open_answers(path: Path, read: Callable[[Json], tuple[str, T]]) -> Iterator[Answers[T]]:
     """Open or create the file; an incomplete last line is cut off.
 
+    Args:
+        read: returns the key of a line, and what is to be known of it; it raises ValueError, LookupError, TypeError or
+            AttributeError for what is no answer.
     Raises:
         InputError: the file cannot be written or locked, another run writes it, or it holds something else.
     """
@@ -316,16 +328,16 @@ def open_answers(path: Path) -> Iterator[Answers]:
             raise InputError("output", f"another run writes {path}") from None
         except OSError as error:
             raise InputError("output", f"cannot lock {path}: {error.strerror}") from error
-        known, end = _known(path)
+        known, end = _known(path, read)
         os.ftruncate(descriptor, end)
         yield Answers(descriptor, known)
     finally:
         os.close(descriptor)
 
 
-def _known(path: Path) -> tuple[dict[str, int], int]:
-    """Return the keys of all complete lines with their status, and the position where these lines end."""
-    known: dict[str, int] = {}
+def _known(path: Path, read: Callable[[Json], tuple[str, T]]) -> tuple[dict[str, T], int]:
+    """Return what is known of all complete lines, by their keys, and the position where these lines end."""
+    known: dict[str, T] = {}
     end = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -333,15 +345,9 @@ def _known(path: Path) -> tuple[dict[str, int], int]:
                 break
             end += len(line)
             try:
-                found = json.loads(line)
-                known[str(found["id"] if found["custom_id"] is None else found["custom_id"])] = _status(found)
+                key, found = read(json.loads(line))
+                known[key] = found
             except (ValueError, LookupError, TypeError, AttributeError):
                 said = "expected the answers of an earlier run, found something else"
                 raise InputError("output", f"{path}, line {number}: {said}; give another file") from None
     return known, end
-
-
-def _status(line: Json) -> int:
-    """Return the HTTP status of an answer; 200 if it has neither a status nor an error."""
-    response = line.get("response") or {}
-    return int(response.get("status_code", 500 if line.get("error") else 200))

@@ -50,7 +50,7 @@ def chat(
     ] = None,
     server: flags.ServerFlags,
     cluster: Annotated[flags.ClusterFlags, TakeFlags(*flags.SERVING)],
-    sampling: Annotated[flags.SamplingFlags, TakeFlags(*flags.MODELS_OWN, "seed")],
+    sampling: flags.SamplingFlags,
 ) -> Coroutine[Any, Any, int]:
     """Talk with the model. /help lists the commands; Ctrl-C ends an answer, /exit or Ctrl-D leaves.
 
@@ -61,10 +61,11 @@ def chat(
     server.refuse_others(ctx)
     chosen = sampling.chosen()
     if server.server is not None:
-        return run_chat(served(server, chosen | ({"max_tokens": max_tokens} if max_tokens else {})), system_prompt)
+        body = chosen | sampling.tokens() | ({"max_tokens": max_tokens} if max_tokens else {})
+        return run_chat(served(server, body), system_prompt)
     options = cluster.options()
     TEMPLATES.start()  # in parallel to imports that take a second
-    return run_chat(loaded(options, RequestSpec((0,), max_tokens, chosen)), system_prompt)
+    return run_chat(loaded(options, RequestSpec((0,), max_tokens, chosen, **sampling.tokens())), system_prompt)
 
 
 @asynccontextmanager

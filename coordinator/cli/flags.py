@@ -199,9 +199,32 @@ class SamplingFlags:
     top_p: Annotated[float | None, _sampling("top_p", "the model's, else off")] = None
     top_k: Annotated[int | None, _sampling("top_k", "the model's, else off")] = None
     min_p: Annotated[float | None, _sampling("min_p", "the model's, else off")] = None
+    top_n_sigma: Annotated[float, _sampling("top_n_sigma")] = 0.0
+    xtc_probability: Annotated[float, _sampling("xtc_probability")] = 0.0
+    xtc_threshold: Annotated[float | None, _sampling("xtc_threshold", "0.1")] = None
     repetition_penalty: Annotated[float | None, _sampling("repetition_penalty", "the model's, else off")] = None
+    repetition_context_size: Annotated[int | None, _sampling("repetition_context_size", "20")] = None
     presence_penalty: Annotated[float, _sampling("presence_penalty")] = 0.0
+    presence_context_size: Annotated[int | None, _sampling("presence_context_size", "20")] = None
     frequency_penalty: Annotated[float, _sampling("frequency_penalty")] = 0.0
+    frequency_context_size: Annotated[int | None, _sampling("frequency_context_size", "20")] = None
+    dry_multiplier: Annotated[float, _sampling("dry_multiplier")] = 0.0
+    dry_base: Annotated[float | None, _sampling("dry_base", "1.75")] = None
+    dry_allowed_length: Annotated[int | None, _sampling("dry_allowed_length", "2")] = None
+    dry_penalty_last_n: Annotated[int | None, _sampling("dry_penalty_last_n", "all")] = None
+    dry_sequence_breaker: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="DRY: no repetition goes beyond this text's last token; repeatable. (default: newline, colon, quote, "
+            "asterisk)",
+            rich_help_panel="Sampling",
+        ),
+    ] = None
+    min_tokens: Annotated[int, _sampling("min_tokens")] = 0
+    stop_token_ids: Annotated[
+        str | None,
+        typer.Option(metavar="1,2,3", help="End the answer with any of these tokens.", rich_help_panel="Sampling"),
+    ] = None
     logit_bias: Annotated[str | None, _sampling("logit_bias", metavar="ID:BIAS,...")] = None
     seed: Annotated[int | None, _sampling("seed", "random", min=0, max=2**64 - 1)] = None
 
@@ -212,11 +235,22 @@ class SamplingFlags:
             InputError: a value is out of range.
         """
         found = {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
+        for name in ("stop_token_ids", "dry_sequence_breaker"):
+            found.pop(name, None)
         if "temp" in found:
             found["temperature"] = found.pop("temp")
         if self.logit_bias is not None:
             found["logit_bias"] = parse_bias(self.logit_bias)
         make_sampling(**found)
+        return found
+
+    def tokens(self) -> dict[str, Any]:
+        """Return what was given of a request's fields that name tokens. Raises InputError for a malformed list."""
+        found: dict[str, Any] = {}
+        if self.stop_token_ids is not None:
+            found["stop_token_ids"] = tuple(_parse("stop_token_ids", self.stop_token_ids, int, "token ids like 1,2,3"))
+        if self.dry_sequence_breaker is not None:
+            found["dry_sequence_breakers"] = tuple(self.dry_sequence_breaker)
         return found
 
 

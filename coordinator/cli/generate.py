@@ -105,7 +105,8 @@ def generate(
     tokens = None if prompt.prompt_tokens is None else flags.parse_tokens(prompt.prompt_tokens)
     spec = RequestSpec(
         (), max_tokens, chosen if output.logprobs is None else chosen | {"logprobs": output.logprobs + 1},
-        windows.decoder(), make_cache_choice(kv, max_kv_size), tuple(stop or ()), ignore_eos, repeat_guard=repeat_guard,
+        windows.decoder(), make_cache_choice(kv, max_kv_size), tuple(stop or ()), ignore_eos=ignore_eos,
+        repeat_guard=repeat_guard, **sampling.tokens(),
     )  # fmt: skip
     options = cluster.options() if server.server is None else None
     asked = GenerateOptions(
@@ -120,7 +121,7 @@ def generate(
 
     named = {name: value for name in _SERVER_FIELDS if (value := ctx.params[name]) is not None}
     body = {name: value for name, value in named.items() if name in {"max_tokens"} | asked.given}
-    body |= {name: value for name, value in chosen.items() if value or name in _ZERO_COUNTS}
+    body |= {name: value for name, value in chosen.items() if value or name in _ZERO_COUNTS} | sampling.tokens()
     return run_remote(server, body, asked)
 
 
@@ -402,6 +403,8 @@ def _pairs(asked: GenerateOptions, request: Request, prompt: tuple[int, ...] | N
         yield "prompt", prompt, request.prompt
     elif others := given & {"raw", "system_prompt"}:
         raise InputError(min(others), "expected with the prompt of the journal, or not at all")
+    if others := given & {"stop_token_ids", "dry_sequence_breaker"}:
+        raise InputError(min(others), "the journal's request has its own; leave it out")
     spec, sampling = asked.spec, make_sampling(**asked.spec.sampling)
     for name in SamplingParams.__annotations__:
         if ("temp" if name == "temperature" else name) in given:

@@ -176,8 +176,8 @@ def _usage(started: int, usage: Mapping[str, Any], own: Mapping[str, Any]) -> Us
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         expected = "expected prompt_tokens and completion_tokens, two numbers, in the usage that the server reports"
         raise ServerFailed(f"{expected}; found {json.dumps(usage)[:200]}") from error
-    recoveries = own.get("recoveries", 0)
-    return Usage(num_prompt, started, reused, 0, 0, num_recoveries=recoveries, num_generated=generated)
+    steps, rows, recoveries = (own.get(name, 0) for name in ("steps", "rows", "recoveries"))
+    return Usage(num_prompt, started, reused, steps, rows, num_recoveries=recoveries, num_generated=generated)
 
 
 def _refused(status: int, body: bytes) -> BrigadeError:

@@ -10,6 +10,7 @@ from itertools import count
 from rich.console import Console
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
@@ -18,6 +19,7 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
+    TransferSpeedColumn,
 )
 from rich.text import Text
 
@@ -38,6 +40,7 @@ _TOKENS_FIRST_S, _TOKENS_MOST_S = 5.0, 60.0  # the pauses between lines about to
 
 NodeProgress = Callable[[str, LoadProgress], None]  # gets a node, or "" for all nodes, and its progress
 Begin = Callable[[str], None]  # gets the step that begins
+ByteReport = Callable[[int, bool], None]  # gets the bytes done since the last call, and whether an earlier run did them
 TokenReport = Callable[[int, int], None]  # gets the items done since the last call, and their tokens
 
 
@@ -98,7 +101,7 @@ def show_steps(total: int) -> Iterator[Begin]:
 def show_tokens(what: str, total: int, done: int = 0) -> Iterator[TokenReport]:
     """Draw one bar with the speed in tokens per second. Outside a terminal write lines, less and less often."""
     console = Console(stderr=True)
-    began, due_s, num_tokens = time.monotonic(), _TOKENS_FIRST_S, 0
+    began, due_s, num_tokens, first = time.monotonic(), _TOKENS_FIRST_S, 0, done
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Speed(), TimeRemainingColumn()
     with _drawn(console, *columns) as bars:
         task = bars.add_task(what, total=total, completed=done, tokens=0)
@@ -110,7 +113,36 @@ def show_tokens(what: str, total: int, done: int = 0) -> Iterator[TokenReport]:
             took_s = time.monotonic() - began
             if not console.is_terminal and took_s >= due_s and done < total:
                 due_s = took_s + min(took_s, _TOKENS_MOST_S)
-                say(f"{what} {done} of {total}, {num_tokens / took_s:.0f} tok/s ...")
+                left = timedelta(seconds=round(took_s * (total - done) / (done - first))) if done > first else "?"
+                say(f"{what} {done} of {total}, {num_tokens / took_s:.0f} tok/s, {left} left ...")
+
+        yield report
+
+
+@contextmanager
+def show_bytes(what: str, total: int) -> Iterator[ByteReport]:
+    """Draw one bar of bytes. Outside a terminal write lines, less and less often."""
+    console = Console(stderr=True)
+    began, due_s, done, known = time.monotonic(), _TOKENS_FIRST_S, 0, 0
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with _drawn(console, *columns) as bars:
+        task = bars.add_task(what, total=total)
+
+        def report(more: int, is_known: bool) -> None:
+            nonlocal due_s, done, known
+            done, known = done + more, known + more * is_known
+            bars.update(task, completed=done)
+            took_s = time.monotonic() - began
+            if not console.is_terminal and took_s >= due_s and known < done < total:
+                due_s = took_s + min(took_s, _TOKENS_MOST_S)
+                speed = (done - known) / took_s
+                say(f"{what} {format_bytes(done)} of {format_bytes(total)}, {_pace(speed, (total - done) / speed)} ...")
 
         yield report
 

@@ -33,6 +33,7 @@ _LOOK_S = 0.05  # between two looks at the process's memory
 _OUT_OF_MEMORY = 75  # exit code
 _LENGTH = struct.Struct(">Q")
 _MAX_LINE = 300
+_PATTERN = "the regular expression"
 _ENVIRONMENT = ("TZ", "PYTHONHOME", "LD_LIBRARY_PATH")  # for local time, and for a Python that needs them to start
 
 JobResult = tuple[str, Any]  # the outcome ("done", "refused" or "too long") and the result
@@ -280,6 +281,43 @@ class LongTexts(Bounded):
         return list(found)
 
 
+class Texts(Bounded):
+    """Renders templates and searches texts by regular expressions: both may come with a file of questions."""
+
+    def __init__(self, bounds: Bounds = Bounds(seconds=2.0)) -> None:
+        super().__init__(("texts",), bounds)
+
+    def render(self, template: str, values: Mapping[str, Any]) -> str:
+        """Return what a jinja template makes of these values.
+
+        Raises:
+            InputError: the template is wrong, needs other values, or takes more than it may.
+        """
+        return str(self._ask("the template", template=template, values=dict(values)))
+
+    def find_all(self, pattern: str, text: str) -> list[Any]:
+        """Return what `re.findall` returns.
+
+        Raises:
+            InputError: the pattern is wrong, or takes more than it may.
+        """
+        return list(self._ask(_PATTERN, pattern=pattern, text=text))
+
+    def without(self, pattern: str, text: str) -> str:
+        """Return the text without what the pattern matches. Raises as `find_all`."""
+        return str(self._ask(_PATTERN, pattern=pattern, text=text, replaced=""))
+
+    def _ask(self, what: str, **arguments: Any) -> Any:
+        try:
+            outcome, found = self.ask(_pack(arguments))
+        except Excess as excess:
+            raise InputError("", f"{what} {excess}") from None
+        if outcome != "done":
+            line = "".join(letter if letter.isprintable() else " " for letter in found)
+            raise InputError("", f"{what} cannot be used: {line or 'its result is too long'}")
+        return found
+
+
 # --- in the process ---------------------------------------------------------------------------------------------------
 
 
@@ -352,6 +390,32 @@ def _templates() -> Job:
     return render
 
 
+def _texts() -> Job:
+    """Render in jinja's sandbox, with the settings of lm-eval, and search."""
+    import re
+
+    from jinja2 import StrictUndefined, TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    jinja = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+    jinja.filters["regex_replace"] = lambda text, pattern, value="", count=0: re.sub(pattern, value, text, count=count)
+    refusals = (
+        re.error, TemplateError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
+    )  # fmt: skip
+
+    def answer(request: Any) -> JobResult:
+        try:
+            if "template" in request:
+                return "done", jinja.from_string(request["template"]).render(request["values"])
+            if "replaced" in request:
+                return "done", re.sub(request["pattern"], request["replaced"], request["text"])
+            return "done", re.findall(request["pattern"], request["text"])
+        except refusals as error:
+            return "refused", first_line(error)[:_MAX_LINE]
+
+    return answer
+
+
 def _grammars(folder: str, vocab_size: str, eos: str) -> Job:
     """Compile grammars; the vocabulary is read before the first request."""
     from protos.brigade_pb2 import Grammar
@@ -390,7 +454,12 @@ def _tokenizer(folder: str, is_trusted: str) -> Job:
     return encode
 
 
-_JOBS: dict[str, Callable[..., Job]] = {"templates": _templates, "grammars": _grammars, "tokenizer": _tokenizer}
+_JOBS: dict[str, Callable[..., Job]] = {
+    "templates": _templates,
+    "grammars": _grammars,
+    "tokenizer": _tokenizer,
+    "texts": _texts,
+}
 
 if __name__ == "__main__":
     run_job(Bounds.of_arguments(*sys.argv[1:4]), *sys.argv[4:])

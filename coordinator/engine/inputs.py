@@ -183,6 +183,9 @@ class InputProcessor:
         if (asked.score_from is not None or asked.pooling) and spec.needs_canvas:
             expected = "expected a model that scores and embeds tokens"
             raise InputError("prompt", f"{expected}; {spec.name} was trained for canvas only")
+        check_token_ids("stop_token_ids", asked.stop_token_ids, spec.vocab_size)
+        for breaker in (breakers := asked.dry_sequence_breakers):
+            require_utf8("dry_sequence_breakers", breaker)
         decode = suit(asked.decode, asked.cache, spec)
         refines = decode.training is not None and decode.training.refinement is not None
         without = (*PENALTIES, *FILTERS) if refines else PENALTIES if decode.kind == "canvas" else ()
@@ -202,12 +205,19 @@ class InputProcessor:
                     raise
         if is_offered and not sampling.HasField("grammar"):
             not_enforced = ["tools"]
+        eos = (frozenset() if asked.ignore_eos else self.eos) | set(asked.stop_token_ids)
+        if sampling.min_tokens:
+            sampling.begins, sampling.ends[:] = len(prompt), sorted(eos)
+        if sampling.xtc_probability:  # the tokens that mlx-lm's own commands except
+            sampling.xtc_special_tokens[:] = sorted(self.eos | await self._last_tokens(["\n"]))
+        if sampling.dry_multiplier:  # as their author finds them: a text begins otherwise than it goes on
+            sampling.dry_breakers[:] = sorted(await self._last_tokens([f"a{each}" for each in breakers]))
         request = Request(
             prompt=prompt,
             max_tokens=self._max_tokens if asked.max_tokens is None else asked.max_tokens,
             sampling=sampling,
             stops=asked.stops,
-            eos=frozenset() if asked.ignore_eos else self.eos,
+            eos=eos,
             decode=decode,
             cache=asked.cache,
             repeat_guard=asked.repeat_guard,
@@ -226,7 +236,8 @@ class InputProcessor:
             parser = TextParser()
         else:
             markers = self.tokenizer.markers(request.prompt, request.calls)
-            parser = self.tokenizer.stream(request.stops, markers, request.tools, request.calls.is_parallel)
+            few = request.sampling.min_tokens
+            parser = self.tokenizer.stream(request.stops, markers, request.tools, request.calls.is_parallel, few)
         parser.recall(request.known, request.eos)
         return parser
 
@@ -258,6 +269,12 @@ class InputProcessor:
         if is_long:
             found = await self._reading_long.run(partial(encode_prompt, apart=True))
         return tuple(found)
+
+    async def _last_tokens(self, texts: Sequence[str]) -> set[int]:
+        """Return the last token of each text; none without a tokenizer."""
+        if (tokenizer := self.tokenizer) is None:
+            return set()
+        return await self._encoding.run(lambda: {token for text in texts for token in tokenizer.encode(text)[-1:]})
 
     async def text_of(self, tokens: Sequence[int]) -> str:
         """Return the text of the tokens. Raises InputError for ids outside the vocabulary."""

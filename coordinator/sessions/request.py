@@ -3,6 +3,8 @@
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
@@ -27,6 +29,10 @@ def _number(low: float, high: float, description: str) -> Any:
     return Field(ge=low, le=high, description=description)
 
 
+def _tokens(penalty: str) -> Any:
+    return _number(1, 2**32 - 1, f"Latest tokens that {penalty} looks at.")
+
+
 @with_config(ConfigDict(extra="forbid"))
 class SamplingParams(TypedDict, total=False):
     """How tokens are drawn, named as in the proto message: the only definition of the ranges and descriptions."""
@@ -36,9 +42,20 @@ class SamplingParams(TypedDict, total=False):
     top_p: Annotated[float, _number(0, 1, "Sample from the likeliest tokens of this total; 0 or 1: off.")]
     top_k: Annotated[int, _number(0, 2**32 - 1, "Sample from the k likeliest tokens; 0: off.")]
     min_p: Annotated[float, _number(0, 1, "Sample from tokens at least this times as likely as the best; 0: off.")]
-    repetition_penalty: Annotated[float, _number(0, 100, "Divide the logits of the last 20 tokens; 0 or 1: off.")]
-    presence_penalty: Annotated[float, _number(-100, 100, "Subtract from the logits of the last 20 tokens.")]
-    frequency_penalty: Annotated[float, _number(-100, 100, "Subtract per use among the last 20 tokens.")]
+    top_n_sigma: Annotated[float, _number(0, 100, "Sample from tokens this many deviations below the best; 0: off.")]
+    xtc_probability: Annotated[float, _number(0, 1, "How often to leave out all likely tokens but the last; 0: off.")]
+    xtc_threshold: Annotated[float, _number(0, 0.5, "XTC: the probability from which a token is likely.")]
+    repetition_penalty: Annotated[float, _number(0, 100, "Divide the logits of the latest tokens; 0 or 1: off.")]
+    repetition_context_size: Annotated[int, _tokens("repetition_penalty")]
+    presence_penalty: Annotated[float, _number(-100, 100, "Subtract from the logits of the latest tokens.")]
+    presence_context_size: Annotated[int, _tokens("presence_penalty")]
+    frequency_penalty: Annotated[float, _number(-100, 100, "Subtract per use among the latest tokens.")]
+    frequency_context_size: Annotated[int, _tokens("frequency_penalty")]
+    dry_multiplier: Annotated[float, _number(0, 100, "DRY: subtract from what would repeat a sequence; 0: off.")]
+    dry_base: Annotated[float, _number(1, 10, "DRY: multiply the penalty by this per token more.")]
+    dry_allowed_length: Annotated[int, _number(1, 2**32 - 1, "DRY: penalise repetitions from this many tokens on.")]
+    dry_penalty_last_n: Annotated[int, _number(1, 2**32 - 1, "DRY: latest tokens that are looked at.")]
+    min_tokens: Annotated[int, _number(0, 2**32 - 1, "The least tokens before the answer may end.")]
     logit_bias: Annotated[
         dict[UInt32, Annotated[float, Field(ge=-1e9, le=1e9)]],
         Field(description="Add to the logits of these tokens."),
@@ -52,8 +69,13 @@ def sampling_field(name: str) -> FieldInfo:
 
 
 _PARAMS: TypeAdapter[SamplingParams] = TypeAdapter(SamplingParams)
-FILTERS = ("top_p", "top_k", "min_p")
-PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+FILTERS = ("top_p", "top_k", "min_p", "top_n_sigma", "xtc_probability")
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "dry_multiplier")
+_DEFAULTS = {  # of parameters that matter only with the first of each: those of mlx-lm, and of DRY's author
+    "xtc_probability": {"xtc_threshold": 0.1},
+    "dry_multiplier": {"dry_base": 1.75, "dry_allowed_length": 2},
+}
+BREAKERS = ("\n", ":", '"', "*")  # of DRY by default, likewise
 MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # read from generation_config.json
 
 
@@ -120,7 +142,9 @@ class RequestSpec:
     decode: Decode = Decode("auto")  # noqa: RUF009 - immutable
     cache: Cache = field(default_factory=Cache)
     stops: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # they end an answer as end-of-sequence tokens do, even with `ignore_eos`
     ignore_eos: bool = False
+    dry_sequence_breakers: tuple[str, ...] = BREAKERS  # the last token of each is one that no repetition goes beyond
     grammar: str | None = None  # an llguidance grammar that the answer must match
     calls: Calls = AUTO_CALLS
     repeat_guard: int = 0
@@ -163,13 +187,14 @@ def make_sampling(*, seed: int | None = None, **parameters: Any) -> Sampling:
         raise _range_error(error) from error
     if 0 < checked.get("temperature", 0.0) < _MIN_TEMPERATURE:
         raise InputError("temperature", f"expected 0 or at least {_MIN_TEMPERATURE:g}, got {checked['temperature']:g}")
-    return Sampling(**checked)
+    used = [defaults for name, defaults in _DEFAULTS.items() if checked.get(name)]
+    return Sampling(**reduce(or_, used, {}) | checked)  # type: ignore[arg-type]
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raise InputError, naming the parameter, for a value outside its range."""
-    names = (name for name in SamplingParams.__annotations__ if name != "logit_bias")
-    make_sampling(**{name: getattr(sampling, name) for name in names}, logit_bias=dict(sampling.logit_bias))
+    """Raise InputError, naming the parameter, for a value outside its range. Zeros are what was not given."""
+    given = {name: value for name in SamplingParams.__annotations__ if (value := getattr(sampling, name))}
+    make_sampling(**given | {"logit_bias": dict(sampling.logit_bias)})
 
 
 def _range_error(error: ValidationError) -> InputError:
@@ -251,6 +276,10 @@ def check_request(request: Request, spec: ModelSpec) -> None:
     least = 1 if request.score_from is None and request.pool_from is None else 0
     if request.max_tokens < least:
         raise InputError("max_tokens", f"expected at least {least}, got {request.max_tokens}")
+    if sampling.min_tokens > request.max_tokens:
+        raise InputError("min_tokens", f"expected at most max_tokens, {request.max_tokens}, got {sampling.min_tokens}")
+    if sampling.min_tokens and sampling.HasField("grammar"):
+        raise InputError("min_tokens", "expected none with a grammar, which says itself when the answer may end")
     if request.repeat_guard == 1 or request.repeat_guard < 0:  # one token is not repeated
         raise InputError("repeat_guard", f"expected 0 for none or at least 2 times, got {request.repeat_guard}")
     if num_prompt >= spec.context:
@@ -264,7 +293,7 @@ def _check_canvas(request: Request, spec: ModelSpec) -> None:
     if suit(request.decode, request.cache, spec) != request.decode:  # it comes from a journal
         raise InputError("decode", f"expected a canvas as {spec.name} was trained for, found another")
     sampling = request.sampling
-    for name in (*PENALTIES, "logit_bias", "logprobs"):
+    for name in (*PENALTIES, "logit_bias", "logprobs", "min_tokens"):
         if getattr(sampling, name) and not (name == "repetition_penalty" and sampling.repetition_penalty == 1):
             raise InputError(name, "expected none with canvas, whose places are decided together")
     if refinement := request.decode.training and request.decode.training.refinement:

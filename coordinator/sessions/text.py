@@ -34,6 +34,7 @@ class TextParser:
         tools: Iterable[Mapping[str, Any]] = (),
         *,
         has_parallel_calls: bool = True,
+        min_tokens: int = 0,
     ) -> None:
         """
         Args:
@@ -41,11 +42,13 @@ class TextParser:
             markers: how thoughts and calls are marked; without them all text is content.
             tools: the tools that may be called; without them marked calls count as content.
             has_parallel_calls: whether calls after the first one are kept.
+            min_tokens: tokens in which no stop string begins, as in vLLM.
         """
         self.text = ""
         self.num_tokens = 0
         self._detokenizer = detokenizer
         self._stop = StopText(stops) if stops else None
+        self._min_tokens = min_tokens
         self._markers = markers
         self._tools = [dict(tool) for tool in tools]
         self._has_parallel_calls = has_parallel_calls
@@ -94,7 +97,7 @@ class TextParser:
         except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise ModelError(f"the model's tokenizer has no text for token {token} ({error!r})") from error
         text = self._detokenizer.last_segment
-        return self._emit(self._stop.push(text) if self._stop else text)
+        return self._emit(self._stop.push(text) if self._stop and self.num_tokens > self._min_tokens else text)
 
     def finish(self) -> str:
         """Return the text that was held back, at the end of the tokens."""

@@ -61,8 +61,24 @@ def test_over_slow_hops_every_lossless_decoder_gives_the_tokens_of_ar_and_diffus
     [
         ("--temp", "0.9", "--top-p", "0.95", "--seed", "5", "--repetition-penalty", "1.2", "--max-tokens", "48"),
         ("--kv", "int8", "--max-tokens", "24"),
+        (
+            *(
+                "--temp",
+                "1",
+                "--seed",
+                "5",
+                "--xtc-probability",
+                "0.5",
+                "--top-n-sigma",
+                "2",
+                "--dry-multiplier",
+                "0.5",
+            ),
+            *("--repetition-penalty", "1.1", "--repetition-context-size", "64", "--min-tokens", "40"),
+            *("--stop-token-ids", "7,9", "--max-tokens", "48"),
+        ),
     ],
-    ids=["sampled", "int8"],
+    ids=["sampled", "int8", "of the field"],
 )
 def test_diffusion_gives_what_ar_gives_under_other_flags(flags: tuple[str, ...]) -> None:
     ar, diffusion = (answer_here(*DEMO, *flags, "--decode", kind) for kind in ("ar", "diffusion"))

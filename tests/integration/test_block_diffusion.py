@@ -247,6 +247,8 @@ async def test_the_trial_of_doctor_decodes_as_the_model_can(folders: dict[str, P
         # what has no meaning for places that are decided together
         ("sdar", Decode("canvas"), {"logprobs": 2}, "logprobs: "),
         ("sdar", Decode("canvas"), {"presence_penalty": 1.0}, "presence_penalty: "),
+        ("sdar", Decode("canvas"), {"dry_multiplier": 1.0}, "dry_multiplier: "),
+        ("sdar", Decode("canvas"), {"min_tokens": 1}, "min_tokens: "),
         ("sdar", Decode("canvas"), {"logit_bias": {3: 1.0}}, "logit_bias: "),
         ("sdar", Decode("canvas"), {"grammar": Grammar(text="x")}, "decode: .* canvas cannot keep to a grammar"),
     ],

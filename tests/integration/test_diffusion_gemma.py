@@ -297,7 +297,7 @@ def test_what_it_was_not_trained_for_is_refused_by_name(
     [
         *(({"sampling": Sampling(**{name: value})}, name)  # type: ignore[arg-type]
           for name, value in (("top_p", 0.9), ("top_k", 5), ("min_p", 0.1), ("logprobs", 2), ("presence_penalty", 1.0),
-                              ("logit_bias", {3: 1.0}))),
+                              ("logit_bias", {3: 1.0}), ("top_n_sigma", 1.0), ("xtc_probability", 0.5))),
         ({"sampling": Sampling(grammar=Grammar(text="x"))}, "decode"),
         *(({"prompt": (5, image, 6)}, "prompt") for image in (94, 95, 96)),
     ],

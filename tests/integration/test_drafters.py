@@ -36,7 +36,7 @@ from worker.node.weights_cache import WeightsCache
 FAMILIES = ("qwen3", "llama", "gemma3_text", "qwen3_moe", "qwen3_5")
 SPLITS = ((4,), (1, 3), (2, 1, 1))
 COUNTS = (1, 3, 7, 15)
-FEWER = ("greedy", "penalties")  # of `SAMPLINGS`; all of them in the matrix
+FEWER = ("greedy", "penalties", "of the field")  # of `SAMPLINGS`; all of them in the matrix
 N = 33
 cases = pytest.mark.parametrize(
     ("family", "layers", "names"),

@@ -36,6 +36,25 @@ SAMPLINGS = {
     "min-p": Sampling(seed=4, temperature=1.5, min_p=0.2),
     "all filters": Sampling(seed=5, temperature=1.2, top_p=0.9, top_k=20, min_p=0.02),
     "penalties": Sampling(seed=6, temperature=1.0, **PENALTIES),
+    "of the field": Sampling(
+        seed=7,
+        temperature=1.4,
+        top_n_sigma=2.5,
+        xtc_probability=0.5,
+        xtc_threshold=0.02,
+        xtc_special_tokens=[9],
+        repetition_penalty=1.2,
+        repetition_context_size=50,
+        presence_penalty=0.3,
+        presence_context_size=3,
+        dry_multiplier=2.0,
+        dry_base=1.75,
+        dry_allowed_length=1,
+        dry_breakers=[7],
+        min_tokens=3,
+        begins=3 * CHUNK + 1,
+        ends=range(0, VOCAB, 3),
+    ),
 }
 GREEDY = {"greedy": SAMPLINGS["greedy"]}
 

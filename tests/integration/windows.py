@@ -37,6 +37,12 @@ SAMPLINGS = {
         seed=5, temperature=2.0, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3,
         logit_bias=dict(BIASED.logit_bias), logprobs=4,
     ),
+    "of the field": Sampling(
+        seed=7, temperature=1.4, top_n_sigma=2.5, xtc_probability=0.5, xtc_threshold=0.02, xtc_special_tokens=[9],
+        repetition_penalty=1.2, repetition_context_size=50, presence_penalty=0.3, presence_context_size=3,
+        dry_multiplier=2.0, dry_base=1.75, dry_allowed_length=1, dry_breakers=[7], min_tokens=6, begins=len(PROMPT),
+        ends=range(0, VOCAB, 3), logit_bias=dict(BIASED.logit_bias), logprobs=4,
+    ),
 }  # fmt: skip
 
 

@@ -15,7 +15,6 @@ import mlx.core as mx
 from protos.brigade_pb2 import Result, Sample, Window
 from worker.compute.grammar import Guide
 from worker.compute.header import num_held, num_rows
-from worker.compute.sampling import CONTEXT
 from worker.errors import SamplingError
 
 if TYPE_CHECKING:
@@ -184,7 +183,7 @@ def _draw_alone(request: DraftRequest, guide: Guide | None, drafts: Sequence[mx.
     """Draw the next draft [1] of a slot whose draws depend on its tokens, from logits [1, V]."""
     end = request.num_known + len(drafts)
     begin = request.slot.guide.begins if request.slot.guide else request.num_known
-    begin = max(0, min(begin, end - CONTEXT))
+    begin = max(0, min(begin, end - request.slot.sampler.looks_back))
     tokens: list[int] = [*request.tokens_from(begin), *(draft.item() for draft in drafts)]  # type: ignore[list-item]
     try:
         allowed = guide.allowed_next(tokens[guide.begins - begin :]) if guide else None

@@ -23,7 +23,7 @@ _MXFP8 = {"group_size": 32, "bits": 8, "mode": "mxfp8"}
 _NVFP4 = {"group_size": 16, "bits": 4, "mode": "nvfp4"}
 _INT4 = {"group_size": 32, "bits": 4, "mode": "affine"}
 _FORMATS = {"nvfp4-pack-quantized": _NVFP4, "mxfp4-pack-quantized": _MXFP4, "pack-quantized": _INT4}
-_ADVICE = "choose an MLX conversion of it, or make one with mlx_lm.convert from a checkpoint that is not quantised"
+_ADVICE = "choose an MLX conversion of it, or make one with brigade quantize from a checkpoint that is not quantised"
 _ONE_IN_FP8 = 0x38  # the byte of 1.0 in E4M3
 
 

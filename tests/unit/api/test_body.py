@@ -122,7 +122,7 @@ REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     *(
         (shape, {name: [7]}, name)  # what would change the answer
         for shape in (ChatBody, CompletionBody, CountBody, MessagesBody, ResponsesBody)
-        for name in ("guided_json", "structured_outputs", "stop_token_ids", "min_tokens", "bad_words")
+        for name in ("guided_json", "structured_outputs", "bad_words")
     ),
     *(
         (shape, {name: value}, name)  # what only OpenAI's other bodies have
@@ -180,7 +180,7 @@ def test_a_boolean_and_a_text_are_no_token_ids() -> None:
 def test_what_changes_nothing_is_let_pass() -> None:
     fields = {
         "user": "me", "store": True, "metadata": {"a": "b"}, "service_tier": "flex", "prediction": {"type": "content"},
-        "parallel_tool_calls": True, "response_format": {"type": "text"}, "modalities": ["text"], "min_tokens": 0,
+        "parallel_tool_calls": True, "response_format": {"type": "text"}, "modalities": ["text"],
         "function_call": "none", "best_of": 1, "tool_choice": "none", "top_logprobs": 3,
     }  # fmt: skip
     assert read(ChatBody, HELLO | fields).to_spec() == read(ChatBody, HELLO).to_spec()
@@ -206,6 +206,10 @@ def test_parameters_mean_what_other_servers_clients_mean_by_them() -> None:
     ask = read(ChatBody, HELLO | {"top_k": -1, "stop": "x", "reasoning_effort": "low", "max_tokens": 5}).to_spec()
     assert ask.sampling["top_k"] == 0 and ask.stops == ("x",) and ask.max_tokens == 5
     assert getattr(ask.prompt, "template_arguments", None) == {"reasoning_effort": "low"}
+    llamas = {"top_n_sigma": -1.0, "dry_penalty_last_n": -1, "dry_multiplier": 0.5, "dry_sequence_breakers": []}
+    ask = read(ChatBody, HELLO | llamas | {"min_tokens": 2, "stop_token_ids": [7, 8]}).to_spec()
+    assert ask.sampling == read(ChatBody, HELLO).to_spec().sampling | {"dry_multiplier": 0.5, "min_tokens": 2}
+    assert ask.stop_token_ids == (7, 8) and ask.dry_sequence_breakers == ()
     ask = read(ChatBody, HELLO | {"chat_template_kwargs": {"enable_thinking": False}}).to_spec()
     assert getattr(ask.prompt, "template_arguments", None) == {"enable_thinking": False}
     assert ask.max_tokens is None

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from coordinator.cli import batch as batch_module
-from coordinator.cli.batch import BatchEntry, BatchRun, open_answers
+from coordinator.cli.batch import BatchEntry, BatchRun, key_and_status, open_answers
 from coordinator.cluster.options import cluster_options
 from coordinator.cluster.progress import telling_interrupts
 from coordinator.engine.engine import Engine
@@ -71,12 +71,12 @@ def answer_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Br
         entries = [BatchEntry(n, f"r{n}", "POST", "/v1/completions", {}) for n in range(3)]
         monkeypatch.setitem(batch_module.ROUTES, "/v1/completions", engine.answer)
         try:
-            with open_answers(target) as answers:
+            with open_answers(target, key_and_status) as answers:
                 run = BatchRun(cast(Engine, engine), answers, lambda num_done, num_tokens: None)
                 clock.run(run.answer_all(entries))
         finally:
             assert not clock.close()
-        with open_answers(target) as answers:
+        with open_answers(target, key_and_status) as answers:
             return run.num_answered, run.codes, engine.num_tried, answers.known
 
     return answer_with
@@ -114,14 +114,21 @@ def test_a_wrong_line_gets_an_answer_line_once(tmp_path: Path, capsys: pytest.Ca
 
 def test_another_run_is_told_of_only_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "answers.jsonl"
-    with open_answers(path), pytest.raises(InputError, match=r"^output: another run writes"), open_answers(path):
+    with (
+        open_answers(path, key_and_status),
+        pytest.raises(InputError, match=r"^output: another run writes"),
+        open_answers(path, key_and_status),
+    ):
         pass
 
     def refused(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refused)
-    with pytest.raises(InputError, match=r"^output: cannot lock \S+: No locks available$"), open_answers(path):
+    with (
+        pytest.raises(InputError, match=r"^output: cannot lock \S+: No locks available$"),
+        open_answers(path, key_and_status),
+    ):
         pass
 
 
@@ -140,7 +147,7 @@ async def test_a_batch_that_is_interrupted_tells_what_is_done(
         return {"usage": {"completion_tokens": 5}}
 
     monkeypatch.setitem(batch_module.ROUTES, "/v1/completions", answer)
-    with open_answers(target) as answers:
+    with open_answers(target, key_and_status) as answers:
         engine = cast(Engine, type("Model", (), {"failure": None}))
         run = BatchRun(engine, answers, lambda num_done, num_tokens: None)
 
@@ -156,6 +163,6 @@ async def test_a_batch_that_is_interrupted_tells_what_is_done(
     said = capsys.readouterr().err
     assert said.startswith(f"interrupted: 3 requests answered, 1 of them with an error in {target}: 10 tokens in ")
     assert said.endswith("the same command continues with the others\n")
-    with open_answers(target) as answers:
+    with open_answers(target, key_and_status) as answers:
         assert answers.known == {"r0": 200, "r1": 200, "r2": 503}
     assert len([json.loads(line) for line in target.read_text().splitlines()]) == 3

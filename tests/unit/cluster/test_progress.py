@@ -102,7 +102,7 @@ def test_tokens_write_a_line_less_and_less_often_and_none_for_short_work(
         for _ in range(50):
             now += 1.0
             report(1, 20)
-    said = [f"scored {done} of 60, 20 tok/s ..." for done in (15, 20, 30, 50)]
+    said = [f"scored {done} of 60, 20 tok/s, 0:00:{60 - done} left ..." for done in (15, 20, 30, 50)]
     assert capsys.readouterr().err.splitlines() == said
     with progress_module.show_tokens("scored", 5) as report:
         report(5, 5)

@@ -10,8 +10,8 @@ from mlx_lm import sample_utils
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from protos.brigade_pb2 import Sample, Sampling, Window
-from tests.unit.compute.rows import VOCAB, logits_of, numpy_gumbel
-from worker.compute.sampling import Draws, Sampler
+from tests.unit.compute.rows import VOCAB, in_rows, logits_of, numpy_gumbel
+from worker.compute.sampling import Draws, Sampler, apply_top_n_sigma, dry_penalties
 from worker.compute.slot import Slot
 from worker.errors import FrameError
 from worker.memory.history import History
@@ -38,11 +38,12 @@ def draws(sampling: Sampling, num: int = 24) -> list[int]:
     return [int(after(sampler, logits_of(n), history).tokens.item()) for n, history in enumerate(histories)]
 
 
-def mlx_lm_draws(sampling: Sampling, num: int = 24, **parameters: float | dict[int, float]) -> list[int]:
+def mlx_lm_draws(sampling: Sampling, num: int = 24, **parameters: Any) -> list[int]:
     """The same by mlx-lm's functions, each parameter spelt out by the caller, up to the draw itself."""
-    chain = {key: parameters[key] for key in ("temp", "top_p", "top_k", "min_p") if key in parameters}
+    names = ("temp", "top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold", "xtc_special_tokens")
+    chain = {key: parameters[key] for key in names if key in parameters}
     penalties = {key: value for key, value in parameters.items() if key not in chain}
-    choose, processors = make_sampler(**chain), make_logits_processors(**penalties)  # type: ignore[arg-type]
+    choose, processors = make_sampler(**chain), make_logits_processors(**penalties)
     numbers = random.Random(0)
     histories = [[numbers.randrange(VOCAB) for _ in range(n)] for n in range(1, num + 1)]
     found = []
@@ -71,9 +72,15 @@ PARAMETERS: list[dict[str, Any]] = [
     {"presence_penalty": 3.0},
     {"frequency_penalty": 2.0},
     {"logit_bias": BIAS},
+    {"repetition_penalty": 1.8, "repetition_context_size": 3},
+    {"presence_penalty": 3.0, "presence_context_size": 100, "repetition_penalty": 1.3},
+    {"frequency_penalty": 2.0, "frequency_context_size": 1},
+    {"temperature": 1.0, "xtc_probability": 1.0, "xtc_threshold": 0.04},
     {
         "temperature": 0.9, "top_p": 0.9, "top_k": 20, "min_p": 0.02, "repetition_penalty": 1.2,
-        "presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": BIAS,
+        "presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": BIAS, "repetition_context_size": 8,
+        "presence_context_size": 2, "frequency_context_size": 30, "xtc_probability": 1.0, "xtc_threshold": 0.02,
+        "xtc_special_tokens": [5, 11, 17],
     },
 ]  # fmt: skip
 
@@ -82,7 +89,9 @@ PARAMETERS: list[dict[str, Any]] = [
 def test_every_parameter_does_what_it_does_in_mlx_lm(monkeypatch: pytest.MonkeyPatch, sampling: dict) -> None:
     """The same tokens are left with the same logits, and the draw from them is the documented one."""
     beside = {"seed", "logprobs", "grammar"}  # no parameters of what is left to draw from
-    assert PARAMETERS[-1].keys() == set(Sampling.DESCRIPTOR.fields_by_name) - beside
+    others = {"top_n_sigma", "min_tokens", "begins", "ends"}  # than mlx-lm's
+    named = {name for name in Sampling.DESCRIPTOR.fields_by_name if not name.startswith("dry_")}
+    assert PARAMETERS[-1].keys() == named - beside - others
     monkeypatch.setattr(sample_utils, "categorical_sampling", lambda logits, temp: logits / temp)
     parameters = {"temp" if name == "temperature" else name: value for name, value in sampling.items()}
     assert draws(Sampling(seed=11, **sampling)) == mlx_lm_draws(Sampling(seed=11), **parameters)
@@ -93,6 +102,8 @@ def test_every_parameter_does_what_it_does_in_mlx_lm(monkeypatch: pytest.MonkeyP
     [
         {"temperature": 3.0}, {"top_p": 0.2}, {"top_k": 2}, {"min_p": 0.5}, {"repetition_penalty": 2.0},
         {"presence_penalty": 4.0}, {"frequency_penalty": 4.0}, {"logit_bias": {3: 8.0}}, {"seed": 12},
+        {"xtc_probability": 1.0, "xtc_threshold": 0.04}, {"top_n_sigma": 0.5},
+        {"min_tokens": 9, "ends": range(0, VOCAB, 2)},
     ],
     ids=lambda value: next(iter(value)),
 )  # fmt: skip
@@ -151,6 +162,64 @@ def test_a_guess_is_drawn_with_the_noise_of_the_token_at_its_position() -> None:
     window = Window(tokens=[5], masks=2, wanted=1, guessed=2)  # rows for positions 1, 1 and 2
     token, guess, later = slot.draw(window, mx.zeros((3, 1000))).tokens.tolist()
     assert token == guess != later
+
+
+@pytest.mark.parametrize("n", [0.5, 1.0, 2.5])
+def test_top_n_sigma_keeps_what_is_so_many_deviations_below_the_best_possible_token(n: float) -> None:
+    logits = np.array(logits_of(3))
+    logits[0, ::5] = -np.inf
+    possible = logits[np.isfinite(logits)]
+    kept = np.isfinite(np.array(apply_top_n_sigma(mx.array(logits), n)))
+    assert kept.tolist() == (logits >= possible.max() - n * possible.std()).tolist() and 0 < kept.sum() < len(possible)
+
+
+def naive_dry(history: list[int], sampling: Sampling) -> dict[int, float]:
+    """DRY by its definition, over every pair of places."""
+    tokens, found = history[-sampling.dry_penalty_last_n or 0 :], dict[int, float]()
+    for at, token in enumerate(tokens[1:], start=1):
+        length = 0
+        while length < min(at, 50) and tokens[at - 1 - length] == tokens[len(tokens) - 1 - length]:
+            if tokens[at - 1 - length] in sampling.dry_breakers:
+                break
+            length += 1
+        if token not in sampling.dry_breakers and length >= max(1, sampling.dry_allowed_length):
+            penalty = sampling.dry_multiplier * sampling.dry_base ** (length - sampling.dry_allowed_length)
+            found[token] = max(found.get(token, 0.0), min(penalty, 1e9))
+    return found
+
+
+def test_dry_penalises_what_would_go_on_with_a_repetition_up_to_a_breaker() -> None:
+    numbers, found = random.Random(3), list[float]()
+    for case in range(300):
+        sampling = Sampling(
+            dry_multiplier=0.8, dry_base=1.75, dry_allowed_length=numbers.randrange(1, 4),
+            dry_penalty_last_n=numbers.choice((0, 0, 7)), dry_breakers=numbers.sample(range(4), case % 3),
+        )  # fmt: skip
+        history = [numbers.randrange(2 + case % 4) for _ in range(numbers.randrange(90))]
+        expected = naive_dry(history, sampling)
+        assert dry_penalties(history, sampling) == pytest.approx(expected), (history, sampling)
+        found += expected.values()
+    assert len(found) > 200 and max(found) > 50
+    repeated = Sampling(dry_multiplier=1.0, dry_base=1.75, dry_allowed_length=2)
+    assert draw(repeated, mx.where(mx.arange(VOCAB) == 3, 1.0, 0.0)[None], [1, 2, 3, 9, 1, 2]) != 3
+
+
+def test_xtc_acts_as_often_as_it_is_asked_to_by_the_key_of_each_position() -> None:
+    sampling = Sampling(seed=7, temperature=1.0, xtc_probability=0.3, xtc_threshold=0.1)
+    logits = mx.repeat(mx.log(mx.array([[0.5, 0.3, 0.2]])), 3000, axis=0)
+    together = in_rows(sampling, logits, range(3000))
+    shares = np.bincount(together, minlength=3) / 3000
+    assert shares == pytest.approx([0.35, 0.21, 0.44], abs=0.035)
+    assert together[100:140] == [in_rows(sampling, logits[:1], [position])[0] for position in range(100, 140)]
+
+
+def test_no_token_ends_an_answer_before_its_least_length_whatever_draws_it() -> None:
+    """Alone, with others, as a guess, and also where a penalty or a bias would have it."""
+    sampling = Sampling(min_tokens=3, begins=4, ends=[2, 500], logit_bias={2: 50.0})
+    assert [in_rows(sampling, logits_of(1), [position])[0] == 2 for position in range(4, 9)] == [False] * 3 + [True] * 2
+    plain, logits = Sampling(min_tokens=3, begins=4, ends=[2]), mx.where(mx.arange(VOCAB) == 2, 9.0, logits_of(1))
+    drawn = Sampler(plain).draw(mx.repeat(logits, 2, axis=0), [1, 2], [6, 7])
+    assert [token == 2 for token in drawn.tokens.tolist()] == [False, True]
 
 
 def test_a_target_that_is_no_token_is_refused() -> None:

@@ -148,6 +148,22 @@ def test_what_is_usual_holds_for_requests_that_do_not_say_within_the_context(run
         assert run(front.make_request(RequestSpec((1,)))).max_tokens == front.spec.context
 
 
+def test_the_sampler_is_told_the_tokens_that_parameters_speak_of(front: inputs.InputProcessor, run: Run) -> None:
+    tokenizer, sampling = front.tokenizer, {"min_tokens": 2, "xtc_probability": 0.5, "dry_multiplier": 1.0}
+    assert tokenizer is not None
+    stops, texts = (9, 11), ("\n", " fox")
+    found = run(front.make_request(RequestSpec("Once", 5, sampling, stop_token_ids=stops, dry_sequence_breakers=texts)))
+    assert found.eos == front.eos | set(stops) > front.eos and found.sampling.begins == len(found.prompt)
+    assert set(found.sampling.ends) == found.eos
+    assert set(found.sampling.xtc_special_tokens) == front.eos | set(tokenizer.encode("\n"))
+    assert found.sampling.dry_breakers == sorted(tokenizer.encode(text)[-1] for text in texts)
+    assert (found.sampling.xtc_threshold, found.sampling.dry_base, found.sampling.dry_allowed_length) == (0.1, 1.75, 2)
+    assert run(front.make_request(RequestSpec("a", stop_token_ids=stops, ignore_eos=True))).eos == set(stops)
+    with pytest.raises(InputError) as refusal:
+        run(front.make_request(RequestSpec("a", stop_token_ids=(front.spec.vocab_size,))))
+    assert refusal.value.field == "stop_token_ids"
+
+
 def test_a_constrained_answer_does_not_think_first_unless_it_is_asked_to(
     front: inputs.InputProcessor, run: Run, tmp_path: Path
 ) -> None:

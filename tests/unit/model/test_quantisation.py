@@ -92,7 +92,7 @@ def test_what_mlx_lm_reads_is_read_alike(
 def test_what_is_not_read_is_named_with_advice_before_anything_is_loaded(config: dict[str, Any], named: str) -> None:
     with pytest.raises(ModelError) as caught:
         describe(synthetic(tied=True, **config))
-    assert named in str(caught.value) and "mlx_lm.convert" in str(caught.value)
+    assert named in str(caught.value) and "brigade quantize" in str(caught.value)
 
 
 def test_a_model_that_was_converted_back_may_still_tell_of_fp8(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from coordinator.sessions.request import (
     most_rows,
     room_for_answer,
 )
-from protos.brigade_pb2 import DTYPE_BFLOAT16, Sampling
+from protos.brigade_pb2 import DTYPE_BFLOAT16, Grammar, Sampling
 from worker.errors import InputError
 from worker.model.cache_spec import Memory
 from worker.model.model_spec import LayerSpec, ModelSpec
@@ -35,6 +35,11 @@ NUMBERS = {  # the field of Sampling, and its range
     "repetition_penalty": (0, 100),
     "presence_penalty": (-100, 100),
     "frequency_penalty": (-100, 100),
+    "top_n_sigma": (0, 100),
+    "xtc_probability": (0, 1),
+    "xtc_threshold": (0, 0.5),
+    "dry_multiplier": (0, 100),
+    "dry_base": (1, 10),
 }
 
 
@@ -85,10 +90,13 @@ def test_parameters_become_a_sampling_as_they_are_and_a_seed_that_is_not_given_i
         ({"sampling": Sampling(top_k=VOCAB)}, "top_k"),
         ({"sampling": Sampling(logprobs=VOCAB + 1)}, "logprobs"),
         ({"sampling": Sampling(temperature=-1)}, "temperature"),
+        ({"sampling": Sampling(min_tokens=GOOD.max_tokens + 1)}, "min_tokens"),
+        ({"sampling": Sampling(min_tokens=1, grammar=Grammar(text="x"))}, "min_tokens"),
         ({}, None),
         ({"prompt": (0, VOCAB - 1)}, None),
         ({"prompt": (1,) * (CONTEXT - 1)}, None),
         ({"max_tokens": 10**6}, None),
+        ({"sampling": Sampling(min_tokens=GOOD.max_tokens)}, None),
         ({"sampling": Sampling(top_k=VOCAB - 1, logprobs=VOCAB, logit_bias={0: 1.0, VOCAB - 1: -1.0})}, None),
         ({"sampling": Sampling(temperature=0.7, top_p=1.0, min_p=0.05, repetition_penalty=1.1)}, None),
     ],

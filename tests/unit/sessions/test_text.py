@@ -189,6 +189,14 @@ def test_an_output_has_no_token_after_its_stop_string(tokenizer: Tokenizer) -> N
     assert output.tokens == tokens[:count] and count < len(tokens)
 
 
+def test_no_stop_string_begins_in_the_least_tokens_of_an_answer(tokenizer: Tokenizer) -> None:
+    tokens = [tokenizer.encode(letter)[-1] for letter in "xyxyz"]
+    for min_tokens, expected in ((0, ""), (1, "xy"), (3, "xyxyz")):
+        stream = tokenizer.stream(("x",), min_tokens=min_tokens)
+        stream.read(Output("", [Token(token) for token in tokens], 0, "stop"))
+        assert stream.text == expected
+
+
 def test_an_end_of_sequence_token_has_no_text(tokenizer: Tokenizer) -> None:
     tokens = [Token(token) for token in (*tokenizer.encode("some"), *tokenizer.eos)]
     output = Output("", tokens, 0, "stop")

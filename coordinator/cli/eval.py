@@ -1,0 +1,349 @@
+"""`brigade eval`: the accuracy of the user's own model, cluster and decoders on the user's own questions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from coordinator.bench.report import check_plot
+from coordinator.cli import flags
+from coordinator.cli.batch import Answers, open_answers
+from coordinator.cli.flags import given_flags
+from coordinator.cli.report import require_writable
+from coordinator.cli.run import TakeFlags
+from coordinator.cluster.options import ClusterOptions
+from coordinator.cluster.progress import TokenReport, say, show_tokens, telling_interrupts
+from coordinator.cluster.tables import fitting
+from coordinator.engine.bounded import TEMPLATES, Texts
+from coordinator.quality.accuracy import AccuracyRow, EvalAnswer, EvalReading, accuracy_row
+from coordinator.quality.questions import BUILT_IN, CHECKS, Question, QuestionSet, read_questions
+from coordinator.sessions.output import Output
+from coordinator.sessions.request import Conversation, RequestSpec
+from worker.errors import InputError
+from worker.platform.text import Json, to_json
+from worker.platform.threads import run_in_thread
+
+_SERVER_FIELDS = (
+    "window", "num_draft_tokens", "entropy_threshold", "position_penalty", "canvas", "canvas_steps", "canvas_sampler",
+    "canvas_threshold", "conditioning",
+)  # fmt: skip
+_MAX_WAIT_S = 7 * 86400.0  # for memory: nothing waits for a single answer
+_HEADS = ("questions", "decoder", "right", "of", "accuracy", "95 %", "as ar", "tokens/step", "rows/token", "ms/token")
+
+Ask = Callable[["EvalCase"], AsyncGenerator[Output, None]]
+
+
+def eval(
+    ctx: typer.Context,
+    *,
+    questions: Annotated[
+        list[str],
+        typer.Option(
+            metavar="FILE|SET",
+            help="JSON lines with a prompt (or question) and an answer; a task file of lm-eval (.yaml); or a built-in "
+            f"set: {', '.join(BUILT_IN)}. Repeatable.",
+        ),
+    ],
+    check: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(CHECKS),
+            help="How answers are judged if a line has no check of its own: the last number (of GSM8K's answers that "
+            "after ####), the same text, a regular expression that is found, a text within, the letter of a choice.",
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Ask this many questions of each file only.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="ANSWERS.jsonl", help="Append answers to this file, and ask none that it has."
+        ),
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, max=128, help="Questions at once.")] = 8,
+    max_tokens: flags.MaxTokens = 512,
+    system_prompt: Annotated[str | None, typer.Option(help="A system message before each prompt.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Give prompts as they are, without the chat template.")] = False,
+    decode: Annotated[
+        str,
+        typer.Option(metavar="KIND,KIND", help="Decoders to compare, as of `generate`; with ar, as in ar,diffusion."),
+    ] = "auto",
+    windows: Annotated[flags.DecodeFlags, TakeFlags(*_SERVER_FIELDS)],
+    server: flags.ServerFlags,
+    cluster: flags.ClusterFlags,
+    sampling: flags.SamplingFlags,
+    plot: Annotated[Path | None, typer.Option(help="Draw the accuracies to this image file.")] = None,
+    as_json: flags.JsonFlag = False,
+) -> Coroutine[Any, Any, None]:
+    """Ask questions, many at once, and print how many answers are right, with what decoding them took.
+
+    Decoding is greedy without --temp, the seed 0 without --seed, and one decoder works at a time.
+    The interval is Wilson's of 95 %. `as ar` is the share of answers with the text that `ar` gives. Rows and times are
+    per token after the first one. Run again with the same --output, the command continues where it stopped.
+
+    brigade eval --questions facts --questions arithmetic --decode ar,diffusion-fast --local 2
+
+    brigade eval --questions gsm8k.jsonl --check last-number -o answers.jsonl --server http://localhost:9338
+    """
+    server.refuse_others(ctx)
+    if check is not None and check not in CHECKS:
+        raise InputError("check", f"expected {', '.join(CHECKS)}, got {check!r}")
+    if plot is not None:
+        check_plot(plot)
+        require_writable("plot", plot)
+    if raw and system_prompt:
+        raise InputError("system_prompt", "not expected with --raw, which has no messages")
+    kinds = tuple(dict.fromkeys(kind.strip() for kind in decode.split(",")))
+    decoders = {kind: replace(windows, decode=kind).decoder() for kind in kinds}
+    texts = Texts()
+    sets = [read_questions(source, check, limit, texts) for source in dict.fromkeys(questions)]
+    chosen = {"temperature": 0.0, "seed": 0} | sampling.chosen()  # of any model: a run can be continued
+    spec = RequestSpec((), max_tokens, chosen, **sampling.tokens())
+    cases = [
+        EvalCase(
+            each.name, question, kind, replace(spec, stops=question.stops, decode=decoders[kind]), system_prompt, raw
+        )
+        for kind in kinds
+        for each in sets
+        for question in each.questions
+    ]
+    model_at: AbstractAsyncContextManager[tuple[str, Ask]]
+    if server.server is None:
+        TEMPLATES.start()  # in parallel to imports that take a second
+        model_at = _loaded(cluster.options(), cases, concurrency)
+    else:
+        given = given_flags(ctx)
+        fields = {name: ctx.params[name] for name in _SERVER_FIELDS if name in given}
+        model_at = _served(server, {"max_tokens": max_tokens, **chosen, **sampling.tokens(), **fields})
+    run = EvalRun(sets, kinds, cases, texts)
+    return run_eval(model_at, run, output, concurrency, plot=plot, as_json=as_json)
+
+
+@dataclass(frozen=True)
+class EvalCase:
+    """A question for one decoder."""
+
+    set_name: str
+    question: Question
+    decoder: str
+    spec: RequestSpec  # without its prompt
+    system: str | None
+    raw: bool
+
+    def prompt(self, *, has_template: bool = True) -> Conversation | str:
+        is_raw = self.raw or not has_template
+        return self.question.prompt if is_raw else Conversation.of(self.question.prompt, self.system)
+
+    def key(self, model: str) -> str:
+        """Return what tells this answer from others in a file: all that the answer depends on."""
+        spec, prompt = self.spec, self.question.prompt
+        about = (
+            model,
+            prompt,
+            self.system,
+            self.raw,
+            spec.max_tokens,
+            dict(spec.sampling),
+            repr(spec.decode),
+            spec.stops,
+        )
+        more = (spec.stop_token_ids, spec.dry_sequence_breakers)
+        return hashlib.sha256(json.dumps([*about, *more], sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+@asynccontextmanager
+async def _loaded(
+    options: ClusterOptions, cases: Sequence[EvalCase], concurrency: int
+) -> AsyncIterator[tuple[str, Ask]]:
+    """Load a model over a cluster; yield its name and a function that answers.
+
+    Raises:
+        InputError: the model cannot serve one of the cases. BrigadeError: it cannot be loaded.
+    """
+    from coordinator.engine.engine import open_engine
+    from coordinator.engine.inputs import InputProcessor
+    from coordinator.sessions.request import most_rows
+
+    inputs = await InputProcessor.read(options.model, options.draft_model, trust_remote_code=options.trust_remote_code)
+    has_template = inputs.has_chat_template
+    longest = 0
+    for case in cases:  # errors are raised before anything is loaded
+        try:
+            request = await inputs.make_request(replace(case.spec, prompt=case.prompt(has_template=has_template)))
+        except InputError as error:
+            raise InputError(error.field, f"{case.question.place}: {error.message}") from error
+        longest = max(longest, most_rows(request, inputs.spec.context))
+    async with open_engine(
+        inputs, options, max(options.context, longest), max_waiting=concurrency, max_wait_s=_MAX_WAIT_S
+    ) as engine:
+
+        async def ask(case: EvalCase) -> AsyncGenerator[Output, None]:
+            spec = replace(case.spec, prompt=case.prompt(has_template=has_template))
+            async with aclosing(engine.generate(await engine.prepare(spec))) as outputs:
+                async for output in outputs:
+                    yield output
+
+        yield inputs.checkpoint.name, ask
+
+
+@asynccontextmanager
+async def _served(given: flags.ServerFlags, body: Json) -> AsyncIterator[tuple[str, Ask]]:
+    """Connect to a server; yield its model's name and a function that answers."""
+    from coordinator.cli.remote import open_server
+
+    async with open_server(given) as server:
+
+        def ask(case: EvalCase) -> AsyncGenerator[Output, None]:
+            stop = {"stop": list(case.question.stops)} if case.question.stops else {}
+            return server.generate(case.prompt(), {**body, **stop, "decode": case.decoder})
+
+        yield server.name, ask
+
+
+class EvalRun:
+    """Questions, decoders, and the answers so far."""
+
+    def __init__(
+        self, sets: Sequence[QuestionSet], kinds: Sequence[str], cases: Sequence[EvalCase], texts: Texts
+    ) -> None:
+        self.cases = cases
+        self._sets = sets
+        self._kinds = kinds
+        self._texts = texts
+        self._answers: dict[tuple[str, str], list[EvalAnswer]] = {}
+
+    async def answer_all(
+        self, model: str, ask: Ask, known: dict[str, EvalAnswer], file: Answers[EvalAnswer] | None, concurrency: int
+    ) -> None:
+        """Answer every case that has no answer in `known`, which takes the others, as the file does."""
+        from worker.platform.tasks import together
+
+        keys = [case.key(model) for case in self.cases]
+        left = {key: case for key, case in zip(keys, self.cases, strict=True) if key not in known}
+        if num_known := len(set(keys)) - len(left):
+            say(f"{num_known} of {len(set(keys))} answers are known")
+        with show_tokens("answered", len(set(keys)), done=num_known) as report:
+            for kind in self._kinds:  # one after another: each has the nodes for itself
+                waiting = [(key, case) for key, case in left.items() if case.decoder == kind]
+                turns = iter(waiting)
+                await together(
+                    *(self._answer_in_turn(turns, model, ask, known, file, report) for _ in waiting[:concurrency])
+                )
+        for key, case in zip(keys, self.cases, strict=True):
+            self._answers.setdefault((case.set_name, case.decoder), []).append(known[key])
+
+    async def _answer_in_turn(
+        self,
+        waiting: Iterator[tuple[str, EvalCase]],
+        model: str,
+        ask: Ask,
+        known: dict[str, EvalAnswer],
+        file: Answers[EvalAnswer] | None,
+        report: TokenReport,
+    ) -> None:
+        for key, case in waiting:
+            reading, last = EvalReading(), None
+            async with aclosing(ask(case)) as outputs:
+                async for last in outputs:
+                    reading.add(last)
+            assert last is not None and last.usage is not None and last.finish_reason is not None
+            known[key] = found = reading.answer(last.finish_reason, last.usage)
+            about = {"model": model, "question": case.question.place, "decoder": case.decoder}
+            if file is not None:
+                file.add({"key": key, **about, **found.as_json()})
+            report(1, found.tokens)
+
+    def rows(self) -> list[AccuracyRow]:
+        """Judge the answers: a row per set and decoder."""
+        rows = []
+        for each in self._sets:
+            by_ar = self._answers.get((each.name, "ar"))
+            for kind in self._kinds:
+                answers = self._answers[each.name, kind]
+                right = [self._is_right(*pair) for pair in zip(each.questions, answers, strict=True)]
+                rows.append(accuracy_row(each.name, kind, answers, right, by_ar))
+        return rows
+
+    def _is_right(self, question: Question, answer: EvalAnswer) -> bool:
+        try:
+            return question.is_right(answer.text, self._texts)
+        except InputError as error:
+            say(f"{question.place}: {error.message}; its answer counts as wrong")
+            return False
+
+
+async def run_eval(
+    model_at: AbstractAsyncContextManager[tuple[str, Ask]],
+    run: EvalRun,
+    output: Path | None,
+    concurrency: int,
+    *,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Answer what has no answer yet, then print the table or the JSON object, and draw the picture."""
+    with ExitStack() as stack:
+        known: dict[str, EvalAnswer] = {}
+        file: Answers[EvalAnswer] | None = None
+        if output is not None:
+            file = stack.enter_context(open_answers(output, _known))
+            known = dict(file.known)
+            line = f"interrupted: the same command continues with the answers that {output} lacks"
+            stack.enter_context(telling_interrupts(line))
+        async with model_at as (model, ask):
+            await run.answer_all(model, ask, known, file, concurrency)
+    rows = await run_in_thread(run.rows)
+    if as_json:
+        print(to_json({"model": model, "rows": [row.as_json() for row in rows]}), flush=True)
+    else:
+        console = Console(highlight=False)
+        console.print(fitting(_HEADS, list(map(_cells, rows)), console.width, num_keys=2))
+    if plot is not None:
+        _write_plot(model, rows, plot)
+
+
+def _known(line: Json) -> tuple[str, EvalAnswer]:
+    """Return the key and the answer of a line. Raises LookupError or TypeError."""
+    found = EvalAnswer(**{name: line[name] for name in EvalAnswer.__annotations__})
+    numbers = found.tokens, found.steps, found.rows, found.ms
+    if not isinstance(found.text, str) or not all(type(each) in (int, float) for each in numbers):
+        raise TypeError(line)
+    return str(line["key"]), found
+
+
+def _cells(row: AccuracyRow) -> list[str]:
+    def text(value: float | None, form: str) -> str:
+        return "" if value is None else f"{value:{form}}"
+
+    low, high = row.interval
+    share = f"{row.num_right / row.num:.1%}", f"{low:.1%} to {high:.1%}", text(row.equal_to_ar, ".1%")
+    costs = text(row.tokens_per_step, ".2f"), text(row.rows_per_token, ".2f"), text(row.ms_per_token, ".1f")
+    return [row.questions, row.decoder, str(row.num_right), str(row.num), *share, *costs]
+
+
+def _write_plot(model: str, rows: Sequence[AccuracyRow], path: Path) -> None:
+    """Draw a bar per row, with its interval. Raises InputError if the file cannot be written."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 1.2 + 0.35 * len(rows)), layout="constrained")
+    axes, names = figure.subplots(), [f"{row.questions}, {row.decoder}" for row in rows]
+    shares = [row.num_right / row.num for row in rows]
+    bounds = [row.interval for row in rows]
+    errors = [[share - low for share, (low, _) in zip(shares, bounds, strict=True)],
+              [high - share for share, (_, high) in zip(shares, bounds, strict=True)]]  # fmt: skip
+    axes.barh(range(len(rows)), shares, xerr=errors, capsize=3, color="#6a9fd8")
+    axes.set_yticks(range(len(rows)), names)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    axes.set_xlabel(f"share of right answers of {model}, with its interval of 95 %")
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise InputError("plot", f"cannot write {path}: {error.strerror}") from error

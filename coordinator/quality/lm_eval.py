@@ -1,0 +1,165 @@
+"""lm-eval's task files, as far as they are data: local questions, templates, filters and exact match."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from coordinator.engine.bounded import Texts
+from coordinator.quality.questions import Question, read_file
+from worker.errors import InputError
+
+_MOST_BYTES = 1 << 20  # of a task file
+_PUNCTUATION = r"[!-/:-@\[-`{-~]"  # as string.punctuation
+
+
+class _Part(BaseModel):
+    """Unknown keys are refused by name: they could change which answers are right."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Filter(_Part):
+    function: Literal["regex", "take_first", "remove_whitespace", "lowercase", "uppercase"]
+    regex_pattern: str = r"#### (\-?[0-9\.\,]+)"
+    group_select: int = 0
+    fallback: str = "[invalid]"
+
+
+class _Chain(_Part):
+    name: str = ""
+    filter: list[_Filter]
+
+
+class _Metric(_Part):
+    metric: Literal["exact_match"]
+    aggregation: Literal["mean"] = "mean"
+    higher_is_better: Literal[True] = True
+    ignore_case: bool = False
+    ignore_punctuation: bool = False
+    ignore_numbers: bool = False
+    regexes_to_ignore: list[str] = []
+
+
+class _Data(_Part):
+    data_files: str | dict[str, str]
+
+
+class _Generation(BaseModel):
+    """How answers are drawn is said by the command's flags."""
+
+    until: list[str] | str = ["\n\n"]  # as in lm-eval
+
+
+class _Task(_Part):
+    dataset_path: Literal["json"]
+    dataset_kwargs: _Data
+    test_split: str | None = None
+    validation_split: str | None = None
+    description: str = ""
+    doc_to_text: str
+    doc_to_target: str
+    output_type: Literal["generate_until"] = "generate_until"
+    generation_kwargs: _Generation = _Generation()
+    filter_list: list[_Chain] = []
+    metric_list: Annotated[list[_Metric], Field(min_length=1)] = [_Metric(metric="exact_match")]
+    num_fewshot: Literal[0] = 0
+    repeats: Literal[1] = 1
+    task: Any = None  # these and the following change nothing here
+    task_alias: Any = None
+    tag: Any = None
+    dataset_name: Any = None
+    training_split: Any = None
+    fewshot_split: Any = None
+    fewshot_delimiter: Any = None
+    target_delimiter: Any = None
+    should_decontaminate: Any = None
+    doc_to_decontamination_query: Any = None
+    metadata: Any = None
+
+
+def read_task(path: Path, limit: int | None, texts: Texts) -> tuple[Question, ...]:
+    """Return the questions of a task file, whose answers are generated and matched exactly.
+
+    Raises:
+        InputError: it is no such file, or asks for something that is not supported, such as Python code.
+    """
+    task = _load(path)
+    until, metric = task.generation_kwargs.until, task.metric_list[0]
+    ignored = [*metric.regexes_to_ignore]
+    ignored += [_PUNCTUATION] if metric.ignore_punctuation else []
+    ignored += ["[0-9]"] if metric.ignore_numbers else []
+    chain = task.filter_list[0].filter if task.filter_list else []
+    questions = list[Question]()
+    for place, doc in _documents(path, task, limit):
+        try:
+            question = Question(
+                place,
+                task.description + _field(task.doc_to_text, doc, texts),
+                (_field(task.doc_to_target, doc, texts),),
+                "exact",
+                stops=(until,) if isinstance(until, str) else tuple(until),
+                extract=tuple(step.model_dump() for step in chain if step.function != "take_first"),
+                ignored=tuple(ignored),
+                has_case=not metric.ignore_case,
+                has_edges=True,
+            )
+            if not questions:
+                question.is_right("", texts)  # a pattern that is none is refused now
+        except InputError as error:
+            raise InputError("questions", f"{path}, {place}: {error.message}") from error
+        questions.append(question)
+    if not questions:
+        raise InputError("questions", f"expected questions in {path}, found none")
+    return tuple(questions)
+
+
+def _load(path: Path) -> _Task:
+    try:
+        return _Task.model_validate(yaml.safe_load(read_file(path, _MOST_BYTES)))
+    except yaml.constructor.ConstructorError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        raise InputError("questions", f"{path}, line {line}: {error.problem}; code of task files is not run") from error
+    except (yaml.YAMLError, ValidationError, UnicodeDecodeError, RecursionError) as error:
+        if isinstance(error, ValidationError):
+            first = error.errors(include_url=False, include_input=False)[0]
+            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        else:
+            reason = f"expected YAML, found something else ({' '.join(str(error).split())})"
+        raise InputError("questions", f"{path}: {reason}") from error
+
+
+def _documents(path: Path, task: _Task, limit: int | None) -> list[tuple[str, dict[str, Any]]]:
+    """Return the place and the fields of each question: JSON lines, or one JSON list, in a file beside the task's."""
+    files, split = task.dataset_kwargs.data_files, task.test_split or task.validation_split
+    if isinstance(files, dict):
+        if split not in files:
+            raise InputError("questions", f"{path}: expected a file of the split {split} in data_files")
+        files = files[split]
+    source = path.parent / files
+    data = read_file(source)
+    documents, number = list[tuple[str, Any]](), 0
+    try:
+        if data.lstrip().startswith(b"["):
+            documents = [(f"{source.name}, number {n}", doc) for n, doc in enumerate(json.loads(data), 1)]
+        else:
+            for number, line in enumerate(data.split(b"\n"), 1):
+                if line.strip() and (limit is None or len(documents) < limit):
+                    documents.append((f"{source.name}, line {number}", json.loads(line)))
+    except (ValueError, RecursionError) as error:
+        place = f"line {number}" if number else "the file"
+        raise InputError("questions", f"{source}, {place}: expected JSON, found something else ({error})") from error
+    for place, doc in documents:
+        if not isinstance(doc, dict):
+            raise InputError("questions", f"{place}: expected a JSON object, found {type(doc).__name__}")
+    return documents[:limit]
+
+
+def _field(template: str, doc: Mapping[str, Any], texts: Texts) -> str:
+    """Return a field of a question by its name, or what a template makes of them, as lm-eval does."""
+    if template in doc:
+        return str(doc[template])
+    return texts.render(template, doc)

@@ -1,0 +1,188 @@
+"""Questions of `brigade eval`: what is read, what is refused, and which answers are right."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.engine.bounded import Bounds, Texts
+from coordinator.quality.accuracy import EvalAnswer, EvalReading, accuracy_row, wilson
+from coordinator.quality.questions import BUILT_IN, Check, Question, read_questions
+from coordinator.sessions.output import Output, Token, Usage
+from worker.errors import InputError
+
+ENDLESS = r"(a+)+$"
+LONG = "a" * 40 + "b"
+
+
+@pytest.fixture(scope="module")
+def texts() -> Iterator[Texts]:
+    yield Texts(Bounds(seconds=5.0))
+
+
+def write(path: Path, *lines: Any) -> str:
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return str(path)
+
+
+def question(check: Check, *expected: str, **more: Any) -> Question:
+    return Question("here", "?", expected, check, **more)
+
+
+@pytest.mark.parametrize(
+    ("asked", "right", "wrong"),
+    [
+        (
+            question("last-number", "1234.5"),
+            ("so 7, and then 1,234.50.", "$1234.5"),
+            ("1234.5 or 3", "none", "-1234.5"),
+        ),
+        (question("last-number", "-3"), ("it is -3",), ("5-3", "3")),
+        (question("exact", "Yes, it is"), (" Yes, it is\n",), ("yes, it is", "Yes, it is.")),
+        (question("exact", "a", "b"), ("b",), ("c", "ab")),
+        (question("contains", "Vienna", "Wien"), ("in VIENNA.", "Wien"), ("Venice",)),
+        (question("regex", r"^x = \d+$"), ("x = 12",), ("y = 12",)),
+        (question("choice", "B"), ("B", "(B) is it", "The answer is B."), ("A or B", "b", "")),
+    ],
+    ids=lambda value: value.check if isinstance(value, Question) else "",
+)
+def test_an_answer_is_right_as_its_check_says(
+    texts: Texts, asked: Question, right: tuple[str, ...], wrong: tuple[str, ...]
+) -> None:
+    assert [asked.is_right(answer, texts) for answer in (*right, *wrong)] == [True] * len(right) + [False] * len(wrong)
+
+
+def test_lines_are_read_in_every_form_and_the_built_in_sets_have_twenty_each(texts: Texts, tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "q.jsonl",
+        {"question": "How many?", "answer": "Two and two are four.\n#### 1,004"},
+        {"prompt": "Which?", "choices": ["red", "blue"], "answer": 1, "check": "choice"},
+        {"prompt": "Which?", "choices": ["red", "blue"], "answer": "red", "check": "choice"},
+        "",
+        {"prompt": "Say it", "answer": ["a", 5], "check": "contains"},
+    )
+    found = read_questions(path, "last-number", None, texts).questions
+    assert [each.expected for each in found] == [(" 1,004",), ("B",), ("A",), ("a", "5")]
+    assert [each.place for each in found] == [f"q.jsonl, line {number}" for number in (1, 2, 3, 5)]
+    assert "B. blue" in found[1].prompt and found[0].is_right("1004", texts)
+    for name in BUILT_IN:
+        assert len({each.prompt for each in read_questions(name, None, None, texts).questions}) == 20
+    assert len(read_questions("facts", None, 3, texts).questions) == 3
+
+
+def test_every_broken_line_is_refused_by_its_number(texts: Texts, tmp_path: Path) -> None:
+    good = {"prompt": "a", "answer": "b"}
+    broken = (
+        "{", "[1]", "null", {"answer": "b"}, {"prompt": 5, "answer": "b"}, {"prompt": "a"}, good | {"answer": []},
+        good | {"answer": {}}, good | {"check": "eval"}, good | {"check": "last-number"}, good | {"check": "choice"},
+        good | {"check": "choice", "choices": ["x", "y"], "answer": "z"}, good | {"check": "regex", "answer": "(("},
+        good | {"check": "regex", "answer": "(" * 9000}, "[" * 100_000,
+    )  # fmt: skip
+    for number, line in enumerate(broken):
+        path = write(tmp_path / "q.jsonl", *[good] * number, line)
+        with pytest.raises(InputError) as refusal:
+            read_questions(path, "exact", None, texts)
+        assert refusal.value.field == "questions" and f"line {number + 1}: " in refusal.value.message
+    for check in (None, "exact"):
+        with pytest.raises(InputError) as refusal:
+            read_questions(write(tmp_path / "none.jsonl", *[good] * (check is None)), check, None, texts)  # type: ignore[arg-type]
+        assert refusal.value.field == "questions"
+
+
+def test_an_expression_without_end_and_a_hostile_template_are_bounded_and_the_next_one_is_served() -> None:
+    texts = Texts(Bounds(seconds=0.5))
+    with pytest.raises(InputError, match="took longer than"):
+        question("regex", ENDLESS).is_right(LONG, texts)
+    for template, said in (
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "took longer"),
+        ("{{ 'a' * 4000000000 }}", "."),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ missing }}", "undefined"),
+        ("{% raw", "."),
+    ):
+        with pytest.raises(InputError, match=said):
+            texts.render(template, {})
+    assert texts.render("{{ a }}\n", {"a": 5}) == "5\n"
+
+
+TASK = """
+task: mine
+dataset_path: json
+dataset_kwargs: {data_files: {test: docs.jsonl}}
+test_split: test
+output_type: generate_until
+description: "Answer. "
+doc_to_text: "Q: {{ question }}\\nA:"
+doc_to_target: "{{ answer.split('####')[-1].strip() }}"
+generation_kwargs: {until: ["Q:"], do_sample: false}
+filter_list:
+  - name: strict
+    filter: [{function: regex, regex_pattern: "is (-?[0-9.,]+)"}, {function: take_first}]
+metric_list: [{metric: exact_match, ignore_case: true, ignore_punctuation: false, regexes_to_ignore: [",", "\\\\."]}]
+num_fewshot: 0
+metadata: {version: 1.0}
+"""
+
+
+def test_a_task_file_of_lm_eval_is_read_as_data(texts: Texts, tmp_path: Path) -> None:
+    write(tmp_path / "docs.jsonl", {"question": "1+1?", "answer": "two #### 1,002"})
+    (tmp_path / "task.yaml").write_text(TASK)
+    [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
+    assert (found.prompt, found.expected, found.stops) == ("Answer. Q: 1+1?\nA:", ("1,002",), ("Q:",))
+    answers = ("it is 1,002. It is 5", "is 1002", "is 1003", "1002")
+    assert [found.is_right(answer, texts) for answer in answers] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("task: mine", "process_docs: !function utils.process", "line 2: .*!function"),
+        ("task: mine", "process_docs: utils.process", "process_docs: Extra inputs"),
+        ("generate_until", "multiple_choice", "output_type: .*generate_until"),
+        ("num_fewshot: 0", "num_fewshot: 5", "num_fewshot: .* 0"),
+        ("metric: exact_match", "metric: bleu", "metric_list.0.metric: .*exact_match"),
+        ("function: take_first", "function: majority_vote", "filter_list.0.filter.1.function"),
+        ("filter: [{", "filter: {a: [{", "expected YAML"),
+        ("num_fewshot: 0", "metric: 5", "metric: Extra"),
+        ("is (-?[0-9.,]+)", "(", "the regular expression cannot be used"),
+        ("{{ question }}", "{{ nothing }}", "docs.jsonl, line 1: the template .*'nothing' is undefined"),
+        ("docs.jsonl", "absent.jsonl", "absent.jsonl cannot be read"),
+        ("task: mine", "task: [", "expected YAML"),
+    ],
+)
+def test_a_task_file_that_is_more_than_data_is_refused_by_name(
+    texts: Texts, tmp_path: Path, old: str, new: str, said: str
+) -> None:
+    write(tmp_path / "docs.jsonl", {"question": "1+1?", "answer": "two #### 1,002"})
+    assert TASK.count(old) == 1
+    (tmp_path / "task.yaml").write_text(TASK.replace(old, new))
+    with pytest.raises(InputError, match=said) as refusal:
+        read_questions(str(tmp_path / "task.yaml"), None, None, texts)
+    assert refusal.value.field == "questions" and "\n" not in refusal.value.message
+
+
+def test_the_interval_is_wilsons() -> None:
+    """Against the table of Newcombe (1998), Statistics in Medicine 17, method 3."""
+    for right, num, low, high in (
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ):
+        assert wilson(right, num) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_rows_and_times_are_those_after_the_prompts_and_the_first_token() -> None:
+    reading = EvalReading()
+    reading.add(Output("ab", [Token(1)], 1_000_000, content="b"))
+    reading.add(Output("c", [Token(2), Token(3)], 9_000_000, content="c"))
+    found = reading.answer(
+        "stop", Usage(num_prompt=10, started=0, num_reused=4, num_steps=2, num_rows=14, num_generated=3)
+    )
+    assert found == EvalAnswer("bc", "stop", tokens=3, steps=2, rows=8, ms=8.0)
+    other = EvalAnswer("x", "stop", tokens=1, steps=1, rows=0, ms=0.0)
+    row = accuracy_row("q", "diffusion", [found, other], [True, False], [other, other])
+    assert (row.num_right, row.equal_to_ar) == (1, 0.5)
+    assert (row.tokens_per_step, row.rows_per_token, row.ms_per_token) == (4 / 3, 4.0, 4.0)
