@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from coordinator.bench.report import check_plot
 from coordinator.cli import flags
 from coordinator.cli.batch import Answers, open_answers
 from coordinator.cli.flags import given_flags
@@ -96,6 +95,8 @@ def eval(
     if check is not None and check not in CHECKS:
         raise InputError("check", f"expected {', '.join(CHECKS)}, got {check!r}")
     if plot is not None:
+        from coordinator.bench.report import check_plot
+
         check_plot(plot)
         require_writable("plot", plot)
     if raw and system_prompt:
