@@ -23,10 +23,15 @@ from mlx_lm.utils import get_total_parameters
 from tokenizers import Tokenizer
 
 from tools.demo_data import mix, rows, tokenizer
-from tools.demo_data.streams import attention_mask, make_streams
+from tools.demo_data.streams import Streams, make_canvases, make_windows
 
 CONTEXT = 2048
-BLOCKS = (8, 16, 32)
+CANVAS = 64
+# What a step learns besides the next token, one of these at random
+NOISES = (
+    *(functools.partial(make_windows, block=block) for block in (8, 16, 32)),
+    functools.partial(make_canvases, length=CANVAS),
+)
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -53,10 +58,12 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": [tokenizer.IM_END, tokenizer.ENDOFTEXT],
     "pad_token_id": tokenizer.ENDOFTEXT,
     "mask_token_id": tokenizer.MASK,
+    "canvas_length": CANVAS,
     "torch_dtype": "bfloat16",
 }
 GENERATION_CONFIG = {"do_sample": False, "eos_token_id": CONFIG["eos_token_id"], "pad_token_id": CONFIG["pad_token_id"]}
 Params = dict[str, Any]
+Noise = Callable[..., Streams]
 Step = Callable[[Params, mx.array, mx.array, mx.array], tuple[Params, mx.array]]
 
 
@@ -111,20 +118,20 @@ def make_model(seed: int) -> qwen3.Model:
 
 
 def forward(model: qwen3.Model, ids: mx.array, positions: mx.array, mask: mx.array) -> mx.array:
-    """Logits [B, L, V] float32 of ids [B, L] that stand at positions [B, L] and see each other as mask [L, L] says."""
+    """Logits [B, L, V] float32 of ids [B, L] that stand at positions [B, L] and see each other as the mask says."""
     h = model.model.embed_tokens(ids)
     for layer in model.layers:
         h = layer(h, mask, NoCache(positions))
     return model.model.embed_tokens.as_linear(model.model.norm(h)).astype(mx.float32)
 
 
-def losses(model: qwen3.Model, tokens: mx.array, is_answer: mx.array, block: int, key: mx.array) -> mx.array:
-    """The AR and the MASK loss, [2], of tokens [B, L] with is_answer [B, L], masked in blocks of `block` tokens."""
+def losses(model: qwen3.Model, tokens: mx.array, is_answer: mx.array, noise: Noise, key: mx.array) -> mx.array:
+    """The AR and the MASK loss, [2], of tokens [B, L] with is_answer [B, L], masked by this noise."""
     B, L = tokens.shape
-    noisy = make_streams(tokens, is_answer, block, key)
+    noisy = noise(tokens, is_answer, key=key)
     clean_positions = mx.broadcast_to(mx.arange(L), (B, L))
     ids, positions = mx.concatenate([tokens, noisy.ids], 1), mx.concatenate([clean_positions, noisy.positions], 1)
-    logits = forward(model, ids, positions, attention_mask(L, block))
+    logits = forward(model, ids, positions, noisy.mask)
     return mx.stack(
         [
             _mean_loss(logits[:, : L - 1], tokens[:, 1:], is_answer[:, 1:].astype(mx.float32)),
@@ -137,13 +144,13 @@ def _mean_loss(logits: mx.array, targets: mx.array, weights: mx.array) -> mx.arr
     return (nn.losses.cross_entropy(logits, targets) * weights).sum() / weights.sum()
 
 
-def make_step(model: qwen3.Model, optimizer: optim.Optimizer, dtype: mx.Dtype, block: int) -> Step:
+def make_step(model: qwen3.Model, optimizer: optim.Optimizer, dtype: mx.Dtype, noise: Noise) -> Step:
     """Compile one training step: (params, tokens, is_answer, key) -> (new params, losses [2])."""
 
     def total(params: Params, *batch: mx.array) -> tuple[mx.array, mx.array]:
         model.update(tree_map(lambda p: p.astype(dtype), params))
         tokens, is_answer, key = batch
-        parts = losses(model, tokens, is_answer, block, key)
+        parts = losses(model, tokens, is_answer, noise, key)
         return parts.sum(), parts
 
     @functools.partial(mx.compile, inputs=optimizer.state, outputs=optimizer.state)
@@ -181,13 +188,13 @@ def train(model: qwen3.Model, phases: list[tuple[Phase, rows.Rows]], args: argpa
     params: Params = tree_map(lambda p: p.astype(mx.float32), model.trainable_parameters())
     optimizer.init(params)
     dtype = mx.bfloat16 if mx.default_device() == mx.gpu else mx.float32
-    steps = {block: make_step(model, optimizer, dtype, block) for block in BLOCKS}
+    steps = [make_step(model, optimizer, dtype, noise) for noise in NOISES]
     feeds = [(phase, batches(pool, phase.batch, args.seed)) for phase, pool in phases]
     rng, report, number, previous = random.Random(args.seed), Report(args.print_every), 0, mx.zeros(2)
     while (progress := share_done(number, report.seconds(), args)) < 1:
         phase, feed = next((phase, feed) for phase, feed in feeds if progress < phase.until)
         optimizer.learning_rate = learning_rate(progress, number, args.lr)
-        params, parts = steps[rng.choice(BLOCKS)](params, *next(feed), mx.random.key(args.seed + number))
+        params, parts = rng.choice(steps)(params, *next(feed), mx.random.key(args.seed + number))
         mx.async_eval(params, optimizer.state, parts)
         mx.eval(previous)  # one step stays in flight
         previous = parts

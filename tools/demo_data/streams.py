@@ -1,8 +1,11 @@
 """Two streams to train AR and MASK predictions at once: the clean row, then the same row with parts of it masked.
 
-Follows WeDLM (arXiv 2512.22737, section 4) with two additions. Half of the blocks lose their tail instead of random
-tokens, since that is what a window looks like when it verifies its guesses. And what follows an answer's end in a block
-reads as more <|im_end|>, so that a window learns to stop and never sees the next question.
+Windows follow WeDLM (arXiv 2512.22737, section 4) with two additions. Half of the blocks lose their tail instead of
+random tokens, since that is what a window looks like when it verifies its guesses. And what follows an answer's end in
+a block reads as more <|im_end|>, so that a window learns to stop and never sees the next question.
+
+Canvases are blocks whose rows see each other in both directions, behind causal rows (block diffusion, arXiv 2503.09573).
+They begin with the answer, as in decoding, and not at multiples of their length.
 
 Shapes: B rows, L tokens per row, N blocks per row, K tokens per block.
 """
@@ -17,15 +20,19 @@ TAIL_SHARE = 0.5
 
 
 class Streams(NamedTuple):
-    """The masked stream, [B, L] each: what the model reads and where, what it has to predict, how much that counts."""
+    """The masked stream: [B, L] what the model reads and where, what it has to predict, how much that counts.
+
+    `mask` says who sees whom in the clean stream with the masked one behind it: [2L, 2L] or [B, 1, 2L, 2L] bool.
+    """
 
     ids: mx.array
     positions: mx.array
     targets: mx.array
     weights: mx.array
+    mask: mx.array
 
 
-def make_streams(tokens: mx.array, is_answer: mx.array, block: int, key: mx.array) -> Streams:
+def make_windows(tokens: mx.array, is_answer: mx.array, block: int, key: mx.array) -> Streams:
     """Mask a random share gamma of each block's answer tokens and move them behind the block's other tokens.
 
     Args:
@@ -48,10 +55,37 @@ def make_streams(tokens: mx.array, is_answer: mx.array, block: int, key: mx.arra
         is_masked / gamma,
     ]
     noisy, positions, targets, weights = (mx.take_along_axis(x, order, axis=-1).reshape(B, L) for x in rows)
-    return Streams(noisy, positions, targets, weights)
+    return Streams(noisy, positions, targets, weights, window_mask(L, block))
 
 
-def attention_mask(length: int, block: int) -> mx.array:
+def make_canvases(tokens: mx.array, is_answer: mx.array, length: int, key: mx.array) -> Streams:
+    """Mask a random share gamma of the tokens of each canvas. Arguments and weights as of `make_windows`.
+
+    Args:
+        length: tokens of a canvas; the last one of an answer is filled up with <|im_end|> as far as its row goes.
+    """
+    B, L = tokens.shape
+    row = mx.arange(L)[None]
+    follows = mx.concatenate([mx.zeros((B, 1), mx.bool_), is_answer[:, :-1]], axis=1)
+    answer = mx.cummax(mx.where(is_answer & ~follows, row, -1), axis=1)  # where the last answer began, or -1
+    start = answer + (row - answer) // length * length
+    last = mx.cummax(mx.where(is_answer, start, -1), axis=1)  # the last canvas that holds a part of an answer
+    in_canvas = (answer >= 0) & (start == last)
+    tokens = mx.where(is_answer, tokens, IM_END)
+    gamma_key, order_key = mx.random.split(key)
+    drawn = mx.maximum(mx.random.uniform(shape=(B, L), key=gamma_key), 1e-2)
+    gamma = mx.take_along_axis(drawn, mx.maximum(start, 0), axis=1)
+    is_masked = in_canvas & (mx.random.uniform(shape=(B, L), key=order_key) < gamma)
+    ids, positions = mx.where(is_masked, MASK, tokens), mx.broadcast_to(row, (B, L))
+    own = mx.where(in_canvas, start, -1 - row)  # rows of no canvas see themselves only
+    sees_clean = (row[:, None] < mx.where(in_canvas, start, 0)[..., None]).astype(mx.bool_)
+    noisy = mx.concatenate([sees_clean, own[..., None] == own[:, None]], axis=-1)
+    clean = mx.concatenate([row[0][:, None] >= row, mx.zeros((L, L), mx.bool_)], axis=-1)
+    mask = mx.concatenate([mx.broadcast_to(clean, (B, L, 2 * L)), noisy], axis=1)[:, None]
+    return Streams(ids, positions, tokens, is_masked / gamma, mask)
+
+
+def window_mask(length: int, block: int) -> mx.array:
     """Who may see whom, [2L, 2L] bool: clean rows their past, others their block so far and the clean blocks before."""
     row = mx.arange(2 * length)
     is_noisy, number = row >= length, row % length // block
