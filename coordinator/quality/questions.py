@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from coordinator.engine.bounded import Texts
+from coordinator.sessions.request import require_utf8
 from worker.errors import InputError
 
 Check = Literal["last-number", "exact", "contains", "regex", "choice"]
@@ -88,7 +89,9 @@ def read_questions(source: str, check: Check | None, limit: int | None, texts: T
     for number, line in enumerate(lines, 1):
         if line.strip() and (limit is None or len(found) < limit):
             try:
-                found.append(_question(f"{path.name}, line {number}", json.loads(line), check, texts))
+                question = _question(f"{path.name}, line {number}", json.loads(line), check, texts)
+                require_utf8("prompt", question.prompt)
+                found.append(question)
             except InputError as error:
                 problems.append(f"line {number}: {error}")
             except (ValueError, RecursionError) as error:

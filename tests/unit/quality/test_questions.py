@@ -78,7 +78,8 @@ def test_every_broken_line_is_refused_by_its_number(texts: Texts, tmp_path: Path
         "{", "[1]", "null", {"answer": "b"}, {"prompt": 5, "answer": "b"}, {"prompt": "a"}, good | {"answer": []},
         good | {"answer": {}}, good | {"check": "eval"}, good | {"check": "last-number"}, good | {"check": "choice"},
         good | {"check": "choice", "choices": ["x", "y"], "answer": "z"}, good | {"check": "regex", "answer": "(("},
-        good | {"check": "regex", "answer": "(" * 9000}, "[" * 100_000,
+        good | {"check": "regex", "answer": "(" * 9000}, "[" * 100_000, good | {"prompt": "\ud800"},
+        good | {"check": "choice", "choices": ["x", "\ud800"], "answer": "x"},
     )  # fmt: skip
     for number, line in enumerate(broken):
         path = write(tmp_path / "q.jsonl", *[good] * number, line)
