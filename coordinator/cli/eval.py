@@ -85,8 +85,8 @@ def eval(
     """Ask questions, many at once, and print how many answers are right, with what decoding them took.
 
     Decoding is greedy without --temp, the seed 0 without --seed, and one decoder works at a time.
-    The interval is Wilson's of 95 %. `as ar` is the share of answers with the text that `ar` gives. Rows and times are
-    per token after the first one. Run again with the same --output, the command continues where it stopped.
+    The interval is Wilson's of 95 %. `as ar` is the share of answers with the text that `ar` gives. Rows leave out the
+    prompt, times have it. Run again with the same --output, the command continues where it stopped.
 
     brigade eval --questions facts --questions arithmetic --decode ar,diffusion-fast --local 2
 

@@ -175,15 +175,15 @@ def test_the_interval_is_wilsons() -> None:
         assert wilson(right, num) == pytest.approx((low, high), abs=5e-5)
 
 
-def test_rows_and_times_are_those_after_the_prompts_and_the_first_token() -> None:
+def test_rows_are_those_after_the_prompt_and_times_those_of_the_whole_request() -> None:
     reading = EvalReading()
     reading.add(Output("ab", [Token(1)], 1_000_000, content="b"))
     reading.add(Output("c", [Token(2), Token(3)], 9_000_000, content="c"))
     found = reading.answer(
-        "stop", Usage(num_prompt=10, started=0, num_reused=4, num_steps=2, num_rows=14, num_generated=3)
+        "stop", Usage(num_prompt=10, started=1_000_000, num_reused=4, num_steps=2, num_rows=14, num_generated=3)
     )
     assert found == EvalAnswer("bc", "stop", tokens=3, steps=2, rows=8, ms=8.0)
     other = EvalAnswer("x", "stop", tokens=1, steps=1, rows=0, ms=0.0)
     row = accuracy_row("q", "diffusion", [found, other], [True, False], [other, other])
     assert (row.num_right, row.equal_to_ar) == (1, 0.5)
-    assert (row.tokens_per_step, row.rows_per_token, row.ms_per_token) == (4 / 3, 4.0, 4.0)
+    assert (row.tokens_per_step, row.rows_per_token, row.ms_per_token) == (4 / 3, 4.0, 2.0)
