@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -38,6 +38,14 @@ class Question:
     ignored: tuple[str, ...] = ()  # regular expressions that `exact` deletes from both sides
     has_case: bool = True  # whether `exact` tells upper from lower case
     has_edges: bool = False  # whether `exact` compares blanks at both ends
+    continuations: tuple[str, ...] = ()  # of the raw prompt, which are scored: the answer is the number of the best one
+    lengths: tuple[int, ...] = ()  # by which their log-probabilities are divided, if by any
+
+    def best(self, logprobs: Sequence[float]) -> int:
+        """Return the number of the continuation that the model finds likeliest."""
+        lengths = self.lengths or [1] * len(logprobs)
+        scores = [logprob / max(1, length) for logprob, length in zip(logprobs, lengths, strict=True)]
+        return scores.index(max(scores))
 
     def is_right(self, answer: str, texts: Texts) -> bool:
         """Return whether an answer passes the check. Raises InputError for a regular expression that takes too long."""

@@ -136,14 +136,53 @@ def test_a_task_file_of_lm_eval_is_read_as_data(texts: Texts, tmp_path: Path) ->
     assert [found.is_right(answer, texts) for answer in answers] == [True, True, False, False]
 
 
+CHOICES = """
+dataset_path: json
+dataset_kwargs: {data_files: {test: docs.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{ question }}"
+doc_to_choice: DOC_TO_CHOICE
+doc_to_target: DOC_TO_TARGET
+metric_list: [{metric: acc_norm}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("choices", "target"),
+    [
+        ("options", "gold"),
+        ('["{{options[0]}}", "{{options[1]}}"]', '"{{gold}}"'),
+        ('"{{options}}"', "name"),
+        ("options", "1"),
+    ],
+)
+def test_choices_of_a_task_file_are_scored(texts: Texts, tmp_path: Path, choices: str, target: str) -> None:
+    write(tmp_path / "docs.jsonl", {"question": "Which?", "options": ["a", "long one"], "gold": 1, "name": "long one"})
+    (tmp_path / "task.yaml").write_text(CHOICES.replace("DOC_TO_CHOICE", choices).replace("DOC_TO_TARGET", target))
+    [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
+    assert (found.prompt, found.continuations, found.expected) == ("Which?", (" a", " long one"), ("1",))
+    assert [found.best(logprobs) for logprobs in ((-1.0, -7.0), (-0.5, -7.0))] == [1, 0], "by letter"
+    for field, wrong in (("gold", 2), ("options", ["a"])):
+        write(
+            tmp_path / "docs.jsonl",
+            {"question": "Which?", "options": ["a", "b"], "gold": 1, "name": "b"} | {field: wrong},
+        )
+        if field == "gold" and target in ("name", "1"):
+            continue
+        with pytest.raises(InputError, match="line 1: "):
+            read_questions(str(tmp_path / "task.yaml"), None, None, texts)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
         ("task: mine", "process_docs: !function utils.process", "line 2: .*!function"),
         ("task: mine", "process_docs: utils.process", "process_docs: Extra inputs"),
-        ("generate_until", "multiple_choice", "output_type: .*generate_until"),
+        ("generate_until", "loglikelihood", "output_type: .*generate_until"),
+        ("generate_until", "multiple_choice", "expected acc or acc_norm of multiple_choice, got exact_match"),
         ("num_fewshot: 0", "num_fewshot: 5", "num_fewshot: .* 0"),
-        ("metric: exact_match", "metric: bleu", "metric_list.0.metric: .*exact_match"),
+        ("metric: exact_match", "metric: bleu", "metric_list.0.metric: .*acc"),
         ("function: take_first", "function: majority_vote", "filter_list.0.filter.1.function"),
         ("filter: [{", "filter: {a: [{", "expected YAML"),
         ("num_fewshot: 0", "metric: 5", "metric: Extra"),
