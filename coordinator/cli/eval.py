@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -24,7 +26,7 @@ from coordinator.cluster.tables import fitting
 from coordinator.engine.bounded import TEMPLATES, Texts
 from coordinator.quality.accuracy import AccuracyRow, EvalAnswer, EvalReading, accuracy_row
 from coordinator.quality.questions import BUILT_IN, CHECKS, Question, QuestionSet, read_questions
-from coordinator.sessions.output import Output
+from coordinator.sessions.output import Output, Usage
 from coordinator.sessions.request import Conversation, RequestSpec
 from worker.errors import InputError
 from worker.platform.text import Json, to_json
@@ -84,8 +86,8 @@ def eval(
     """Ask questions, many at once, and print how many answers are right, with what decoding them took.
 
     Decoding is greedy without --temp, the seed 0 without --seed, and one decoder works at a time.
-    The interval is Wilson's of 95 %. `as ar` is the share of answers with the text that `ar` gives. Rows and times are
-    per token after the first one. Run again with the same --output, the command continues where it stopped.
+    The interval is Wilson's of 95 %. `as ar` is the share of answers with the text that `ar` gives. Rows leave out the
+    prompt, times have it. Run again with the same --output, the command continues where it stopped.
 
     brigade eval --questions facts --questions arithmetic --decode ar,diffusion-fast --local 2
 
@@ -139,12 +141,12 @@ class EvalCase:
     raw: bool
 
     def prompt(self, *, has_template: bool = True) -> Conversation | str:
-        is_raw = self.raw or not has_template
+        is_raw = self.raw or not has_template or bool(self.question.continuations)
         return self.question.prompt if is_raw else Conversation.of(self.question.prompt, self.system)
 
     def key(self, model: str) -> str:
         """Return what tells this answer from others in a file: all that the answer depends on."""
-        spec, prompt = self.spec, self.question.prompt
+        spec, prompt = self.spec, (self.question.prompt, self.question.continuations, self.question.lengths)
         about = (
             model,
             prompt,
@@ -170,6 +172,7 @@ async def _loaded(
     """
     from coordinator.engine.engine import open_engine
     from coordinator.engine.inputs import InputProcessor
+    from coordinator.engine.scores import score_continuations
     from coordinator.sessions.request import most_rows
 
     inputs = await InputProcessor.read(options.model, options.draft_model, trust_remote_code=options.trust_remote_code)
@@ -186,6 +189,13 @@ async def _loaded(
     ) as engine:
 
         async def ask(case: EvalCase) -> AsyncGenerator[Output, None]:
+            question = case.question
+            if question.continuations:
+                began = time.monotonic_ns()
+                scores = await score_continuations(engine, question.prompt, question.continuations)
+                logprobs = [math.fsum(each.token.logprob for each in continuation) for continuation in scores]
+                yield _chosen(question, logprobs, began)
+                return
             spec = replace(case.spec, prompt=case.prompt(has_template=has_template))
             async with aclosing(engine.generate(await engine.prepare(spec))) as outputs:
                 async for output in outputs:
@@ -201,11 +211,24 @@ async def _served(given: flags.ServerFlags, body: Json) -> AsyncIterator[tuple[s
 
     async with open_server(given) as server:
 
-        def ask(case: EvalCase) -> AsyncGenerator[Output, None]:
-            stop = {"stop": list(case.question.stops)} if case.question.stops else {}
-            return server.generate(case.prompt(), {**body, **stop, "decode": case.decoder})
+        async def ask(case: EvalCase) -> AsyncGenerator[Output, None]:
+            question = case.question
+            if question.continuations:
+                began = time.monotonic_ns()
+                yield _chosen(question, await server.score(question.prompt, question.continuations), began)
+                return
+            stop = {"stop": list(question.stops)} if question.stops else {}
+            async with aclosing(server.generate(case.prompt(), {**body, **stop, "decode": case.decoder})) as outputs:
+                async for output in outputs:
+                    yield output
 
         yield server.name, ask
+
+
+def _chosen(question: Question, logprobs: Sequence[float], began: int) -> Output:
+    """Return the output that answers a question by its likeliest choice; `began` in nanoseconds."""
+    best = str(question.best(logprobs))
+    return Output(best, (), time.monotonic_ns(), "stop", Usage(0, began, 0, 0, 0), content=best)
 
 
 class EvalRun:

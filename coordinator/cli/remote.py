@@ -6,7 +6,7 @@ import json
 import os
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +113,17 @@ class RemoteServer:
                 if found := event.get("usage"):
                     usage = _usage(started, found, event.get("brigade") or {})
         yield Output("", (), time.monotonic_ns(), finish_reason, usage)
+
+    async def score(self, prompt: str, continuations: Sequence[str]) -> list[float]:
+        """Return the log-probability of each continuation. Raises as `generate`."""
+        try:
+            asked = {"model": self.name, "prompt": prompt, "continuations": list(continuations)}
+            response = await self._client.post("v1/score", json=asked)
+            if response.status_code != 200:
+                raise _refused(response.status_code, response.content)
+            return [float(each["logprob"]) for each in response.json()["scores"]]
+        except (httpx2.HTTPError, ValueError, LookupError, TypeError) as error:
+            raise ServerFailed(f"the server at {self._url} has no scores: {error or type(error).__name__}") from error
 
     async def _events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Json, None]:
         asked = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}, **body}

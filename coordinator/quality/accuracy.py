@@ -19,7 +19,7 @@ class EvalAnswer:
     tokens: int
     steps: int  # windows that asked for tokens
     rows: int  # after those of the prompt
-    ms: float  # from the first token to the last
+    ms: float  # from the request to the last token: a window may hold a whole answer
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -30,15 +30,15 @@ class EvalReading:
 
     def __init__(self) -> None:
         self._texts: list[str] = []
-        self._times: list[int] = []  # nanoseconds, of outputs with tokens or text
+        self._last_at: int | None = None  # nanoseconds, of the last output with tokens or text
 
     def add(self, output: Output) -> None:
         self._texts.append(output.content)
         if output.tokens or output.text:
-            self._times.append(output.at)
+            self._last_at = output.at
 
     def answer(self, finish_reason: str, usage: Usage) -> EvalAnswer:
-        ms = (self._times[-1] - self._times[0]) / 1e6 if self._times else 0.0
+        ms = 0.0 if self._last_at is None else (self._last_at - usage.started) / 1e6
         rows = max(0, usage.num_rows - (usage.num_prompt - usage.num_reused))
         return EvalAnswer("".join(self._texts), finish_reason, usage.num_generated, usage.num_steps, rows, ms)
 
@@ -72,7 +72,7 @@ def accuracy_row(
     right: Sequence[bool],
     by_ar: Sequence[EvalAnswer] | None,
 ) -> AccuracyRow:
-    """Return the row of one decoder's answers; rows and times are those of the tokens after the first ones."""
+    """Return the row of one decoder's answers; rows leave out the prompts with the first tokens, times have them."""
     tokens, steps = sum(each.tokens for each in answers), sum(each.steps for each in answers)
     rows, ms = sum(each.rows for each in answers), math.fsum(each.ms for each in answers)
     later = sum(max(0, each.tokens - 1) for each in answers)
@@ -83,7 +83,7 @@ def accuracy_row(
         *(questions, decoder, len(answers), sum(right), equal),
         tokens_per_step=tokens / steps if steps else None,
         rows_per_token=rows / later if later and steps else None,
-        ms_per_token=ms / later if later else None,
+        ms_per_token=ms / tokens if tokens else None,
     )
 
 

@@ -1,12 +1,13 @@
 """lm-eval's task files, as far as they are data: local questions, templates, filters and exact match."""
 
+import ast
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from coordinator.engine.bounded import Texts
 from coordinator.quality.questions import Question, read_file
@@ -14,6 +15,12 @@ from worker.errors import InputError
 
 _MOST_BYTES = 1 << 20  # of a task file
 _PUNCTUATION = r"[!-/:-@\[-`{-~]"  # as string.punctuation
+
+
+_METRICS: dict[str, tuple[Literal["exact_match", "acc", "acc_norm"], ...]] = {
+    "generate_until": ("exact_match",),
+    "multiple_choice": ("acc", "acc_norm"),
+}
 
 
 class _Part(BaseModel):
@@ -35,7 +42,7 @@ class _Chain(_Part):
 
 
 class _Metric(_Part):
-    metric: Literal["exact_match"]
+    metric: Literal["exact_match", "acc", "acc_norm"]
     aggregation: Literal["mean"] = "mean"
     higher_is_better: Literal[True] = True
     ignore_case: bool = False
@@ -61,11 +68,13 @@ class _Task(_Part):
     validation_split: str | None = None
     description: str = ""
     doc_to_text: str
-    doc_to_target: str
-    output_type: Literal["generate_until"] = "generate_until"
+    doc_to_target: str | int
+    doc_to_choice: str | list[str] = []
+    output_type: Literal["generate_until", "multiple_choice"] = "generate_until"
     generation_kwargs: _Generation = _Generation()
     filter_list: list[_Chain] = []
-    metric_list: Annotated[list[_Metric], Field(min_length=1)] = [_Metric(metric="exact_match")]
+    metric_list: list[_Metric] = []
+    target_delimiter: str = " "
     num_fewshot: Literal[0] = 0
     repeats: Literal[1] = 1
     task: Any = None  # these and the following change nothing here
@@ -75,20 +84,24 @@ class _Task(_Part):
     training_split: Any = None
     fewshot_split: Any = None
     fewshot_delimiter: Any = None
-    target_delimiter: Any = None
     should_decontaminate: Any = None
     doc_to_decontamination_query: Any = None
     metadata: Any = None
 
 
 def read_task(path: Path, limit: int | None, texts: Texts) -> tuple[Question, ...]:
-    """Return the questions of a task file, whose answers are generated and matched exactly.
+    """Return the questions of a task file, whose answers are generated and matched, or whose choices are scored.
 
     Raises:
         InputError: it is no such file, or asks for something that is not supported, such as Python code.
     """
     task = _load(path)
-    until, metric = task.generation_kwargs.until, task.metric_list[0]
+    until, names = task.generation_kwargs.until, _METRICS[task.output_type]
+    metric = task.metric_list[0] if task.metric_list else _Metric(metric=names[0])
+    if metric.metric not in names:
+        raise InputError(
+            "questions", f"{path}: expected {' or '.join(names)} of {task.output_type}, got {metric.metric}"
+        )
     ignored = [*metric.regexes_to_ignore]
     ignored += [_PUNCTUATION] if metric.ignore_punctuation else []
     ignored += ["[0-9]"] if metric.ignore_numbers else []
@@ -96,10 +109,13 @@ def read_task(path: Path, limit: int | None, texts: Texts) -> tuple[Question, ..
     questions = list[Question]()
     for place, doc in _documents(path, task, limit):
         try:
+            if task.output_type == "multiple_choice":
+                questions.append(_scored(place, doc, task, texts, has_lengths=metric.metric == "acc_norm"))
+                continue
             question = Question(
                 place,
                 task.description + _field(task.doc_to_text, doc, texts),
-                (_field(task.doc_to_target, doc, texts),),
+                (_field(str(task.doc_to_target), doc, texts),),
                 "exact",
                 stops=(until,) if isinstance(until, str) else tuple(until),
                 extract=tuple(step.model_dump() for step in chain if step.function != "take_first"),
@@ -115,6 +131,33 @@ def read_task(path: Path, limit: int | None, texts: Texts) -> tuple[Question, ..
     if not questions:
         raise InputError("questions", f"expected questions in {path}, found none")
     return tuple(questions)
+
+
+def _scored(place: str, doc: Mapping[str, Any], task: _Task, texts: Texts, *, has_lengths: bool) -> Question:
+    """Return the question whose choices are scored. Raises InputError for choices or a target that are none."""
+    listed = doc.get(task.doc_to_choice) if isinstance(task.doc_to_choice, str) else task.doc_to_choice
+    if listed is None:  # a template that writes a list
+        try:
+            listed = ast.literal_eval(texts.render(str(task.doc_to_choice), doc))
+        except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+            raise InputError("", "doc_to_choice: expected a list") from error
+    if not isinstance(listed, list) or len(listed) < 2:
+        raise InputError("", "doc_to_choice: expected a list of at least two choices")
+    choices = [_field(each, doc, texts) if isinstance(task.doc_to_choice, list) else str(each) for each in listed]
+    found = _field(str(task.doc_to_target), doc, texts).strip()
+    right = (
+        int(found)
+        if found.isdecimal() and len(found) < 6
+        else choices.index(found)
+        if found in choices
+        else len(choices)
+    )
+    if right >= len(choices):
+        raise InputError("", f"doc_to_target: expected a choice or its number from 0, found {found[:40]!r}")
+    prompt = task.description + _field(task.doc_to_text, doc, texts)
+    continuations = tuple(task.target_delimiter + choice for choice in choices)
+    lengths = tuple(map(len, choices)) if has_lengths else ()  # in letters, as lm-eval has it
+    return Question(place, prompt, (str(right),), "exact", continuations=continuations, lengths=lengths)
 
 
 def _load(path: Path) -> _Task:

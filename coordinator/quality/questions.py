@@ -2,13 +2,14 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from coordinator.engine.bounded import Texts
+from coordinator.sessions.request import require_utf8
 from worker.errors import InputError
 
 Check = Literal["last-number", "exact", "contains", "regex", "choice"]
@@ -37,6 +38,14 @@ class Question:
     ignored: tuple[str, ...] = ()  # regular expressions that `exact` deletes from both sides
     has_case: bool = True  # whether `exact` tells upper from lower case
     has_edges: bool = False  # whether `exact` compares blanks at both ends
+    continuations: tuple[str, ...] = ()  # of the raw prompt, which are scored: the answer is the number of the best one
+    lengths: tuple[int, ...] = ()  # by which their log-probabilities are divided, if by any
+
+    def best(self, logprobs: Sequence[float]) -> int:
+        """Return the number of the continuation that the model finds likeliest."""
+        lengths = self.lengths or [1] * len(logprobs)
+        scores = [logprob / max(1, length) for logprob, length in zip(logprobs, lengths, strict=True)]
+        return scores.index(max(scores))
 
     def is_right(self, answer: str, texts: Texts) -> bool:
         """Return whether an answer passes the check. Raises InputError for a regular expression that takes too long."""
@@ -88,7 +97,9 @@ def read_questions(source: str, check: Check | None, limit: int | None, texts: T
     for number, line in enumerate(lines, 1):
         if line.strip() and (limit is None or len(found) < limit):
             try:
-                found.append(_question(f"{path.name}, line {number}", json.loads(line), check, texts))
+                question = _question(f"{path.name}, line {number}", json.loads(line), check, texts)
+                require_utf8("prompt", question.prompt)
+                found.append(question)
             except InputError as error:
                 problems.append(f"line {number}: {error}")
             except (ValueError, RecursionError) as error:

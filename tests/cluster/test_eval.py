@@ -64,6 +64,15 @@ def test_a_server_is_asked_for_the_same_answers_and_wrong_files_are_refused(
     server = start_server(start, reciter, "--local", "0")
     remote, local = parse(run_here(*asked, "--server", server.url)), parse(run_here(*asked, *HERE, reciter))
     assert without_times(remote) == without_times(local) and remote["rows"][0]["num_right"] == 2
+    (tmp_path / "docs.jsonl").write_text('{"q": "x", "options": ["no", "yz"], "gold": 1}\n')  # what it recites next
+    task = tmp_path / "task.yaml"
+    task.write_text(
+        "{dataset_path: json, dataset_kwargs: {data_files: docs.jsonl}, output_type: multiple_choice, doc_to_text: q, "
+        'doc_to_choice: options, doc_to_target: gold, target_delimiter: ""}'
+    )
+    for model in (("--server", server.url), (*HERE, reciter)):
+        [row] = parse(run_here("eval", "--questions", task, "--json", *model))["rows"]
+        assert (row["num"], row["num_right"]) == (1, 1)
     source.write_text('{"prompt": "a", "answer": "b"}\n{\n')
     outcome = run_here(*asked, *HERE, reciter)
     assert outcome.code == 2 and "line 2" in outcome.err and not outcome.out

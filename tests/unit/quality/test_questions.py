@@ -78,7 +78,8 @@ def test_every_broken_line_is_refused_by_its_number(texts: Texts, tmp_path: Path
         "{", "[1]", "null", {"answer": "b"}, {"prompt": 5, "answer": "b"}, {"prompt": "a"}, good | {"answer": []},
         good | {"answer": {}}, good | {"check": "eval"}, good | {"check": "last-number"}, good | {"check": "choice"},
         good | {"check": "choice", "choices": ["x", "y"], "answer": "z"}, good | {"check": "regex", "answer": "(("},
-        good | {"check": "regex", "answer": "(" * 9000}, "[" * 100_000,
+        good | {"check": "regex", "answer": "(" * 9000}, "[" * 100_000, good | {"prompt": "\ud800"},
+        good | {"check": "choice", "choices": ["x", "\ud800"], "answer": "x"},
     )  # fmt: skip
     for number, line in enumerate(broken):
         path = write(tmp_path / "q.jsonl", *[good] * number, line)
@@ -135,14 +136,53 @@ def test_a_task_file_of_lm_eval_is_read_as_data(texts: Texts, tmp_path: Path) ->
     assert [found.is_right(answer, texts) for answer in answers] == [True, True, False, False]
 
 
+CHOICES = """
+dataset_path: json
+dataset_kwargs: {data_files: {test: docs.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{ question }}"
+doc_to_choice: DOC_TO_CHOICE
+doc_to_target: DOC_TO_TARGET
+metric_list: [{metric: acc_norm}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("choices", "target"),
+    [
+        ("options", "gold"),
+        ('["{{options[0]}}", "{{options[1]}}"]', '"{{gold}}"'),
+        ('"{{options}}"', "name"),
+        ("options", "1"),
+    ],
+)
+def test_choices_of_a_task_file_are_scored(texts: Texts, tmp_path: Path, choices: str, target: str) -> None:
+    write(tmp_path / "docs.jsonl", {"question": "Which?", "options": ["a", "long one"], "gold": 1, "name": "long one"})
+    (tmp_path / "task.yaml").write_text(CHOICES.replace("DOC_TO_CHOICE", choices).replace("DOC_TO_TARGET", target))
+    [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
+    assert (found.prompt, found.continuations, found.expected) == ("Which?", (" a", " long one"), ("1",))
+    assert [found.best(logprobs) for logprobs in ((-1.0, -7.0), (-0.5, -7.0))] == [1, 0], "by letter"
+    for field, wrong in (("gold", 2), ("options", ["a"])):
+        write(
+            tmp_path / "docs.jsonl",
+            {"question": "Which?", "options": ["a", "b"], "gold": 1, "name": "b"} | {field: wrong},
+        )
+        if field == "gold" and target in ("name", "1"):
+            continue
+        with pytest.raises(InputError, match="line 1: "):
+            read_questions(str(tmp_path / "task.yaml"), None, None, texts)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
         ("task: mine", "process_docs: !function utils.process", "line 2: .*!function"),
         ("task: mine", "process_docs: utils.process", "process_docs: Extra inputs"),
-        ("generate_until", "multiple_choice", "output_type: .*generate_until"),
+        ("generate_until", "loglikelihood", "output_type: .*generate_until"),
+        ("generate_until", "multiple_choice", "expected acc or acc_norm of multiple_choice, got exact_match"),
         ("num_fewshot: 0", "num_fewshot: 5", "num_fewshot: .* 0"),
-        ("metric: exact_match", "metric: bleu", "metric_list.0.metric: .*exact_match"),
+        ("metric: exact_match", "metric: bleu", "metric_list.0.metric: .*acc"),
         ("function: take_first", "function: majority_vote", "filter_list.0.filter.1.function"),
         ("filter: [{", "filter: {a: [{", "expected YAML"),
         ("num_fewshot: 0", "metric: 5", "metric: Extra"),
@@ -174,15 +214,15 @@ def test_the_interval_is_wilsons() -> None:
         assert wilson(right, num) == pytest.approx((low, high), abs=5e-5)
 
 
-def test_rows_and_times_are_those_after_the_prompts_and_the_first_token() -> None:
+def test_rows_are_those_after_the_prompt_and_times_those_of_the_whole_request() -> None:
     reading = EvalReading()
     reading.add(Output("ab", [Token(1)], 1_000_000, content="b"))
     reading.add(Output("c", [Token(2), Token(3)], 9_000_000, content="c"))
     found = reading.answer(
-        "stop", Usage(num_prompt=10, started=0, num_reused=4, num_steps=2, num_rows=14, num_generated=3)
+        "stop", Usage(num_prompt=10, started=1_000_000, num_reused=4, num_steps=2, num_rows=14, num_generated=3)
     )
     assert found == EvalAnswer("bc", "stop", tokens=3, steps=2, rows=8, ms=8.0)
     other = EvalAnswer("x", "stop", tokens=1, steps=1, rows=0, ms=0.0)
     row = accuracy_row("q", "diffusion", [found, other], [True, False], [other, other])
     assert (row.num_right, row.equal_to_ar) == (1, 0.5)
-    assert (row.tokens_per_step, row.rows_per_token, row.ms_per_token) == (4 / 3, 4.0, 4.0)
+    assert (row.tokens_per_step, row.rows_per_token, row.ms_per_token) == (4 / 3, 4.0, 2.0)
