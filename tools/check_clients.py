@@ -57,6 +57,8 @@ class Client:
 
 
 _PYTHON = "{bin}/python"
+# Of Continue's tools, all that do not read files: `Exit` ends it at once.
+_NOT_CONTINUED = ("Bash", "Fetch", "Checklist", "CheckBackgroundJob", "AskQuestion", "Exit", "Skills")
 CLIENTS = [
     Client(
         "aider-chat",
@@ -130,7 +132,10 @@ CLIENTS = [
     ),
     Client(
         "@continuedev/cli",
-        ("{bin}/cn", "-p", "{prompt}", "--config", "config.yaml", "--readonly", "--exclude", "Bash"),
+        (
+            "{bin}/cn", "-p", "{prompt}", "--config", "config.yaml",
+            *(word for name in _NOT_CONTINUED for word in ("--exclude", name)),
+        ),
         {"CONTINUE_TELEMETRY_ENABLED": "0"},
         {
             "config.yaml": json.dumps({

@@ -196,7 +196,7 @@ class InputProcessor:
         prompt = await self.prompt_ids(asked.prompt, most=self.spec.context - 1, calls=asked.calls)
         is_offered = not asked.is_constrained and bool(asked.tools) and self._has_generic_calls(asked.calls)
         not_enforced: list[str] = []
-        if asked.is_constrained or (is_offered and decode.kind not in LOSSY):
+        if asked.is_constrained or (is_offered and decode.kind not in LOSSY and not sampling.min_tokens):
             try:
                 grammar, not_enforced = await self._grammar(asked, prompt)
                 sampling.grammar.CopyFrom(grammar)
@@ -204,7 +204,7 @@ class InputProcessor:
                 if not is_offered:
                     raise
         if is_offered and not sampling.HasField("grammar"):
-            not_enforced = ["tools"]
+            not_enforced = ["schema"]
         eos = (frozenset() if asked.ignore_eos else self.eos) | set(asked.stop_token_ids)
         if sampling.min_tokens:
             sampling.begins, sampling.ends[:] = len(prompt), sorted(eos)

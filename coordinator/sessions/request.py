@@ -108,7 +108,7 @@ class Request:
     known: KnownTokens = NO_TOKENS  # the answer so far, from a journal
     tools: tuple[Mapping[str, Any], ...] = ()  # that the answer may call
     calls: Calls = AUTO_CALLS
-    not_enforced: tuple[str, ...] = ()  # keywords of its schemas that the grammar leaves out, or all schemas of tools
+    not_enforced: tuple[str, ...] = ()  # `schema.KEYWORD`, or `schema` if no grammar keeps to those of tools
 
 
 @dataclass(frozen=True)

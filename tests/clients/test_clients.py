@@ -5,6 +5,7 @@ Limits are cut to few tokens: the model has random weights and never ends an ans
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,16 +38,21 @@ LIMITS = {"/v1/chat/completions": "max_tokens", "/v1/responses": "max_output_tok
 MANY = {"/v1/chat/completions": "required", "/v1/responses": "required", "/v1/messages": {"type": "any"}}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = make_caller(tmp_path_factory.mktemp("clients") / "model", thinks=False)
+@contextmanager
+def serving(folder: Path, settings: dict[str, Any]) -> Iterator[Server]:
     path = folder / "tokenizer_config.json"
-    settings = {"chat_template": TEMPLATE, "tool_parser_type": "json_tools"}
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
     with starting() as start:
         running = start.brigade("serve", "--model", folder, "--port", "0", "--local", "0", "--context", "16000")
         found = running.err.wait_match(r"serving .* at (\S+), up to \d+ tokens", 120)
         yield Server(running, found[1])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = make_caller(tmp_path_factory.mktemp("clients") / "model", thinks=False)
+    with serving(folder, {"chat_template": TEMPLATE, "tool_parser_type": "json_tools"}) as running:
+        yield running
 
 
 @dataclass
@@ -163,6 +169,21 @@ def test_a_call_streams_with_its_name_and_its_arguments_or_as_far_as_it_went(ser
             assert isinstance(json.loads(arguments), dict)
         else:
             assert told.reason in ("length", "incomplete", "max_tokens") and arguments.startswith("{")
+
+
+def test_a_model_whose_template_knows_no_tools_calls_them_by_every_api(tmp_path: Path) -> None:
+    """Its roles have to alternate, and it has no system messages."""
+    alternating = (
+        "{% for m in messages %}{% if m.role != ['user', 'assistant'][loop.index0 % 2] %}"
+        "{{ raise_exception('roles have to alternate') }}{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    )
+    folder = make_caller(tmp_path / "model", thinks=False, knows_tools=False)
+    with serving(folder, {"chat_template": alternating}) as plain:
+        for client in ("cline", "codex", "claude_code"):
+            choice = {"tool_choice": MANY[path_of(client)], "temperature": 1.0, "parallel_tool_calls": False}
+            told = asked(plain, client, turn(client, "first", limit=600, **choice, seed=3))
+            assert set(told.names.values()) <= names_in(turn(client, "first")) and len(told.names) == 1
+            assert asked(plain, client, turn(client, "result")).reason
 
 
 @EACH

@@ -153,8 +153,9 @@ async def test_tools_whose_calls_no_grammar_can_keep_to_are_offered_without_one(
     inputs = await InputProcessor.read(str(make_caller(tmp_path / "model", thinks=False, knows_tools=False)))
     odd = ({"type": "function", "function": {"name": "a b"}},)
     prompt = Conversation(({"role": "user", "content": "Pick a fox."},), odd)
-    for spec in (RequestSpec(prompt), ask(ignore_eos=True), ask(decode=Decode("diffusion-fast"))):
+    without = ({"ignore_eos": True}, {"decode": Decode("diffusion-fast")}, {"sampling": {"min_tokens": 2}})
+    for spec in (RequestSpec(prompt), *(ask(**each) for each in without)):
         request = await inputs.make_request(spec)
-        assert request.not_enforced == ("tools",) and not request.sampling.HasField("grammar")
+        assert request.not_enforced == ("schema",) and not request.sampling.HasField("grammar")
     with pytest.raises(InputError, match=r"^tools: "):
         await inputs.make_request(RequestSpec(prompt, calls=FORCED))
