@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+import numpy as np
+
 from coordinator.decoding.decoders import Decoder, Fill, Masks, Text, Verified
 from coordinator.decoding.suffix_automaton import TextSearch
 from coordinator.decoding.window_lengths import TEXT_WINDOWS, WindowChooser
@@ -21,6 +23,7 @@ from worker.memory.history import History
 
 VOCAB = 50
 PLENTY = 10**9
+_POWERS = np.array([pow(31, n, 1009) for n in range(10_000)])
 
 
 def continuation(tokens: Iterable[int], seed: int = 0) -> Iterable[int]:
@@ -28,9 +31,9 @@ def continuation(tokens: Iterable[int], seed: int = 0) -> Iterable[int]:
 
     With a seed it is drawn, by that and the place.
     """
-    value, position = 7, 0
-    for position, token in enumerate(tokens, 1):  # noqa: B007 - used below
-        value = (value * 31 + token + 1) % 1009
+    known = np.fromiter(tokens, np.int64)
+    position = len(known)
+    value = int(_POWERS[position] * 7 + _POWERS[:position] @ (known[::-1] + 1)) % 1009  # by Horner's rule
     while True:
         token = (value + seed * (position * position + 1)) % VOCAB
         yield token

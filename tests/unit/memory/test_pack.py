@@ -20,8 +20,8 @@ ONE = 2 * 2 * H * K * 4  # bytes of a row: two layers, keys and values
 
 def rows_of(tokens: Sequence[int]) -> mx.array:
     """Keys [1, H, L, K] that tell token, head and number apart."""
-    heads = [[[100.0 * token + 10 * head + number for number in range(K)] for token in tokens] for head in range(H)]
-    return mx.array([heads]).reshape(1, H, len(tokens), K)
+    at = mx.array(list(tokens), mx.float32)[:, None]
+    return (100 * at + 10 * mx.arange(H)[:, None, None] + mx.arange(K))[None]
 
 
 class Model:
