@@ -238,12 +238,9 @@ class InputProcessor:
         def encode() -> list[int]:
             if most is not None:
                 tokenizer.require_few(prompt, most)
-            return [] if is_long else tokenizer.encode_prompt(prompt, special=special)
+            return tokenizer.encode_prompt(prompt, special=special, apart=is_long)
 
-        found = await self._encoding.run(encode)
-        if is_long:
-            found = await self._reading_long.run(partial(tokenizer.encode_prompt, prompt, special=special, apart=True))
-        return tuple(found)
+        return tuple(await (self._reading_long if is_long else self._encoding).run(encode))
 
     async def text_of(self, tokens: Sequence[int]) -> str:
         """Return the text of the tokens. Raises InputError for ids outside the vocabulary."""
