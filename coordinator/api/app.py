@@ -88,7 +88,9 @@ def _endpoint(operation: Operation) -> Callable[[Request], Awaitable[Response]]:
         known: dict[str, Any] = {**request.query_params, **request.path_params, "request": request}
         given = {name: value for name, value in known.items() if name in operation.parameters}
         if operation.body:
-            given["body"], ignored = await read_body(request, operation.body, server.limits.body_bytes)
+            given["body"], ignored = await read_body(
+                request, operation.body, server.limits.body_bytes, server.long_bodies
+            )
             server.seen.note("ignored_field", "a request has a field that this server ignores", ignored)
         left_out = begin_request()
         found = await unless_left(request, operation.function(server, **given))

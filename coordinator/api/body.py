@@ -11,9 +11,9 @@ from starlette.requests import ClientDisconnect, Request
 
 from coordinator.api.errors import HttpError
 from coordinator.decoding.decode_options import Decode, make_cache_choice, make_decode
+from coordinator.engine.inputs import OneAtATime
 from coordinator.sessions.request import BREAKERS, Prompt, RequestSpec, SamplingParams, sampling_field
 from worker.errors import InputError
-from worker.platform.threads import run_in_thread
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -74,6 +74,7 @@ OPENAI_ONLY: Unsupported = {  # fields of OpenAI's bodies that the other APIs do
     "stop": ([],),
 }
 _MAX_DEPTH = 64  # levels of lists and objects in a field
+_MAX_OBJECTS = 20_000  # in a field: messages, parts, tools; each costs the event loop time
 
 
 class Section(BaseModel):
@@ -205,12 +206,13 @@ def require_one(body: BaseModel, first: str, second: str) -> None:
 
 
 def _require_plain(name: str, value: Any) -> None:
-    """Raise InputError for valid JSON that no field takes: deep nesting, half characters, huge numbers."""
-    level = [name, value]
+    """Raise InputError for JSON that no field takes: many objects, deep nesting, half characters, huge numbers."""
+    level, num_objects = [name, value], 0
     for _ in range(_MAX_DEPTH):
         below: list[Any] = []
         for each in level:
             if isinstance(each, dict):
+                num_objects += 1
                 below += [*each, *each.values()]
             elif isinstance(each, list):
                 below += each
@@ -223,6 +225,8 @@ def _require_plain(name: str, value: Any) -> None:
                 raise InputError(name, "expected a number of JSON, found NaN")
             elif isinstance(each, int | float) and not abs(each) < 2**64:
                 raise InputError(name, "expected numbers below 2^64")
+        if num_objects > _MAX_OBJECTS:
+            raise InputError(name, f"expected at most {_MAX_OBJECTS} objects in it, found more")
         if not below:
             return
         level = below
@@ -242,16 +246,19 @@ def _place(path: Sequence[str | int], body: Any, *, is_missing: bool) -> str:
     return ".".join(map(str, found))
 
 
-MAX_INLINE_BYTES = 64 << 10  # a longer body is parsed on a thread, so that it does not delay other requests
+MAX_INLINE_BYTES = 64 << 10  # a longer body is parsed on a thread, one at a time: they would delay streams
 _SEND_S = 60.0  # within which a client has to send its body
 _CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
 
-async def read_body(request: Request, kind: type[Body], max_bytes: int) -> tuple[Body, list[str]]:
-    """Return a request's body, and the names of the fields that are ignored.
+async def read_body(
+    request: Request, kind: type[Body], max_bytes: int, long_bodies: OneAtATime
+) -> tuple[Body, list[str]]:
+    """Return a request's body, and the names of the fields that are ignored; `long_bodies` are parsed in turn.
 
     Raises:
         HttpError: with the status 400, 408, 413 or 415. InputError: a field is wrong.
+        QueueFull, WaitedTooLong: too many long bodies wait, or this one did.
     """
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
@@ -273,7 +280,7 @@ async def read_body(request: Request, kind: type[Body], max_bytes: int) -> tuple
     except TimeoutError:
         raise HttpError(408, f"expected a whole body within {_SEND_S:g} s", "request_timeout", headers=_CLOSE) from None
     parse = partial(_parse, kind, bytes(body))
-    return await run_in_thread(parse) if len(body) > MAX_INLINE_BYTES else parse()
+    return await long_bodies.run(parse) if len(body) > MAX_INLINE_BYTES else parse()
 
 
 def _parse(kind: type[Body], body: bytes) -> tuple[Body, list[str]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from coordinator.api.errors import HttpError
 from coordinator.api.left_out import SeenNames
 from coordinator.engine.engine import Engine, ServerState, ServerStatus
-from coordinator.engine.inputs import InputProcessor
+from coordinator.engine.inputs import InputProcessor, OneAtATime
 from coordinator.engine.stats import Stats
 from coordinator.engine.status import ClusterStatus
 from coordinator.sessions.request import PoolingKind
@@ -68,6 +68,7 @@ class Server:
         self.started = int(time.time())
         self.limits = limits or RequestLimits()
         self.stats = stats or Stats()
+        self.long_bodies = OneAtATime(max_wait_s=self.limits.queue_timeout_s, on_refused=self.stats.refuse)
         self.status = ClusterStatus(self.stats)
         self.engine: Engine | None = None
         self.probing = asyncio.Lock()  # one deep health check at a time

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import msgpack
 import psutil
@@ -31,12 +31,13 @@ _TRIES = 2  # another program may have ended the process, for which the request 
 _START_S = 60.0
 _LOOK_S = 0.05  # between two looks at the process's memory
 _OUT_OF_MEMORY = 75  # exit code
+_RENDER_S = 0.5  # of the processor, for a chat template: others wait meanwhile, and would for a new process, too
 _LENGTH = struct.Struct(">Q")
 _MAX_LINE = 300
 _PATTERN = "the regular expression"
 _ENVIRONMENT = ("TZ", "PYTHONHOME", "LD_LIBRARY_PATH")  # for local time, and for a Python that needs them to start
 
-JobResult = tuple[str, Any]  # the outcome ("done", "refused" or "too long") and the result
+JobResult = tuple[str, Any]  # the outcome ("done", "refused", "too long" or "too slow") and the result
 Job = Callable[[Any], JobResult]
 
 
@@ -211,6 +212,8 @@ class Templates(Bounded):
         if outcome == "refused":
             line = "".join(letter if letter.isprintable() else " " for letter in found)
             raise TemplateRefusal(line)
+        if outcome == "too slow":
+            raise InputError("prompt", f"the chat template took longer than {_RENDER_S:g} s; give it raw, or shorter")
         if outcome == "too long":
             made = f"made more than {self.bounds.text_bytes / 2**20:g} MiB of text"
             raise InputError("prompt", f"the chat template {made}; give it raw, or shorter")
@@ -379,13 +382,27 @@ def _templates() -> Job:
         ValueError,
     )  # fmt: skip
 
+    class TooSlow(BaseException):
+        pass
+
+    def end(*args: object) -> NoReturn:
+        raise TooSlow
+
+    signal.signal(signal.SIGVTALRM, end)
+
     def render(arguments: Any) -> JobResult:
         try:
+            signal.setitimer(signal.ITIMER_VIRTUAL, _RENDER_S)
             rendered = render_jinja_template(**arguments)
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             msgpack.packb(rendered)  # refuse a result that is not text
             return "done", rendered
         except refusals as error:
             return "refused", first_line(error)[:_MAX_LINE]
+        except TooSlow:
+            return "too slow", ""
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
     return render
 

@@ -257,18 +257,14 @@ class InputProcessor:
         if isinstance(prompt, str):
             require_utf8("prompt", prompt)
         tokenizer = self._require_tokenizer("prompt")
-        encode_prompt = partial(tokenizer.encode_prompt, prompt, calls=calls, special=special)
         is_long = _num_letters(prompt) > _LONG
 
         def encode() -> list[int]:
             if most is not None:
                 tokenizer.require_few(prompt, most, calls)
-            return [] if is_long else encode_prompt()
+            return tokenizer.encode_prompt(prompt, calls=calls, special=special, apart=is_long)
 
-        found = await self._encoding.run(encode)
-        if is_long:
-            found = await self._reading_long.run(partial(encode_prompt, apart=True))
-        return tuple(found)
+        return tuple(await (self._reading_long if is_long else self._encoding).run(encode))
 
     async def _last_tokens(self, texts: Sequence[str]) -> set[int]:
         """Return the last token of each text; none without a tokenizer."""

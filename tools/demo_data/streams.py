@@ -4,8 +4,8 @@ Windows follow WeDLM (arXiv 2512.22737, section 4) with two additions. Half of t
 random tokens, since that is what a window looks like when it verifies its guesses. And what follows an answer's end in
 a block reads as more <|im_end|>, so that a window learns to stop and never sees the next question.
 
-Canvases are blocks whose rows see each other in both directions, behind causal rows (block diffusion, arXiv 2503.09573).
-They begin with the answer, as in decoding, and not at multiples of their length.
+Canvases are blocks whose rows see each other in both directions, behind causal rows (block diffusion, arXiv
+2503.09573). They begin with the answer, as in decoding, and not at multiples of their length.
 
 Shapes: B rows, L tokens per row, N blocks per row, K tokens per block.
 """

@@ -83,6 +83,7 @@ REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (ChatBody, {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}}, "tool_choice"),
     (ChatBody, {"stop": ["a"] * 65}, "stop"),
     (ChatBody, {"n": 0}, "n"),
+    (ChatBody, {"messages": [{"role": "user", "content": "a"}] * 20_001}, "messages"),
     (CompletionBody, {"prompt": None}, "prompt"),
     (CompletionBody, {"prompt": []}, "prompt"),
     (CompletionBody, {"prompt": [1, "a"]}, "prompt"),
