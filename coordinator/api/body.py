@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from coordinator.api.errors import HttpError
 from coordinator.decoding.decode_options import Decode, make_cache_choice, make_decode
-from coordinator.engine.inputs import OneAtATime
+from coordinator.engine.one_at_a_time import OneAtATime
 from coordinator.sessions.request import BREAKERS, Prompt, RequestSpec, SamplingParams, sampling_field
 from worker.errors import InputError
 

@@ -19,7 +19,8 @@ from coordinator.cluster.open import unload_workers
 from coordinator.cluster.options import DEFAULT_CONTEXT, ClusterOptions
 from coordinator.cluster.progress import say
 from coordinator.engine.engine import Engine, ServerState, open_engine
-from coordinator.engine.inputs import InputProcessor, OneAtATime
+from coordinator.engine.inputs import InputProcessor
+from coordinator.engine.one_at_a_time import OneAtATime
 from coordinator.engine.stats import Stats
 from coordinator.engine.status import StatusLog, log_request
 from coordinator.sessions.request import PoolingKind

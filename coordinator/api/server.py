@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from coordinator.api.errors import HttpError
 from coordinator.api.left_out import SeenNames
 from coordinator.engine.engine import Engine, ServerState, ServerStatus
-from coordinator.engine.inputs import InputProcessor, OneAtATime
+from coordinator.engine.inputs import InputProcessor
+from coordinator.engine.one_at_a_time import OneAtATime
 from coordinator.engine.stats import Stats
 from coordinator.engine.status import ClusterStatus
 from coordinator.sessions.request import PoolingKind

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.engine.inputs import OneAtATime
+from coordinator.engine.one_at_a_time import OneAtATime
 from coordinator.engine.stats import Stats
 from worker.errors import QueueFull, WaitedTooLong
 
