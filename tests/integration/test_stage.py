@@ -190,13 +190,14 @@ async def test_a_stage_is_idle_only_once_no_frame_that_opens_a_slot_is_on_its_wa
 
 
 async def test_a_stopped_stage_begins_nothing_more_and_tells_those_that_wait_for_it() -> None:
-    go_on = threading.Event()
+    is_busy, go_on = threading.Event(), threading.Event()
     async with started() as running:
         running.submit(Frame(epoch=1, opened=[Opening(slot=0)]))
         await running.next_result()
         idle = asyncio.ensure_future(running.call(running.stage.wait_idle()))
         ended = asyncio.ensure_future(running.next_result())
-        running.thread.post(partial(go_on.wait, 60))
+        running.thread.post(lambda: is_busy.set() or go_on.wait(60))
+        await asyncio.to_thread(is_busy.wait, 60)  # so that the frame and the end come in one turn of its loop
         running.submit(*numbered(1))
         running.stage.stop()
         go_on.set()
