@@ -21,6 +21,7 @@ from coordinator.bench.simulate import (
     steady_span,
 )
 from coordinator.planning.prediction import Prediction
+from coordinator.sessions.output import speed_after_first
 from coordinator.sessions.waterfall import Passage
 from protos.brigade_pb2 import StatusReply
 from worker.errors import BrigadeError
@@ -165,7 +166,8 @@ def summarise(system: str, layers: list[int] | None, decode: str, trials: Sequen
     """Return the row of one system's trials."""
     ttfts = [times[0] - trial.started for trial in trials for times in trial.token_times]
     gaps = [1e3 * (b - a) for trial in trials for times in trial.token_times for a, b in pairwise(times)]
-    speeds = [(len(t) - 1) / (t[-1] - t[0]) for trial in trials for t in trial.token_times if t[-1] > t[0]]
+    found = (speed_after_first(times) for trial in trials for times in trial.token_times)
+    speeds = [speed for speed in found if speed is not None]
     row = BenchRow(
         system=system,
         layers=layers,
@@ -234,7 +236,7 @@ def frame_costs(layers: list[int], trials: Sequence[BenchTrial]) -> FrameCosts:
     hops: list[list[float]] = [[] for _ in range(num_stages)]
     for trial in trials:
         for passage in trial.passages:
-            for stage, (computed_ms, hop_ms) in enumerate(_passage_ms(passage, trial.offsets)):
+            for stage, (computed_ms, hop_ms) in enumerate(passage_ms(passage, trial.offsets)):
                 times[stage][passage.num_rows].append(computed_ms)
                 hops[stage].append(hop_ms)
     stage_ms = [{rows: fmean(taken) for rows, taken in sorted(by_rows.items())} for by_rows in times]
@@ -265,7 +267,7 @@ def _bytes_per_token(trials: Sequence[BenchTrial], stage: int) -> float | None:
     return median(known) if known else None
 
 
-def _passage_ms(passage: Passage, offsets: Sequence[int]) -> Iterator[tuple[float, float]]:
+def passage_ms(passage: Passage, offsets: Sequence[int]) -> Iterator[tuple[float, float]]:
     """Yield for each stage the milliseconds of computing, and from then to the arrival at the next stage or back."""
     arrivals = [timing.received - offset for timing, offset in zip(passage.timings, offsets, strict=True)]
     for timing, offset, arrival in zip(passage.timings, offsets, [*arrivals[1:], passage.returned], strict=True):

@@ -1,6 +1,5 @@
 """Checks of frame headers and results, before their payload is used. Pure: no I/O, no MLX."""
 
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
@@ -20,6 +19,7 @@ from protos.brigade_pb2 import (
     Result,
     Sample,
     Score,
+    Soft,
     Window,
 )
 from worker.errors import FrameError
@@ -31,6 +31,12 @@ NUM_CANDIDATES = 64  # of each row of a canvas, for a step that knows little of 
 MOST_GRAMMAR = 1 << 20  # characters of a grammar
 _MOST_EOS = 64  # tokens that end an answer
 _CONDITIONINGS = (CONDITIONING_NONE, CONDITIONING_EXACT, CONDITIONING_TOP)
+_EXPONENTS = {  # all of its bits are set in NaN and infinities
+    DType.DTYPE_FLOAT32: ("<u4", 0x7F800000),
+    DType.DTYPE_FLOAT16: ("<u2", 0x7C00),
+    DType.DTYPE_BFLOAT16: ("<u2", 0x7F80),
+}
+_ONE = 0x3C00  # as float16: larger integers are larger numbers, negative ones, infinities and NaN
 _MOST_TOKENS = 1 << 24  # more than any context or vocabulary has
 
 
@@ -41,14 +47,13 @@ def num_rows(window: Window) -> int:
 
 def asked_rows(window: Window, first: int = 0) -> range:
     """Return the rows that the last stage samples, wanted before guessed ones; the window begins at row `first`."""
-    num_tokens = len(window.tokens)
-    return range(first + num_tokens - window.wanted, first + num_tokens + window.guessed)
+    end = first + len(window.tokens) + window.canvas_first
+    return range(end - window.wanted, end + window.guessed)
 
 
 def head_rows(window: Window, first: int = 0) -> range:
     """Return the rows that need logits: first those whose next token is a target, then the asked ones."""
-    asked = asked_rows(window, first)
-    return range(asked.start - len(window.targets), asked.stop)
+    return range(first + len(window.tokens) - window.wanted - len(window.targets), asked_rows(window, first).stop)
 
 
 def dtype_name(dtype: DType) -> str:
@@ -137,6 +142,8 @@ def check_soft(
 ) -> None:
     """Raise FrameError unless the result of `node` holds what the next steps of canvases are to know, and nothing else.
 
+    Numbers have to be finite, probabilities at most 1, tokens below `vocab_size`.
+
     Args:
         asked: as `softened_of` returns it. A slot whose window failed needs nothing.
     """
@@ -151,9 +158,23 @@ def check_soft(
     if len(found) != len(expected) or set(found) != expected:
         said = f"expected (slot, conditioning, bytes, bytes of ids) {brief(sorted(expected))}, got {brief(found)}"
         raise FrameError(f"{said} (step {result.step})", node=node)
-    highest = max((max(array("I", soft.ids)) for soft in result.soft if soft.ids), default=0)
-    if highest >= vocab_size:
-        raise FrameError(f"expected tokens below {vocab_size}, got {highest} (step {result.step})", node=node)
+    for soft in result.soft:
+        if wrong := _wrong_numbers(soft, dtype, vocab_size):
+            raise FrameError(f"expected {wrong} (slot {soft.slot}, step {result.step})", node=node)
+
+
+def _wrong_numbers(soft: Soft, dtype: DType, vocab_size: int) -> str:
+    """Return what was expected of the numbers of canvas rows, and found; empty if they are right."""
+    import numpy as np  # most chains never need it, and commands would start later
+
+    if soft.conditioning == CONDITIONING_TOP:
+        if (highest := np.frombuffer(soft.ids, "<u4").max()) >= vocab_size:
+            return f"tokens below {vocab_size}, got {highest}"
+        is_right = np.frombuffer(soft.rows, "<u2").max() <= _ONE
+        return "" if is_right else "probabilities from 0 to 1 for the next step of a canvas, got others"
+    kind, exponent = _EXPONENTS[dtype]
+    is_right = (np.frombuffer(soft.rows, kind) & exponent).max() < exponent
+    return "" if is_right else "finite numbers for the next step of a canvas, got NaN or infinities"
 
 
 def pooled_of(windows: Iterable[Window]) -> dict[int, int]:
@@ -244,9 +265,13 @@ def _check_windows(frame: Frame, stage: int) -> None:
             raise FrameError(f"expected a temperature from 0, and of a canvas, got {window.temperature} {found}")
         if window.HasField("soft") and stage:
             raise FrameError(f"expected what the step before made of a canvas at stage 0 only, got it {found}")
-        if window.guessed > (most := window.masks + len(window.canvas)):
+        if window.canvas_first and not window.canvas:
+            raise FrameError(
+                f"expected no rows before the guessed ones without a canvas, got {window.canvas_first} {found}"
+            )
+        if window.canvas_first + window.guessed > (most := window.masks + len(window.canvas)):
             expected = f"expected at most {most} guesses, as many as MASK or canvas rows"
-            raise FrameError(f"{expected}, got {window.guessed} {found}")
+            raise FrameError(f"{expected}, got {window.guessed} after {window.canvas_first} {found}")
         has_room = not (window.masks or window.canvas) and window.wanted
         if window.drafts and not (has_room and window.drafts <= MOST_DRAFTS):
             expected = f"expected at most {MOST_DRAFTS} drafts, after sampled rows and without MASK or canvas rows"
