@@ -12,19 +12,19 @@ from tools.windows_report import to_markdown
 
 
 def drafted(num_steps: int, kind: str = "facts") -> Score:
-    return Score(kind, "draft", 7, None, 4, 4, 4, num_tokens=100, num_steps=num_steps, num_rows=150)
+    return Score(kind, "draft", 15, None, 4, 4, 4, num_tokens=100, num_steps=num_steps, num_rows=150)
 
 
 def with_drafts() -> Measured:
     whole = measured()
     return replace(
         whole,
-        draft_ms={"7": 5.0},
+        draft_ms={"15": 5.0},
         drafts=[drafted(20, kind) for kind in whole.kinds],
         unknown=[drafted(80)],
         drafted_speeds=[
             Speed(kind, "draft", size, delay_ms, 100, 0.5)
-            for kind in whole.kinds for delay_ms in (0.0, 60.0) for size in (7, None)
+            for kind in whole.kinds for delay_ms in (0.0, 60.0) for size in (15, None)
         ],
     )  # fmt: skip
 
@@ -33,9 +33,9 @@ def test_drafts_have_their_rows_in_every_table() -> None:
     made = with_drafts()
     assert Measured.from_json(json.loads(made.to_json())) == made
     lines = [line.replace(" ", "") for line in to_markdown(made).splitlines()]
-    assert "|`draft`|7||100.0|100.0|5.00|1.50|20.0|" in lines
-    assert "|facts|7|1.25|1.50|" in lines and "|60|`draft`|auto|200.0|200.0|200.0|200.0|" in lines
-    assert any("5.0msfor7drafts" in line for line in lines) and any("44of44answers" in line for line in lines)
+    assert "|`draft`|15|100.0|100.0|5.00|1.50|20.0|" in lines
+    assert "|facts|15|1.25|1.50|" in lines and "|60|`draft`|auto|200.0|200.0|200.0|200.0|" in lines
+    assert any("5.0msfor15drafts" in line for line in lines) and any("44of44answers" in line for line in lines)
     changed = replace(made, drafts=[replace(score, num_equal=3) for score in made.drafts])
     assert any("40of44answers|**no**|" in line.replace(" ", "") for line in to_markdown(changed).splitlines())
     without = to_markdown(measured())
