@@ -184,7 +184,7 @@ def main(
         random_model.main(folder / "model", hidden=64, layers=2, context=65536, dtype="float32", chats=True)
         results = []
         with brigade("--model", folder / "model", "--local", "0") as server, _proxy_to(server.url) as proxy:
-            for name in names or known:
+            for name in dict.fromkeys(names or known):
                 results.append(_checked(known[name], kept, folder / "runs" / name, proxy))
                 print(results[-1].row(), *results[-1].tools, flush=True)
     if markdown:
