@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+import psutil
 import typer
 
 from tools import random_model
@@ -184,7 +185,7 @@ def main(
         random_model.main(folder / "model", hidden=64, layers=2, context=65536, dtype="float32", chats=True)
         results = []
         with brigade("--model", folder / "model", "--local", "0") as server, _proxy_to(server.url) as proxy:
-            for name in names or known:
+            for name in dict.fromkeys(names or known):
                 results.append(_checked(known[name], kept, folder / "runs" / name, proxy))
                 print(results[-1].row(), *results[-1].tools, flush=True)
     if markdown:
@@ -231,6 +232,8 @@ def _checked(client: Client, environments: Path, folder: Path, proxy: "_Proxy") 
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return Result(client, "FAILED", version, note=f"took longer than {_RUN_S:g} s")
+        finally:
+            _end_left(home)
         if ended.returncode:
             break
     assert ended is not None
@@ -242,6 +245,14 @@ def _checked(client: Client, environments: Path, folder: Path, proxy: "_Proxy") 
     state = "FAILED" if note else "passed"
     note = note or ("" if client.has_tools else "it sends no tools")
     return Result(client, state, version, tuple(seen.apis), tuple(tools), note)
+
+
+def _end_left(home: Path) -> None:
+    """End what a client left running, such as Cline's hub: the processes that have its home folder."""
+    for process in psutil.process_iter(["environ"]):
+        if (process.info["environ"] or {}).get("HOME") == str(home):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def _failure(client: Client, seen: "Seen", validator: Path, ended: "subprocess.CompletedProcess[str]") -> str:

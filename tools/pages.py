@@ -42,6 +42,7 @@ PAGES = (
     Page("bench.md", _BENCH, (*_CHAIN, "coordinator/bench"), "bench.json"),
     Page("bench.png", _BENCH, (*_CHAIN, "coordinator/bench")),
     Page("canvas.md", _CANVAS, _CHAIN, "canvas.json"),
+    Page("clients.md", "python -m tools.check_clients --markdown docs/clients.md", ("coordinator/api",)),
     Page("failover.md", "brigade bench --failover -n 1 --model FOLDER", (*_CHAIN, "coordinator/planning")),
     Page("faults.md", _FAULTS, ("coordinator", "worker", "tools/faults"), "faults.json"),
     Page("feed.md", _FEED, ("coordinator/cluster", "worker/node")),

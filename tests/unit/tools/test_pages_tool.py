@@ -9,8 +9,8 @@ import pytest
 from tools.pages import PAGES, Page, main
 
 ROOT = Path(__file__).parents[3]
-_NAMES = "bench", "faults", "serve"
-BENCH, FAULTS, SERVE = (next(page for page in PAGES if page.name == f"{name}.md") for name in _NAMES)
+_NAMES = "bench", "clients", "faults", "serve"
+BENCH, CLIENTS, FAULTS, SERVE = (next(page for page in PAGES if page.name == f"{name}.md") for name in _NAMES)
 
 
 class Repository:
@@ -61,8 +61,8 @@ def test_a_page_is_older_once_its_code_has_changed_since_its_stored_figures(
     repository.commit(*(f"docs/{page.figures or page.name}" for page in PAGES))
     assert older() == []
     repository.commit("coordinator/api/app.py")
-    assert older() == [FAULTS.command, SERVE.command]
-    repository.commit("docs/serve.md", "docs/faults.json")
+    assert older() == [CLIENTS.command, FAULTS.command, SERVE.command]
+    repository.commit("docs/serve.md", "docs/clients.md", "docs/faults.json")
     assert older() == []
     repository.commit("coordinator/bench/report.py")
     repository.commit("docs/bench.md", "docs/bench.png", "docs/faults.json")
