@@ -17,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.api.errors import HttpError, error_response
-from coordinator.engine.stats import KEY_HOLDER, REQUEST_ID
+from coordinator.engine.stats import BEST_PRIORITY, KEY_HOLDER, REQUEST_ID
 from worker.errors import InputError
 
 OPEN_PATHS = ("/health", "/live", "/")  # no key needed, unless a query makes them cost a step of the chain
@@ -25,15 +25,16 @@ _MIN_KEY, _MAX_KEY = 8, 512  # characters; the keys that a client sends to other
 _MAX_FILE_BYTES = 1 << 20
 _ID = r"[A-Za-z0-9._-]{1,128}"
 KEY_VARIABLE = "BRIGADE_API_KEY"  # an environment variable: a command line is seen by all users of a machine
-_AT_ONCE = re.compile(r"at_once=([1-9][0-9]{0,5})")
+_LIMITS = re.compile(r"( at_once=(?P<at_once>[1-9][0-9]{0,5}))?( priority=(?P<priority>-?[0-9]{1,9}))?")
 
 
 @dataclass(frozen=True)
 class Keys:
-    """SHA-256 digests of keys, and how many requests each may have at once, by the names of their holders."""
+    """SHA-256 digests of keys, and the limits of their requests, by the names of their holders."""
 
     digests: Mapping[str, bytes]
     most_at_once: Mapping[str, int] = field(default_factory=dict)  # no entry: any number
+    best_priority: Mapping[str, int] = field(default_factory=dict)  # no entry: 0
 
     def holder(self, key: str) -> str | None:
         """Return the name of the key's holder. Compares all keys, in constant time."""
@@ -55,12 +56,13 @@ def load_keys(path: Path | None) -> Keys | None:
     """
     known = _read_keys(path, _MIN_KEY) if path else {}
     if key := os.environ.get(KEY_VARIABLE):
-        known[KEY_VARIABLE] = _Key(_require_key(key, _MIN_KEY, KEY_VARIABLE), None)
+        known[KEY_VARIABLE] = _Key(_require_key(key, _MIN_KEY, KEY_VARIABLE))
     if not known:
         return None
     return Keys(
         {name: hashlib.sha256(each.key.encode()).digest() for name, each in known.items()},
         {name: each.most_at_once for name, each in known.items() if each.most_at_once is not None},
+        {name: each.best_priority for name, each in known.items()},
     )
 
 
@@ -76,7 +78,8 @@ def first_key(path: Path | None) -> str | None:
 @dataclass(frozen=True)
 class _Key:
     key: str
-    most_at_once: int | None
+    most_at_once: int | None = None
+    best_priority: int = 0
 
 
 def _require_key(key: str, min_length: int, place: str) -> str:
@@ -86,7 +89,7 @@ def _require_key(key: str, min_length: int, place: str) -> str:
 
 
 def _read_keys(path: Path, min_length: int) -> dict[str, _Key]:
-    """Read one key per line, as `KEY`, `NAME KEY` or `NAME KEY at_once=N`; lines that begin with # are skipped."""
+    """Read one key per line, as `KEY` or `NAME KEY [at_once=N] [priority=N]`; lines that begin with # are skipped."""
     try:
         lines = _read(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -96,14 +99,14 @@ def _read_keys(path: Path, min_length: int) -> dict[str, _Key]:
         place, words = f"{path}, line {number}", line.split()
         if not words or words[0].startswith("#"):
             continue
-        limit = _AT_ONCE.fullmatch(words[2]) if len(words) == 3 else None
-        if len(words) > 3 or (len(words) == 3 and limit is None):
-            raise InputError("api_key_file", f"{place}: expected KEY, NAME KEY or NAME KEY at_once=N")
+        if (limits := _LIMITS.fullmatch("".join(f" {word}" for word in words[2:]))) is None:
+            raise InputError("api_key_file", f"{place}: expected KEY or NAME KEY, and then at_once=N or priority=N")
+        at_once, priority = limits["at_once"], int(limits["priority"] or 0)
         name, key = words[:2] if len(words) > 1 else (f"key {number}", words[0])
         if name in (*keys, KEY_VARIABLE) or key in [each.key for each in keys.values()]:
             expected = f"expected a name and a key that no other line has, and no key named {KEY_VARIABLE}"
             raise InputError("api_key_file", f"{place}: {expected}")
-        keys[name] = _Key(_require_key(key, min_length, place), int(limit[1]) if limit else None)
+        keys[name] = _Key(_require_key(key, min_length, place), int(at_once) if at_once else None, priority)
     if not keys:
         raise InputError("api_key_file", f"{path}: expected a key per line, found none")
     return keys
@@ -150,6 +153,7 @@ class AuthMiddleware:
             holder = self._holder(scope, headers)
             with self._counted(holder, is_counted=scope["method"] == "POST"):
                 KEY_HOLDER.set(holder)
+                BEST_PRIORITY.set(self._keys.best_priority.get(holder, 0) if self._keys else 0)
                 await self._app(scope, receive, send_with_id)
         except HttpError as error:  # the application answers its own
             await error_response(scope["path"], error)(scope, receive, send_with_id)

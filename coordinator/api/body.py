@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from coordinator.api.errors import HttpError
 from coordinator.decoding.decode_options import Decode, make_cache_choice, make_decode
 from coordinator.engine.one_at_a_time import OneAtATime
+from coordinator.engine.stats import BEST_PRIORITY
 from coordinator.sessions.request import BREAKERS, Prompt, RequestSpec, SamplingParams, sampling_field
 from worker.errors import InputError
 
@@ -120,6 +121,7 @@ class Sampled(Section):
     stop_token_ids: Annotated[list[int], Field(max_length=1024)] = []
     seed: Annotated[int | None, none_below(0)] = described("seed")
     repeat_guard: int = Field(0, ge=0)
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     ignore_eos: bool = False
     decode: str = "auto"
     window: str | int = "auto"
@@ -162,8 +164,17 @@ class Sampled(Section):
             ignore_eos=self.ignore_eos,
             dry_sequence_breakers=tuple(self.dry_sequence_breakers),
             repeat_guard=self.repeat_guard,
+            priority=self._priority(),
             **more,
         )
+
+    def _priority(self) -> int:
+        best = BEST_PRIORITY.get()
+        if self.priority is not None and self.priority < best:
+            raise InputError(
+                "priority", f"expected at least {best} with this key (lower goes first), got {self.priority}"
+            )
+        return max(0, best) if self.priority is None else self.priority
 
 
 class OpenAISampled(Sampled):

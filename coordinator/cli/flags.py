@@ -57,8 +57,8 @@ PrefillStepSize = Annotated[
 ApiKeyFile = Annotated[
     Path | None,
     _server(
-        help="Keys, one per line: KEY, NAME KEY or NAME KEY at_once=N. A server accepts all of them, and the one in "
-        "BRIGADE_API_KEY; a client sends the first."
+        help="Keys, one per line: KEY or NAME KEY [at_once=N] [priority=N]. A server accepts all of them, and the "
+        "one in BRIGADE_API_KEY; a client sends the first."
     ),
 ]
 JsonFlag = Annotated[

@@ -165,6 +165,7 @@ class InputProcessor:
             decode=decode,
             cache=asked.cache,
             repeat_guard=asked.repeat_guard,
+            priority=asked.priority,
             score_from=asked.score_from,
             pool_from=_pool_from(asked.pooling, prompt),
             tools=asked.tools,

@@ -128,8 +128,8 @@ class Slots:
 
     @property
     def active(self) -> list[SessionSlot]:
-        """The slots of sessions that have memory and have not ended, in the order of arrival."""
-        return [slot for slot in list(self._slots.values()) if slot.state in ACTIVE]
+        """The slots of sessions that have memory and have not ended, by priority and in the order of arrival."""
+        return _by_priority(slot for slot in list(self._slots.values()) if slot.state in ACTIVE)
 
     @property
     def num_waiting(self) -> int:
@@ -168,7 +168,7 @@ class Slots:
             raise QueueFull(f"there is no memory for it now, and {num_before} requests wait already; try again later")
 
     def with_room(self) -> list[SessionSlot]:
-        """Return the active slots with memory for their next window, in the order of arrival.
+        """Return the active slots with memory for their next window, by priority and in the order of arrival.
 
         First reserve more for those that go on and have little left; a newer one never overtakes an older one.
         """
@@ -215,8 +215,8 @@ class Slots:
         return [slot for slot in list(self._slots.values()) if slot.state is state]
 
     def _admit(self) -> None:
-        """Reserve memory for waiting sessions in the order of arrival; a large one is never overtaken."""
-        for slot in self._in(SlotState.WAITING):
+        """Reserve memory for waiting sessions, by priority and arrival; a large one is never overtaken."""
+        for slot in _by_priority(self._in(SlotState.WAITING)):
             if not self._reserve(slot):
                 return
 
@@ -243,24 +243,21 @@ class Slots:
         if room is None:
             return False
         slot.rows, slot.promised = rows, tuple(map(max, needed, slot.promised))
-        taken = [takeable[place] for place in room.evicted]
-        preempted = [each for each in taken if each.state in ACTIVE]
-        for each in taken:
-            if each in preempted:
-                self._preempt(each)
-            else:
-                self._free(each)
-        if preempted:
+        if any([self._take(takeable[place]) for place in room.evicted]):
             self._admit()  # it may have taken more memory than it needs
         return True
 
-    def _preempt(self, slot: SessionSlot) -> None:
-        """Free an active slot, and have its session wait for another one."""
+    def _take(self, slot: SessionSlot) -> bool:
+        """Free a slot; return whether it was active: then its session waits for another one."""
+        if slot.state not in ACTIVE:
+            self._free(slot)
+            return False
         if slot.state in ON_STAGES:
             self.closed.append(slot.number)
         slot.enter(SlotState.FREE)
         slot.session.preempt()
         self._wait(slot.session)
+        return True
 
     def _reserve(self, slot: SessionSlot) -> bool:
         """Give the slot a number and its memory; return False while there is not enough."""
@@ -268,17 +265,19 @@ class Slots:
         source, shared = self._closest(session, kept)
         rows = session.rows_for(_GROWTH)
         needed = self._costs.bytes_of(session.request.cache, rows)
+        worse = (each for each in reversed(self.active) if each.session.request.priority > session.request.priority)
+        takeable = [*kept, *(each for each in worse if each.session.may_be_preempted)]
         room = make_room(
             needed,
             self._unreserved,
-            [each.promised for each in kept],
+            [each.promised for each in takeable],
             kept.index(source) if source else None,
             extends=source is not None and shared == source.session.fed,
         )
         if room is None:
             return False
         for place in room.evicted:
-            self._free(kept[place])
+            self._take(takeable[place])
         if source and room.takes_over:  # its rows beyond the shared ones stay until the first window cuts them
             del self._slots[source.session]
             session.take_slot(source.number, shared)
@@ -349,6 +348,10 @@ class Slots:
             if shared > most and (can_be_cut or shared == holder.fed):
                 best, most = slot, shared
         return best, most
+
+
+def _by_priority(slots: Iterable[SessionSlot]) -> list[SessionSlot]:
+    return sorted(slots, key=lambda slot: slot.session.request.priority)
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,7 @@ class Request:
     stops: tuple[str, ...] = ()
     eos: frozenset[int] = frozenset()
     repeat_guard: int = 0  # end once the last tokens repeat this many times; 0: never
+    priority: int = 0  # lower numbers go first
     score_from: int | None = None  # index of the first prompt token to score, at least 1
     pool_from: int | None = None  # index of the first prompt row whose state behind the final norm is summed up
     known: KnownTokens = NO_TOKENS  # the answer so far, from a journal
@@ -148,6 +149,7 @@ class RequestSpec:
     grammar: str | None = None  # an llguidance grammar that the answer must match
     calls: Calls = AUTO_CALLS
     repeat_guard: int = 0
+    priority: int = 0  # lower numbers go first
     score_from: int | None = None  # index of the first prompt token to score, at least 1
     pooling: PoolingKind | None = None  # which states of the prompt are summed up
 

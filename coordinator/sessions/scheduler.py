@@ -5,6 +5,9 @@ equal shares of the sessions keep every stage busy. A prompt frame carries a chu
 prompts. While a session is streaming, there is at most one prompt frame per stage in flight, so that a stream waits for
 one chunk on each stage, or for two on the first: their number grows by one a round, or all of them would enter at
 once. Otherwise there are enough of them to fill the pipe.
+
+Background are the sessions with a worse priority than the best of those that run. They share one frame in so many, so
+that few of the others' steps wait for them, and none more than once.
 """
 
 from collections import defaultdict
@@ -18,6 +21,7 @@ from protos.brigade_pb2 import Frame, Result, Sample
 from worker.errors import FrameError
 
 Commit = tuple[Session, list[Sample]]
+_BACKGROUND_EVERY = 32  # frames, for each stage: less than 5 % of the steps of a lane wait for one of the background
 
 
 class Scheduler:
@@ -51,6 +55,8 @@ class Scheduler:
         self._most_lane_rows = most_lane_rows
         self._lanes: dict[int, list[SessionSlot]] = {}  # in flight, by step
         self._prompts: dict[int, list[SessionSlot]] = {}  # likewise; [] for a frame that only closes slots
+        self._background: dict[int, list[SessionSlot]] = {}  # likewise, one at most
+        self._background_at = last_step  # the last of them
         self._step = last_step
         self._turn = 0  # prompt frames so far
         self._most_prompts = 1  # prompt frames in flight beside streams
@@ -59,7 +65,7 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is in flight."""
-        return not (self._lanes or self._prompts)
+        return not (self._lanes or self._prompts or self._background)
 
     @property
     def num_waiting(self) -> int:
@@ -87,7 +93,12 @@ class Scheduler:
         active = self.slots.with_room()
         if not self.slots.closed and not any(slot.session.is_ready for slot in active):
             return None
-        chosen, in_flight, chunk = self._next_lane(active), self._lanes, None
+        best = min((slot.session.request.priority for slot in active if not slot.session.is_paused), default=0)
+        others = [slot for slot in active if slot.session.request.priority > best]
+        (chosen, chunk), in_flight = self._next_background(others), self._background
+        if not chosen:
+            active = [slot for slot in active if slot.session.request.priority <= best] if others else active
+            chosen, in_flight, chunk = self._next_lane(active), self._lanes, None
         if not chosen:
             (chosen, chunk), in_flight = self._next_prompts(active), self._prompts
         if not chosen and (not self.slots.closed or [] in self._prompts.values()):
@@ -120,7 +131,8 @@ class Scheduler:
             self._most_prompts, self._grew_at = min(self._most_prompts + 1, self._num_stages), self._step
         elif not any(self._prompts.values()):
             self._most_prompts = 1
-        slots = (self._lanes if result.step in self._lanes else self._prompts).pop(result.step, [])
+        frames = next((each for each in (self._lanes, self._background) if result.step in each), self._prompts)
+        slots = frames.pop(result.step, [])
         samples, guesses, scores = _by_slot(result.samples), _by_slot(result.guesses), _by_slot(result.scores)
         soft, pooled = _by_slot(result.soft), _by_slot(result.pooled)
         failed = {failure.slot for failure in result.failures}
@@ -135,6 +147,19 @@ class Scheduler:
             found = session.commit(samples[number], guesses[number], scores[number], soft[number], pooled[number])
             commits.append((session, found))
         return commits
+
+    def _next_background(self, others: Sequence[SessionSlot]) -> tuple[list[SessionSlot], int | None]:
+        """Return a lane of the background or, in turns with it, a prompt and the rows of its chunk, if they are due."""
+        if self._background or self._step - self._background_at < _BACKGROUND_EVERY * self._num_stages:
+            return [], None
+        ready = [slot for slot in others if slot.session.is_ready]
+        if not ready:
+            return [], None
+        self._background_at = self._step + 1
+        first = min(ready, key=lambda slot: slot.last_step)
+        if first.session.is_prefilling:
+            return [first], self._chunk_rows(first.session, first.session.num_unfed, True)
+        return self._lane_of([slot for slot in ready if not slot.session.is_prefilling]), None
 
     def _next_lane(self, active: Sequence[SessionSlot]) -> list[SessionSlot]:
         """Return one lane's equal share of the decoding sessions: those that have waited longest, by their slots.
@@ -151,6 +176,10 @@ class Scheduler:
             return []
         ready.sort(key=lambda slot: slot.last_step)
         lane = ready[: -(-len(decoding) // num_lanes)]
+        return self._lane_of(lane)
+
+    def _lane_of(self, lane: list[SessionSlot]) -> list[SessionSlot]:
+        """Return the first of these whose windows fit into a frame, by their slots."""
         if self._most_lane_rows is not None:
             rows = accumulate(slot.session.longest_window for slot in lane)
             lane = lane[: max(1, sum(count <= self._most_lane_rows for count in rows))]

@@ -203,6 +203,7 @@ def make_session(
     cache: Cache | None = None,
     score_from: int | None = None,
     known: KnownTokens = NO_TOKENS,
+    priority: int = 0,
 ) -> Session:
     """The session of a request with these fields."""
     request = Request(
@@ -214,6 +215,7 @@ def make_session(
         repeat_guard=repeat_guard,
         score_from=score_from,
         known=known,
+        priority=priority,
     )
     return Session(request, decoder, chunk=chunk)
 
@@ -252,9 +254,16 @@ class Rig:
         temperature: float = 0.0,
         decoder: Decoder | None = None,
         cache: Cache | None = None,
+        priority: int = 0,
     ) -> Session:
         sampling = Sampling(seed=seed, temperature=temperature)
-        session = make_session(prompt, max_tokens, eos, decoder, chunk=self.chunk, sampling=sampling, cache=cache)
+        session = make_session(
+            *(prompt, max_tokens, eos, decoder),
+            chunk=self.chunk,
+            sampling=sampling,
+            cache=cache,
+            priority=priority,
+        )
         self.scheduler.submit(session)
         return session
 

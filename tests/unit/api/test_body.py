@@ -84,6 +84,8 @@ REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (ChatBody, {"stop": ["a"] * 65}, "stop"),
     (ChatBody, {"n": 0}, "n"),
     (ChatBody, {"messages": [{"role": "user", "content": "a"}] * 20_001}, "messages"),
+    (ChatBody, {"priority": -1}, "priority"),
+    (MessagesBody, {"priority": "high"}, "priority"),
     (CompletionBody, {"prompt": None}, "prompt"),
     (CompletionBody, {"prompt": []}, "prompt"),
     (CompletionBody, {"prompt": [1, "a"]}, "prompt"),

@@ -16,6 +16,7 @@ from coordinator.engine.stats import KEY_HOLDER, Stats
 from coordinator.engine.status import log_request
 from coordinator.sessions.request import Request
 from tests.unit.api.fakes import ScriptedModel, app, ask, delta, last
+from tests.unit.api.test_agent_requests import Listening
 from worker.errors import InputError
 
 SECRET = "key-of-alice"
@@ -49,7 +50,9 @@ def test_a_key_of_the_environment_counts_beside_the_file(tmp_path: Path, monkeyp
         assert short not in str(refused.value)
 
 
-@pytest.mark.parametrize("line", ["a 12345678 at_once=0", "a 12345678 at_once=x", "a 12345678 priority", "a b c d"])
+@pytest.mark.parametrize(
+    "line", ["a 12345678 at_once=0", "a 12345678 at_once=x", "a 12345678 priority", "a 12345678 priority=-", "a b c d"]
+)
 def test_a_wrong_line_is_refused_without_its_key(tmp_path: Path, line: str) -> None:
     with pytest.raises(InputError, match="line 1") as refused:
         keys_of(tmp_path, line)
@@ -68,6 +71,23 @@ class Held(ScriptedModel):
         self.holders.append(KEY_HOLDER.get())
         await self.may_end.wait()
         return await super().make_request(ask)
+
+
+def test_a_request_goes_before_others_only_as_far_as_its_key_may(tmp_path: Path) -> None:
+    keys = keys_of(tmp_path, f"alice {SECRET} at_once=2 priority=-3\nbatch key-of-batch priority=5\nbob key-of-bob\n")
+    assert keys.most_at_once == {"alice": 2}
+    for key, priority, found in (
+        (SECRET, None, 0), (SECRET, -3, -3), (SECRET, -4, None), (SECRET, 9, 9),
+        ("key-of-batch", None, 5), ("key-of-batch", 4, None), ("key-of-bob", None, 0), ("key-of-bob", -1, None),
+    ):  # fmt: skip
+        model = Listening()
+        server = Server(model, ["talker"])  # type: ignore[arg-type]
+        server.open(model)  # type: ignore[arg-type]
+        body = {"input": "hi", "priority": priority}
+        told = ask(make_app(server, keys=keys), "POST", "/v1/responses", json=body, headers={"x-api-key": key})
+        assert [spec.priority for spec in model.asked] == ([] if found is None else [found])
+        if found is None:
+            assert (told.status_code, told.json()["error"]["param"]) == (400, "priority")
 
 
 @pytest.mark.parametrize("streamed", [True, False])
