@@ -19,10 +19,12 @@ from tokenizers import Tokenizer
 
 from worker.errors import InputError
 from worker.model.checkpoint import DEMO
+from worker.model.diffusion_gemma import Model, ModelArgs
 from worker.platform.run import run_command
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _GROUP = 64
+_EXPERT_GROUP = 32
 _SHARD_BYTES = 4 * 2**30
 _TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function | tojson }}\n{% endfor %}"
@@ -103,6 +105,37 @@ def _shorten_answers(model: qwen3.Model, hidden: int) -> None:
     for place, logits in enumerate((_ENDS, _AFTER_MARK)):
         for text, logit in logits.items():
             head[tokenizer.token_to_id(text), place] = logit / hidden**0.5
+
+
+def write_diffusion_gemma(folder: Path, config: dict[str, Any], seed: int = 0) -> None:
+    """Write a DiffusionGemma of random weights in the layout of mlx-community.
+
+    Experts are in 4 bits, gate and up in one tensor, and all other matrices in 8 bits. `config` goes to config.json.
+    """
+    mx.random.seed(seed)
+    model = Model(ModelArgs.from_dict(config))
+    weights: dict[str, mx.array] = {}
+    for name, parameter in dict(tree_flatten(model.parameters())).items():
+        noise = mx.random.normal(parameter.shape)
+        array = (noise * noise.shape[-1] ** -0.5 if noise.ndim > 1 else 1 + 0.1 * noise).astype(mx.bfloat16)
+        name = name.replace("model.embed_tokens.conditioning.", "model.self_conditioning.")
+        name = name.replace("embed_tokens.table.", "embed_tokens.").replace("model.", "model.decoder.", 1)
+        if name.endswith(".role_scalars"):
+            for number, part in enumerate(("encoder.language_model", "decoder")):
+                scalar = name.replace("decoder", part, 1).replace("role_scalars", "layer_scalar")
+                weights[scalar] = array[number : number + 1]
+        elif array.ndim > 1:
+            parts = mx.quantize(array, _EXPERT_GROUP, 4 if ".experts." in name else 8)
+            mx.eval(parts)
+            for part, each in zip(("weight", "scales", "biases"), parts, strict=True):
+                weights[name.replace("switch_glu.", "").replace("weight", part)] = each
+        else:
+            weights[name] = array
+    for name in [name for name in weights if ".experts.gate_proj." in name]:
+        up = weights.pop(name.replace("gate_proj", "up_proj"))
+        weights[name.replace("gate_proj", "gate_up_proj")] = mx.concatenate([weights.pop(name), up], axis=-2)
+    quantization = {"group_size": _EXPERT_GROUP, "bits": 4, "mode": "affine"}
+    _write(folder, {**config, "quantization": quantization}, weights)
 
 
 def _small(array: mx.array) -> mx.array:

@@ -11,10 +11,12 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.tiny import make_model, write_folder
+from tools.random_model import write_diffusion_gemma
 
 VOCAB = 320
 CONTEXT = 40_000  # tokens: room for requests that last until a test ends them
 EOS, END = 1, 2
+_GEMMA = Path(__file__).parents[1] / "fixtures" / "diffusion_gemma"
 _SPECIAL = ["<pad>", "<eos>", "<end>"]
 _TEXT = [
     "the quick brown fox jumps over the lazy dog. " * 5,
@@ -29,6 +31,17 @@ _CHAT = (
 def make_talker(folder: Path, **config: Any) -> Path:
     """A random model of four layers whose tokens are bytes and a few words, with these keys in its configuration."""
     make_model(folder, config={"vocab_size": VOCAB, "max_position_embeddings": CONTEXT} | config)
+    _write_tokenizer(folder)
+    return folder
+
+
+def make_refiner(folder: Path) -> Path:
+    """A random DiffusionGemma in the layout of mlx-community, with the tokenizer of `make_talker`."""
+    config = json.loads((_GEMMA / "config.json").read_text())
+    config |= {"image_token_id": VOCAB - 3, "boi_token_id": VOCAB - 2, "eoi_token_id": VOCAB - 1}
+    config["text_config"] |= {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
+    config["text_config"] |= {"hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32}
+    write_diffusion_gemma(folder, config)
     _write_tokenizer(folder)
     return folder
 

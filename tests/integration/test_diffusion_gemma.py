@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 
 from coordinator.cluster.options import cluster_options
 from coordinator.decoding.decode_options import KINDS, Decode, make_cache_choice, make_decode, suit
@@ -19,19 +19,21 @@ from coordinator.planning.costs import ChainCosts
 from coordinator.quality.verify import verify
 from coordinator.sessions.request import Request, check_request
 from coordinator.sessions.session import Session
-from protos.brigade_pb2 import Cache, Frame, Grammar, Opening, Result, Sampling
+from protos.brigade_pb2 import Cache, Frame, Grammar, Opening, Result, Sampling, Window
 from tests.integration.conftest import CHUNK, running
 from tests.integration.many import Live
 from tests.integration.test_recovery import COMES_BACK, lose, supervised
 from tests.tiny import write_folder
+from tests.unit.compute.test_draws import chi_squared
 from tools.model_types.chain import Chain, Feed
+from tools.random_model import write_diffusion_gemma
 from tools.record_diffusion_gemma import PROMPTS, WINDOW, T, tokens_of
 from worker.compute.executor import Executor
 from worker.compute.shard import Shard
 from worker.errors import InputError, ModelError
+from worker.memory.history import History
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
-from worker.model.diffusion_gemma import Model, ModelArgs
 from worker.model.families import canvas_training_of
 from worker.model.model_spec import CanvasTraining, Refinement
 
@@ -157,33 +159,11 @@ ANSWERED = [
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model in the layout of mlx-community: experts in 4 bits, gate and up in one tensor, all else in 8 bits."""
+    """A model of random weights in the layout of mlx-community."""
     config = json.loads((FOLDER / "config.json").read_text())
     config["text_config"] |= {"hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32}
-    config["quantization"] = {"group_size": 32, "bits": 4, "mode": "affine"}
-    mx.random.seed(3)
-    model = Model(ModelArgs.from_dict(config))
-    weights: dict[str, mx.array] = {}
-    for name, parameter in tree_flatten(model.parameters()):
-        noise = mx.random.normal(parameter.shape)  # type: ignore[union-attr]
-        array = (noise * noise.shape[-1] ** -0.5 if noise.ndim > 1 else 1 + 0.1 * noise).astype(mx.bfloat16)
-        name = name.replace("model.embed_tokens.conditioning.", "model.self_conditioning.")
-        name = name.replace("embed_tokens.table.", "embed_tokens.").replace("model.", "model.decoder.", 1)
-        if name.endswith(".role_scalars"):
-            for number, part in enumerate(("encoder.language_model", "decoder")):
-                scalar = name.replace("decoder", part, 1).replace("role_scalars", "layer_scalar")
-                weights[scalar] = array[number : number + 1]
-        elif array.ndim > 1:
-            parts = mx.quantize(array, 32, 4 if ".experts." in name else 8)
-            for part, each in zip(("weight", "scales", "biases"), parts, strict=True):
-                weights[name.replace("switch_glu.", "").replace("weight", part)] = each
-        else:
-            weights[name] = array
-    for name in [name for name in weights if ".experts.gate_proj." in name]:
-        up = weights.pop(name.replace("gate_proj", "up_proj"))
-        weights[name.replace("gate_proj", "gate_up_proj")] = mx.concatenate([weights.pop(name), up], axis=-2)
-    folder = tmp_path_factory.mktemp("packed")
-    write_folder(folder, config, weights)
+    folder = tmp_path_factory.mktemp("packed") / "model"
+    write_diffusion_gemma(folder, config, seed=3)
     return folder
 
 
@@ -199,6 +179,37 @@ async def test_sampled_answers_are_the_same_on_every_split_alone_and_in_lanes() 
         for sampling in (Sampling(seed=7), Sampling(seed=8, temperature=3.0)):
             other = replace(ANSWERED[1], sampling=sampling)
             assert (await generate_once(chain, other, chunk=CHUNK)).tokens != found[0][1]
+
+
+def test_draws_of_a_canvas_follow_both_temperatures_the_request_s_and_the_step_s() -> None:
+    """In 300 steps of one canvas each place draws from one distribution; all of its tokens but three count as one."""
+    shard = Shard(open_folder(FOLDER), 0, 6)
+    shard.materialise(lambda num_bytes: None)
+    executor = Executor(shard, 0, SPEC.dtype)
+    tokens, opened = tokens_of(5), [Opening(sampling=Sampling(seed=3, temperature=1.5))]
+    drawn = []
+    for step in range(1, 301):
+        canvas = {"canvas": FIRST, "guessed": T, "canvas_step": step, "temperature": 0.7}
+        window = Window(prefix_hash=History().prefix_hash(0), tokens=tokens, **canvas)  # type: ignore[arg-type]
+        result = executor.step(Frame(opened=opened if step == 1 else [], windows=[window]), 0)
+        assert isinstance(result, Result)
+        drawn.append([sample.token for sample in result.guesses])
+    chain = Chain(FOLDER)
+    [logits] = chain.run(Feed(chain.open(), tokens, canvas=FIRST))
+
+    def chi_square(temperature: float) -> float:
+        """Of all places, with three degrees of freedom each."""
+        total = 0.0
+        for p, place in zip(
+            np.array(mx.softmax(logits[-T:] / temperature, axis=-1)), zip(*drawn, strict=True), strict=True
+        ):
+            best = np.argsort(-p)[:3].tolist()
+            kinds = [best.index(token) if token in best else 3 for token in place]
+            total += chi_squared(kinds, np.append(p[best], 1 - p[best].sum()))
+        return total
+
+    assert chi_square(1.5 * 0.7) < 84.1, "one in a thousand by chance, with 48 degrees of freedom"
+    assert min(chi_square(1.5), chi_square(0.7)) > 84.1, "the test could not tell"
 
 
 async def test_a_chain_is_verified_against_one_process() -> None:
