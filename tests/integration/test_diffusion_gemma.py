@@ -19,7 +19,7 @@ from coordinator.planning.costs import ChainCosts
 from coordinator.quality.verify import verify
 from coordinator.sessions.request import Request, check_request
 from coordinator.sessions.session import Session
-from protos.brigade_pb2 import Cache, Frame, Grammar, Opening, Result, Sampling, Window
+from protos.brigade_pb2 import CONDITIONING_EXACT, Cache, Frame, Grammar, Opening, Result, Sampling, Soft, Window
 from tests.integration.conftest import CHUNK, running
 from tests.integration.many import Live
 from tests.integration.test_recovery import COMES_BACK, lose, supervised
@@ -210,6 +210,22 @@ def test_draws_of_a_canvas_follow_both_temperatures_the_request_s_and_the_step_s
 
     assert chi_square(1.5 * 0.7) < 84.1, "one in a thousand by chance, with 48 degrees of freedom"
     assert min(chi_square(1.5), chi_square(0.7)) > 84.1, "the test could not tell"
+
+
+def test_a_canvas_that_makes_nan_for_its_next_step_ends_its_own_session_only() -> None:
+    shard = Shard(open_folder(FOLDER), 0, 6)
+    shard.materialise(lambda num_bytes: None)
+    nan = Soft(slot=0, conditioning=CONDITIONING_EXACT, rows=np.full(T * 48, np.nan, np.float32).tobytes())
+    canvas = {"canvas": FIRST, "guessed": T, "canvas_step": 2, "conditioning": CONDITIONING_EXACT}
+    windows = [
+        Window(slot=slot, prefix_hash=History().prefix_hash(0), tokens=[5], soft=soft, **canvas)  # type: ignore[arg-type]
+        for slot, soft in ((0, nan), (1, None))
+    ]
+    frame = Frame(opened=[Opening(slot=slot) for slot in (0, 1)], windows=windows)
+    result = Executor(shard, 0, SPEC.dtype).step(frame, 0)
+    assert isinstance(result, Result)
+    assert [(failure.slot, failure.kind) for failure in result.failures] == [(0, "FrameError")]
+    assert {guess.slot for guess in result.guesses} == {soft.slot for soft in result.soft} == {1}
 
 
 async def test_a_chain_is_verified_against_one_process() -> None:

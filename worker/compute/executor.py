@@ -448,6 +448,8 @@ class Executor:
         logits = logits / window.temperature if window.temperature else logits
         try:
             draws = self._conditioned(window, logits, self._slots[window.slot].draw(window, logits, at))
+            if draws.soft is not None:  # the coordinator would take it for a fault of the node, not of the session
+                step.checks.append((window.slot, mx.isfinite(draws.soft).all()))
             earlier = [step.draws.pop()[1]] if at else []
             step.draws.append((window, Draws.joined([*earlier, draws])))
         except (FrameError, SamplingError) as error:

@@ -1,6 +1,5 @@
 """Checks of frame headers and results, before their payload is used. Pure: no I/O, no MLX."""
 
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
@@ -20,6 +19,7 @@ from protos.brigade_pb2 import (
     Result,
     Sample,
     Score,
+    Soft,
     Window,
 )
 from worker.errors import FrameError
@@ -31,6 +31,12 @@ NUM_CANDIDATES = 64  # of each row of a canvas, for a step that knows little of 
 MOST_GRAMMAR = 1 << 20  # characters of a grammar
 _MOST_EOS = 64  # tokens that end an answer
 _CONDITIONINGS = (CONDITIONING_NONE, CONDITIONING_EXACT, CONDITIONING_TOP)
+_EXPONENTS = {  # all of its bits are set in NaN and infinities
+    DType.DTYPE_FLOAT32: ("<u4", 0x7F800000),
+    DType.DTYPE_FLOAT16: ("<u2", 0x7C00),
+    DType.DTYPE_BFLOAT16: ("<u2", 0x7F80),
+}
+_ONE = 0x3C00  # as float16: larger integers are larger numbers, negative ones, infinities and NaN
 _MOST_TOKENS = 1 << 24  # more than any context or vocabulary has
 
 
@@ -137,6 +143,8 @@ def check_soft(
 ) -> None:
     """Raise FrameError unless the result of `node` holds what the next steps of canvases are to know, and nothing else.
 
+    Numbers have to be finite, probabilities at most 1, tokens below `vocab_size`.
+
     Args:
         asked: as `softened_of` returns it. A slot whose window failed needs nothing.
     """
@@ -151,9 +159,23 @@ def check_soft(
     if len(found) != len(expected) or set(found) != expected:
         said = f"expected (slot, conditioning, bytes, bytes of ids) {brief(sorted(expected))}, got {brief(found)}"
         raise FrameError(f"{said} (step {result.step})", node=node)
-    highest = max((max(array("I", soft.ids)) for soft in result.soft if soft.ids), default=0)
-    if highest >= vocab_size:
-        raise FrameError(f"expected tokens below {vocab_size}, got {highest} (step {result.step})", node=node)
+    for soft in result.soft:
+        if wrong := _wrong_numbers(soft, dtype, vocab_size):
+            raise FrameError(f"expected {wrong} (slot {soft.slot}, step {result.step})", node=node)
+
+
+def _wrong_numbers(soft: Soft, dtype: DType, vocab_size: int) -> str:
+    """Return what was expected of the numbers of canvas rows, and found; empty if they are right."""
+    import numpy as np  # most chains never need it, and commands would start later
+
+    if soft.conditioning == CONDITIONING_TOP:
+        if (highest := np.frombuffer(soft.ids, "<u4").max()) >= vocab_size:
+            return f"tokens below {vocab_size}, got {highest}"
+        is_right = np.frombuffer(soft.rows, "<u2").max() <= _ONE
+        return "" if is_right else "probabilities from 0 to 1 for the next step of a canvas, got others"
+    kind, exponent = _EXPONENTS[dtype]
+    is_right = (np.frombuffer(soft.rows, kind) & exponent).max() < exponent
+    return "" if is_right else "finite numbers for the next step of a canvas, got NaN or infinities"
 
 
 def pooled_of(windows: Iterable[Window]) -> dict[int, int]:

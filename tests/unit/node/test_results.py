@@ -145,14 +145,25 @@ def softened(result: Result) -> None:
     check_soft(result, {1: EXACT, 4: TOP}, HIDDEN, DTYPE_BFLOAT16, 50, "last")
 
 
-def test_what_comes_back_for_the_next_step_of_a_canvas_has_just_the_bytes_that_were_asked_for() -> None:
+def test_what_comes_back_for_the_next_step_of_a_canvas_is_what_was_asked_for_in_finite_numbers() -> None:
     exact = Soft(slot=1, conditioning=CONDITIONING_EXACT, rows=bytes(2 * HIDDEN * 2))
     top = Soft(slot=4, conditioning=CONDITIONING_TOP, rows=bytes(3 * 64 * 2), ids=bytes([49, 0, 0, 0]) * 3 * 64)
     softened(soft_result(exact, top))
     softened(soft_result(top, failed=1))
-    odd = Soft(slot=4, conditioning=CONDITIONING_TOP, rows=top.rows, ids=bytes([50, 0, 0, 0]) * 3 * 64)
-    with pytest.raises(FrameError, match=r"^worker last: expected tokens below 50, got 50 \(step 9\)$"):
-        softened(soft_result(exact, odd))
+    for odd in (
+        [exact, Soft(slot=4, conditioning=CONDITIONING_TOP, rows=top.rows, ids=bytes([50, 0, 0, 0]) * 3 * 64)],
+        *([exact, Soft(slot=4, conditioning=CONDITIONING_TOP, rows=top.rows[2:] + bits, ids=top.ids)]
+          for bits in (b"\x00\x7c", b"\x00\x7e", b"\x01\x3c", b"\x00\xbc")),  # infinity, NaN, above 1, -1
+        *([Soft(slot=1, conditioning=CONDITIONING_EXACT, rows=exact.rows[2:] + bits), top]
+          for bits in (b"\x80\x7f", b"\x80\xff", b"\xc0\x7f")),  # infinities and NaN
+    ):  # fmt: skip
+        with pytest.raises(
+            FrameError, match=r"^worker last: expected (tokens|probabilities|finite) .*\(slot \d, step 9"
+        ):
+            softened(soft_result(*odd))
+    largest = Soft(slot=1, conditioning=CONDITIONING_EXACT, rows=exact.rows[4:] + b"\x7f\x7f\x7f\xff")
+    sure = Soft(slot=4, conditioning=CONDITIONING_TOP, rows=top.rows[2:] + b"\x00\x3c", ids=top.ids)
+    softened(soft_result(largest, sure))
     for wrong in (
         [exact], [exact, top, top], [exact, top, Soft(slot=5)], [Soft(slot=1), top],
         [Soft(slot=1, conditioning=CONDITIONING_EXACT, rows=exact.rows[1:]), top],
