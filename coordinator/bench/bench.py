@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -83,7 +84,8 @@ class Workload:
     def requests(self, count: int, decode: Decode, spec: ModelSpec, seed: int) -> list[Request]:
         """Return requests of different random prompts, whose answers continue past the end-of-sequence token."""
         numbers = random.Random(f"{count} {seed}")
-        prompts = [tuple(numbers.randrange(spec.vocab_size) for _ in range(self.num_prompt)) for _ in range(count)]
+        drawn = (token for token in iter(lambda: numbers.randrange(spec.vocab_size), None) if spec.is_text(token))
+        prompts = [tuple(islice(drawn, self.num_prompt)) for _ in range(count)]
         return [Request(prompt, self.num_tokens, decode=decode) for prompt in prompts]
 
 
@@ -283,8 +285,11 @@ class _Run:
             )
             return []
         chain = await stack.enter_async_context(self._open_chain(own))
+        systems: list[System] = [OnChain(ONE_PROCESS, chain)]
+        if all(decode.kind != "ar" for decode in self.workload.decodes):  # the one that mlx_lm has
+            return systems
         model = await chain.thread.run(lambda: MlxLmModel(self.checkpoint.folder))
-        return [OnChain(ONE_PROCESS, chain), OnMlxLm(model, chain)]
+        return [*systems, OnMlxLm(model, chain)]
 
     @asynccontextmanager
     async def open_cluster(self, split: LayerSplit, *, is_only: bool) -> AsyncIterator[list[OnChain]]:

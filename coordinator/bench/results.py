@@ -21,6 +21,7 @@ from coordinator.bench.simulate import (
     steady_span,
 )
 from coordinator.planning.prediction import Prediction
+from coordinator.sessions.output import speed_after_first
 from coordinator.sessions.waterfall import Passage
 from protos.brigade_pb2 import StatusReply
 from worker.errors import BrigadeError
@@ -165,7 +166,8 @@ def summarise(system: str, layers: list[int] | None, decode: str, trials: Sequen
     """Return the row of one system's trials."""
     ttfts = [times[0] - trial.started for trial in trials for times in trial.token_times]
     gaps = [1e3 * (b - a) for trial in trials for times in trial.token_times for a, b in pairwise(times)]
-    speeds = [(len(t) - 1) / (t[-1] - t[0]) for trial in trials for t in trial.token_times if t[-1] > t[0]]
+    found = (speed_after_first(times) for trial in trials for times in trial.token_times)
+    speeds = [speed for speed in found if speed is not None]
     row = BenchRow(
         system=system,
         layers=layers,

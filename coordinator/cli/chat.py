@@ -273,17 +273,17 @@ class Chat:
             answering.result()
 
     async def _speak(self, said: list[str]) -> None:
-        began, first = time.monotonic(), None
+        began, first, num_first = time.monotonic(), None, 1
         with showing(self._console) as show:
             async with aclosing(self._stream(self.dialogue.messages())) as outputs:
                 async for output in outputs:
                     if first is None and (output.content or output.reasoning):
-                        first = time.monotonic()
+                        first, num_first = time.monotonic(), max(1, len(output.tokens))  # a server sends text only
                     show.think(output.reasoning)
                     show.say(output.content)
                     said.append(output.content)
                     if output.usage is not None:
-                        self.stats = _stats_line(output.usage, began, first or time.monotonic())
+                        self.stats = _stats_line(output.usage, began, first or time.monotonic(), num_first)
 
     def _interrupt(self) -> None:
         if self._answering is not None:
@@ -297,9 +297,9 @@ class Chat:
             say(f"\n(Ctrl-C again, /exit or Ctrl-D leaves)\n{_PROMPT}")
 
 
-def _stats_line(usage: Usage, began: float, first: float) -> str:
-    decode_s = time.monotonic() - first
-    speed = f", {(usage.num_generated - 1) / decode_s:.1f} tok/s" if decode_s and usage.num_generated > 1 else ""
+def _stats_line(usage: Usage, began: float, first: float, num_first: int) -> str:
+    decode_s, num_later = time.monotonic() - first, usage.num_generated - num_first
+    speed = f", {num_later / decode_s:.1f} tok/s" if decode_s and num_later > 0 else ""
     recoveries = f"; {usage.num_recoveries} recoveries" if usage.num_recoveries else ""
     return (
         f"prompt of {usage.num_prompt} tokens, {usage.num_reused} of them reused; "

@@ -31,11 +31,11 @@ decode, encode: conversion of bytes to arrays, and of arrays or results to bytes
 
 def stats_of(answer: Answer) -> dict[str, Any]:
     """Return the `stats` of an answer; speeds are null if they are not defined."""
-    decoded, num_tokens = answer.decode_s, len(answer.tokens)
+    num_tokens = len(answer.tokens)
     return {
         "ttft_s": answer.ttft_s,
-        "decode_s": decoded,
-        "tokens_per_s": (num_tokens - 1) / decoded if decoded else None,
+        "decode_s": answer.decode_s,
+        "tokens_per_s": answer.tokens_per_s,
         "prompt_tokens_per_s": answer.usage.num_prompt / answer.ttft_s,
         "steps": answer.usage.num_steps,
         "tokens_per_step": num_tokens / answer.usage.num_steps if answer.usage.num_steps else None,

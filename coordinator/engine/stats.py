@@ -61,11 +61,11 @@ class TokenRates:
     def __init__(self) -> None:
         self._seconds: dict[int, list[int]] = {}
 
-    def add(self, second: int, num_tokens: int) -> None:
-        """Count a step. Seconds need not come in order: some readers are slower than others."""
+    def add(self, second: int, num_tokens: int, num_steps: int = 1) -> None:
+        """Count steps. Seconds need not come in order: some readers are slower than others."""
         counts = self._seconds.setdefault(second, [0, 0])
         counts[0] += num_tokens
-        counts[1] += 1
+        counts[1] += num_steps
         if len(self._seconds) > RATES_S + 1:  # with the present second
             del self._seconds[min(self._seconds)]
 
@@ -169,7 +169,7 @@ class RequestStats:
         self.num_generated = 0
         self.started = time.monotonic_ns()
         self._stats = stats
-        self._num_outputs = 0  # with tokens
+        self._num_steps = 0  # up to the last output with tokens: a canvas takes several
         self._first_at = self._last_at = 0  # nanoseconds, monotonic
         self._last: Output | None = None
         self.parts_before: dict[str, int] = {}  # of all stages' time, as it began
@@ -183,7 +183,7 @@ class RequestStats:
         return len(self.request.prompt)
 
     def take(self, output: Output) -> None:
-        """Count one step's tokens."""
+        """Count an output's tokens, and the steps that made them."""
         if num_tokens := len(output.tokens):
             counters = self._stats.counters
             num_later = num_tokens
@@ -195,10 +195,10 @@ class RequestStats:
             for _ in range(num_later):
                 self._stats.histograms["inter_token_latency_seconds"].observe(gap_s)
             self._last_at = output.at
-            self._num_outputs += 1
+            num_steps, self._num_steps = output.num_steps - self._num_steps, output.num_steps
             self.num_generated += num_tokens
             counters["generation_tokens"].inc(num_tokens)
-            self._stats.rates.add(output.at // 1_000_000_000, num_tokens)
+            self._stats.rates.add(output.at // 1_000_000_000, num_tokens, num_steps)
         if output.finish_reason is not None:
             self._last = output
 
@@ -226,7 +226,7 @@ class RequestStats:
             decoder=self.decoder,
             num_prompt=self.num_prompt,
             num_generated=self.num_generated,
-            num_steps=usage.num_steps if usage else self._num_outputs,
+            num_steps=usage.num_steps if usage else self._num_steps,
             finish_reason=reason,
             why=why,
             ended_at=time.time(),

@@ -164,9 +164,7 @@ def _make_requests(
     """
     numbers = random.Random(seed)
     longest = max(1, min(5 * CHUNK + 3, spec.context - max_tokens))
-    refinement = decode.training and decode.training.refinement
-    not_text = refinement.not_text if refinement else ()
-    drawn = (token for token in iter(lambda: numbers.randrange(spec.vocab_size), None) if token not in not_text)
+    drawn = (token for token in iter(lambda: numbers.randrange(spec.vocab_size), None) if spec.is_text(token))
     prompts = {
         f"{length} random tokens": tuple(islice(drawn, length))
         for length in sorted({1, min(7, longest), min(CHUNK, longest), longest})
@@ -182,7 +180,7 @@ def _make_requests(
     }
     if decode.kind == "canvas":
         del samplings["penalised"]  # it takes no penalties
-    if refinement:  # and this one no filters
+    if decode.training and decode.training.refinement:  # and this one no filters
         samplings["sampled"] = Sampling(seed=seed, temperature=0.8)
     return {
         f"{kind}, {name}": Request(prompt, max_tokens, sampling, decode)

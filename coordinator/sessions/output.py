@@ -106,6 +106,16 @@ class Output:
     pooled: Sequence[bytes] = ()  # sums [D] float32 of the prompt's rows, if the request asked for them
 
 
+def speed_after_first(token_times: Sequence[float]) -> float | None:
+    """Return the tokens per unit of time after the first moment, whose tokens do not count; None if there is no other.
+
+    Windows and canvases make several tokens in one step.
+    """
+    if not token_times or token_times[-1] == (first := token_times[0]):
+        return None
+    return sum(at > first for at in token_times) / (token_times[-1] - first)
+
+
 @dataclass
 class Answer:
     """All outputs of a request together."""
@@ -153,6 +163,12 @@ class Answer:
         """Seconds from the first token to the last."""
         first, last = self._first_and_last
         return (last - first) / 1e9
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Return the tokens per second after those of the first step; None without any."""
+        speed = speed_after_first(self.token_times)
+        return None if speed is None else 1e9 * speed
 
     def waterfall(self) -> Waterfall:
         """Return where its time went, up to its last token."""

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from coordinator.bench.bench import MlxLmModel, OnChain
+from coordinator.bench.bench import MlxLmModel, OnChain, Workload
 from coordinator.bench.results import BenchTrial
+from coordinator.decoding.decode_options import Decode
 from coordinator.sessions.request import Request
 from tests.cluster.commands import parse, run_here
-from tests.cluster.models import make_talker
+from tests.cluster.models import VOCAB, make_refiner, make_talker
 from tests.cluster.processes import write_cluster
 from tools import bench_auto
 from worker.errors import StageLost
@@ -94,6 +95,16 @@ def test_cases_that_cannot_be_measured_are_named_and_the_rest_is_measured(talker
     assert [line for line in said if line in wanted] == wanted
     assert done.out.count("cluster 1,3 ") == 1 and "cluster 3,1" not in done.out
     assert max(map(len, done.out.splitlines()[1:])) <= 100
+
+
+def test_a_model_that_mlx_lm_lacks_is_measured_with_prompts_of_text(tmp_path: Path) -> None:
+    refiner = make_refiner(tmp_path / "refiner")
+    flags = ("--local", "1", "--decode", "auto", "-p", "4", "-g", "20", "-n", "1", "--concurrency", "1", "--json")
+    rows = parse(run_here("bench", "--model", refiner, *flags))["rows"]
+    assert [(row["system"], row["decode"]) for row in rows] == [("one process", "canvas"), ("cluster", "canvas")]
+    spec, decode = describe(open_checkpoint(str(refiner))), Decode("canvas")
+    [asked] = Workload((1,), 3000, 1, (decode,), (None,), 1).requests(1, decode, spec, seed=0)
+    assert all(map(spec.is_text, asked.prompt)) and not spec.is_text(VOCAB - 1)
 
 
 def test_a_failure_costs_none_of_what_was_measured(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:

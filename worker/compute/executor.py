@@ -247,11 +247,13 @@ class Executor:
         mx.eval(step.pending)
         if step.checks:
             self._fail_infinite(step)
-        step.timing.computed = time.monotonic_ns()
+        evaluated = time.monotonic_ns()
+        step.timing.computed = step.computed or evaluated
         if step.begun:
-            share = share_of_begin(step.timing.started, step.begun, waits_since, step.timing.computed)
+            share = share_of_begin(step.timing.started, step.begun, waits_since, evaluated)
             self._begin_share += _WEIGHT * (share - self._begin_share)
-        at_another = max(0, self._idle_since - step.timing.started)  # the device was busy with another step
+        # the device was busy with another step
+        at_another = max(0, min(self._idle_since, step.timing.computed) - step.timing.started)
         step.timing.started += at_another
         step.timing.taken += at_another
         self._step_ns = step.timing.computed - step.timing.started
@@ -402,6 +404,8 @@ class Executor:
             if block is blocks[-1]:
                 mx.async_eval(drawn)
             else:  # or the logits of all blocks would exist at the same time
+                mx.eval(step.pending)
+                step.computed = step.computed or time.monotonic_ns()
                 mx.eval(drawn, [is_finite for _, is_finite in step.checks])
 
     def _conditioned(self, window: Window, logits: mx.array, draws: Draws) -> Draws:
@@ -513,6 +517,7 @@ class Step:
     frame: Frame
     timing: Timing
     begun: int = 0  # when `begin` returned, nanoseconds
+    computed: int = 0  # likewise: when the layers were done, if the head began before `finish`
     is_under_way: bool = False  # launched before its frame arrived
     has_drafting: bool = False  # a drafter has work with it: no later step may begin before it is finished
     rows: mx.array | None = None  # on the last stage: [1, sum L, W] of its windows

@@ -152,6 +152,11 @@ class ModelSpec:
         """Bytes of one row between two stages."""
         return (self.hidden_size + self.num_features) * DTYPE_BYTES[self.dtype]
 
+    def is_text(self, token: int) -> bool:
+        """Return whether a prompt may have this token id, which stands for no part of an image."""
+        refinement = self.canvas and self.canvas.refinement
+        return not refinement or token not in refinement.not_text
+
     @property
     def needs_canvas(self) -> bool:
         """Whether it was trained for block diffusion only, as far as is known."""

@@ -54,6 +54,14 @@ def test_a_row_says_how_fast_each_and_all_were() -> None:
     assert (found.gap_p50_ms, found.gap_p95_ms) == pytest.approx((375.0, 500.0))
 
 
+def test_the_tokens_of_the_first_step_took_no_time_of_decoding() -> None:
+    trial = BenchTrial(num_prompt=2, started=0.0, token_times=[[2.0] * 16 + [4.0] * 16])
+    found = summarise(ONE_PROCESS, [4], "canvas", [trial])
+    assert found.tokens_per_s_per_request == found.tokens_per_s == 8.0
+    together = summarise(ONE_PROCESS, [4], "canvas", [replace(trial, token_times=[[2.0] * 16])])
+    assert together.tokens_per_s_per_request is None
+
+
 def test_requests_that_never_decode_at_once_count_from_the_first_token_to_the_last() -> None:
     trial = BenchTrial(num_prompt=2, started=0.0, token_times=[times(1, 0.1, 5), times(3, 0.1, 5)])
     assert summarise(MLX_LM, None, "ar", [trial]).tokens_per_s == pytest.approx(9 / 2.4)

@@ -1,7 +1,9 @@
 """Rows go through the head in blocks: which, and that a canvas in blocks is the canvas whole."""
 
+import time
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from protos.brigade_pb2 import (
@@ -23,6 +25,7 @@ from worker.model.describe import describe
 from worker.model.model_spec import HEAD_BYTES, most_head_rows
 
 FOLDER = Path(__file__).parents[2] / "fixtures" / "diffusion_gemma"
+SPEC = describe(open_folder(FOLDER))
 
 
 def test_only_a_canvas_is_cut_and_a_block_holds_as_many_rows_as_may_be() -> None:
@@ -40,8 +43,7 @@ def test_only_a_canvas_is_cut_and_a_block_holds_as_many_rows_as_may_be() -> None
 
 @pytest.mark.parametrize("conditioning", [CONDITIONING_EXACT, CONDITIONING_TOP])
 def test_a_canvas_in_blocks_is_drawn_as_the_whole(conditioning: Conditioning, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = open_folder(FOLDER)
-    shard = Shard(checkpoint, 0, 6)
+    shard = Shard(open_folder(FOLDER), 0, 6)
     shard.materialise(lambda num_bytes: None)
     window = Window(
         prefix_hash=History().prefix_hash(0), tokens=[1, 2, 3], canvas=range(16), guessed=16, canvas_step=1,
@@ -51,14 +53,31 @@ def test_a_canvas_in_blocks_is_drawn_as_the_whole(conditioning: Conditioning, mo
     found = []
     for most in (16, 5):
         monkeypatch.setattr(executor, "most_head_rows", lambda vocab_size, most=most: most)
-        result = Executor(shard, 0, describe(checkpoint).dtype).step(frame, 0)
+        result = Executor(shard, 0, SPEC.dtype).step(frame, 0)
         assert isinstance(result, Result)
         found.append(([sample.token for sample in result.guesses], result.soft[0].ids))
     assert found[0] == found[1]
 
 
+def test_the_layers_are_done_before_the_second_block_as_the_timing_record_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = Shard(open_folder(FOLDER), 0, 6)
+    shard.materialise(lambda num_bytes: None)
+    begun: list[int] = []
+    logits = shard.logits
+
+    def watched(rows: mx.array) -> mx.array:
+        begun.append(time.monotonic_ns())
+        return logits(rows)
+
+    monkeypatch.setattr(shard, "logits", watched)
+    monkeypatch.setattr(executor, "most_head_rows", lambda vocab_size: 5)
+    window = Window(prefix_hash=History().prefix_hash(0), tokens=[1], canvas=range(16), guessed=16, canvas_step=1)
+    result = Executor(shard, 0, SPEC.dtype).step(Frame(opened=[Opening()], windows=[window]), 0)
+    [timing] = result.timings
+    assert timing.started < timing.computed < begun[1] < begun[3] < timing.sampled
+
+
 def test_a_plan_counts_the_head_of_the_last_stage_for_canvases_only() -> None:
-    spec = describe(open_folder(FOLDER))
-    assert spec.scratch_bytes(5) == 0 and spec.scratch_bytes(6) >= 8 * 4 * 97 * 16
+    assert SPEC.scratch_bytes(5) == 0 and SPEC.scratch_bytes(6) >= 8 * 4 * 97 * 16
     assert most_head_rows(262144) == HEAD_BYTES // (4 * 262144) == 64
     assert most_head_rows(1 << 30) == 1

@@ -21,23 +21,24 @@ TASK: Any = SimpleNamespace(prompt=(1, 2, 3), decode=SimpleNamespace(kind="ngram
 SECOND = 1_000_000_000
 
 
-def piece(count: int, at: int, reason: str | None = None) -> Output:
+def piece(count: int, at: int, reason: str | None = None, num_steps: int = 1) -> Output:
     usage = Usage(3, 0, 0, num_steps=4, num_rows=9, num_generated=count) if reason else None
-    return Output("x" * count, [Token(7)] * count, at, reason, usage)
+    return Output("x" * count, [Token(7)] * count, at, reason, usage, num_steps=num_steps)
 
 
 def test_a_finished_answer_is_counted_by_token_and_step() -> None:
     stats = Stats()
     request = stats.begin(TASK)
-    request.take(piece(2, SECOND))
-    request.take(piece(0, SECOND))
-    request.take(piece(3, 2 * SECOND, "stop"))
+    request.take(piece(2, SECOND, num_steps=3))
+    request.take(piece(0, SECOND, num_steps=3))
+    request.take(piece(3, 2 * SECOND, "stop", num_steps=4))
     request.end()
     assert (stats.total("prompt_tokens"), stats.total("generation_tokens")) == (3, 5)
     assert stats.counts("request_success") == {"stop": 1}
     assert stats.counts("decoder_tokens") == {"ngram": 5} and stats.counts("decoder_steps") == {"ngram": 4}
     assert stats.registry.get_sample_value("brigade_inter_token_latency_seconds_count") == 4
     assert stats.registry.get_sample_value("brigade_inter_token_latency_seconds_sum") == pytest.approx(1.0)
+    assert stats.rates.until(3)[-2:] == [(2, 3), (3, 1)]
     assert not stats.under_way and stats.recent[0].num_generated == 5
 
 
