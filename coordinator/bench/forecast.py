@@ -121,14 +121,14 @@ async def find_times(options: ClusterOptions, assumed: Assumed) -> ForecastTimes
     The model's configuration is read only if a bandwidth is given or nodes are asked.
     """
     if assumed.measured:
-        return read_times(assumed.measured)
+        return read_times(assumed.measured, "canvas" if assumed.canvas else "ar")
     if not assumed.stage_ms:
-        return ForecastTimes(await _ask_pipeline(options))
-    row_bytes = 0
+        return ForecastTimes(await _ask_pipeline(options, assumed.canvas))
+    row_bytes = answer_bytes = 0
     if assumed.gbps is not None:
         _, spec = await read_model(options.model)
-        row_bytes = spec.row_bytes
-    pipeline = given_pipeline(assumed.stage_ms, assumed.row_ms, assumed.hop_ms, assumed.gbps, row_bytes)
+        row_bytes, answer_bytes = spec.row_bytes, spec.soft_row_bytes if assumed.canvas else 0
+    pipeline = given_pipeline(assumed.stage_ms, assumed.row_ms, assumed.hop_ms, assumed.gbps, row_bytes, answer_bytes)
     return ForecastTimes(pipeline, rows_are="published" if assumed.row_ms is None else "given")
 
 
@@ -182,6 +182,7 @@ def given_pipeline(
     hop_ms: Sequence[float],
     gbps: float | None,
     row_bytes: int,
+    answer_bytes: int = 0,
 ) -> Pipeline:
     """Return the pipeline that flags describe.
 
@@ -190,6 +191,7 @@ def given_pipeline(
         row_ms: milliseconds of each further row, one number or one per stage; None: as in PUBLISHED_GBPS.
         hop_ms: milliseconds of each hop, one number or one per stage; the last leads back to the coordinator.
         gbps: bandwidth of the hops, Gbit/s.
+        row_bytes, answer_bytes: of a row on a hop between stages, and on the one back.
     Raises:
         InputError: a list has neither one number nor one per stage.
     """
@@ -211,20 +213,22 @@ def given_pipeline(
             for first, more in zip(stage_ms, spread("row_ms", row_ms), strict=True)
         ]
     bytes_per_s = gbps * 1e9 / 8 if gbps else float("inf")
-    return Pipeline(tuple(map(SimulatedStage, stages)), tuple(Hop(ms / 1e3, bytes_per_s, row_bytes) for ms in hops))
+    sizes = [row_bytes] * (len(hops) - 1) + [answer_bytes]
+    ways = (Hop(ms / 1e3, bytes_per_s, size) for ms, size in zip(hops, sizes, strict=True))
+    return Pipeline(tuple(map(SimulatedStage, stages)), tuple(ways))
 
 
-def read_times(path: Path) -> ForecastTimes:
-    """Read the cluster's stage and hop times from the output of `brigade bench --json`.
+def read_times(path: Path, decode: str = "ar") -> ForecastTimes:
+    """Read the cluster's stage and hop times with this decoder from the output of `brigade bench --json`.
 
     Raises:
         InputError: the file has another format, or does not hold exactly one split of a cluster.
     """
     file = _read(path)
-    measured = [row for row in file.rows if row.system == CLUSTER and row.decode == "ar"]
+    measured = [row for row in file.rows if row.system == CLUSTER and row.decode == decode]
     splits = {row.layers for row in measured}
     if len(splits) != 1:
-        advice = "run bench with one --layers" if splits else "run bench with workers and --decode ar"
+        advice = "run bench with one --layers" if splits else f"run bench with workers and --decode {decode}"
         raise InputError("measured", f"{path}: expected one split of a cluster, found {len(splits)}; {advice}")
     num_stages = len(splits.pop())
     if any(not 0 < num_stages == len(row.stage_ms) == len(row.hop_ms) for row in measured):
@@ -268,7 +272,7 @@ def _read(path: Path) -> _File:
         raise InputError("measured", message) from error
 
 
-async def _ask_pipeline(options: ClusterOptions) -> Pipeline:
+async def _ask_pipeline(options: ClusterOptions, canvas: tuple[int, int] | None) -> Pipeline:
     """Return the times of the cluster's own plan. Raises InputError if the nodes have not measured their speeds."""
     checkpoint, spec = await read_model(options.model)
     async with open_peers(options, spec) as peers:
@@ -281,17 +285,22 @@ async def _ask_pipeline(options: ClusterOptions) -> Pipeline:
         found, known, _ = await choose_plan(several, checkpoint, spec, peers, options.context)
     if lacking := [name for name in found.names if name not in known.speeds]:
         raise InputError("simulate", f"expected nodes that have measured themselves, found {', '.join(lacking)}")
-    return profiled_pipeline(spec, found, known)
+    return profiled_pipeline(spec, found, known, canvas[0] if canvas else 0)
 
 
-def profiled_pipeline(spec: ModelSpec, plan: Plan, survey: Survey) -> Pipeline:
-    """Return the times of a plan over nodes with known speeds, for all frame sizes that any of them has measured."""
+def profiled_pipeline(spec: ModelSpec, plan: Plan, survey: Survey, num_places: int = 0) -> Pipeline:
+    """Return the times of a plan over nodes with known speeds, for all frame sizes that any of them has measured.
+
+    Long frames hold a canvas of `num_places`, or are prompts.
+    """
     times = Prediction(spec, plan, survey)
-    by_size = {rows: times.stages_ms(rows) for rows in times.sizes}
+    sizes = sorted({*times.sizes, *([num_places] if num_places else [])})
+    by_size = {rows: times.stages_ms(rows, num_places) for rows in sizes}
     columns = zip(*by_size.values(), strict=True)
     stages = [
         SimulatedStage(tuple((rows, ms / 1e3) for rows, ms in zip(by_size, column, strict=True))) for column in columns
     ]
     ways = [Hop(link.rtt_ms / 2e3, link.bytes_per_s, spec.row_bytes) for link in times.links[:-1]]
-    back = [Hop(link.rtt_ms / 2e3) for link in times.links[-1:]]
+    answer_bytes = spec.soft_row_bytes if num_places else 0
+    back = [Hop(link.rtt_ms / 2e3, link.bytes_per_s, answer_bytes) for link in times.links[-1:]]
     return Pipeline(tuple(stages), tuple([*ways, *back] or [Hop(0.0)]))

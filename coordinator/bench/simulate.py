@@ -31,7 +31,7 @@ class SimulatedStage:
 
 @dataclass(frozen=True)
 class Hop:
-    """The way of a frame to the next stage; `row_bytes` is the size of a row."""
+    """The way of a frame to the next stage, or of a result back; `row_bytes` is the size of a row, or of an answer."""
 
     latency_s: float
     bytes_per_s: float = math.inf
@@ -212,6 +212,8 @@ class _Run:
         """Each frame waits for the one before it, at the stage and on the link behind it."""
         num_rows = sum(map(count_rows, frame.windows))
         compute_s, hop = self._pipeline.stages[stage].seconds(num_rows), self._pipeline.hops[stage]
+        if stage == len(self._pipeline.stages) - 1:
+            num_rows = sum(window.wanted + window.guessed for window in frame.windows)
         started = max(now, self._free_at[stage])
         done = self._free_at[stage] = started + compute_s
         self._simulated.busy[stage].append((started, done))

@@ -39,9 +39,12 @@ class Prediction:
         """Milliseconds of the hop behind each stage, the last one back to the first; 0 with a single stage."""
         return [*(self._hops_ms(1) or [0.0])] if self._know(1) else [None] * len(self._speeds)
 
-    def stages_ms(self, num_rows: int) -> list[float]:
-        """Return the milliseconds of each stage for a frame of so many rows, if known; long frames are prompts."""
-        return self._stages_ms(num_rows, num_rows if num_rows <= _MOST_SAMPLED else 1)
+    def stages_ms(self, num_rows: int, num_places: int = 0) -> list[float]:
+        """Return the milliseconds of each stage for a frame of so many rows, if known.
+
+        Long frames are prompts, of which one row is sampled, or hold a canvas of `num_places`, which all are.
+        """
+        return self._stages_ms(num_rows, num_rows if num_rows <= _MOST_SAMPLED else min(num_rows, max(1, num_places)))
 
     @property
     def sizes(self) -> list[int]:

@@ -152,6 +152,12 @@ class ModelSpec:
         """Bytes of one row between two stages."""
         return (self.hidden_size + self.num_features) * DTYPE_BYTES[self.dtype]
 
+    @property
+    def soft_row_bytes(self) -> int:
+        """Bytes that the expected embedding of a canvas row takes on its way back; 0 if decided places stay."""
+        refines = self.canvas is not None and self.canvas.refinement is not None
+        return self.hidden_size * DTYPE_BYTES[self.dtype] if refines else 0
+
     def is_text(self, token: int) -> bool:
         """Return whether a prompt may have this token id, which stands for no part of an image."""
         refinement = self.canvas and self.canvas.refinement

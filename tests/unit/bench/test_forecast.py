@@ -30,6 +30,7 @@ from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS, LinkSpeed, NodeSpeed, Survey
 from tests.unit.planning.test_planner import GB, ROOMY, model, nodes
 from worker.errors import InputError
+from worker.model.model_spec import CanvasTraining, Refinement
 
 TWO_STAGES = Assumed(
     stage_ms=(10.0, 10.0), row_ms=(0.0,), hop_ms=(0.0,), gbps=None, measured=None, concurrency=(1, 2),
@@ -124,6 +125,14 @@ def test_more_requests_than_were_measured_go_by_what_frames_cost_while_all_stage
     assert [hop.latency_s for hop in times.of(8).hops] == pytest.approx([0.001, 0.0005])
     [eight] = forecast(times, replace(TWO_STAGES, concurrency=(8,), num_tokens=200))
     assert eight.tokens_per_s == pytest.approx(8 / 0.020, rel=0.01), "two lanes of four: each frame's way is 20 ms"
+
+
+def test_a_canvas_goes_by_the_times_of_canvases(tmp_path: Path) -> None:
+    canvas = ROW | {"decode": "canvas", "stage_ms": [{"16": 4.0}, {"16": 5.0}]}
+    path = write(tmp_path, ROW, canvas)
+    assert read_times(path, "canvas").of(1).stages_s(16) == pytest.approx([0.004, 0.005])
+    with pytest.raises(InputError, match="--decode canvas"):
+        read_times(write(tmp_path, ROW), "canvas")
 
 
 def test_a_forecast_from_a_file_is_of_the_load_that_was_measured_unless_told_otherwise(tmp_path: Path) -> None:
@@ -229,6 +238,18 @@ def test_a_plan_whose_nodes_have_measured_themselves_is_simulated_with_what_rows
     assert [hop.seconds(2) for hop in found.hops] == pytest.approx([0.0025, 0.0005])
     alone = profiled_pipeline(spec, plan(spec, nodes(ROOMY), NO_SPEEDS, Objective(1)), KNOWN)
     assert alone.stages_s(1) == pytest.approx([0.005]) and alone.hops_s(1) == 0
+
+
+def test_all_rows_of_a_canvas_pass_the_head_and_their_expected_embeddings_go_back() -> None:
+    """The head takes 1 ms per row, the two layers of each node nothing more for further rows."""
+    speed = NodeSpeed((((1, 2.0), (512, 2.0)),), ((1, 1.0), (512, 512.0)), 50)
+    survey = Survey({"n0": speed, "n1": speed}, KNOWN.ports)
+    spec = replace(model([GB] * 4, hidden=500), canvas=CanvasTraining(None, 100, refinement=Refinement()))
+    split = plan(spec, nodes(ROOMY, ROOMY), NO_SPEEDS, Objective(1, layers=[2, 2]))
+    found = profiled_pipeline(spec, split, survey, 100)
+    assert found.stages_s(100) == found.stages_s(512) == pytest.approx([0.004, 0.104])
+    assert found.hops[-1].seconds(100) == pytest.approx(0.0005 + 0.1), "500 numbers in bfloat16 each"
+    assert profiled_pipeline(spec, split, survey).stages_s(512) == pytest.approx([0.004, 0.005]), "of a prompt"
 
 
 def test_the_plan_of_a_cluster_is_simulated_if_its_nodes_have_measured_themselves(
