@@ -12,6 +12,7 @@ import secrets
 import socket
 import ssl
 import time
+import zlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
 from functools import partial
@@ -35,6 +36,7 @@ from protos.brigade_pb2 import (
 from protos.brigade_pb2_grpc import NodeServicer, NodeStub, add_NodeServicer_to_server
 from worker.config import join_address, split_address
 from worker.errors import BrigadeError, FrameError, StageLost
+from worker.node.framing import ENCRYPTED, PLAIN, Wire
 from worker.node.network import Network, dial
 from worker.node.rpc_errors import error_of
 from worker.platform.threads import run_in_thread
@@ -45,8 +47,8 @@ _SMALL = bytes(64)
 _LARGE_BYTES = 8 * 2**20
 # of gRPC
 _NUM_PARTS, _NUM_WARM_PARTS = 20, 4
-_PART_BYTES = 2**20
-_MAX_PARTS = 64  # in one call
+_MOST_PART_BYTES = max(PLAIN.part_bytes, ENCRYPTED.part_bytes)
+_MAX_PARTS = 96  # in one call
 _PROBE_S = 5.0
 # of plain sockets
 _NUM_ROUNDS, _NUM_WARM_ROUNDS = 40, 8
@@ -115,7 +117,7 @@ async def _probe(network: Network, node: str, address: str) -> LinkReply:
         async with asyncio.timeout(_PROBE_S):
             channel = network.channel(node, address)
             try:
-                return await exchange(NodeStub(channel).Probe())
+                return await exchange(NodeStub(channel).Probe(), network.wire)
             finally:
                 await channel.close(grace=None)
     except TimeoutError:
@@ -124,21 +126,28 @@ async def _probe(network: Network, node: str, address: str) -> LinkReply:
         raise error_of(error, node) from error
 
 
-async def exchange(call: grpc.aio.StreamStreamCall[ProbePart, ProbeReply]) -> LinkReply:
-    """Measure with a call of Probe. Raises RpcError, or StageLost if the node ends it early."""
-    small, large = ProbePart(data=_SMALL), ProbePart(data=bytes(_PART_BYTES))
+async def exchange(call: grpc.aio.StreamStreamCall[ProbePart, ProbeReply], wire: Wire) -> LinkReply:
+    """Measure with a call of Probe, in parts as large as those of frames, with their checksums: both cost time.
+
+    Raises RpcError, or StageLost if the node ends it early.
+    """
+    small, large = ProbePart(data=_SMALL), ProbePart(data=bytes(wire.part_bytes))
     tries_s = [await _send(call, [small]) for _ in range(_NUM_PARTS)]
     rtt_s = median(tries_s[_NUM_WARM_PARTS:])
-    took_s = await _send(call, [large] * (_LARGE_BYTES // _PART_BYTES))
+    took_s = await _send(call, [large] * (_LARGE_BYTES // wire.part_bytes), has_checksums=wire.has_checksums)
     await call.done_writing()
     return LinkReply(rtt_ms=1e3 * rtt_s, bytes_per_s=_LARGE_BYTES / max(took_s - rtt_s, 1e-6))
 
 
-async def _send(call: grpc.aio.StreamStreamCall[ProbePart, ProbeReply], parts: Sequence[ProbePart]) -> float:
+async def _send(
+    call: grpc.aio.StreamStreamCall[ProbePart, ProbeReply], parts: Sequence[ProbePart], *, has_checksums: bool = False
+) -> float:
     """Return the seconds until all parts are answered."""
     began = time.monotonic()
     with contextlib.suppress(asyncio.InvalidStateError):  # the call was refused: reading raises the reason
         for part in parts:
+            if has_checksums:
+                zlib.crc32(part.data)
             await call.write(part)
     for _ in parts:
         if await call.read() is grpc.aio.EOF:  # type: ignore[attr-defined]
@@ -147,8 +156,11 @@ async def _send(call: grpc.aio.StreamStreamCall[ProbePart, ProbeReply], parts: S
     return time.monotonic() - began
 
 
-async def answer_probe(parts: AsyncIterator[ProbePart]) -> AsyncIterator[ProbeReply]:
-    """Answer each part of a Probe. Raises FrameError for too many, too large or late ones."""
+async def answer_probe(parts: AsyncIterator[ProbePart], *, has_checksums: bool = False) -> AsyncIterator[ProbeReply]:
+    """Answer each part of a Probe. Raises FrameError for too many, too large or late ones.
+
+    `has_checksums`: take the time of checking one, as for a part of a frame on such a link.
+    """
     num_parts, until = 0, asyncio.get_running_loop().time() + _PROBE_S
     while True:
         try:
@@ -159,8 +171,10 @@ async def answer_probe(parts: AsyncIterator[ProbePart]) -> AsyncIterator[ProbeRe
         if part is None:
             return
         num_parts += 1
-        if num_parts > _MAX_PARTS or len(part.data) > _PART_BYTES:
-            raise FrameError(f"expected at most {_MAX_PARTS} parts of {_PART_BYTES} bytes in a probe")
+        if num_parts > _MAX_PARTS or len(part.data) > _MOST_PART_BYTES:
+            raise FrameError(f"expected at most {_MAX_PARTS} parts of {_MOST_PART_BYTES} bytes in a probe")
+        if has_checksums:
+            zlib.crc32(part.data)
         yield ProbeReply()
 
 
@@ -183,7 +197,7 @@ async def _measure_plain_grpc(host: str, listener: Listener) -> Line:
     async with grpc.aio.insecure_channel(address, options=_PLAIN_GRPC) as channel:
         try:
             async with asyncio.timeout(_PROBE_S):
-                found = await exchange(NodeStub(channel).Probe(metadata=((_TOKEN_KEY, listener.token),)))
+                found = await exchange(NodeStub(channel).Probe(metadata=((_TOKEN_KEY, listener.token),)), ENCRYPTED)
         except TimeoutError:
             return Line(error=f"took longer than {_PROBE_S:.0f} s")
         except grpc.RpcError as error:

@@ -172,7 +172,7 @@ class NodeService(NodeServicer):
 
     async def Probe(self, parts: AsyncIterator[ProbePart], context: Context) -> AsyncIterator[ProbeReply]:
         async with reporting(context, self.name, self.log):
-            async for reply in answer_probe(parts):
+            async for reply in answer_probe(parts, has_checksums=self.network.wire.has_checksums):
                 yield reply
 
     async def Examine(self, request: ExamineRequest, context: Context) -> Facts:
