@@ -389,7 +389,7 @@ class Grammar(_message.Message):
     def __init__(self, text: _Optional[str] = ..., begins: _Optional[int] = ..., eos: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Window(_message.Message):
-    __slots__ = ("slot", "base", "prefix_hash", "tokens", "wanted", "masks", "guessed", "positions", "targets", "drafts", "canvas", "canvas_step", "temperature", "conditioning", "soft", "pooled")
+    __slots__ = ("slot", "base", "prefix_hash", "tokens", "wanted", "masks", "guessed", "positions", "targets", "drafts", "canvas", "canvas_step", "temperature", "conditioning", "soft", "pooled", "canvas_first")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -406,6 +406,7 @@ class Window(_message.Message):
     CONDITIONING_FIELD_NUMBER: _ClassVar[int]
     SOFT_FIELD_NUMBER: _ClassVar[int]
     POOLED_FIELD_NUMBER: _ClassVar[int]
+    CANVAS_FIRST_FIELD_NUMBER: _ClassVar[int]
     slot: int
     base: int
     prefix_hash: int
@@ -422,7 +423,8 @@ class Window(_message.Message):
     conditioning: Conditioning
     soft: Soft
     pooled: int
-    def __init__(self, slot: _Optional[int] = ..., base: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., wanted: _Optional[int] = ..., masks: _Optional[int] = ..., guessed: _Optional[int] = ..., positions: _Optional[_Iterable[int]] = ..., targets: _Optional[_Iterable[int]] = ..., drafts: _Optional[int] = ..., canvas: _Optional[_Iterable[int]] = ..., canvas_step: _Optional[int] = ..., temperature: _Optional[float] = ..., conditioning: _Optional[_Union[Conditioning, str]] = ..., soft: _Optional[_Union[Soft, _Mapping]] = ..., pooled: _Optional[int] = ...) -> None: ...
+    canvas_first: int
+    def __init__(self, slot: _Optional[int] = ..., base: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., wanted: _Optional[int] = ..., masks: _Optional[int] = ..., guessed: _Optional[int] = ..., positions: _Optional[_Iterable[int]] = ..., targets: _Optional[_Iterable[int]] = ..., drafts: _Optional[int] = ..., canvas: _Optional[_Iterable[int]] = ..., canvas_step: _Optional[int] = ..., temperature: _Optional[float] = ..., conditioning: _Optional[_Union[Conditioning, str]] = ..., soft: _Optional[_Union[Soft, _Mapping]] = ..., pooled: _Optional[int] = ..., canvas_first: _Optional[int] = ...) -> None: ...
 
 class Soft(_message.Message):
     __slots__ = ("slot", "conditioning", "rows", "ids")

@@ -39,6 +39,7 @@ class Proposal:
     asked: int = 0  # drafts for the last stage's drafter to make after what holds
     canvas: tuple[int, ...] = ()  # token ids of its places
     num_fixed: int = 0  # known tokens that are its first places, and not in the window before it
+    guessed: range = range(0)  # numbers of its rows that the last stage guesses; no others go through the head
     step: int = 0  # of denoising it, from 1
     temperature: float = 0.0  # of this step's logits; 0: they are taken as they are
     conditioning: Conditioning = CONDITIONING_NONE  # what the next step is to know of this one
@@ -381,20 +382,29 @@ class Canvas:
             self._places = [*tokens[len(tokens) - self._num_fixed :], *[self._noise] * num_open]
             self._open = list(range(self._num_fixed, self.tail))
             self._step = 0
-        return Proposal(canvas=tuple(self._places), num_fixed=self._num_fixed, step=self._step + 1, verifies=False)
+        step, shift = self._step + 1, self._training.is_shifted
+        last = self._open[-1] if step >= self._num_steps else self._candidates()[-1]
+        guessed = range(self._open[0] - shift, last - shift + 1)
+        canvas = tuple(self._places)
+        return Proposal(canvas=canvas, num_fixed=self._num_fixed, guessed=guessed, step=step, verifies=False)
+
+    def _candidates(self) -> list[int]:
+        """Return the places that the next step may decide."""
+        part = self._training.part or self.tail
+        return [place for place in self._open if place // part == self._open[0] // part]
 
     def accept(self, proposal: Proposal, samples: Sequence[Sample], guesses: Sequence[Sample]) -> Accepted:
         if not proposal.canvas:
             return Accepted(list(samples))
         self._step = proposal.step
-        part = self._training.part or self.tail
-        candidates = [place for place in self._open if place // part == self._open[0] // part]
-        found = [guesses[place - self._training.is_shifted] for place in candidates]
+        first = proposal.guessed.start + self._training.is_shifted  # the place that the first guess is for
+        candidates = self._candidates()
+        found = [guesses[place - first] for place in candidates]
         for number in self._sampler(found, self._step):
             self._decide(candidates[number], found[number].token)
         if self._step >= self._num_steps:
             for place in list(self._open):
-                self._decide(place, guesses[place - self._training.is_shifted].likeliest)
+                self._decide(place, guesses[place - first].likeliest)
         end = self._end()
         self._open = [place for place in self._open if place < end]
         if self._open:
@@ -477,6 +487,7 @@ class RefinedCanvas:
         step = self._step + 1
         return Proposal(
             canvas=tuple(self._places),
+            guessed=range(self.tail),
             step=step,
             verifies=False,
             temperature=self._refinement.temperature(step, self._num_steps),

@@ -253,7 +253,8 @@ class Session:
         window = self._window(base, [*known, *proposal.drafts, *(token for _, token in proposal.fills)])
         if proposal.canvas:
             window.canvas.extend(proposal.canvas)
-            window.guessed, window.canvas_step = len(proposal.canvas), proposal.step
+            window.canvas_first, window.guessed = proposal.guessed.start, len(proposal.guessed)
+            window.canvas_step = proposal.step
             window.temperature, window.conditioning = proposal.temperature, proposal.conditioning
             if self._soft:
                 window.soft.CopyFrom(self._soft)

@@ -47,14 +47,13 @@ def num_rows(window: Window) -> int:
 
 def asked_rows(window: Window, first: int = 0) -> range:
     """Return the rows that the last stage samples, wanted before guessed ones; the window begins at row `first`."""
-    num_tokens = len(window.tokens)
-    return range(first + num_tokens - window.wanted, first + num_tokens + window.guessed)
+    end = first + len(window.tokens) + window.canvas_first
+    return range(end - window.wanted, end + window.guessed)
 
 
 def head_rows(window: Window, first: int = 0) -> range:
     """Return the rows that need logits: first those whose next token is a target, then the asked ones."""
-    asked = asked_rows(window, first)
-    return range(asked.start - len(window.targets), asked.stop)
+    return range(first + len(window.tokens) - window.wanted - len(window.targets), asked_rows(window, first).stop)
 
 
 def dtype_name(dtype: DType) -> str:
@@ -266,9 +265,13 @@ def _check_windows(frame: Frame, stage: int) -> None:
             raise FrameError(f"expected a temperature from 0, and of a canvas, got {window.temperature} {found}")
         if window.HasField("soft") and stage:
             raise FrameError(f"expected what the step before made of a canvas at stage 0 only, got it {found}")
-        if window.guessed > (most := window.masks + len(window.canvas)):
+        if window.canvas_first and not window.canvas:
+            raise FrameError(
+                f"expected no rows before the guessed ones without a canvas, got {window.canvas_first} {found}"
+            )
+        if window.canvas_first + window.guessed > (most := window.masks + len(window.canvas)):
             expected = f"expected at most {most} guesses, as many as MASK or canvas rows"
-            raise FrameError(f"{expected}, got {window.guessed} {found}")
+            raise FrameError(f"{expected}, got {window.guessed} after {window.canvas_first} {found}")
         has_room = not (window.masks or window.canvas) and window.wanted
         if window.drafts and not (has_room and window.drafts <= MOST_DRAFTS):
             expected = f"expected at most {MOST_DRAFTS} drafts, after sampled rows and without MASK or canvas rows"

@@ -18,7 +18,9 @@ from protos.brigade_pb2 import (
 )
 from worker.compute import executor
 from worker.compute.executor import Executor, HeadRows, head_blocks
+from worker.compute.header import check_header
 from worker.compute.shard import Shard
+from worker.errors import FrameError
 from worker.memory.history import History
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
@@ -57,6 +59,31 @@ def test_a_canvas_in_blocks_is_drawn_as_the_whole(conditioning: Conditioning, mo
         assert isinstance(result, Result)
         found.append(([sample.token for sample in result.guesses], result.soft[0].ids))
     assert found[0] == found[1]
+
+
+def test_some_rows_of_a_canvas_guess_what_they_guess_among_all() -> None:
+    shard = Shard(open_folder(FOLDER), 0, 6)
+    shard.materialise(lambda num_bytes: None)
+    frame = Frame(opened=[Opening(sampling=Sampling(seed=3, temperature=9.0))])
+    found = []
+    for first, count in ((0, 16), (3, 5)):
+        rows = {"canvas": range(16), "canvas_first": first, "guessed": count, "canvas_step": 1}
+        window = Window(prefix_hash=History().prefix_hash(0), tokens=[1, 2], targets=[2], **rows)  # type: ignore[arg-type]
+        result = Executor(shard, 0, SPEC.dtype).step(Frame(opened=frame.opened, windows=[window]), 0)
+        assert isinstance(result, Result)
+        found.append(([sample.token for sample in result.guesses], result.scores))
+    (whole, scores), (some, same) = found
+    assert some == whole[3:8] and list(same) == list(scores) and len(scores) == 1
+
+
+@pytest.mark.parametrize(
+    "window",
+    [Window(tokens=[1], masks=2, guessed=1, canvas_first=1), Window(canvas=[3] * 4, guessed=3, canvas_first=2)],
+    ids=["without a canvas", "too many"],
+)
+def test_rows_to_guess_that_a_window_does_not_have_are_refused(window: Window) -> None:
+    with pytest.raises(FrameError):
+        check_header(Frame(windows=[window]), 0, 48, SPEC.dtype)
 
 
 def test_the_layers_are_done_before_the_second_block_as_the_timing_record_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 from coordinator.decoding.decoders import (
     Canvas,
     CanvasSampler,
+    Proposal,
     RefinedCanvas,
     choose_certain,
     choose_confident,
@@ -38,6 +39,12 @@ def canvas(training: CanvasTraining = CAUSAL, steps: int = 99, eos: frozenset[in
     return Canvas(training, training.length, TWO_STAGES, steps, eos)
 
 
+def answer(decoder: Canvas, proposal: Proposal, *chances: float) -> list[int]:
+    """The tokens that become known once the rows that it asks for guess so."""
+    asked = slice(proposal.guessed.start, proposal.guessed.stop)
+    return [sample.token for sample in decoder.accept(proposal, [], guesses(*chances)[asked]).samples]
+
+
 @pytest.mark.parametrize(
     ("step", "chances", "chosen"),
     [
@@ -65,34 +72,41 @@ def test_what_is_decided_stays_and_a_whole_canvas_is_known_at_once() -> None:
     decoder = canvas()
     first = decoder.propose([7, 8], 1, 99)
     assert (first.canvas, first.num_fixed, first.step, first.verifies) == ((MASK,) * 4, 0, 1, False)
-    assert decoder.accept(first, [], guesses(0.5, 0.99, 0.5, 0.97)).samples == []
+    assert answer(decoder, first, 0.5, 0.99, 0.5, 0.97) == []
     second = decoder.propose([7, 8], 0, 99)
     assert (second.canvas, second.step) == ((MASK, 11, MASK, 13), 2)
-    last = decoder.accept(second, [], guesses(0.99, 0.99, 0.96, 0.99))
-    assert [sample.token for sample in last.samples] == [10, 11, 12, 13] and last.num_cached == 0
+    assert answer(decoder, second, 0.99, 0.99, 0.96, 0.99) == [10, 11, 12, 13]
     assert decoder.propose([7, 8, 10, 11, 12, 13], 4, 99).canvas == (MASK,) * 4
+
+
+def test_only_the_rows_from_the_first_open_place_to_the_last_candidate_guess() -> None:
+    decoder = canvas()
+    asked = []
+    for chances in ((0.99, 0.5, 0.5, 0.99), (0.99, 0.99, 0.5, 0.99)):
+        proposal = decoder.propose([7], 1, 99)
+        asked.append(proposal.guessed)
+        answer(decoder, proposal, *chances)
+    assert asked == [range(4), range(1, 3)] and decoder.propose([7], 1, 99).guessed == range(2, 3)
 
 
 def test_the_last_step_decides_the_rest_by_what_is_likeliest() -> None:
     decoder = canvas(steps=2)
-    decoder.accept(decoder.propose([7], 1, 99), [], guesses(0.99, 0.5, 0.5, 0.5))
-    last = decoder.accept(decoder.propose([7], 0, 99), [], guesses(0.99, 0.4, 0.99, 0.4))
-    assert [sample.token for sample in last.samples] == [10, 51, 12, 53]
+    answer(decoder, decoder.propose([7], 1, 99), 0.99, 0.5, 0.5, 0.5)
+    assert answer(decoder, decoder.propose([7], 0, 99), 0.99, 0.4, 0.99, 0.4) == [10, 51, 12, 53]
 
 
 def test_places_after_the_first_decided_end_are_dropped_but_not_those_before_it() -> None:
     decoder = canvas(eos=frozenset({12}))
-    assert decoder.accept(decoder.propose([7], 1, 99), [], guesses(0.5, 0.96, 0.99, 0.5)).samples == []
-    last = decoder.accept(decoder.propose([7], 0, 99), [], guesses(0.9, 0.1, 0.1, 0.1))
-    assert [sample.token for sample in last.samples] == [10, 11, 12]
+    assert answer(decoder, decoder.propose([7], 1, 99), 0.5, 0.96, 0.99, 0.5) == []
+    last = decoder.propose([7], 0, 99)
+    assert last.guessed == range(1) and answer(decoder, last, 0.9, 0.1, 0.1, 0.1) == [10, 11, 12]
 
 
 def test_on_a_grid_the_end_of_the_prompt_is_the_first_places_of_the_canvas() -> None:
     decoder = canvas(BLOCKS)
     first = decoder.propose([5, 6, 7, 8, 9, MASK], 6, 99)
     assert (first.canvas, first.num_fixed) == ((9, MASK, MASK, MASK), 2), "a MASK of the prompt is fixed, too"
-    last = decoder.accept(first, [], guesses(0.99, 0.99, 0.99, 0.99))
-    assert [sample.token for sample in last.samples] == [12, 13]
+    assert answer(decoder, first, 0.99, 0.99, 0.99, 0.99) == [12, 13]
 
 
 def test_a_shifted_row_says_the_next_place_part_by_part() -> None:
@@ -101,17 +115,16 @@ def test_a_shifted_row_says_the_next_place_part_by_part() -> None:
     assert not whole.canvas and whole.verifies, "the row before the canvas says its first place"
     assert decoder.accept(whole, [Sample(token=9)], []).samples == [Sample(token=9)]
     first = decoder.propose([5, 6, 7, 8, 9], 1, 99)
-    assert (first.canvas, first.num_fixed) == ((9, MASK, MASK, MASK), 1)
-    decoder.accept(first, [], guesses(0.99, 0.99, 0.99, 0.99))
+    assert (first.canvas, first.num_fixed, first.guessed) == ((9, MASK, MASK, MASK), 1, range(1))
+    answer(decoder, first, 0.99, 0.99, 0.99, 0.99)
     second = decoder.propose([5, 6, 7, 8, 9], 1, 99)
     assert second.canvas == (9, 10, MASK, MASK), "places 2 and 3 wait for the first part"
-    last = decoder.accept(second, [], guesses(0.1, 0.99, 0.96, 0.1))
-    assert [sample.token for sample in last.samples] == [10, 11, 12]
+    assert second.guessed == range(1, 3) and answer(decoder, second, 0.1, 0.99, 0.96, 0.1) == [10, 11, 12]
 
 
 def test_after_a_loss_a_canvas_begins_again() -> None:
     decoder = canvas()
-    decoder.accept(decoder.propose([7], 1, 99), [], guesses(0.99, 0.5, 0.5, 0.5))
+    answer(decoder, decoder.propose([7], 1, 99), 0.99, 0.5, 0.5, 0.5)
     decoder.rewind()
     again = decoder.propose([7], 1, 99)
     assert (again.canvas, again.step) == ((MASK,) * 4, 1)
