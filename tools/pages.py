@@ -20,6 +20,7 @@ _DECODING = "coordinator/decoding", "coordinator/sessions", "worker/compute", "w
 _CHAIN = *_DECODING, "coordinator/engine", "coordinator/cluster", "worker/node"
 _GPUS = "brigade bench --config cluster.yaml --model FOLDER --layers 12,12 --concurrency 1,8,16 -p 64 -g 128"
 _BENCH = "brigade bench --local 1 --concurrency 1,2,4,8,16 -p 64 -g 96 -n 3 --json --plot docs/bench.png"
+_CANVAS = "python -m tools.eval_canvas --json docs/canvas.json --markdown docs/canvas.md"
 _FAULTS = "python -m tools.faults --json docs/faults.json --markdown docs/faults.md"
 _FEED = "python -m tools.bench_feed --layers 4 --rounds 5 --folder /dev/shm --mbit 1000 --markdown"
 _LATENCY = "python -m tools.plot_latency --json docs/latency.json --plot docs/latency.png"
@@ -40,6 +41,7 @@ class Page:
 PAGES = (
     Page("bench.md", _BENCH, (*_CHAIN, "coordinator/bench"), "bench.json"),
     Page("bench.png", _BENCH, (*_CHAIN, "coordinator/bench")),
+    Page("canvas.md", _CANVAS, _CHAIN, "canvas.json"),
     Page("failover.md", "brigade bench --failover -n 1 --model FOLDER", (*_CHAIN, "coordinator/planning")),
     Page("faults.md", _FAULTS, ("coordinator", "worker", "tools/faults"), "faults.json"),
     Page("feed.md", _FEED, ("coordinator/cluster", "worker/node")),

@@ -107,10 +107,13 @@ def _shorten_answers(model: qwen3.Model, hidden: int) -> None:
             head[tokenizer.token_to_id(text), place] = logit / hidden**0.5
 
 
-def write_diffusion_gemma(folder: Path, config: dict[str, Any], seed: int = 0) -> None:
+def write_diffusion_gemma(
+    folder: Path, config: dict[str, Any], seed: int = 0, *, is_dense_quantised: bool = True
+) -> None:
     """Write a DiffusionGemma of random weights in the layout of mlx-community.
 
-    Experts are in 4 bits, gate and up in one tensor, and all other matrices in 8 bits. `config` goes to config.json.
+    Experts are in 4 bits, gate and up in one tensor, and all other matrices in 8 bits, if these are to be quantised:
+    on a CPU that is many times slower. `config` goes to config.json.
     """
     mx.random.seed(seed)
     model = Model(ModelArgs.from_dict(config))
@@ -124,7 +127,7 @@ def write_diffusion_gemma(folder: Path, config: dict[str, Any], seed: int = 0) -
             for number, part in enumerate(("encoder.language_model", "decoder")):
                 scalar = name.replace("decoder", part, 1).replace("role_scalars", "layer_scalar")
                 weights[scalar] = array[number : number + 1]
-        elif array.ndim > 1:
+        elif array.ndim > 1 and (is_dense_quantised or ".experts." in name):
             parts = mx.quantize(array, _EXPERT_GROUP, 4 if ".experts." in name else 8)
             mx.eval(parts)
             for part, each in zip(("weight", "scales", "biases"), parts, strict=True):

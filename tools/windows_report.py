@@ -13,6 +13,7 @@ COLUMNS: dict[str, tuple[Callable[[Score], float], str]] = {
     "round trips per 100 tokens": (lambda score: score.round_trips, ".1f"),
 }
 
+_IN_JSON = (3, 4, 7, 8)  # MASK rows or drafts, of which the page tells nothing
 _THRESHOLD = 0.4  # of `diffusion-fast` on the page
 
 _INTRO = """\
@@ -41,18 +42,12 @@ _READING = """\
   W = 8, 16 and 32, and 70 to 71.5 % of 200 GSM8K questions right instead of 78.5 to 80 %. At 2 tokens per step W = 16
   pays where hops take more than {real:.1f} times a step of one row on this CPU, 0.75 times on Metal. The makers
   report 1.97 times the speed of vLLM (WeDLM, arXiv 2512.22737, section 6.4).
-* A window does not pay for short answers, for text that the model cannot foresee, or on a fast network if nodes
-  compute rather than wait for memory.
-* `diffusion` never changes an answer; `diffusion-fast` may, the more often the higher its threshold. A MASK d places
-  ahead has to stay 0.02 d nats below the threshold: 0.2, 0.4 and 0.8 reach 10, 20 and 40 places.
+* `diffusion` never changes an answer; `diffusion-fast` may, the more often the higher its threshold.
 
 ## Drafters
 
-`--draft-model` takes a small model of the same tokenizer, or an MTP, DFlash or EAGLE-3 head; a head inside the
-checkpoint is [used by itself](how_it_works.md#windows-several-tokens-per-round-trip). The tokens stay those of `ar`.
 `draft` in the tables below is the [bundled drafter](../worker/demo/drafter/README.md), and its W the number of drafts.
-The text is templated: on templates that its training knew nearly all drafts hold, on others hardly any. Some of the
-questions on code below are of such others.
+On templates that its training knew nearly all drafts hold, on others hardly any; some questions on code are of others.
 """
 
 _LATENCY = """\
@@ -121,7 +116,7 @@ def _unknown(measured: Measured) -> str:
     lines = [
         (score.kind, str(score.window), f"{score.tokens_per_step:.2f}", f"{score.rows_per_token:.2f}")
         for score in measured.unknown
-        if score.window != 7  # those are in the JSON
+        if score.window not in _IN_JSON
     ]
     costs = [f"{cost:.1f} ms for {count} drafts" for count, cost in measured.draft_ms.items()]
     return (
@@ -138,7 +133,7 @@ def _means(measured: Measured) -> str:
         (f"`{decoder}`", str(window or ""), *(format(measured.mean(setting, value), spec) for value, spec in columns))
         for setting in measured.settings
         for decoder, window, threshold in [setting]
-        if threshold in (None, _THRESHOLD)
+        if threshold in (None, _THRESHOLD) and window not in _IN_JSON
     ]
     return table(("decoder", "W", *COLUMNS), lines)
 
@@ -155,11 +150,10 @@ def _steps(measured: Measured) -> str:
     for rows, cost in measured.step_ms.items():
         pays = [f"{measured.break_even(int(rows) // 2, delay):.2f}" for delay in (0, delay_ms)] if int(rows) > 1 else []
         window = str(int(rows) // 2) if pays else ""
-        lines.append((rows, f"{cost:.1f}", f"{cost / measured.step_ms['1']:.2f}", window, *(pays or ("", ""))))
+        lines.append((rows, f"{cost:.1f}", window, *(pays or ("", ""))))
     header = (
         "rows",
         "median, ms",
-        "c(rows) / c(1)",
         "W",
         "pays from, tokens per step",
         f"with {delay_ms:g} ms of hops",
@@ -172,7 +166,7 @@ def _steps(measured: Measured) -> str:
 
 def _speeds(measured: Measured) -> str:
     every = [*measured.speeds, *measured.drafted_speeds]
-    shown = [each for each in every if each.window not in (3, 4, 7, 8, 32)]  # those are in the JSON
+    shown = [each for each in every if each.window not in (*_IN_JSON, 32)]
     speeds = sorted(shown, key=lambda each: each.delay_ms)
     settings = list(dict.fromkeys((each.delay_ms, each.decoder, each.window) for each in speeds))
     lines = []

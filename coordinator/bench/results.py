@@ -236,7 +236,7 @@ def frame_costs(layers: list[int], trials: Sequence[BenchTrial]) -> FrameCosts:
     hops: list[list[float]] = [[] for _ in range(num_stages)]
     for trial in trials:
         for passage in trial.passages:
-            for stage, (computed_ms, hop_ms) in enumerate(_passage_ms(passage, trial.offsets)):
+            for stage, (computed_ms, hop_ms) in enumerate(passage_ms(passage, trial.offsets)):
                 times[stage][passage.num_rows].append(computed_ms)
                 hops[stage].append(hop_ms)
     stage_ms = [{rows: fmean(taken) for rows, taken in sorted(by_rows.items())} for by_rows in times]
@@ -267,7 +267,7 @@ def _bytes_per_token(trials: Sequence[BenchTrial], stage: int) -> float | None:
     return median(known) if known else None
 
 
-def _passage_ms(passage: Passage, offsets: Sequence[int]) -> Iterator[tuple[float, float]]:
+def passage_ms(passage: Passage, offsets: Sequence[int]) -> Iterator[tuple[float, float]]:
     """Yield for each stage the milliseconds of computing, and from then to the arrival at the next stage or back."""
     arrivals = [timing.received - offset for timing, offset in zip(passage.timings, offsets, strict=True)]
     for timing, offset, arrival in zip(passage.timings, offsets, [*arrivals[1:], passage.returned], strict=True):
