@@ -52,7 +52,7 @@ def test_the_generated_code_is_that_of_the_proto(tmp_path: Path) -> None:
     source = (ROOT / PROTO).read_text(encoding="utf-8")
     assert compiled(source) == checked_in, "run: python -m tools.generate_protos"
     for old, new in (
-        ("uint32 base = 2;", "uint32 base = 17;"),
+        ("uint32 base = 2;", "uint32 base = 99;"),
         ("uint32 base = 2;", "uint32 start = 2;"),
         ("repeated uint32 tokens = 4;", "uint32 tokens = 4;"),
         ("DTYPE_BFLOAT16 = 3;", "DTYPE_BFLOAT16 = 4;"),
