@@ -139,7 +139,7 @@ async def event_stream(
         end = asyncio.get_running_loop().time() + limits.heartbeat_s + limits.queue_timeout_s
         await asyncio.wait([first], timeout=limits.heartbeat_s)
         while not first.done() and may_be_refused() and (left_s := end - asyncio.get_running_loop().time()) > 0:
-            await asyncio.wait([first], timeout=min(left_s, _AGAIN_S))
+            await asyncio.wait([first], timeout=min(left_s, limits.heartbeat_s, _AGAIN_S))
 
     try:
         await unless_left(request, wait_first())

@@ -42,7 +42,7 @@ def test_a_request_that_fails_is_an_answer_that_names_its_field_and_shows_in_the
     reciter: Path, tmp_path: Path
 ) -> None:
     wrong = [
-        request("field", max_tokens=-2),
+        request("field", max_tokens="many"),
         request("place") | {"url": "/v1/\ud800"},
         request("x") | {"custom_id": "\ud800", "method": "GET"},
     ]

@@ -66,7 +66,7 @@ def test_diffusion_gemma_over_three_processes_answers_as_one_and_as_the_server_t
             chunk = json.loads(line.removeprefix("data: "))
             found += "".join(choice["text"] for choice in chunk["choices"])
             figures |= chunk.get("brigade") or {}
-    assert found == expected and figures["recoveries"] == 1
+    assert found == expected and figures["recoveries"] >= 1
 
 
 def lose_amid_canvas(server: Server, worker: psutil.Process) -> None:

@@ -250,7 +250,7 @@ async def test_a_port_for_plain_grpc_answers_probes_with_the_right_token_and_not
             call = NodeStub(channel).Probe()
             await call.code()  # it has ended before anything is written
             with pytest.raises(grpc.RpcError) as refused:
-                await exchange(call)
+                await exchange(call, NETWORK.wire)
             assert refused.value.details() == REFUSED
             for ask in (NodeStub(channel).Examine, NodeStub(channel).Status):
                 with pytest.raises(grpc.RpcError) as unknown:
