@@ -99,8 +99,10 @@ def _read_keys(path: Path, min_length: int) -> dict[str, _Key]:
         place, words = f"{path}, line {number}", line.split()
         if not words or words[0].startswith("#"):
             continue
-        if (limits := _LIMITS.fullmatch("".join(f" {word}" for word in words[2:]))) is None:
-            raise InputError("api_key_file", f"{place}: expected KEY or NAME KEY, and then at_once=N or priority=N")
+        if (limits := _LIMITS.fullmatch("".join(f" {word}" for word in sorted(words[2:])))) is None:
+            raise InputError(
+                "api_key_file", f"{place}: expected KEY or NAME KEY, and then at_once=N and priority=N, if any"
+            )
         at_once, priority = limits["at_once"], int(limits["priority"] or 0)
         name, key = words[:2] if len(words) > 1 else (f"key {number}", words[0])
         if name in (*keys, KEY_VARIABLE) or key in [each.key for each in keys.values()]:

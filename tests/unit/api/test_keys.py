@@ -74,7 +74,7 @@ class Held(ScriptedModel):
 
 
 def test_a_request_goes_before_others_only_as_far_as_its_key_may(tmp_path: Path) -> None:
-    keys = keys_of(tmp_path, f"alice {SECRET} at_once=2 priority=-3\nbatch key-of-batch priority=5\nbob key-of-bob\n")
+    keys = keys_of(tmp_path, f"alice {SECRET} priority=-3 at_once=2\nbatch key-of-batch priority=5\nbob key-of-bob\n")
     assert keys.most_at_once == {"alice": 2}
     for key, priority, found in (
         (SECRET, None, 0), (SECRET, -3, -3), (SECRET, -4, None), (SECRET, 9, 9),
