@@ -32,7 +32,7 @@ def test_with_time_enough_all_sizes_are_tried_and_more_rows_never_take_less(tmp_
     measure_speed(checkpoint, within_s=0)
     before = mx.get_active_memory()
     found = measure_speed(checkpoint, within_s=60)
-    assert mx.get_active_memory() == before and mx.get_cache_memory() == 0, "something stays in memory"
+    assert mx.get_active_memory() <= before and mx.get_cache_memory() == 0, "something stays in memory"
     for times in (*found.kinds, found.head):
         assert list(times.rows) == sorted(ROWS) and list(times.ms) == sorted(times.ms)
 
