@@ -231,6 +231,7 @@ class Masks:
         self._eos = eos
         self._drafts: list[int] = []
         self._window: int | None = None  # of the step to come, once it is chosen
+        self._num_together = 1  # sessions for which it was chosen
 
     @property
     def tail(self) -> int:
@@ -256,9 +257,14 @@ class Masks:
         self._drafts, self._window = [], None
 
     def _choose(self, num_together: int) -> int:
-        """Return the step's window, chosen once: choosing costs more than all other work for a window."""
+        """Return the step's window, chosen once: choosing costs more than all other work for a window.
+
+        What was chosen for the end of a prompt becomes shorter if others share its step, never longer.
+        """
         if self._window is None:
-            self._window = self._chooser.choose(num_together)
+            self._window, self._num_together = self._chooser.choose(num_together), num_together
+        elif self._window and num_together > self._num_together:
+            self._window, self._num_together = min(self._window, self._chooser.choose(num_together)), num_together
         return self._window
 
 

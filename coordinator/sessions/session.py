@@ -165,8 +165,8 @@ class Session:
 
     @property
     def longest_window(self) -> int:
-        """The most rows of a window with a proposal."""
-        return max(1, self._decoder.tail) + self._decoder.num_ahead
+        """The most rows of a window with a proposal, about: what is known of a text or a canvas, and as many beyond."""
+        return max(1, 2 * self._decoder.num_ahead)
 
     @property
     def most_reused(self) -> int:

@@ -7,7 +7,9 @@ from itertools import pairwise
 
 import pytest
 
+from coordinator.decoding.decode_options import make_decode
 from coordinator.decoding.decoders import Proposal, Verified
+from coordinator.planning.costs import ChainCosts
 from coordinator.sessions.scheduler import Scheduler
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import Frame
@@ -312,3 +314,18 @@ def test_a_lane_has_no_more_rows_than_a_frame_and_a_result_take_and_every_sessio
         rig.step()
     assert max(len(frame.windows) for frame in rig.chain.frames[-7:]) == 3
     assert min(session.num_generated - count for session, count in zip(sessions, before, strict=True)) >= 2
+
+
+@pytest.mark.parametrize(("num_sessions", "has_masks"), [(1, True), (16, False)])
+def test_windows_are_chosen_for_all_that_share_the_step(num_sessions: int, has_masks: bool) -> None:
+    """Up to 32 rows cost as much as one, 128 four times that: a window pays for one session, not for 16."""
+    costs = ChainCosts(1)
+    for num_rows, seconds in {1: 0.01, 32: 0.01, 128: 0.04}.items():
+        for _ in range(9):
+            costs.steps.observe(num_rows, seconds)
+    rig = Rig(num_stages=1, most_lane_rows=4096)
+    for number in range(num_sessions):
+        decoder = make_decode("diffusion", "auto", 0.4, 0.1).make_decoder(frozenset(), costs)
+        rig.submit(prompt_of(1, seed=number), 8, decoder=decoder)
+    rig.step()
+    assert [bool(window.masks) for window in rig.chain.frames[0].windows] == [has_masks] * num_sessions
