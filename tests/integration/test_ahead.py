@@ -1,5 +1,6 @@
 """Steps that are built before their frames come: the tokens are those of a step that is built on arrival."""
 
+import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -238,6 +239,14 @@ def test_a_slot_that_is_left_out_of_a_launched_step_goes_on_later(models: Models
             given[slot].append(sample.token)
         results.append(given)
     assert results[0] == results[1]
+
+
+def test_a_launched_step_takes_from_its_launch_or_the_end_of_the_step_before(models: Models) -> None:
+    """Not from the arrival of its frame: the device would seem idle, and the time spent on the way."""
+    engine, tokens = engine_of(models("qwen3"), "launched")
+    frame, received = Frame(windows=[newest(slot, [token]) for slot, token in enumerate(tokens)]), time.monotonic_ns()
+    timing = engine.step(frame, received).timings[-1]
+    assert timing.started == timing.taken < received < timing.computed
 
 
 def test_a_long_step_has_one_behind_it_and_not_two(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ Shapes: B slots, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
@@ -49,7 +50,7 @@ class StepOutputs:
 class Built:
     """A step on placeholders: a graph that is not computed before its frame arrives."""
 
-    is_under_way = False
+    launched = None  # only its frame starts it
     following = None  # nothing is launched on top of it
 
     def __init__(self, shard: Shard, slots: SlotsById, dtype: mx.Dtype) -> None:
@@ -85,12 +86,12 @@ class Launched:
     only recurrent states have to be saved to undo it.
     """
 
-    is_under_way = True
     hidden = None  # the whole model starts from token ids
 
     def __init__(self, shard: Shard, slots: SlotsById, bases: Mapping[int, int], tokens: mx.array) -> None:
         """`tokens` [B] are those just drawn, one for each slot; each follows the slot's first `bases` tokens."""
         self.slots = dict(slots)
+        self.launched = time.monotonic_ns()
         self.following: Launched | None = None  # the step launched on top of this one
         self._shard, self._bases = shard, bases
         self._fed, self._numbers = tokens, {number: row for row, number in enumerate(slots)}

@@ -361,9 +361,9 @@ class Executor:
         """Continue a step that was built or launched before its frame arrived."""
         step.windows.extend(step.frame.windows)
         ready.begin(step.windows)
-        if ready.is_under_way:
+        if ready.launched is not None:
             step.is_under_way = True
-            step.timing.started = step.timing.taken = step.timing.received
+            step.timing.started = step.timing.taken = ready.launched
         outputs = ready.outputs
         step.pending, step.rows = [outputs.h], outputs.h
         step.draws = [(window, outputs.draws[window.slot]) for window in step.windows if window.slot in outputs.draws]

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NoReturn, Protocol
 
 from protos.brigade_pb2 import Credit, Frame, Result, StatusReply
+from worker.compute.ahead import StepOutputs
 from worker.compute.executor import Executor, Step
 from worker.errors import BrigadeError, FrameError, StageLost, without_trace
 from worker.node.framing import PLAIN, Arrival, FrameAssembler, Wire
@@ -275,15 +276,18 @@ class Stage:
                 await asyncio.sleep(0)  # what else has come is read
                 if self._failure is not None:
                     return
-                is_ahead = self._run_step()
+                ahead = self._run_step()
                 for _ in range(_TURNS):
                     await asyncio.sleep(0)
+                if ahead:
+                    ahead.evaluate()  # on a CPU this waits for most of the step before it
                 # lanes that take turns: the other one's frame is due, and this one's next step is built beside it
-                if self._begun is None and not (is_ahead or self._builds_beside) and self._frames.empty():
+                elif self._begun is None and not self._builds_beside and self._frames.empty():
                     self.executor.build_ahead()
+                del ahead
 
-    def _run_step(self) -> bool:
-        """Finish the begun step and put out what it made; return whether the next one is computed ahead of its frame.
+    def _run_step(self) -> StepOutputs | None:
+        """Finish the begun step and put out what it made; return the next one if it is launched ahead of its frame.
 
         Nothing of a finished step stays in memory after this: a call that runs next may need it.
         """
@@ -300,9 +304,7 @@ class Stage:
         is_last = self._begun is None and self._frames.empty()  # what comes from now on answers this output
         ahead = self.executor.launch_ahead(step, is_finished=True) if is_last else None
         self._put_out(output)
-        if ahead:
-            ahead.evaluate()
-        return ahead is not None
+        return ahead
 
     def _begin(self, arrival: Arrival, received: int) -> Step:
         self._busy_since = self._busy_since or time.monotonic()
