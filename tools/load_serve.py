@@ -87,7 +87,7 @@ async def _streams(
             memory.append(process.memory_info().rss)
             await asyncio.sleep(seconds / 100)
 
-    side = [asyncio.create_task(watch()), asyncio.create_task(_kill(server, kills, seconds / (kills + 1)))]
+    side = [asyncio.create_task(watch()), asyncio.create_task(kill_workers(server, kills, seconds / (kills + 1)))]
     await asyncio.gather(*(ask(random.Random(number)) for number in range(streams)))
     for task in side:
         task.cancel()
@@ -103,7 +103,7 @@ async def _streams(
     return failures
 
 
-async def _kill(server: Server, kills: int, every_s: float) -> None:
+async def kill_workers(server: Server, kills: int, every_s: float) -> None:
     rng = random.Random(0)
     for _ in range(kills):
         await asyncio.sleep(every_s)
