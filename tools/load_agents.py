@@ -145,7 +145,8 @@ async def _converse(client: httpx2.AsyncClient, system: dict[str, Any], number: 
 
 async def _turn(client: httpx2.AsyncClient, body: dict[str, Any], said: Said) -> tuple[dict[str, Any], str]:
     """Read one streamed answer; return its message and finish reason."""
-    text, reason, calls, is_whole = "", "", [], False
+    text, reason, is_whole = "", "", False
+    calls: list[dict[str, Any]] = []
     asked = body | {"stream": True, "stream_options": {"include_usage": True}}
     async with client.stream("POST", "/v1/chat/completions", json=asked) as answer:
         if answer.status_code != 200:

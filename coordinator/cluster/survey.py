@@ -68,22 +68,30 @@ async def survey(
     """
     if anew or await kept_speed(checkpoint) is None:
         say("measuring how fast every node is at this model, once: this takes some seconds")
-    request = await run_in_thread(partial(_request, checkpoint, own_name, anew))
-    speeds = {peer.name: _unless_refused(_measured(peer, request, checkpoint, feeds=feeds)) for peer in peers}
-    if known is None:
-        known = NO_SPEEDS
-        speeds = {own_name: _own_speed(checkpoint, anew), **speeds}
-    found = dict(zip(speeds, await together(*speeds.values()), strict=True))
+    speeds = await node_speeds(checkpoint, own_name, peers, measures_here=known is None, anew=anew, feeds=feeds)
+    known = known or NO_SPEEDS
     ports = {peer.name: await _unless_refused(peer.measure_link()) for peer in peers}
     links = {
         (sender.name, receiver.name): await _unless_refused(sender.measure_link(receiver))
         for sender, receiver in pairwise(peers)
     }
     return Survey(
-        {**known.speeds, **{name: _speed(reply) for name, reply in found.items() if reply and reply.kinds}},
+        {**known.speeds, **speeds},
         {**known.ports, **{name: _link(reply) for name, reply in ports.items()}},
         {**known.links, **{names: _link(reply) for names, reply in links.items()}},
     )
+
+
+async def node_speeds(
+    checkpoint: Checkpoint, own_name: str, peers: Sequence[Peer], *, measures_here: bool, anew: bool, feeds: bool
+) -> dict[str, NodeSpeed]:
+    """Have these nodes, and this one if it `measures_here`, measure themselves at the same time; without refusals."""
+    request = await run_in_thread(partial(_request, checkpoint, own_name, anew))
+    asking = {peer.name: _unless_refused(_measured(peer, request, checkpoint, feeds=feeds)) for peer in peers}
+    if measures_here:
+        asking = {own_name: _own_speed(checkpoint, anew), **asking}
+    found = dict(zip(asking, await together(*asking.values()), strict=True))
+    return {name: _speed(reply) for name, reply in found.items() if reply and reply.kinds}
 
 
 async def _own_speed(checkpoint: Checkpoint, anew: bool) -> SpeedReply:

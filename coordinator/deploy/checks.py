@@ -1,7 +1,7 @@
 """The findings that follow from what doctor has collected. Pure: the same facts give the same findings."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -53,6 +53,7 @@ _MAX_DIFFERENCES = 5  # between two copies of cluster.yaml
 _SLOW_MS, _VERY_SLOW_MS = 1.0, 20.0  # round trips: a cable's is below the first, the other is as long as a token
 _SLOW_BYTES_PER_S = 25e6  # a fifth of Gigabit Ethernet
 _PROMPT = 1000  # tokens
+_FREE = 1.25  # factor by which more rows may take longer than one and still count as free
 _DELAYED_MS, _DELAYED_TIMES = 2.0, 4.0  # a round trip of gRPC above both, the latter times TCP's, is noted
 _LEAST_MTU = 1500
 _NO_NAME = -1  # Way.errno
@@ -111,6 +112,8 @@ def check_cluster(cluster: ExaminedCluster, model: ModelInUse, now: datetime) ->
         if node is not coordinator and coordinator.facts is not None:
             yield from _check_versions(node.name, node.facts, coordinator.facts)
             yield from _check_configuration(node, node.facts, coordinator)
+        if node.speed and model.spec:
+            yield _check_rows(node.name, node.speed.gbps_by_rows(model.spec))
     for hop in cluster.hops:
         yield from _check_hop(hop, cluster, model.row_bytes)
     costs = [ms_per_token(hop, model.row_bytes) for hop in cluster.hops]
@@ -395,6 +398,15 @@ def _share_ethernet(sender: ExaminedNode, receiver: ExaminedNode) -> bool:
         for node in (sender, receiver)
     )
     return bool(first & second)
+
+
+def _check_rows(name: str, gbps: Mapping[int, float]) -> Finding:
+    """Return how fast the node reads the model's layers, and up to how many rows of a frame that costs no more."""
+    one, *more = gbps
+    free = max(rows for rows in gbps if _FREE * gbps[rows] >= gbps[one])
+    by_rows = "".join(f", {gbps[rows]:.3g} with {rows}" for rows in more)
+    end = f"up to {free} rows take about as long as one" if free > one else "every row takes time"
+    return ok(Kind.ROWS, name, f"layers at {gbps[one]:.3g} GB/s with {one} row{by_rows}: {end}")
 
 
 def _check_speed(hop: ExaminedHop, row_bytes: int) -> Finding:

@@ -14,6 +14,7 @@ from coordinator.cluster.open import read_model
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer, peers_of
 from coordinator.cluster.progress import Begin
+from coordinator.cluster.survey import node_speeds
 from coordinator.deploy.checks import MAX_VERSIONS, ModelInUse, check_cluster, ms_per_token, offers_of
 from coordinator.deploy.findings import (
     ExaminedCluster,
@@ -29,9 +30,12 @@ from coordinator.deploy.findings import (
     problem,
 )
 from coordinator.deploy.trial import ChainTrial, advice, try_cluster
+from coordinator.planning.speeds import NodeSpeed
 from protos.brigade_pb2 import TRANSPORT_GRPC, TRANSPORT_TCP, TRANSPORT_TLS, Transport
 from worker.config import ClusterConfig, WorkerConfig, is_loopback, split_address
 from worker.errors import BrigadeError, ConfigError, NodeBusy, StageLost
+from worker.model.checkpoint import Checkpoint
+from worker.model.model_spec import ModelSpec
 from worker.node.certificates import Role
 from worker.node.configuration import configuration_of
 from worker.node.facts import read_facts
@@ -69,7 +73,7 @@ class Examination:
             "must_be_mended": self.count(Level.PROBLEM),
             "notes": self.count(Level.NOTE),
             "findings": [asdict(finding) for finding in self.findings],
-            "nodes": [_node_json(node) for node in self.cluster.nodes],
+            "nodes": [_node_json(node, self.model.spec) for node in self.cluster.nodes],
             "hops": [_hop_json(hop, self.cluster, self.model.row_bytes) for hop in self.cluster.hops],
             "trial": self.trial.as_json() if self.trial else None,
         }
@@ -78,11 +82,11 @@ class Examination:
 async def examine_cluster(options: ClusterOptions, begin: Begin = lambda step: None) -> Examination:
     """Collect and check. A node that cannot be asked, or a model that cannot be read, is a finding, not an error."""
     try:
-        _, spec = await read_model(options.model, options.draft_model)
+        checkpoint, spec = await read_model(options.model, options.draft_model)
         model = ModelInUse(spec, context=min(options.context, spec.context), layers=options.cluster.layers)
     except BrigadeError as error:
-        model = ModelInUse(refusal=error.message)
-    cluster = await collect_facts(options.cluster, begin)
+        checkpoint, model = None, ModelInUse(refusal=error.message)
+    cluster = await collect_facts(options.cluster, begin, checkpoint, feeds=options.feeds)
     return Examination(cluster, model, options.model, list(check_cluster(cluster, model, datetime.now(UTC))))
 
 
@@ -128,11 +132,21 @@ def _own_share(found: Examination) -> int:
 
 def num_steps(cluster: ClusterConfig) -> int:
     """Return how often `examine_cluster` calls `begin`."""
-    return 1 + len(cluster.workers) + (len(cluster.workers) > 1)
+    return 2 + len(cluster.workers) + (len(cluster.workers) > 1)
 
 
-async def collect_facts(cluster: ClusterConfig, begin: Begin = lambda step: None) -> ExaminedCluster:
-    """Ask all nodes at once, then measure one hop after another."""
+async def collect_facts(
+    cluster: ClusterConfig,
+    begin: Begin = lambda step: None,
+    checkpoint: Checkpoint | None = None,
+    *,
+    feeds: bool = False,
+) -> ExaminedCluster:
+    """Ask all nodes at once, then measure one hop after another, and the nodes' speeds at the model if one is given.
+
+    Args:
+        feeds: whether a node that lacks the model is sent its configuration, which is enough to measure.
+    """
     own = cluster.coordinator
     begin("asking every node about itself")
     network = Network.of(cluster, own.name, Role.COORDINATOR)
@@ -145,7 +159,12 @@ async def collect_facts(cluster: ClusterConfig, begin: Begin = lambda step: None
         asking = [_ask(*pair, network) for pair in zip(peers, cluster.workers, strict=True)]
         found = ExaminedCluster(await together(_ask_here(cluster, network), *asking))
         hops = await _measure_hops(found, peers, begin, _ENCRYPTED if cluster.tls else _PLAIN)
-        return replace(found, hops=hops)
+        begin("measuring how fast every node is at the model")
+        speeds: dict[str, NodeSpeed] = {}
+        if checkpoint:
+            there = [peer for peer in peers if found.by_name[peer.name].facts]
+            speeds = await node_speeds(checkpoint, own.name, there, measures_here=True, anew=False, feeds=feeds)
+        return ExaminedCluster([replace(node, speed=speeds.get(node.name)) for node in found.nodes], hops)
 
 
 async def _ask_here(cluster: ClusterConfig, network: Network) -> ExaminedNode:
@@ -207,7 +226,7 @@ async def _measure_hops(
     return hops
 
 
-def _node_json(node: ExaminedNode) -> dict[str, Any]:
+def _node_json(node: ExaminedNode, spec: ModelSpec | None) -> dict[str, Any]:
     """Return the node's facts; null if it could not be asked, or could not tell."""
     facts = node.facts
     versions = {name: facts.versions[name] for name in sorted(facts.versions)[:MAX_VERSIONS]} if facts else {}
@@ -221,6 +240,7 @@ def _node_json(node: ExaminedNode) -> dict[str, Any]:
         "free_disk_bytes": facts.free_disk_bytes if facts else None,
         "versions": {printable(name): printable(version) for name, version in versions.items()} if facts else None,
         "clock_offset_s": node.clock_offset_s,
+        "gbps_by_rows": node.speed.gbps_by_rows(spec) if node.speed and spec else None,
     }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from coordinator.planning.speeds import NodeSpeed
 from protos.brigade_pb2 import Configuration, Facts, Interface, LinkReply, Medium, ThunderboltPort, Way
 from worker.errors import BrigadeError
 from worker.platform.text import printable
@@ -43,6 +44,7 @@ class Kind(StrEnum):
     PLAN = "plan"
     PYTHON = "python"
     RDMA = "rdma"
+    ROWS = "rows"
     SLEEP = "sleep"
     SPEED = "speed"
     THUNDERBOLT = "thunderbolt"
@@ -116,6 +118,7 @@ class ExaminedNode:
     configured_bytes: int | None = None  # the memory limit in cluster.yaml
     is_here: bool = False  # a worker on the coordinator's machine, which shares its memory
     start: str = ""  # where and how a worker is started
+    speed: NodeSpeed | None = None  # at the model in use
 
     @property
     def interfaces(self) -> Sequence[Interface]:

@@ -32,6 +32,15 @@ class NodeSpeed:
         """Return whether the times of frames of so many rows are known or can be extrapolated."""
         return all(times[0][0] <= num_rows <= times[-1][0] or len(times) > 1 for times in (*self.kinds, self.head))
 
+    def gbps_by_rows(self, spec: ModelSpec) -> dict[int, float]:
+        """Return at how many GB/s frames of the measured numbers of rows read what one row reads of the layers.
+
+        With free rows it is the same for all of them; a mixture of experts reads more than that for many rows.
+        """
+        num_bytes = sum(kind.read_bytes for kind in spec.layers)
+        sizes = sorted(set.intersection(*({rows for rows, _ in times} for times in self.kinds)))
+        return {rows: num_bytes / max(self.ms_up_to(spec, rows)[-1], 1e-6) / 1e6 for rows in sizes}
+
     def ms_up_to(self, spec: ModelSpec, num_rows: int, num_sampled: int = 0, context: int = 0) -> list[float]:
         """Return the milliseconds of a frame in the layers before each layer of the model, and in all of them.
 

@@ -51,7 +51,8 @@ PROGRAMS = [
     ),
     program("eval_drafter", "--limit 1", r"arithmetic", mark=MATRIX),
     program(
-        "load_agents", "--agents 2 --turns 2 --instructions 100 --kills 0", r"0 answers differ, all but \d+ tokens", mark=MATRIX
+        "load_agents", "--agents 2 --turns 2 --instructions 100 --kills 0", r"0 answers differ, all but \d+ tokens",
+        mark=MATRIX,
     ),
     program("models_table", "llama --json @types.json", mark=MATRIX),
     program("pages", "", r"page .* committed"),

@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from coordinator.cluster.open import read_model
 from coordinator.deploy import checks
 from coordinator.deploy.checks import ModelInUse, check_cluster
 from coordinator.deploy.doctor import collect_facts, num_steps
@@ -89,6 +90,20 @@ async def test_every_node_is_asked_and_every_hop_is_measured() -> None:
         assert line.transport == TRANSPORT_TCP and not line.error and line.rtt_ms > 0 and line.bytes_per_s > 0
     assert not [each for each in judged(known) if each.level is Level.PROBLEM]
     assert all(abs(node.clock_offset_s or 0.0) < 30.0 for node in known.nodes)
+
+
+async def test_every_node_tells_how_fast_it_reads_the_layers_by_rows() -> None:
+    checkpoint, spec = await read_model("demo")
+    async with serving(1, checkpoint.folder) as [node]:
+        known = await collect_facts(cluster_of(node.address), checkpoint=checkpoint)
+    findings = list(check_cluster(known, ModelInUse(spec), datetime.now(UTC)))
+    for examined in known.nodes:
+        assert examined.speed
+        gbps = examined.speed.gbps_by_rows(spec)
+        assert min(gbps) == 1 < len(gbps)
+        layers_ms = 8 * dict(examined.speed.kinds[0])[1]
+        assert gbps[1] == pytest.approx(sum(layer.read_bytes for layer in spec.layers) / layers_ms / 1e6)
+        assert f"{gbps[1]:.3g} GB/s" in said(findings, Kind.ROWS, examined.name).text
 
 
 async def test_encrypted_hops_are_measured_without_encryption_too(tmp_path: Path) -> None:
