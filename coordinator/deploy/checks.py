@@ -404,9 +404,15 @@ def _check_rows(name: str, gbps: Mapping[int, float]) -> Finding:
     """Return how fast the node reads the model's layers, and up to how many rows of a frame that costs no more."""
     one, *more = gbps
     free = max(rows for rows in gbps if _FREE * gbps[rows] >= gbps[one])
-    by_rows = "".join(f", {gbps[rows]:.3g} with {rows}" for rows in more)
-    end = f"up to {free} rows take about as long as one" if free > one else "every row takes time"
-    return ok(Kind.ROWS, name, f"layers at {gbps[one]:.3g} GB/s with {one} row{by_rows}: {end}")
+    by_rows = "".join(f", {_short(gbps[rows])} with {rows}" for rows in more)
+    end = f"up to {free} rows take about as long as one"
+    if free == one and more:
+        end = f"{more[0]} rows take {gbps[one] / gbps[more[0]]:.1f} x as long as one"
+    return ok(Kind.ROWS, name, f"layers at {_short(gbps[one])} GB/s with {one} row{by_rows}: {end}")
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.2g}"
 
 
 def _check_speed(hop: ExaminedHop, row_bytes: int) -> Finding:
