@@ -61,7 +61,7 @@ ENDLESS = {"diffusion_stopping_config": {"stability_threshold": 1000}}  # every 
 
 
 @dataclass
-class Way:
+class HopRow:
     """A hop of the wide row or the way back: bytes and milliseconds of a step's 256 rows, and as predicted."""
 
     name: str
@@ -75,7 +75,7 @@ class Way:
 class Wide:
     """What a canvas of the wide row takes, and what the simulation says from the same run's speeds."""
 
-    ways: list[Way]
+    hops: list[HopRow]
     canvas_ms: float
     predicted_ms: float
 
@@ -95,7 +95,7 @@ class Measured:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Measured":
         rows = {"scores": [Score(**row) for row in data["scores"]], "speeds": [Speed(**row) for row in data["speeds"]]}
-        wide = data["wide"] and Wide(**data["wide"] | {"ways": [Way(**way) for way in data["wide"]["ways"]]})
+        wide = data["wide"] and Wide(**data["wide"] | {"hops": [HopRow(**hop) for hop in data["wide"]["hops"]]})
         return cls(**data | rows | {"wide": wide})
 
 
@@ -170,14 +170,14 @@ async def measure_wide(rounds: int) -> Wide:
 
 
 async def _links(peers: Sequence[Peer]) -> list[LinkSpeed]:
-    """What the nodes measure of the ways between them: out, on, and back."""
+    """Measure the links to worker 1, from it to worker 2, and from there back."""
     first, last = peers
     replies = [await first.measure_link(), await first.measure_link(last), await last.measure_link()]
     return [LinkSpeed(reply.rtt_ms, reply.bytes_per_s) for reply in replies]
 
 
 def _fastest(found: Sequence[LinkSpeed]) -> LinkSpeed:
-    """Return the link undisturbed, as nearly as it was."""
+    """Return the least round trip and the highest bandwidth."""
     return LinkSpeed(min(link.rtt_ms for link in found), max(link.bytes_per_s for link in found))
 
 
@@ -199,15 +199,15 @@ def _compared(spec: ModelSpec, chain: Chain, links: Sequence[LinkSpeed], trials:
     per_row = [sent[0] / num_rows, sent[1] / num_rows, sent[2] / num_soft]
     names = ("coordinator to worker 1", "worker 1 to worker 2", "back")
     hops_ms = zip(*(_hops_ms(trial) for trial in trials), strict=True)
-    ways = [
-        Way(name, CANVAS * each, min(ms for own in taken for ms in own), CANVAS * size, link.ms(CANVAS * size))
+    rows = [
+        HopRow(name, CANVAS * each, min(ms for own in taken for ms in own), CANVAS * size, link.ms(CANVAS * size))
         for name, each, taken, size, link in zip(names, per_row, hops_ms, sizes, links, strict=True)
     ]
-    return Wide(ways, 1e3 * fmean(_canvas_s(trial.token_times[0]) for trial in trials), 1e3 * _canvas_s(predicted))
+    return Wide(rows, 1e3 * fmean(_canvas_s(trial.token_times[0]) for trial in trials), 1e3 * _canvas_s(predicted))
 
 
 def _frames(trials: Sequence[BenchTrial]) -> dict[int, list[list[tuple[float, float]]]]:
-    """By rows of a frame and by stage: the milliseconds of the stage, and of the hop after it, in each frame."""
+    """Return by rows of a frame and by stage the milliseconds of the stage, and of the hop after it, in each frame."""
     found: dict[int, list[list[tuple[float, float]]]] = {}
     for trial in trials:
         for passage in trial.passages:
@@ -218,14 +218,14 @@ def _frames(trials: Sequence[BenchTrial]) -> dict[int, list[list[tuple[float, fl
 
 
 def _hops_ms(trial: BenchTrial) -> list[list[float]]:
-    """By way: its milliseconds in each step of a canvas alone that another one follows."""
+    """Return by hop the milliseconds of each step but a canvas's first and last."""
     passages = [each for number, each in enumerate(trial.passages, 1) if each.num_rows == CANVAS and number % STEPS]
     each_ms = ([ms for _, ms in passage_ms(passage, trial.offsets)] for passage in passages)
-    return [list(way) for way in zip(*each_ms, strict=True)]
+    return [list(hop) for hop in zip(*each_ms, strict=True)]
 
 
 def _canvas_s(token_times: Sequence[float]) -> float:
-    """Seconds from the end of the first canvas to that of the second."""
+    """Return the seconds from the end of the first canvas to that of the second."""
     return token_times[-1] - token_times[0]
 
 
@@ -240,7 +240,7 @@ on {machine}.
 
 {model} answered {count} questions that training never saw, a quarter of each kind (arithmetic, code, facts, stories),
 greedily, on a coordinator and two workers.
-It was trained on canvases of {length} places, the default; shorter ones make fewer mistakes that no later step mends.
+It was trained on canvases of {length} places, the default; shorter ones make fewer mistakes that no later step fixes.
 Speeds are of {timed} of the questions, prompts included, with so many ms added to each of the three hops of a step.
 
 {answers}
@@ -258,7 +258,7 @@ _COMMAND = "python -m tools.eval_canvas --json docs/canvas.json --markdown docs/
 
 
 def to_markdown(measured: Measured) -> str:
-    """The whole page."""
+    """Return the whole page."""
     speeds = {(each.decoder, each.delay_ms): each.tokens_per_s for each in measured.speeds}
     delays = " / ".join(f"{delay_ms:g}" for delay_ms in DELAYS_MS)
     header = (
@@ -278,10 +278,11 @@ def to_markdown(measured: Measured) -> str:
         for score in measured.scores
     ]  # fmt: skip
     assert measured.wide
-    rows = [(way.name, f"{way.num_bytes / 1e6:.2f}", *_beside(way.ms, way.predicted_ms)) for way in measured.wide.ways]
-    sums = sum(way.ms for way in measured.wide.ways), sum(way.predicted_ms for way in measured.wide.ways)
-    rows.append(("the three together", "", *_beside(*sums)))
-    rows.append(("a canvas", "", *_beside(measured.wide.canvas_ms, measured.wide.predicted_ms)))
+    hops = measured.wide.hops
+    rows = [(hop.name, f"{hop.num_bytes / 1e6:.2f}", *_with_error(hop.ms, hop.predicted_ms)) for hop in hops]
+    sums = sum(hop.ms for hop in hops), sum(hop.predicted_ms for hop in hops)
+    rows.append(("the three together", "", *_with_error(*sums)))
+    rows.append(("a canvas", "", *_with_error(measured.wide.canvas_ms, measured.wide.predicted_ms)))
     return _PAGE.format(
         command=_COMMAND,
         machine=measured.machine,
@@ -296,7 +297,7 @@ def to_markdown(measured: Measured) -> str:
     )
 
 
-def _beside(ms: float, predicted_ms: float) -> tuple[str, str, str]:
+def _with_error(ms: float, predicted_ms: float) -> tuple[str, str, str]:
     return f"{ms:.1f}", f"{predicted_ms:.1f}", f"{100 * (predicted_ms / ms - 1):+.1f} %"
 
 

@@ -1,12 +1,12 @@
 """`brigade bench`: measures the cluster against one process of this code and of mlx_lm, on the same requests."""
 
+import itertools
 import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -84,8 +84,9 @@ class Workload:
     def requests(self, count: int, decode: Decode, spec: ModelSpec, seed: int) -> list[Request]:
         """Return requests of different random prompts, whose answers continue past the end-of-sequence token."""
         numbers = random.Random(f"{count} {seed}")
-        drawn = (token for token in iter(lambda: numbers.randrange(spec.vocab_size), None) if spec.is_text(token))
-        prompts = [tuple(islice(drawn, self.num_prompt)) for _ in range(count)]
+        numbered = (numbers.randrange(spec.vocab_size) for _ in itertools.count())
+        drawn = filter(spec.is_text, numbered)
+        prompts = [tuple(itertools.islice(drawn, self.num_prompt)) for _ in range(count)]
         return [Request(prompt, self.num_tokens, decode=decode) for prompt in prompts]
 
 
@@ -286,7 +287,7 @@ class _Run:
             return []
         chain = await stack.enter_async_context(self._open_chain(own))
         systems: list[System] = [OnChain(ONE_PROCESS, chain)]
-        if all(decode.kind != "ar" for decode in self.workload.decodes):  # the one that mlx_lm has
+        if all(decode.kind != "ar" for decode in self.workload.decodes):  # mlx_lm has no other
             return systems
         model = await chain.thread.run(lambda: MlxLmModel(self.checkpoint.folder))
         return [*systems, OnMlxLm(model, chain)]

@@ -147,7 +147,7 @@ def forecast(times: ForecastTimes, assumed: Assumed) -> list[Forecast]:
     length, steps = assumed.canvas or (1, 1)
     # upper bound: chunks of prompts with the decoding steps between them, then steps of all requests
     num_frames = sum(
-        count * (num_prompt // chunk * min(count, _MAX_BETWEEN) + num_tokens * steps // length)
+        count * (num_prompt // chunk * min(count, _MAX_BETWEEN) + (1 + -(-num_tokens // length)) * steps)
         for count, chunk in chunks.items()
     )
     num_steps, num_fed = num_frames * len(times.usual.stages), max(assumed.concurrency) * num_prompt
@@ -214,8 +214,8 @@ def given_pipeline(
         ]
     bytes_per_s = gbps * 1e9 / 8 if gbps else float("inf")
     sizes = [row_bytes] * (len(hops) - 1) + [answer_bytes]
-    ways = (Hop(ms / 1e3, bytes_per_s, size) for ms, size in zip(hops, sizes, strict=True))
-    return Pipeline(tuple(map(SimulatedStage, stages)), tuple(ways))
+    hops_s = (Hop(ms / 1e3, bytes_per_s, size) for ms, size in zip(hops, sizes, strict=True))
+    return Pipeline(tuple(map(SimulatedStage, stages)), tuple(hops_s))
 
 
 def read_times(path: Path, decode: str = "ar") -> ForecastTimes:
@@ -300,7 +300,7 @@ def profiled_pipeline(spec: ModelSpec, plan: Plan, survey: Survey, num_places: i
     stages = [
         SimulatedStage(tuple((rows, ms / 1e3) for rows, ms in zip(by_size, column, strict=True))) for column in columns
     ]
-    ways = [Hop(link.rtt_ms / 2e3, link.bytes_per_s, spec.row_bytes) for link in times.links[:-1]]
+    hops = [Hop(link.rtt_ms / 2e3, link.bytes_per_s, spec.row_bytes) for link in times.links[:-1]]
     answer_bytes = spec.soft_row_bytes if num_places else 0
     back = [Hop(link.rtt_ms / 2e3, link.bytes_per_s, answer_bytes) for link in times.links[-1:]]
-    return Pipeline(tuple(stages), tuple([*ways, *back] or [Hop(0.0)]))
+    return Pipeline(tuple(stages), tuple([*hops, *back] or [Hop(0.0)]))

@@ -89,10 +89,15 @@ class SimulationFlags:
     prefill_step_size: flags.PrefillStepSize = None
     canvas: Annotated[
         int | None,
-        _load(metavar="T", min=1, help="Block diffusion: T tokens become known together. (default: one per step)"),
+        _load(
+            metavar="T",
+            min=1,
+            max=65535,
+            help="Block diffusion: T tokens become known together. (default: one per step)",
+        ),
     ] = None
     canvas_steps: Annotated[
-        int | None, _load(metavar="N", min=1, help="Steps of T rows until they are known. (default: T)")
+        int | None, _load(metavar="N", min=1, max=65535, help="Steps of T rows until they are known. (default: T)")
     ] = None
 
     def counts(self) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ from protos.brigade_pb2 import (
     CONDITIONING_TOP,
     Cache,
 )
+from worker.compute.header import NUM_CANDIDATES
 from worker.errors import InputError
 from worker.model.model_spec import MOST_DRAFTS, CanvasTraining, ModelSpec
 
@@ -58,9 +59,10 @@ class Decode:
     position_penalty: float = 0.02
     num_drafts: int | None = None
     canvas: int | None = None  # places; None: as many as the model was trained with
-    canvas_steps: int | None = None  # most steps per canvas; None: the model's own, or as many as places
-    canvas_sampler: CanvasSampling | None = None  # None: the model's own
-    canvas_threshold: tuple[float, float, int] | None = None  # at first, later, from which step; None: the sampler's
+    # likewise, resolved by `suit`: most steps per canvas; the sampler; its threshold at first, later, from which step
+    canvas_steps: int | None = None
+    canvas_sampler: CanvasSampling | None = None
+    canvas_threshold: tuple[float, float, int] | None = None
     conditioning: Conditioned = "exact"  # what a step of a model that refines its canvases knows of the one before
     training: CanvasTraining | None = None  # of the model, for canvas; likewise:
     vocab_size: int = 0
@@ -101,14 +103,15 @@ class Decode:
         if self.kind == "diffusion-fast":
             return Fill(self.window or _FILL_WINDOW, self.entropy_threshold, self.position_penalty, eos)
         if self.kind == "canvas":
-            assert self.training and self.canvas and self.canvas_sampler, "as `suit` returns it"
+            assert self.training and self.canvas and self.canvas_steps, "as `suit` returns it"
+            assert self.canvas_sampler and self.canvas_threshold
             length, refinement = self.canvas, self.training.refinement
-            early, late, turn = self.canvas_threshold or _CANVAS_THRESHOLDS[self.canvas_sampler]
+            early, late, turn = self.canvas_threshold
             choose = partial(_CANVAS_SAMPLERS[self.canvas_sampler], early=early, late=late, turn=turn)
             if refinement is None:
-                return Canvas(self.training, length, choose, self.canvas_steps or length, eos)
+                return Canvas(self.training, length, choose, self.canvas_steps, eos)
             return RefinedCanvas(
-                *(refinement, length, choose, self.canvas_steps or refinement.num_steps, eos, seed, self.vocab_size),
+                *(refinement, length, choose, self.canvas_steps, eos, seed, self.vocab_size),
                 keeps=self.canvas_sampler == "confidence",
                 conditioning=_CONDITIONINGS[self.conditioning],
             )
@@ -269,12 +272,18 @@ def _suit_canvas(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
             "conditioning",
             f"expected {Decode.conditioning}: steps of {spec.name} know nothing of those before but the places decided",
         )
-    threshold = decode.canvas_threshold
-    if threshold is None and training.refinement and sampler == "entropy":
+    if decode.conditioning == "top-64" and spec.vocab_size < NUM_CANDIDATES:
+        raise InputError("conditioning", f"expected exact for a vocabulary of {spec.vocab_size} tokens, got top-64")
+    num_steps = training.refinement.num_steps if training.refinement else length
+    if decode.canvas_steps and decode.canvas_steps > (most := max(length, num_steps)):
+        raise InputError("canvas_steps", f"expected at most {most} for {length} places, got {decode.canvas_steps}")
+    threshold = decode.canvas_threshold or _CANVAS_THRESHOLDS[sampler]
+    if not decode.canvas_threshold and training.refinement and sampler == "entropy":
         threshold = (training.refinement.entropy_bound, training.refinement.entropy_bound, 1)
     return replace(
         decode,
         canvas=length,
+        canvas_steps=decode.canvas_steps or num_steps,
         canvas_sampler=sampler,
         canvas_threshold=threshold,
         training=training,

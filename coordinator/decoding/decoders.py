@@ -354,14 +354,25 @@ class Fill:
 CanvasSampler = Callable[[Sequence[Sample], int], list[int]]  # guesses and the step to the numbers of those to keep
 
 
-class Canvas:
+class _OneCanvas:
+    """A canvas begins again after a loss: no place of it is kept."""
+
+    fills: Fills = ()
+    _places: list[int]  # tokens; empty: the next proposal begins a canvas
+
+    def rewind(self) -> None:
+        self._places = []
+
+    def restore(self, fills: Fills) -> None:
+        assert not fills
+
+
+class Canvas(_OneCanvas):
     """Block diffusion: the places of a canvas are decided together over several steps, then all become known.
 
     A place that is decided stays so. A finished canvas is known and not fed yet: it goes with the next one. Draws
     depend on seed, place and step only, so a canvas that begins again after a loss ends with the same tokens.
     """
-
-    fills: Fills = ()
 
     def __init__(
         self, training: CanvasTraining, length: int, sampler: CanvasSampler, num_steps: int, eos: frozenset[int]
@@ -374,7 +385,7 @@ class Canvas:
         self._sampler = sampler
         self._num_steps = num_steps
         self._eos = eos
-        self._places: list[int] = []  # empty: the next proposal begins a canvas
+        self._places = []
         self._num_fixed = 0
         self._open: list[int] = []  # numbers of the places to decide
         self._step = 0
@@ -432,14 +443,8 @@ class Canvas:
         )
         return next(ends, self.tail)
 
-    def rewind(self) -> None:
-        self._places = []
 
-    def restore(self, fills: Fills) -> None:
-        assert not fills
-
-
-class RefinedCanvas:
+class RefinedCanvas(_OneCanvas):
     """Block diffusion from random tokens: every step sees the whole canvas again and may change any of its places.
 
     A step keeps the draws that its sampler accepts and puts new random tokens in all other places. The canvas ends once
@@ -448,7 +453,6 @@ class RefinedCanvas:
     end, so that neither `max_tokens` nor a loss of memory changes the tokens before.
     """
 
-    fills: Fills = ()
     grid = 1
 
     def __init__(
@@ -473,12 +477,12 @@ class RefinedCanvas:
         self.tail = self.num_ahead = length
         self._refinement = refinement
         self._sampler = sampler
-        self._num_steps = num_steps
+        self._num_steps, self._step = num_steps, 0
         self._eos = eos
         self._seed, self._vocab_size = seed, vocab_size
         self._keeps = keeps
         self._conditioning = conditioning
-        self._places: list[int] = []  # empty: the next proposal begins a canvas
+        self._places = []
         self._start = 0
         self._open: list[int] = []  # numbers of the places that a step may change
         self._best: list[int] = []  # the likeliest tokens of the last step
@@ -523,12 +527,6 @@ class RefinedCanvas:
 
     def _noise(self, place: int) -> int:
         return random_token(self._seed, self._start + place, self._step, self._vocab_size)
-
-    def rewind(self) -> None:
-        self._places = []
-
-    def restore(self, fills: Fills) -> None:
-        assert not fills
 
 
 def random_token(seed: int, position: int, step: int, vocab_size: int) -> int:

@@ -165,7 +165,7 @@ class Session:
 
     @property
     def longest_window(self) -> int:
-        """The most rows of a window with a proposal, about: what is known of a text or a canvas, and as many beyond."""
+        """About the most rows of a window with a proposal: a canvas, or MASK rows, and as many known tokens."""
         return max(1, 2 * self._decoder.num_ahead)
 
     @property
@@ -327,6 +327,7 @@ class Session:
         """End the session. After "error" the stages may hold different rows, so its slot cannot be reused."""
         self.enter(SessionState.FINISHED)
         self.finish_reason = reason
+        self._soft = None  # a kept slot never uses it
 
     def rewind(self, decoder: Decoder | None = None) -> None:
         """Begin again in another slot or chain: all known tokens are fed again, as if they were the prompt.

@@ -58,15 +58,15 @@ def test_diffusion_gemma_over_three_processes_answers_as_one_and_as_the_server_t
     body["max_tokens"] = 160  # or the answer might be over before the worker is lost
     expected = server.post("/v1/completions", **body).json()["choices"][0]["text"]
     body |= {"stream": True, "stream_options": {"include_usage": True}}
-    found, figures = "", {}
+    found, stats = "", {}
     with httpx2.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60.0) as stream:
         for line in (line for line in stream.iter_lines() if line.startswith("data: {")):
             if not found:
                 lose_amid_canvas(server, worker)
             chunk = json.loads(line.removeprefix("data: "))
             found += "".join(choice["text"] for choice in chunk["choices"])
-            figures |= chunk.get("brigade") or {}
-    assert found == expected and figures["recoveries"] >= 1
+            stats |= chunk.get("brigade") or {}
+    assert found == expected and stats["recoveries"] >= 1
 
 
 def lose_amid_canvas(server: Server, worker: psutil.Process) -> None:

@@ -243,6 +243,7 @@ async def test_the_trial_of_doctor_decodes_as_the_model_can(folders: dict[str, P
         ("sdar", Decode("ngram"), {}, "decode: expected canvas"),
         ("Fast_dLLM_Qwen", Decode("diffusion"), {}, "decode: expected canvas"),
         ("sdar", Decode("canvas", canvas=8), {}, "canvas: expected 4 places, as .* was trained, got 8"),
+        ("sdar", Decode("canvas", canvas_steps=5), {}, "canvas_steps: expected at most 4 for 4 places, got 5"),
         ("causal", Decode("canvas", canvas=7), {}, "canvas: expected from 1 to 6 places, .* got 7"),
         # what has no meaning for places that are decided together
         ("sdar", Decode("canvas"), {"logprobs": 2}, "logprobs: "),

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from protos.brigade_pb2 import Result, Sample, Window
 from worker.compute.grammar import Guide
-from worker.compute.header import num_held, num_rows
+from worker.compute.header import is_chunk, num_held, num_rows
 from worker.errors import SamplingError
 
 if TYPE_CHECKING:
@@ -94,16 +94,14 @@ def add_drafts(
     for window in windows:
         slot, drawn, tokens = slots[window.slot], samples[window.slot], list(window.tokens)
         num_known = len(tokens)
-        is_chunk = not (window.wanted or window.masks)
         if drawn:
             first = num_known - (window.wanted - 1)  # of the drafts
             num_known = first + num_held(tokens[first:], drawn)
             tokens = [*tokens[:num_known], drawn[num_known - first]]
-        if (window.drafts and drawn) or (
-            slot.is_drafted and (drawn or is_chunk) and not (window.masks or window.canvas)
-        ):
+        shows = slot.is_drafted and (is_chunk(window) or (drawn and not window.masks))
+        if (window.drafts and drawn) or shows:
             requests[window.slot] = DraftRequest(
-                slot, window.base, tokens, window.drafts, is_chunk, rows, first_row, num_known
+                slot, window.base, tokens, window.drafts, is_chunk(window), rows, first_row, num_known
             )
         first_row += num_rows(window)
     drafts = drafter.draft(list(requests.values())) if drafter and requests else [[] for _ in requests]

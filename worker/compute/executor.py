@@ -31,7 +31,7 @@ from worker.compute.ahead import Placeholder, Ready, StepOutputs, StepsAhead, is
 from worker.compute.batching import LaneWindow
 from worker.compute.drafting import Drafter, add_drafts
 from worker.compute.grammar import Guide
-from worker.compute.header import NUM_CANDIDATES, asked_rows, check_header, head_rows, num_rows
+from worker.compute.header import NUM_CANDIDATES, asked_rows, check_header, is_chunk, num_rows, target_rows
 from worker.compute.sampling import Draws, TokenScores
 from worker.compute.shard import Shard
 from worker.compute.slot import Slot
@@ -212,7 +212,7 @@ class Executor:
                 mx.async_eval(step.pending)
         if self._shard.is_last and any(window.drafts or self._slots[window.slot].is_drafted for window in step.windows):
             step.slots = {window.slot: self._slots[window.slot] for window in step.windows}
-            step.has_drafting = any(window.drafts or not (window.wanted or window.masks) for window in step.windows)
+            step.has_drafting = any(window.drafts or is_chunk(window) for window in step.windows)
         if step.windows and not step.is_under_way:
             step.begun = time.monotonic_ns()
         return step
@@ -245,9 +245,9 @@ class Executor:
         """
         waits_since = time.monotonic_ns()
         mx.eval(step.pending)
+        evaluated = time.monotonic_ns()
         if step.checks:
             self._fail_infinite(step)
-        evaluated = time.monotonic_ns()
         step.timing.computed = step.computed or evaluated
         if step.begun:
             share = share_of_begin(step.timing.started, step.begun, waits_since, evaluated)
@@ -380,7 +380,7 @@ class Executor:
         windows = list(zip(step.windows, accumulate(map(num_rows, step.windows), initial=0), strict=False))
         # A prompt chunk only has to reach the caches: the last layer's depends on all others, and what follows it is
         # never computed.
-        chunks = [self._slots[window.slot] for window in step.windows if not (head_rows(window) or window.pooled)]
+        chunks = [self._slots[w.slot] for w in step.windows if not (asked_rows(w) or w.targets or w.pooled)]
         step.pending = [array for slot in chunks for array in slot.caches.arrays()]
         step.pending += states
         if len(chunks) < len(windows):
@@ -388,7 +388,7 @@ class Executor:
         mx.async_eval(step.pending)  # the device works while the sampling graph is built
         for window, first in windows:
             if window.targets:
-                self._score(step, window, h[:, head_rows(window, first).start :])
+                self._score(step, window, h[:, target_rows(window, first).start :])
             if window.pooled:
                 end = first + len(window.tokens)
                 self._pool(step, window, h[:, end - window.pooled : end])
@@ -457,6 +457,7 @@ class Executor:
             earlier = [step.draws.pop()[1]] if at else []
             step.draws.append((window, Draws.joined([*earlier, draws])))
         except (FrameError, SamplingError) as error:
+            step.draws = [each for each in step.draws if each[0] is not window]
             self._fail(step, window.slot, error)
 
     def _fail_infinite(self, step: Step) -> None:

@@ -148,11 +148,14 @@ class Shard(HeldTensors):
 
     def soften(self, logits: mx.array) -> mx.array:
         """Return the expected embedding [N, D] under logits [N, V] float32. Last shard of a model that `refines`."""
-        return self._module.soften(logits).astype(self.info.dtype)
+        return self._module.model.embed_tokens.soften(logits).astype(self.info.dtype)
 
     def mix(self, ids: mx.array, shares: mx.array) -> mx.array:
-        """Return nearly the same of the likeliest tokens [N, K] and their probabilities. First shard of such."""
-        return self._module.mix(ids, shares).astype(self.info.dtype)
+        """Return the sum [N, D] of candidates' embeddings [N, K], weighted by their probabilities.
+
+        First shard of a model that `refines`.
+        """
+        return self._module.model.embed_tokens.mix(ids, shares).astype(self.info.dtype)
 
     def _hidden(self, rows: mx.array) -> mx.array:
         return rows[..., : self.info.hidden_size] if self._cut.num_features else rows

@@ -168,19 +168,11 @@ class Model(gemma4_text.Model):
         Args:
             inputs: token ids [1, L].
             canvas: which rows [1, L] are of a canvas; None: no row is.
-            soft: for canvas rows, what `soften` or `mix` made of the step before [1, L, D], else zeros.
+            soft: for canvas rows, what `Embedding.soften` or `.mix` made of the step before [1, L, D], else zeros.
         """
         h = self.model(inputs, cache, canvas, soft)
         logits = self.model.embed_tokens.as_linear(h).astype(mx.float32)
         return gemma4_text.logit_softcap(self.final_logit_softcapping, logits)
-
-    def soften(self, logits: mx.array) -> mx.array:
-        """As `Embedding.soften`."""
-        return self.model.embed_tokens.soften(logits)
-
-    def mix(self, ids: mx.array, shares: mx.array) -> mx.array:
-        """As `Embedding.mix`."""
-        return self.model.embed_tokens.mix(ids, shares)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Rename the tensors of both published layouts. The encoder's are the decoder's, all but the layer scalars."""

@@ -53,6 +53,7 @@ ALONE = {"system": "mlx_lm", "decode": "ar", "concurrency": 1, "layers": None, "
         (FLAT, {"concurrency": (512,), "num_tokens": 100_000}),
         (FLAT, {"num_prompt": 500_000, "chunk": 1}),
         (FLAT, {"num_prompt": 10**9}),
+        (FLAT, {"canvas": (4096, 60_000), "num_tokens": 1, "concurrency": (8,)}),
         (ForecastTimes(given_pipeline((1.0,) * 10_000, (0.0,), (0.0,), None, 0)), {}),
     ],
 )
@@ -60,6 +61,14 @@ def test_a_forecast_that_would_take_too_long_is_refused_at_once(times: ForecastT
     with pytest.raises(InputError) as refused:
         forecast(times, replace(TWO_STAGES, **change))
     assert refused.value.field == "simulate"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("num_tokens", [64, 512])
+def test_a_few_tokens_of_a_canvas_forecast_the_speed_of_many(num_tokens: int, count: int) -> None:
+    given = replace(TWO_STAGES, canvas=(256, 8), concurrency=(count,))
+    few, many = (forecast(FLAT, replace(given, num_tokens=each))[0] for each in (num_tokens, 60 * 256))
+    assert few.tokens_per_s == pytest.approx(many.tokens_per_s, rel=0.02)
 
 
 def write(folder: Path, *rows: object, **more: object) -> Path:
