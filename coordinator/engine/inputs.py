@@ -182,7 +182,7 @@ class InputProcessor:
         else:
             markers = self.tokenizer.markers(request.prompt, request.calls)
             few = request.sampling.min_tokens
-            parser = self.tokenizer.stream(request.stops, markers, request.tools, request.calls.is_parallel, few)
+            parser = self.tokenizer.stream(request.stops, markers, request.tools, request.calls, few)
         parser.recall(request.known, request.eos)
         return parser
 

@@ -243,12 +243,11 @@ class Tokenizer:
         stops: Sequence[str] = (),
         markers: Markers | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
-        has_parallel_calls: bool = True,
+        calls: Calls = AUTO_CALLS,
         min_tokens: int = 0,
     ) -> TextParser:
         """Return a parser for one answer's tokens; without `markers` all its text is content."""
-        detokenizer, settings = self._wrapper.detokenizer, (stops, markers, tools)
-        return TextParser(detokenizer, *settings, has_parallel_calls=has_parallel_calls, min_tokens=min_tokens)
+        return TextParser(self._wrapper.detokenizer, stops, markers, tools, calls, min_tokens=min_tokens)
 
     @property
     def eos(self) -> frozenset[int]:
