@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,10 +32,8 @@ from worker.errors import InputError
 from worker.platform.text import Json, to_json
 from worker.platform.threads import run_in_thread
 
-_SERVER_FIELDS = (
-    "window", "num_draft_tokens", "entropy_threshold", "position_penalty", "canvas", "canvas_steps", "canvas_sampler",
-    "canvas_threshold", "conditioning",
-)  # fmt: skip
+_CANVAS_FIELDS = ("canvas", "canvas_steps", "canvas_sampler", "canvas_threshold", "conditioning")
+_SERVER_FIELDS = ("window", "num_draft_tokens", "entropy_threshold", "position_penalty", *_CANVAS_FIELDS)
 _MAX_WAIT_S = 7 * 86400.0  # for memory: nothing waits for a single answer
 _HEADS = ("questions", "decoder", "right", "of", "accuracy", "95 %", "as ar", "tokens/step", "rows/token", "ms/token")
 
@@ -104,7 +102,14 @@ def eval(
     if raw and system_prompt:
         raise InputError("system_prompt", "not expected with --raw, which has no messages")
     kinds = tuple(dict.fromkeys(kind.strip() for kind in decode.split(",")))
-    decoders = {kind: replace(windows, decode=kind).decoder() for kind in kinds}
+    flags.refuse_drafter(ctx, kinds)
+    given = {name: ctx.params[name] for name in _SERVER_FIELDS if name in given_flags(ctx)}
+    with_canvas = {"auto", "canvas"} & set(kinds) or kinds  # beside these the others take no flags of a canvas
+    fields = {
+        kind: {name: value for name, value in given.items() if kind in with_canvas or name not in _CANVAS_FIELDS}
+        for kind in kinds
+    }
+    decoders = {kind: flags.DecodeFlags(decode=kind, **fields[kind]).decoder() for kind in kinds}
     texts = Texts()
     sets = [read_questions(source, check, limit, texts) for source in dict.fromkeys(questions)]
     chosen = {"temperature": 0.0, "seed": 0} | sampling.chosen()  # of any model: a run can be continued
@@ -122,9 +127,7 @@ def eval(
         TEMPLATES.start()  # in parallel to imports that take a second
         model_at = _loaded(cluster.options(), cases, concurrency)
     else:
-        given = given_flags(ctx)
-        fields = {name: ctx.params[name] for name in _SERVER_FIELDS if name in given}
-        model_at = _served(server, {"max_tokens": max_tokens, **chosen, **sampling.tokens(), **fields})
+        model_at = _served(server, {"max_tokens": max_tokens, **chosen, **sampling.tokens()}, fields)
     run = EvalRun(sets, kinds, cases, texts)
     return run_eval(model_at, run, output, concurrency, plot=plot, as_json=as_json)
 
@@ -205,8 +208,8 @@ async def _loaded(
 
 
 @asynccontextmanager
-async def _served(given: flags.ServerFlags, body: Json) -> AsyncIterator[tuple[str, Ask]]:
-    """Connect to a server; yield its model's name and a function that answers."""
+async def _served(given: flags.ServerFlags, body: Json, fields: Mapping[str, Json]) -> AsyncIterator[tuple[str, Ask]]:
+    """Connect to a server; yield its model's name and a function that answers. `fields` are those of each decoder."""
     from coordinator.cli.remote import open_server
 
     async with open_server(given) as server:
@@ -218,7 +221,8 @@ async def _served(given: flags.ServerFlags, body: Json) -> AsyncIterator[tuple[s
                 yield _chosen(question, await server.score(question.prompt, question.continuations), began)
                 return
             stop = {"stop": list(question.stops)} if question.stops else {}
-            async with aclosing(server.generate(case.prompt(), {**body, **stop, "decode": case.decoder})) as outputs:
+            asked = {**body, **fields[case.decoder], **stop, "decode": case.decoder}
+            async with aclosing(server.generate(case.prompt(), asked)) as outputs:
                 async for output in outputs:
                     yield output
 
