@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from coordinator.api.errors import HttpError
 from coordinator.decoding.decode_options import Decode, make_cache_choice, make_decode
 from coordinator.engine.one_at_a_time import OneAtATime
-from coordinator.engine.stats import BEST_PRIORITY
+from coordinator.engine.stats import BEST_PRIORITY, KEY_HOLDER
 from coordinator.sessions.request import BREAKERS, Prompt, RequestSpec, SamplingParams, sampling_field
 from worker.errors import InputError
 
@@ -171,9 +171,8 @@ class Sampled(Section):
     def _priority(self) -> int:
         best = BEST_PRIORITY.get()
         if self.priority is not None and self.priority < best:
-            raise InputError(
-                "priority", f"expected at least {best} with this key (lower goes first), got {self.priority}"
-            )
+            whose = "with this key" if KEY_HOLDER.get() else "without a key that may ask for less"
+            raise InputError("priority", f"expected at least {best} {whose} (lower goes first), got {self.priority}")
         return max(0, best) if self.priority is None else self.priority
 
 
