@@ -129,7 +129,10 @@ class CompletionAnswer(OpenAIAnswer):
             for request in group:
                 choice = Choice(echoed, request.prompt if body.scores_prompts else ())
                 if body.logprobs is not None:
-                    choice.parser = inputs.tokenizer.stream() if inputs.tokenizer else TextParser()
+                    continues = not body.scores_prompts  # or else the prompt's tokens come first
+                    choice.parser = (
+                        inputs.tokenizer.stream(continues_text=continues) if inputs.tokenizer else TextParser()
+                    )
                     choice.eos = request.eos
                 self.choices.append(choice)
             requests += group

@@ -171,6 +171,7 @@ class InputProcessor:
             pool_from=_pool_from(asked.pooling, prompt),
             tools=asked.tools,
             calls=asked.calls,
+            continues_text=not isinstance(asked.prompt, Conversation),
             not_enforced=tuple(not_enforced),
         )
         check_request(request, spec)
@@ -182,8 +183,10 @@ class InputProcessor:
             parser = TextParser()
         else:
             markers = self.tokenizer.markers(request.prompt, request.calls)
-            few = request.sampling.min_tokens
-            parser = self.tokenizer.stream(request.stops, markers, request.tools, request.calls, few)
+            parser = self.tokenizer.stream(
+                *(request.stops, markers, request.tools, request.calls, request.sampling.min_tokens),
+                continues_text=request.continues_text,
+            )
         parser.recall(request.known, request.eos)
         return parser
 
