@@ -258,6 +258,8 @@ def _place(path: Sequence[str | int], body: Any, *, is_missing: bool) -> str:
 
 MAX_INLINE_BYTES = 64 << 10  # a longer body is parsed on a thread, one at a time: they would delay streams
 _SEND_S = 60.0  # within which a client has to send its body
+# Bytes beyond the limit that are read all the same: a client sees no answer while it sends into a closed connection.
+_MOST_DISCARDED = 64 << 20
 _CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
 
@@ -276,19 +278,24 @@ async def read_body(
         raise HttpError(415, reason, "unsupported_media_type")
     too_large = HttpError(413, f"expected a body of at most {max_bytes} bytes", "request_too_large", headers=_CLOSE)
     length = request.headers.get("content-length", "0")
-    if length.isdecimal() and (len(length) > 12 or int(length) > max_bytes):
+    if length.isdecimal() and (len(length) > 12 or int(length) > max_bytes + _MOST_DISCARDED):
         raise too_large
-    body = bytearray()
+    body, num_sent = bytearray(), 0
     try:
         async with asyncio.timeout(_SEND_S):
             async for chunk in request.stream():
+                num_sent += len(chunk)
+                if num_sent > max_bytes + _MOST_DISCARDED:
+                    break
                 body += chunk
-                if len(body) > max_bytes:
-                    raise too_large
+                if num_sent > max_bytes:
+                    body.clear()
     except ClientDisconnect:
         raise HttpError(400, "the client left before it had sent its request", "incomplete_request") from None
     except TimeoutError:
         raise HttpError(408, f"expected a whole body within {_SEND_S:g} s", "request_timeout", headers=_CLOSE) from None
+    if num_sent > max_bytes:
+        raise too_large
     parse = partial(_parse, kind, bytes(body))
     return await long_bodies.run(parse) if len(body) > MAX_INLINE_BYTES else parse()
 
