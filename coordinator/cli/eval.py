@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -246,6 +247,7 @@ class EvalRun:
         self._kinds = kinds
         self._texts = texts
         self._answers: dict[tuple[str, str], list[EvalAnswer]] = {}
+        self._right: dict[tuple[str, str, str], bool] = {}  # by set, place and decoder
 
     async def answer_all(
         self, model: str, ask: Ask, known: dict[str, EvalAnswer], file: Answers[EvalAnswer] | None, concurrency: int
@@ -283,9 +285,11 @@ class EvalRun:
                     reading.add(last)
             assert last is not None and last.usage is not None and last.finish_reason is not None
             known[key] = found = reading.answer(last.finish_reason, last.usage)
+            is_right = await run_in_thread(partial(self._is_right, case.set_name, case.question, case.decoder, found))
             about = {"model": model, "question": case.question.place, "decoder": case.decoder}
             if file is not None:
-                file.add({"key": key, **about, **found.as_json()})
+                judged = {"expected": case.question.expected, "right": is_right}
+                file.add({"key": key, **about, **judged, **found.as_json()})
             report(1, found.tokens)
 
     def rows(self) -> list[AccuracyRow]:
@@ -295,16 +299,21 @@ class EvalRun:
             by_ar = self._answers.get((each.name, "ar"))
             for kind in self._kinds:
                 answers = self._answers[each.name, kind]
-                right = [self._is_right(*pair) for pair in zip(each.questions, answers, strict=True)]
+                pairs = zip(each.questions, answers, strict=True)
+                right = [self._is_right(each.name, question, kind, answer) for question, answer in pairs]
                 rows.append(accuracy_row(each.name, kind, answers, right, by_ar))
         return rows
 
-    def _is_right(self, question: Question, answer: EvalAnswer) -> bool:
-        try:
-            return question.is_right(answer.text, self._texts)
-        except InputError as error:
-            say(f"{question.place}: {error.message}; its answer counts as wrong")
-            return False
+    def _is_right(self, set_name: str, question: Question, decoder: str, answer: EvalAnswer) -> bool:
+        """Return whether an answer is right. It may take seconds, but only once."""
+        place = set_name, question.place, decoder
+        if place not in self._right:
+            try:
+                self._right[place] = question.is_right(answer.text, self._texts)
+            except InputError as error:
+                say(f"{question.place}: {error.message}; its answer counts as wrong")
+                self._right[place] = False
+        return self._right[place]
 
 
 async def run_eval(
