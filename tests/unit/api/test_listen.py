@@ -3,7 +3,6 @@ import socket
 from typing import Any
 from unittest.mock import MagicMock
 
-import httpx2
 import pytest
 import uvicorn
 from starlette.responses import Response
@@ -11,7 +10,7 @@ from uvicorn.server import ServerState
 
 from coordinator.api import listen as protocol_module
 from coordinator.api.listen import MAX_CONNECTIONS, MAX_HEAD_BYTES, BoundedProtocol, answering, listening_socket
-from tests.unit.api import fakes
+from tests.unit.api.fakes import app as real_app
 from tests.unit.virtual_time import VirtualTime
 
 
@@ -92,11 +91,14 @@ async def test_one_connection_too_many_is_told_to_come_again() -> None:
 
 
 async def test_a_client_that_sends_far_too_much_is_told_so_once_it_listens() -> None:
-    content, headers = bytes(4 << 20), {"Content-Type": "application/json", "Connection": "close"}
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
     with listening_socket("127.0.0.1", 0) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
-        async with answering(fakes.app(), listener, None), httpx2.AsyncClient() as client:
-            assert (await client.post(url, content=content, headers=headers)).status_code == 413
+        async with answering(real_app(), listener, None):
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.write(f"{head}Content-Length: {8 << 20}\r\n\r\n".encode() + bytes(8 << 20))
+            await writer.drain()
+            assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+            writer.close()
 
 
 @pytest.mark.parametrize("kept", ["keep-alive", "close"])

@@ -132,8 +132,6 @@ def test_there_is_exactly_one_prompt(brigade: Command) -> None:
         ("generate a --server http://here --journal file", "journal"),
         ("chat --server http://here --config cluster.yaml", "config"),
         ("status --watch --json", "watch"),
-        ("generate a --decode ar --canvas 4", "canvas"),
-        ("verify --conditioning top-64", "conditioning"),
         ("eval --questions facts --decode ar,ngram --canvas-steps 2", "canvas_steps"),
         ("generate a --decode ngram --draft-model owner/small", "draft_model"),
         ("verify --decode ar --draft-model owner/small", "draft_model"),
