@@ -1,5 +1,6 @@
 """`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's messages."""
 
+import json
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
@@ -25,7 +26,6 @@ from coordinator.api.conversations import (
     join_turns,
     leave_out_tool,
     one_if_text,
-    parse_arguments,
     text_of,
 )
 from coordinator.api.errors import AnthropicError, HttpError
@@ -37,7 +37,7 @@ from coordinator.engine.inputs import InputProcessor
 from coordinator.sessions.output import Output
 from coordinator.sessions.request import Calls, Conversation, Request, RequestSpec
 from worker.errors import InputError
-from worker.platform.text import Json, to_json
+from worker.platform.text import Json
 
 StopReason = Literal["end_turn", "stop_sequence", "max_tokens", "tool_use"]
 
@@ -318,7 +318,7 @@ class MessageAnswer(BlockAnswer):
                 is_object = block.text.lstrip().startswith("{")  # or the call came whole, since no format streams it
                 delta = {
                     "type": "input_json_delta",
-                    "partial_json": text if is_object else to_json(parse_arguments(text)),
+                    "partial_json": text if is_object else "{}",
                 }
         return {"type": "content_block_delta", "index": block.index, "delta": delta}
 
@@ -360,7 +360,12 @@ def _content(block: Block) -> Json:
         case "reasoning":
             return {"type": "thinking", "thinking": block.text, "signature": ""}
     assert block.call is not None
-    return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": parse_arguments(block.text)}
+    try:
+        found = json.loads(block.text)
+    except ValueError:  # it has no arguments, or breaks off
+        found = {}
+    given = found if isinstance(found, dict) else {}
+    return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": given}
 
 
 async def messages(server: Server, body: MessagesBody) -> MessageAnswer:

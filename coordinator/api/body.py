@@ -4,15 +4,17 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
 
 from coordinator.api.errors import HttpError
 from coordinator.decoding.decode_options import Decode, make_cache_choice, make_decode
 from coordinator.engine.one_at_a_time import OneAtATime
-from coordinator.engine.stats import BEST_PRIORITY
+from coordinator.engine.stats import BEST_PRIORITY, KEY_HOLDER
 from coordinator.sessions.request import BREAKERS, Prompt, RequestSpec, SamplingParams, sampling_field
 from worker.errors import InputError
 
@@ -171,9 +173,8 @@ class Sampled(Section):
     def _priority(self) -> int:
         best = BEST_PRIORITY.get()
         if self.priority is not None and self.priority < best:
-            raise InputError(
-                "priority", f"expected at least {best} with this key (lower goes first), got {self.priority}"
-            )
+            whose = "with this key" if KEY_HOLDER.get() else "without a key that may ask for less"
+            raise InputError("priority", f"expected at least {best} {whose} (lower goes first), got {self.priority}")
         return max(0, best) if self.priority is None else self.priority
 
 
@@ -205,9 +206,54 @@ def read(kind: type[Body], body: Mapping[str, Any]) -> Body:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = _place(first["loc"], body, is_missing=first["type"] == "missing")
-        raise InputError(place, first["msg"].removeprefix("Value error, ")) from error
+        found = error.errors(include_url=False)
+        place = _place(found[0], body)
+        same = takewhile(lambda each: _place(each, body) == place, found)  # one of each type of a union
+        raise InputError(place, _describe(list(same))) from error
+
+
+# What is expected, by the types of pydantic's errors. In braces: what pydantic says of the limit.
+_EXPECTED = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "greater_than_equal": "at least {ge}",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "list_type": "a list",
+    "literal_error": "{expected}",
+    "missing": "a value",
+    "model_attributes_type": "an object",
+    "model_type": "an object",
+    "string_too_long": "at most {max_length} characters",
+    "string_too_short": "{min_length} or more characters",
+    "string_type": "a text",
+    "too_long": "at most {max_length} items",
+    "too_short": "{min_length} or more items",
+    "union_tag_not_found": "an object with a type",
+}
+_MOST_SHOWN = 60  # characters of a value
+
+
+def _describe(errors: Sequence[ErrorDetails]) -> str:
+    """Return what a field should be, and what it is; pydantic's own text, or a validator's, for other errors."""
+    first = errors[0]
+    if first["type"] not in _EXPECTED:
+        return first["msg"].removeprefix("Value error, ")
+    known = [each for each in errors if each["type"] in _EXPECTED]
+    expected = dict.fromkeys(_EXPECTED[each["type"]].format_map(each.get("ctx", {})) for each in known)
+    value, length = first["input"], first.get("ctx", {}).get("actual_length")
+    if first["type"] == "missing" or length is not None:
+        found = str(length or "none")
+    elif isinstance(value, dict | list | tuple):
+        found = "an object" if isinstance(value, dict) else "a list"
+    else:
+        found = json.dumps(value, ensure_ascii=False)
+        found = found if len(found) <= _MOST_SHOWN else f"{len(found) - 2} characters"
+    return f"expected {' or '.join(expected)}, found {found}"
 
 
 def require_one(body: BaseModel, first: str, second: str) -> None:
@@ -244,21 +290,23 @@ def _require_plain(name: str, value: Any) -> None:
     raise InputError(name, f"expected at most {_MAX_DEPTH} levels of nesting")
 
 
-def _place(path: Sequence[str | int], body: Any, *, is_missing: bool) -> str:
-    """Return a field's path in the body, without the names of union members that pydantic puts in between."""
-    found: list[str | int] = []
+def _place(error: ErrorDetails, body: Any) -> str:
+    """Return the path of an error's field in the body, without the names of union members that pydantic puts there."""
+    path, found = error["loc"], list[str | int]()
     for part in path:
         known = body if isinstance(body, dict) else range(len(body)) if isinstance(body, list) else ()
         if part in known:
             body = body[part]
             found.append(part)
-    if is_missing and found[-1:] != list(path[-1:]):
+    if error["type"] == "missing" and found[-1:] != list(path[-1:]):
         found.append(path[-1])
     return ".".join(map(str, found))
 
 
 MAX_INLINE_BYTES = 64 << 10  # a longer body is parsed on a thread, one at a time: they would delay streams
 _SEND_S = 60.0  # within which a client has to send its body
+# Bytes beyond the limit that are read all the same: a client sees no answer while it sends into a closed connection.
+_MOST_DISCARDED = 64 << 20
 _CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
 
@@ -277,19 +325,24 @@ async def read_body(
         raise HttpError(415, reason, "unsupported_media_type")
     too_large = HttpError(413, f"expected a body of at most {max_bytes} bytes", "request_too_large", headers=_CLOSE)
     length = request.headers.get("content-length", "0")
-    if length.isdecimal() and (len(length) > 12 or int(length) > max_bytes):
+    if length.isdecimal() and (len(length) > 12 or int(length) > max_bytes + _MOST_DISCARDED):
         raise too_large
-    body = bytearray()
+    body, num_sent = bytearray(), 0
     try:
         async with asyncio.timeout(_SEND_S):
             async for chunk in request.stream():
+                num_sent += len(chunk)
+                if num_sent > max_bytes + _MOST_DISCARDED:
+                    break
                 body += chunk
-                if len(body) > max_bytes:
-                    raise too_large
+                if num_sent > max_bytes:
+                    body.clear()
     except ClientDisconnect:
         raise HttpError(400, "the client left before it had sent its request", "incomplete_request") from None
     except TimeoutError:
         raise HttpError(408, f"expected a whole body within {_SEND_S:g} s", "request_timeout", headers=_CLOSE) from None
+    if num_sent > max_bytes:
+        raise too_large
     parse = partial(_parse, kind, bytes(body))
     return await long_bodies.run(parse) if len(body) > MAX_INLINE_BYTES else parse()
 

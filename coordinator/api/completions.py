@@ -12,7 +12,7 @@ from coordinator.api.body import UNSUPPORTED, RawPrompts, Unsupported, none_belo
 from coordinator.api.openai import MAX_CHOICES, CompletionUsage, Finish, OpenAIAnswer, OpenAIBody, OpenAIObject
 from coordinator.api.server import Server
 from coordinator.decoding.decode_options import Decode
-from coordinator.engine.inputs import InputProcessor, prepare_choices
+from coordinator.engine.inputs import InputProcessor, numbered, prepare_choices
 from coordinator.sessions.output import Output, Scored, Token
 from coordinator.sessions.request import Request, RequestSpec
 from coordinator.sessions.text import TextParser
@@ -116,19 +116,23 @@ class CompletionAnswer(OpenAIAnswer):
         body = self._body
         self.token_text = inputs.token_text
         requests: list[Request] = []
-        for prompt, spec in zip(body.prompt, body.to_specs(), strict=True):
-            if body.scores_prompts:
-                ids = await inputs.prompt_ids(prompt, most=inputs.spec.context - 1)
-                decode = Decode("ar") if body.decode == "auto" else spec.decode
-                spec = replace(spec, prompt=ids, decode=decode, score_from=1 if len(ids) > 1 else None)
-            group = await prepare_choices(inputs, spec, body.n)
+        for number, (prompt, spec) in enumerate(zip(body.prompt, body.to_specs(), strict=True)):
+            with numbered(number, body.prompt):
+                if body.scores_prompts:
+                    ids = await inputs.prompt_ids(prompt, most=inputs.spec.context - 1)
+                    decode = Decode("ar") if body.decode == "auto" else spec.decode
+                    spec = replace(spec, prompt=ids, decode=decode, score_from=1 if len(ids) > 1 else None)
+                group = await prepare_choices(inputs, spec, body.n)
             echoed = ""
             if body.echo:
                 echoed = prompt if isinstance(prompt, str) else await inputs.text_of(prompt)
             for request in group:
                 choice = Choice(echoed, request.prompt if body.scores_prompts else ())
                 if body.logprobs is not None:
-                    choice.parser = inputs.tokenizer.stream() if inputs.tokenizer else TextParser()
+                    continues = not body.scores_prompts  # or else the prompt's tokens come first
+                    choice.parser = (
+                        inputs.tokenizer.stream(continues_text=continues) if inputs.tokenizer else TextParser()
+                    )
                     choice.eos = request.eos
                 self.choices.append(choice)
             requests += group

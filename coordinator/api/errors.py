@@ -116,11 +116,15 @@ def http_error(error: BaseException) -> HttpError:
     for kind, status, code in _STATUSES:
         if isinstance(error, kind):
             message = anthropic = str(error)
-            if isinstance(error, ContextExceeded):  # clients recognise the error by these words, litellm by the last
-                limit = f"This model's maximum context length is {error.most} tokens. " if error.most else ""
-                message = f"{limit}{error} (it is longer than the model's context length)"
-                counts = f": {error.num_tokens} tokens > {error.most} maximum" if error.most else ""
-                anthropic = f"prompt is too long{counts} ({error})"
+            # Clients recognise a context that is exceeded by these words, litellm by "is longer than" and what follows.
+            if isinstance(error, ContextExceeded) and error.most:
+                found = f"{error.field}: found at least {error.num_tokens} tokens, which is longer than"
+                limit = f"This model's maximum context length is {error.most} tokens"
+                message = f"{found} the model's context length; shorten it. {limit}."
+                anthropic = f"prompt is too long: {error.num_tokens} tokens > {error.most} maximum; shorten it"
+            elif isinstance(error, ContextExceeded):
+                message = f"{error} (it is longer than the model's context length)"
+                anthropic = f"prompt is too long ({error})"
             return HttpError(status, message, code, param=getattr(error, "field", None) or None, anthropic=anthropic)
     return HttpError(500, internal_error_text(error), "internal_error")
 

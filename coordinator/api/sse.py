@@ -72,12 +72,13 @@ def encode(event: Event) -> bytes:
 
 @contextmanager
 def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """Raise InputErrors of this block with the names that an API has for our fields."""
+    """Raise InputErrors of this block with the names that an API has for our fields; `prompt.1` is part of `prompt`."""
     try:
         yield
     except InputError as error:
         renamed = error.again()
-        renamed.field = names.get(error.field, error.field)
+        name, dot, item = error.field.partition(".")
+        renamed.field = names.get(name, name) + dot + item
         raise renamed from error
 
 

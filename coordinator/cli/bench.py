@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coordinator.cli import flags
-from coordinator.cli.flags import find_config, given_flags, parse_counts, parse_layers, refuse_flags
+from coordinator.cli.flags import find_config, given_flags, parse_counts, parse_layers, refuse_drafter, refuse_flags
 from coordinator.cli.report import require_writable
 from coordinator.cli.run import TakeFlags
 from coordinator.cluster.options import ClusterOptions, cluster_options
@@ -92,6 +92,7 @@ def bench(
         make_decode(kind.strip(), "auto", Decode.entropy_threshold, Decode.position_penalty)
         for kind in decode.split(",")
     )
+    refuse_drafter(ctx, [each.kind for each in decodes])
     counts = parse_counts("concurrency", concurrency, most=MOST_WAITING)
     options = replace(options, objective=cluster.objective, num_requests=counts[-1])
     if plot is not None and len(counts) == 1:

@@ -6,9 +6,10 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,10 +33,8 @@ from worker.errors import InputError
 from worker.platform.text import Json, to_json
 from worker.platform.threads import run_in_thread
 
-_SERVER_FIELDS = (
-    "window", "num_draft_tokens", "entropy_threshold", "position_penalty", "canvas", "canvas_steps", "canvas_sampler",
-    "canvas_threshold", "conditioning",
-)  # fmt: skip
+_CANVAS_FIELDS = ("canvas", "canvas_steps", "canvas_sampler", "canvas_threshold", "conditioning")
+_SERVER_FIELDS = ("window", "num_draft_tokens", "entropy_threshold", "position_penalty", *_CANVAS_FIELDS)
 _MAX_WAIT_S = 7 * 86400.0  # for memory: nothing waits for a single answer
 _HEADS = ("questions", "decoder", "right", "of", "accuracy", "95 %", "as ar", "tokens/step", "rows/token", "ms/token")
 
@@ -104,7 +103,14 @@ def eval(
     if raw and system_prompt:
         raise InputError("system_prompt", "not expected with --raw, which has no messages")
     kinds = tuple(dict.fromkeys(kind.strip() for kind in decode.split(",")))
-    decoders = {kind: replace(windows, decode=kind).decoder() for kind in kinds}
+    flags.refuse_drafter(ctx, kinds)
+    given = {name: ctx.params[name] for name in _SERVER_FIELDS if name in given_flags(ctx)}
+    with_canvas = {"auto", "canvas"} & set(kinds) or kinds  # beside these the others take no flags of a canvas
+    fields = {
+        kind: {name: value for name, value in given.items() if kind in with_canvas or name not in _CANVAS_FIELDS}
+        for kind in kinds
+    }
+    decoders = {kind: flags.DecodeFlags(decode=kind, **fields[kind]).decoder() for kind in kinds}
     texts = Texts()
     sets = [read_questions(source, check, limit, texts) for source in dict.fromkeys(questions)]
     chosen = {"temperature": 0.0, "seed": 0} | sampling.chosen()  # of any model: a run can be continued
@@ -122,9 +128,7 @@ def eval(
         TEMPLATES.start()  # in parallel to imports that take a second
         model_at = _loaded(cluster.options(), cases, concurrency)
     else:
-        given = given_flags(ctx)
-        fields = {name: ctx.params[name] for name in _SERVER_FIELDS if name in given}
-        model_at = _served(server, {"max_tokens": max_tokens, **chosen, **sampling.tokens(), **fields})
+        model_at = _served(server, {"max_tokens": max_tokens, **chosen, **sampling.tokens()}, fields)
     run = EvalRun(sets, kinds, cases, texts)
     return run_eval(model_at, run, output, concurrency, plot=plot, as_json=as_json)
 
@@ -205,8 +209,8 @@ async def _loaded(
 
 
 @asynccontextmanager
-async def _served(given: flags.ServerFlags, body: Json) -> AsyncIterator[tuple[str, Ask]]:
-    """Connect to a server; yield its model's name and a function that answers."""
+async def _served(given: flags.ServerFlags, body: Json, fields: Mapping[str, Json]) -> AsyncIterator[tuple[str, Ask]]:
+    """Connect to a server; yield its model's name and a function that answers. `fields` are those of each decoder."""
     from coordinator.cli.remote import open_server
 
     async with open_server(given) as server:
@@ -218,7 +222,8 @@ async def _served(given: flags.ServerFlags, body: Json) -> AsyncIterator[tuple[s
                 yield _chosen(question, await server.score(question.prompt, question.continuations), began)
                 return
             stop = {"stop": list(question.stops)} if question.stops else {}
-            async with aclosing(server.generate(case.prompt(), {**body, **stop, "decode": case.decoder})) as outputs:
+            asked = {**body, **fields[case.decoder], **stop, "decode": case.decoder}
+            async with aclosing(server.generate(case.prompt(), asked)) as outputs:
                 async for output in outputs:
                     yield output
 
@@ -242,6 +247,7 @@ class EvalRun:
         self._kinds = kinds
         self._texts = texts
         self._answers: dict[tuple[str, str], list[EvalAnswer]] = {}
+        self._right: dict[tuple[str, str, str], bool] = {}  # by set, place and decoder
 
     async def answer_all(
         self, model: str, ask: Ask, known: dict[str, EvalAnswer], file: Answers[EvalAnswer] | None, concurrency: int
@@ -279,9 +285,11 @@ class EvalRun:
                     reading.add(last)
             assert last is not None and last.usage is not None and last.finish_reason is not None
             known[key] = found = reading.answer(last.finish_reason, last.usage)
+            is_right = await run_in_thread(partial(self._is_right, case.set_name, case.question, case.decoder, found))
             about = {"model": model, "question": case.question.place, "decoder": case.decoder}
             if file is not None:
-                file.add({"key": key, **about, **found.as_json()})
+                judged = {"expected": case.question.expected, "right": is_right}
+                file.add({"key": key, **about, **judged, **found.as_json()})
             report(1, found.tokens)
 
     def rows(self) -> list[AccuracyRow]:
@@ -291,16 +299,21 @@ class EvalRun:
             by_ar = self._answers.get((each.name, "ar"))
             for kind in self._kinds:
                 answers = self._answers[each.name, kind]
-                right = [self._is_right(*pair) for pair in zip(each.questions, answers, strict=True)]
+                pairs = zip(each.questions, answers, strict=True)
+                right = [self._is_right(each.name, question, kind, answer) for question, answer in pairs]
                 rows.append(accuracy_row(each.name, kind, answers, right, by_ar))
         return rows
 
-    def _is_right(self, question: Question, answer: EvalAnswer) -> bool:
-        try:
-            return question.is_right(answer.text, self._texts)
-        except InputError as error:
-            say(f"{question.place}: {error.message}; its answer counts as wrong")
-            return False
+    def _is_right(self, set_name: str, question: Question, decoder: str, answer: EvalAnswer) -> bool:
+        """Return whether an answer is right. It may take seconds, but only once."""
+        place = set_name, question.place, decoder
+        if place not in self._right:
+            try:
+                self._right[place] = question.is_right(answer.text, self._texts)
+            except InputError as error:
+                say(f"{question.place}: {error.message}; its answer counts as wrong")
+                self._right[place] = False
+        return self._right[place]
 
 
 async def run_eval(

@@ -14,6 +14,7 @@ from coordinator.decoding.decode_options import Decode, make_decode
 from coordinator.planning.plan import USUAL_REQUESTS, Goal
 from coordinator.planning.recovery import USUAL, Limits
 from coordinator.sessions.request import make_sampling, sampling_field
+from worker.config import NO_DRAFTER
 from worker.errors import InputError
 from worker.platform.run import field_of
 
@@ -182,6 +183,10 @@ _NOT_WITH_SERVER = {
     ("logprobs",): "which sends no token ids; its /v1 routes return logprobs by the tokens' text",
 }
 
+_SWITCHED = (  # sampling flags, and those that matter only with them
+    ("xtc_probability", "xtc_threshold"),
+    *(("dry_multiplier", f"dry_{name}") for name in ("base", "allowed_length", "penalty_last_n", "sequence_breaker")),
+)
 MODELS_OWN = ("temp", "top_p", "top_k", "min_p", "repetition_penalty")  # fields of SamplingFlags
 
 
@@ -232,9 +237,12 @@ class SamplingFlags:
         """Return the parameters that differ from their defaults, by their names in a request.
 
         Raises:
-            InputError: a value is out of range.
+            InputError: a value is out of range, or matters only with another one that is off.
         """
         found = {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
+        for switch, name in _SWITCHED:
+            if name in found and switch not in found:
+                raise InputError(name, f"expected only with --{switch.replace('_', '-')}, without which it is off")
         for name in ("stop_token_ids", "dry_sequence_breaker"):
             found.pop(name, None)
         if "temp" in found:
@@ -389,6 +397,12 @@ def refuse_flags(ctx: typer.Context, names: Sequence[str], why: str) -> None:
     for parameter in ctx.command.params:
         if parameter.name in names and parameter.name in given:
             raise InputError(field_of(parameter), why)
+
+
+def refuse_drafter(ctx: typer.Context, kinds: Sequence[str]) -> None:
+    """Raise InputError for a --draft-model on the command line beside decoders that do not draft with it."""
+    if not {"auto", "draft"} & set(kinds) and ctx.params["draft_model"] != NO_DRAFTER:
+        refuse_flags(ctx, ("draft_model",), f"not expected with --decode {','.join(kinds)}, which drafts with no model")
 
 
 def parse_layers(text: str) -> tuple[int, ...]:

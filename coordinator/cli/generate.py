@@ -101,6 +101,7 @@ def generate(
     require_one_prompt(prompt, may_lack=holds_something(output.journal))
     if "" in (stop or ()):
         raise InputError("stop", "expected some text, found none")
+    flags.refuse_drafter(ctx, [windows.decode])
     chosen = sampling.chosen()
     tokens = None if prompt.prompt_tokens is None else flags.parse_tokens(prompt.prompt_tokens)
     spec = RequestSpec(

@@ -209,19 +209,21 @@ async def run_remote(given: ServerFlags, body: Mapping[str, Any], asked: Generat
         InputError: the request is wrong. ServerFailed: no server answers, or the answer failed.
     """
     prompt = asked.require_prompt()
-    text, first, last = "", None, None
+    text, first, last, lengths = "", None, None, list[int]()
     async with open_server(given) as server:
         began = time.monotonic()
         with Printer(is_silent=asked.output.as_json) as printer:
             async with aclosing(server.generate(prompt, body)) as outputs:
                 async for last in outputs:
-                    if first is None and (last.content or last.reasoning):
-                        first = time.monotonic()
+                    if last.content or last.reasoning:
+                        first = first or time.monotonic()
+                        lengths.append(len(last.content) + len(last.reasoning))
                     printer.write(last.content)
                     text += last.content
         ended = time.monotonic()
     assert last is not None and last.usage is not None and last.finish_reason is not None
-    found = answer_as_json(text, last.finish_reason, last.usage, (first or ended) - began, ended - (first or ended))
+    times = (first or ended) - began, ended - (first or ended)
+    found = answer_as_json(text, last.finish_reason, last.usage, *times, lengths)
     if asked.output.as_json:
         print(json.dumps(found), flush=True)
         return
@@ -230,12 +232,18 @@ async def run_remote(given: ServerFlags, body: Mapping[str, Any], asked: Generat
     say(f"{stats['num_tokens']} tokens{speed}; first after {stats['ttft_s']:.3f} s, by {server.name} at {given.server}")
 
 
-def answer_as_json(text: str, finish_reason: str, usage: Usage, ttft_s: float, decode_s: float) -> Json:
-    """Return what `generate --server --json` prints: a server sends no token ids and no times of its stages."""
+def answer_as_json(
+    text: str, finish_reason: str, usage: Usage, ttft_s: float, decode_s: float, lengths: Sequence[int]
+) -> Json:
+    """Return what `generate --server --json` prints: a server sends no token ids and no times of its stages.
+
+    `lengths` are those of its pieces of text: the first one, which may be a whole canvas, is not of `decode_s`.
+    """
+    num_later = usage.num_generated * sum(lengths[1:]) / max(1, sum(lengths))
     stats = {
         "ttft_s": ttft_s,
         "decode_s": decode_s,
-        "tokens_per_s": (usage.num_generated - 1) / decode_s if decode_s and usage.num_generated > 1 else None,
+        "tokens_per_s": num_later / decode_s if decode_s and num_later else None,
         "prompt_tokens_per_s": usage.num_prompt / ttft_s if ttft_s else None,
         "num_tokens": usage.num_generated,
         "reused_tokens": usage.num_reused,

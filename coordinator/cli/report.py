@@ -32,11 +32,12 @@ decode, encode: conversion of bytes to arrays, and of arrays or results to bytes
 def stats_of(answer: Answer) -> dict[str, Any]:
     """Return the `stats` of an answer; speeds are null if they are not defined."""
     num_tokens = len(answer.tokens)
+    has_prompt_time = answer.first_steps < 2  # or else the time of the first canvas is in it
     return {
         "ttft_s": answer.ttft_s,
         "decode_s": answer.decode_s,
         "tokens_per_s": answer.tokens_per_s,
-        "prompt_tokens_per_s": answer.usage.num_prompt / answer.ttft_s,
+        "prompt_tokens_per_s": answer.usage.num_prompt / answer.ttft_s if has_prompt_time else None,
         "steps": answer.usage.num_steps,
         "tokens_per_step": num_tokens / answer.usage.num_steps if answer.usage.num_steps else None,
         "drafts_held": answer.usage.drafts_held,
@@ -81,7 +82,9 @@ def print_summary(answer: Answer, ended: str, drawn: str = "") -> None:
     """Print two lines: the speed; why the answer ended, and how its tokens were drawn."""
     stats = stats_of(answer)
     speed = f", {stats['tokens_per_s']:.1f} tok/s" if stats["tokens_per_s"] else ""
-    prompt = f"prompt: {answer.usage.num_prompt} tokens, {stats['prompt_tokens_per_s']:.1f} tok/s"
+    prompt = f"prompt: {answer.usage.num_prompt} tokens"
+    if stats["prompt_tokens_per_s"] is not None:
+        prompt += f", {stats['prompt_tokens_per_s']:.1f} tok/s"
     say(
         f"\n{len(answer.tokens)} tokens{speed}, {stats['tokens_per_step']:.2f} per step; "
         f"first after {stats['ttft_s']:.3f} s ({prompt})\n{ended}{drawn and f'; {drawn}'}"

@@ -34,6 +34,7 @@ def verify(
     options, decode = cluster.options(), windows.decoder()
     if options.draft_model and "decode" not in flags.given_flags(ctx):
         decode = replace(decode, kind="draft")
+    flags.refuse_drafter(ctx, [decode.kind])
     return run_verify(options, decode, max_tokens=max_tokens, seed=seed, stream=stream, as_json=as_json)
 
 

@@ -131,7 +131,11 @@ def make_decode(
     canvas_threshold: str | None = None,
     conditioning: str = Decode.conditioning,
 ) -> Decode:
-    """Return the decoder that flags choose. Raises InputError, naming the parameter, for an invalid value."""
+    """Return the decoder that flags choose.
+
+    Raises:
+        InputError: a value is invalid, or is of a canvas while another decoder is asked for; it names the parameter.
+    """
     if kind not in KINDS:
         raise InputError("decode", f"expected one of {', '.join(KINDS)}, got {kind!r}")
     if window != "auto" and not (window.isdecimal() and len(window) < 9 and 1 <= int(window) <= LARGEST_WINDOW):
@@ -142,6 +146,12 @@ def make_decode(
     if num_drafts != "auto" and not (num_drafts.isdecimal() and 1 <= int(num_drafts[:9]) <= MOST_DRAFTS):
         expected = f"expected a whole number from 1 to {MOST_DRAFTS} or `auto`"
         raise InputError("num_draft_tokens", f"{expected}, got {num_drafts!r}")
+    if kind not in ("auto", "canvas"):
+        conditions = None if conditioning == Decode.conditioning else conditioning
+        given = {"canvas": canvas, "canvas_steps": canvas_steps, "canvas_sampler": canvas_sampler}
+        given |= {"canvas_threshold": canvas_threshold, "conditioning": conditions}
+        for name in (name for name, value in given.items() if value is not None):
+            raise InputError(name, f"expected none with the decoder {kind}, which has no canvas; leave one of them out")
     lengths = [None if number == "auto" else int(number) for number in (window, num_drafts)]
     for name, number in (("canvas", canvas), ("canvas_steps", canvas_steps)):
         if number is not None and not 1 <= number < 2**16:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import Engine, collect
+from coordinator.engine.inputs import numbered
 from coordinator.sessions.request import PoolingKind, RequestSpec
 from worker.errors import InputError, ModelError
 from worker.model.checkpoint import MOST_CONFIG_BYTES, Checkpoint
@@ -85,14 +86,15 @@ async def embed(
     """Yield the embedding of each text and its number of tokens.
 
     Raises:
-        InputError: a text has no tokens, or too many. ModelError: a state is not finite.
+        InputError: a text has no tokens, or too many; of several it names `prompt.NUMBER`.
+        ModelError: a state is not finite.
     """
     for first in range(0, len(texts), _AT_ONCE):
-        specs = [
-            RequestSpec(text, 0, {"temperature": 0.0}, Decode("ar"), ignore_eos=True, pooling=pooling.kind)
-            for text in texts[first : first + _AT_ONCE]
-        ]
-        requests = [await engine.prepare(spec) for spec in specs]
+        requests = []
+        for number, text in enumerate(texts[first : first + _AT_ONCE], first):
+            spec = RequestSpec(text, 0, {"temperature": 0.0}, Decode("ar"), ignore_eos=True, pooling=pooling.kind)
+            with numbered(number, texts):
+                requests.append(await engine.prepare(spec))
         for request, outputs in zip(requests, await collect(engine, requests), strict=True):
             sums = [np.frombuffer(each, "<f4") for output in outputs for each in output.pooled]
             num_rows = len(request.prompt) - (request.pool_from or 0)

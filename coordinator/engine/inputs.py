@@ -1,6 +1,7 @@
 """InputProcessor: makes checked requests of what clients ask, with a model's configuration, tokenizer and template."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self, TypedDict, TypeVar, Unpack
@@ -170,6 +171,7 @@ class InputProcessor:
             pool_from=_pool_from(asked.pooling, prompt),
             tools=asked.tools,
             calls=asked.calls,
+            continues_text=not isinstance(asked.prompt, Conversation),
             not_enforced=tuple(not_enforced),
         )
         check_request(request, spec)
@@ -181,8 +183,10 @@ class InputProcessor:
             parser = TextParser()
         else:
             markers = self.tokenizer.markers(request.prompt, request.calls)
-            few = request.sampling.min_tokens
-            parser = self.tokenizer.stream(request.stops, markers, request.tools, request.calls.is_parallel, few)
+            parser = self.tokenizer.stream(
+                *(request.stops, markers, request.tools, request.calls, request.sampling.min_tokens),
+                continues_text=request.continues_text,
+            )
         parser.recall(request.known, request.eos)
         return parser
 
@@ -294,6 +298,19 @@ class InputProcessor:
             return make_sampling(**{**defaults, **asked})
         except InputError as error:
             raise ModelError(f"{self.checkpoint.folder}/generation_config.json: {error}") from error
+
+
+@contextmanager
+def numbered(number: int, prompts: Sequence[Any]) -> Iterator[None]:
+    """Raise InputErrors of this block about the prompt as `prompt.number` if it is one of several."""
+    try:
+        yield
+    except InputError as error:
+        if error.field != "prompt" or len(prompts) < 2:
+            raise
+        named = error.again()
+        named.field = f"prompt.{number}"
+        raise named from error
 
 
 async def prepare_choices(inputs: InputProcessor, spec: RequestSpec, n: int) -> list[Request]:

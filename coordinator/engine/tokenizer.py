@@ -243,12 +243,25 @@ class Tokenizer:
         stops: Sequence[str] = (),
         markers: Markers | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
-        has_parallel_calls: bool = True,
+        calls: Calls = AUTO_CALLS,
         min_tokens: int = 0,
+        *,
+        continues_text: bool = False,
     ) -> TextParser:
-        """Return a parser for one answer's tokens; without `markers` all its text is content."""
-        detokenizer, settings = self._wrapper.detokenizer, (stops, markers, tools)
-        return TextParser(detokenizer, *settings, has_parallel_calls=has_parallel_calls, min_tokens=min_tokens)
+        """Return a parser for one answer's tokens; without `markers` all its text is content.
+
+        A space that the text begins with is dropped, as in mlx-lm, unless it `continues_text`.
+        """
+        detokenizer = self._wrapper.detokenizer
+        if continues_text:
+            for token in self._letter:
+                detokenizer.add_token(token)
+            _ = detokenizer.last_segment
+        return TextParser(detokenizer, stops, markers, tools, calls, min_tokens=min_tokens)
+
+    @cached_property
+    def _letter(self) -> list[int]:
+        return self.encode("a")
 
     @property
     def eos(self) -> frozenset[int]:

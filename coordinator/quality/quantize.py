@@ -89,8 +89,8 @@ class QuantizedModel:
         model: Any = build(checkpoint, TensorReader(checkpoint, list(checkpoint.tensors)))
         config = load_config(checkpoint.folder)
         _cast(model, config)
-        known = {step for path, _ in model.named_modules() for step in path.split(".")} | {_HEAD}
-        if unknown := [name for name in options.keep if name not in known]:
+        known = {step for path, _ in model.named_modules() for step in path.split(".")}
+        if unknown := [name for name in options.keep if name not in known | {_HEAD}]:
             named = ", ".join(sorted(name for name in known if name and not name.isdigit()))
             raise InputError("keep", f"expected names of modules ({named}), found {unknown[0]!r}")
         own_choice = getattr(model, "quant_predicate", None)

@@ -74,6 +74,7 @@ class _Request(_Record):
     stops: list[str]
     eos: list[_Id]
     repeat_guard: Annotated[int, Field(ge=0)]
+    continues_text: bool = False  # older files lack it
 
 
 class _Batch(_Record):
@@ -102,6 +103,7 @@ def write_header(header: Header) -> bytes:
         stops=list(request.stops),
         eos=sorted(request.eos),
         repeat_guard=request.repeat_guard,
+        continues_text=request.continues_text,
     )
     return MAGIC + _write(record.model_dump())
 
@@ -182,6 +184,7 @@ def _read_header(payload: memoryview) -> Header:
             decode=record.decode,
             cache=Cache.FromString(record.cache),
             repeat_guard=record.repeat_guard,
+            continues_text=record.continues_text,
         )
         fingerprint, contents = Fingerprint.FromString(record.fingerprint), Contents.FromString(record.contents)
     except DecodeError as error:

@@ -129,9 +129,12 @@ class Answer:
     stop: str | None = None  # the stop string that ended it
     usage: Usage = field(default_factory=lambda: Usage(0, 0, 0, 0, 0))
     last_at: int = 0  # when its last output was made, nanoseconds
+    first_steps: int = 0  # windows that asked for tokens, up to the first ones: several for a canvas
 
     def add(self, output: Output) -> None:
         """Append the next output."""
+        if output.tokens and not self.samples:
+            self.first_steps = output.num_steps
         self.text += output.text
         self.samples += output.tokens
         self.scores += output.scores

@@ -6,6 +6,7 @@ from typing import Any
 
 from coordinator.sessions.calls import WrittenCalls
 from coordinator.sessions.output import KnownTokens, Output, ToolCall
+from coordinator.sessions.request import AUTO_CALLS, Calls
 from worker.errors import ModelError
 
 
@@ -32,8 +33,8 @@ class TextParser:
         stops: Sequence[str] = (),
         markers: Markers | None = None,
         tools: Iterable[Mapping[str, Any]] = (),
+        calls: Calls = AUTO_CALLS,
         *,
-        has_parallel_calls: bool = True,
         min_tokens: int = 0,
     ) -> None:
         """
@@ -41,7 +42,7 @@ class TextParser:
             detokenizer: mlx-lm's; without one the text consists of the token ids, separated by commas.
             markers: how thoughts and calls are marked; without them all text is content.
             tools: the tools that may be called; without them marked calls count as content.
-            has_parallel_calls: whether calls after the first one are kept.
+            calls: calls after the first one are kept if they are parallel; forced ones leave no content.
             min_tokens: tokens in which no stop string begins, as in vLLM.
         """
         self.text = ""
@@ -51,7 +52,7 @@ class TextParser:
         self._min_tokens = min_tokens
         self._markers = markers
         self._tools = [dict(tool) for tool in tools]
-        self._has_parallel_calls = has_parallel_calls
+        self._asked = calls
         self._state = markers.machine.make_state(markers.begins_in) if markers else None
         self._calls: WrittenCalls | None = None  # those that have not ended
         self._has_called = False
@@ -135,6 +136,8 @@ class TextParser:
         if is_last and self._calls is not None:
             rest, found = self._end_calls(self._markers, is_whole=not self._markers.call_ends)
             content, calls = content + rest, calls + found
+        if self._asked.are_forced:
+            content = ""  # blanks between calls, or a marker or a call that breaks off
         output.content, output.reasoning, output.tool_calls = content, reasoning, tuple(calls)
         if output.finish_reason == "stop" and self._has_called:
             output.finish_reason = "tool_calls"
@@ -142,7 +145,7 @@ class TextParser:
     def _read_calls(self, markers: Markers, text: str) -> list[ToolCall]:
         """Add text between the markers of calls; return the pieces of calls that are certain."""
         if self._calls is None:
-            most = None if self._has_parallel_calls else int(not self._has_called)
+            most = None if self._asked.is_parallel else int(not self._has_called)
             can_read = bool(self._tools) and markers.parse is not None
             self._calls = WrittenCalls(markers.format, markers.parse if can_read else None, self._tools, most)
         found = self._calls.push(text)

@@ -27,6 +27,8 @@ def test_canvases_over_three_processes_are_those_of_one_and_of_the_server(start:
     assert there["stats"]["steps"] == here["stats"]["steps"] > 0
     other = answer_here(*flags, "--model", denoiser, "--local", "0", "--canvas-steps", "1")
     assert other["tokens"] != here["tokens"] and other["stats"]["steps"] < here["stats"]["steps"]
+    assert here["stats"]["prompt_tokens_per_s"] is None, "its first tokens come after several steps"
+    assert other["stats"]["prompt_tokens_per_s"] > 0
 
     server = start_server(start, denoiser, "--local", "0")
     body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 13, "ignore_eos": True, "seed": 3, "temperature": 0.8}

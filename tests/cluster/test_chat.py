@@ -89,7 +89,7 @@ def test_chat_and_generate_use_a_running_server_and_tell_what_it_refuses(start: 
     raw = answer_here("--server", url, *SHORT, "--raw", "--temp", "0", "user: Hi\nassistant: ")
     assert (raw["text"], raw["finish_reason"], raw["stats"]["num_tokens"]) == (RECITED, "length", NUM_BYTES)
     refused = run_here("chat", "--server", url, "-m", "4", stdin="x" * 50_000)
-    assert refused.code == 2 and "room for" in refused.err
+    assert refused.code == 2 and "shorten it" in refused.err
     for flag, why in (("--journal", "keeps no journal"), ("--logprobs", "sends no token ids"), ("--local", "loaded")):
         wrong = run_here("generate", "--server", url, flag, "2", "Hi", "--json")
         assert wrong.code == 2 and re.search(f"error: {flag}: not expected with --server, which .*{why}", wrong.err)

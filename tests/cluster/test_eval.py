@@ -52,6 +52,8 @@ def test_an_evaluation_that_was_killed_goes_on_and_gives_the_same_table(
         if row["decoder"] == "ar":
             assert row == other
         assert (row["num_right"], row["equal_to_ar"]) == (other["num_right"], other["equal_to_ar"])
+    judged = [(each["expected"], each["right"]) for each in map(json.loads, target.read_text().splitlines())]
+    assert sorted(judged) == sorted([(["no"], False), ([RECITED[:3]], True)] * 12)
     table = run_here(*asked, "-o", target)
     assert table.code == 0 and "50.0%" in table.out and "24 of 24 answers are known" in table.err
 

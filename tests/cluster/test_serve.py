@@ -95,7 +95,7 @@ def test_messages_and_responses_are_those_of_chat_completions_streamed_or_not(se
                 assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == counted > 4
                 assert usage.output_tokens > 1
         too_long: Any = [{"role": "user", "content": "x" * 50_000}]
-        with pytest.raises(BadRequestError, match="messages: expected less than"):
+        with pytest.raises(BadRequestError, match="prompt is too long: "):
             client.messages.create(**greedy, max_tokens=1, messages=too_long)
         with pytest.raises(NotFoundError) as unknown:
             client.messages.create(model="claude", max_tokens=1, messages=HELLO)

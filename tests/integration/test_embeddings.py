@@ -119,6 +119,7 @@ async def test_embeddings_by_http_follow_the_models_own_files(tmp_path: Path) ->
         odd = await client.post("/v1/embeddings", json={"input": TEXTS, "dimensions": 17})
         long = await client.post("/v1/embeddings", json={"input": "a b " * 40_000})
         none = await client.post("/v1/embeddings", json={"input": [[]]})
+        second = await client.post("/v1/embeddings", json={"input": ["a", []]})
     assert plain["usage"] == {"prompt_tokens": sum(map(len, ids)), "total_tokens": sum(map(len, ids))}
     assert by_id["data"] == plain["data"] and one["data"][0]["embedding"] == pytest.approx(
         plain["data"][0]["embedding"], abs=CLOSE
@@ -128,7 +129,7 @@ async def test_embeddings_by_http_follow_the_models_own_files(tmp_path: Path) ->
         assert plain["data"][number]["embedding"] == pytest.approx(mean / np.linalg.norm(mean), abs=CLOSE)
         short = np.frombuffer(base64.b64decode(cut["data"][number]["embedding"]), "<f4")
         assert short == pytest.approx(mean[:16] / np.linalg.norm(mean[:16]), abs=CLOSE)
-    for refused, param in ((odd, "dimensions"), (long, "input"), (none, "input")):
+    for refused, param in ((odd, "dimensions"), (long, "input"), (none, "input"), (second, "input.1")):
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 

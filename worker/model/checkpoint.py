@@ -123,10 +123,7 @@ def open_folder(folder: Path, name: str | None = None, known: Mapping[str, Tenso
     if folder.is_file():
         raise ModelError(f"{folder} is a file; expected the folder of a model, such as {folder.parent}")
     if not folder.is_dir():
-        raise ModelError(
-            f"model folder {folder} does not exist here; give a folder or a hub repository (owner/name), "
-            "or a worker's own copy as `model:` in its configuration"
-        )
+        raise ModelError(f"model folder {folder} does not exist here; give a folder or a hub repository (owner/name)")
     config = read_config(folder)
     tensors: dict[str, TensorInfo] = {}
     for file in weight_files(folder):

@@ -20,7 +20,16 @@ def folder_of(model: str) -> Path:
     return Path(os.path.expanduser(model))
 
 
+def is_on_hub(model: str) -> bool:
+    """Return whether this is the name of a repository and not of a local folder, which may be missing.
+
+    Where a folder `owner` is here, `owner/name` is a folder in it; `owner/name@revision` is a repository still.
+    """
+    is_below = "@" not in model and folder_of(model.partition("/")[0]).is_dir()
+    return is_repository(model) and not folder_of(model).exists() and not is_below
+
+
 def require_model(model: str) -> None:
     """Raise InputError unless this names a model: an existing folder, a repository, or `demo`."""
-    if not model or not (model == "demo" or is_repository(model) or folder_of(model).is_dir()):
+    if not model or not (model == "demo" or is_on_hub(model) or folder_of(model).is_dir()):
         raise InputError("model", f"expected a folder, a hub repository (owner/name) or `demo`, found {model!r}")

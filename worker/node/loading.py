@@ -19,7 +19,7 @@ from worker.errors import ModelError
 from worker.model.checkpoint import DEMO, Checkpoint, open_folder
 from worker.model.describe import shard_tensors
 from worker.model.headers import TensorInfo
-from worker.model.repository import folder_of, is_repository
+from worker.model.repository import folder_of, is_on_hub, is_repository
 from worker.platform.machine import freeze_heap
 from worker.platform.mlx_memory import keep_within
 from worker.platform.tasks import background
@@ -47,12 +47,12 @@ def open_checkpoint(model: str, known: Mapping[str, TensorInfo] | None = None) -
         from worker.model.hub import open_repository  # imports huggingface_hub, which folders never need
 
         return open_repository(model)
+    if is_repository(model) and not folder_of(model).exists():
+        where = f"where {model.partition('/')[0]} is a folder"
+        raise ModelError(
+            f"model folder {model} does not exist here, {where}; if you mean a hub repository, give {model}@main"
+        )
     return open_folder(folder_of(model).absolute(), known=known)
-
-
-def is_on_hub(model: str) -> bool:
-    """Return whether this is the name of a repository and not of a local folder."""
-    return is_repository(model) and not folder_of(model).exists()
 
 
 class GivenUp(Exception):

@@ -17,8 +17,8 @@ from worker.model.contents import check_contents, check_files
 from worker.model.describe import describe, describe_model, shard_tensors
 from worker.model.draft_heads import own_head
 from worker.model.headers import TensorInfo, unpack_headers
-from worker.model.repository import is_repository
-from worker.node.loading import is_on_hub, open_checkpoint
+from worker.model.repository import is_on_hub, is_repository
+from worker.node.loading import open_checkpoint
 from worker.node.weights_cache import Lease, WeightsCache, as_requested
 
 Headers = Mapping[str, TensorInfo]

@@ -10,6 +10,7 @@ from uvicorn.server import ServerState
 
 from coordinator.api import listen as protocol_module
 from coordinator.api.listen import MAX_CONNECTIONS, MAX_HEAD_BYTES, BoundedProtocol, answering, listening_socket
+from tests.unit.api.fakes import app as real_app
 from tests.unit.virtual_time import VirtualTime
 
 
@@ -87,6 +88,17 @@ async def test_one_connection_too_many_is_told_to_come_again() -> None:
     (_, last), (_, refused) = connected(state), connected(state)
     assert last.written == b""
     assert refused.written.startswith(b"HTTP/1.1 503") and b"retry-after" in refused.written
+
+
+async def test_a_client_that_sends_far_too_much_is_told_so_once_it_listens() -> None:
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    with listening_socket("127.0.0.1", 0) as listener:
+        async with answering(real_app(), listener, None):
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.write(f"{head}Content-Length: {8 << 20}\r\n\r\n".encode() + bytes(8 << 20))
+            await writer.drain()
+            assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+            writer.close()
 
 
 @pytest.mark.parametrize("kept", ["keep-alive", "close"])

@@ -10,7 +10,21 @@ import pytest
 import typer
 
 from coordinator.api import serve as server_module
-from coordinator.cli import batch, bench, bridge, chat, demo, doctor, generate, plan, remote, score, status, verify
+from coordinator.cli import (
+    batch,
+    bench,
+    bridge,
+    chat,
+    demo,
+    doctor,
+    eval,
+    generate,
+    plan,
+    remote,
+    score,
+    status,
+    verify,
+)
 from coordinator.cli import run as run_module
 from coordinator.cli.app import app
 from coordinator.cluster.options import ClusterOptions
@@ -34,10 +48,17 @@ def opened(brigade: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
     for module, name in (
         *((generate, "run_generate"), (demo, "run_generate"), (server_module, "serve"), (batch, "run_batch")),
         *((bridge, "run_bridge"), (score, "run_score"), (plan, "run_plan"), (verify, "run_verify"), (chat, "loaded")),
-        *((bench, "run_bench"), (plan, "run_forecast"), (doctor, "run_doctor"), (doctor, "run_smoke")),
+        *(
+            (eval, "_loaded"),
+            (bench, "run_bench"),
+            (plan, "run_forecast"),
+            (doctor, "run_doctor"),
+            (doctor, "run_smoke"),
+        ),
     ):
         monkeypatch.setattr(module, name, note)
     monkeypatch.setattr(chat, "run_chat", lambda *more: None)
+    monkeypatch.setattr(eval, "run_eval", lambda *more, **others: None)
     monkeypatch.setattr(run_module, "run_async", lambda work, **more: work)
 
     def opened(arguments: str, *more: str) -> tuple[ClusterOptions, Any]:
@@ -111,6 +132,13 @@ def test_there_is_exactly_one_prompt(brigade: Command) -> None:
         ("generate a --server http://here --journal file", "journal"),
         ("chat --server http://here --config cluster.yaml", "config"),
         ("status --watch --json", "watch"),
+        ("eval --questions facts --decode ar,ngram --canvas-steps 2", "canvas_steps"),
+        ("generate a --decode ngram --draft-model owner/small", "draft_model"),
+        ("verify --decode ar --draft-model owner/small", "draft_model"),
+        ("eval --questions facts --decode ar --draft-model owner/small", "draft_model"),
+        ("bench --draft-model owner/small", "draft_model"),
+        ("generate a --xtc-threshold 0.2", "xtc_threshold"),
+        ("chat --dry-sequence-breaker x", "dry_sequence_breaker"),
         ("generate a --model nowhere --temp nan", "temperature"),  # before the model is read
         ("generate a --model nowhere --top-p 2", "top_p"),
         ("generate a --model nowhere --top-k -1", "top_k"),
@@ -142,6 +170,10 @@ def test_flags_that_change_nothing_beside_the_others_are_accepted(opened: Comman
         "generate a --system-prompt=",
         "generate a --logit-bias=",
         "verify --window 4 --position-penalty 0",
+        "verify --draft-model owner/small",
+        "generate a --decode ar --draft-model none --conditioning exact",
+        "generate a --xtc-threshold 0.2 --xtc-probability 0.1",
+        "eval --questions facts --decode ar,canvas --canvas 4 --draft-model none",
     ):
         assert opened(arguments)[1], arguments
 

@@ -9,8 +9,8 @@ import httpx2
 import pytest
 
 from coordinator.cli import status
-from coordinator.cli.remote import RemoteServer
-from coordinator.sessions.output import Output
+from coordinator.cli.remote import RemoteServer, answer_as_json
+from coordinator.sessions.output import Output, Usage
 from tests.unit.cli.conftest import Command
 from worker.errors import InputError, ServerFailed
 
@@ -36,6 +36,12 @@ def test_an_answer_is_its_text_and_usage() -> None:
     *texts, last = outputs_of(TEXT, END, {"choices": None, "error": None}, USAGE)
     assert [output.content for output in texts] == ["Hi"] and last.finish_reason == "stop"
     assert last.usage and (last.usage.num_prompt, last.usage.num_generated) == (3, 1)
+
+
+def test_the_speed_leaves_out_the_tokens_of_the_first_text() -> None:
+    for lengths, speed in (([30, 10, 10], 8 / 2), ([50], None), ([], None)):
+        usage = Usage(3, 0, 0, 5, 5, num_generated=20)
+        assert answer_as_json("", "stop", usage, 1.0, 2.0, lengths)["stats"]["tokens_per_s"] == speed
 
 
 def test_errors_in_the_stream_are_raised_as_the_servers_failure() -> None:

@@ -65,6 +65,19 @@ def test_a_value_that_no_decoder_can_have_is_refused_by_the_name_of_its_paramete
 
 
 @pytest.mark.parametrize(
+    "given", [{"canvas": 4}, {"canvas_steps": 2}, {"canvas_threshold": "0.9"}, {"conditioning": "top-64"}], ids=list
+)
+def test_a_parameter_of_canvases_is_refused_beside_a_decoder_without_them(given: dict[str, Any]) -> None:
+    for kind in KINDS:
+        if kind in ("auto", "canvas"):
+            assert decode(kind, **given).kind == kind
+        else:
+            with pytest.raises(InputError) as refusal:
+                decode(kind, **given)
+            assert [refusal.value.field] == list(given)
+
+
+@pytest.mark.parametrize(
     ("kind", "has_drafts", "has_masks"),
     [("ar", False, False), ("ngram", True, False), ("diffusion", False, True), ("diffusion-fast", False, True)],
 )

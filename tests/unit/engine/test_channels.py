@@ -8,6 +8,7 @@ from mlx_lm.generate import TextStateMachine
 from mlx_lm.tool_parsers import json_tools
 
 from coordinator.sessions.output import Output
+from coordinator.sessions.request import Calls
 from coordinator.sessions.text import Markers, TextParser
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -79,8 +80,16 @@ def test_a_template_may_end_where_thinking_has_begun_and_without_markers_all_is_
 
 @pytest.mark.parametrize("size", [1, len(TEXT)])
 def test_only_the_first_call_is_told_where_there_is_to_be_one(size: int) -> None:
-    parser = TextParser(None, (), markers(), TOOLS, has_parallel_calls=False)
+    parser = TextParser(None, (), markers(), TOOLS, Calls(is_parallel=False))
     pieces = [TEXT[at : at + size] for at in range(0, len(TEXT), size)]
     deltas = [*(divided(parser, piece) for piece in pieces), divided(parser, "", "stop")]
     assert [call.name for delta in deltas for call in delta.tool_calls] == ["add"]
     assert content(deltas) == "Let me see. Done" and deltas[-1].finish_reason == "tool_calls"
+
+
+def test_a_forced_call_is_no_content_wherever_it_breaks_off() -> None:
+    for size in (1, 7, len(CALL)):
+        for length in range(len(CALL) + 1):
+            parser = TextParser(None, (), markers(), TOOLS, Calls(are_forced=True))
+            pieces = [CALL[:length][at : at + size] for at in range(0, length, size)]
+            assert content([*(divided(parser, piece) for piece in pieces), divided(parser, "", "length")]) == ""

@@ -33,6 +33,7 @@ def header(**changes: Any) -> Header:
         stops=("é\n", "😀"),
         eos=frozenset({7, 1}),
         repeat_guard=4,
+        continues_text=True,
     )
     fingerprint, contents = Fingerprint(config="c", tokenizer="t", tensors="x"), Contents(marks=b"abcd")
     return Header("demo", fingerprint, contents, Request(**vars(request) | changes), True)

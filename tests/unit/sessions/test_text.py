@@ -167,6 +167,13 @@ def test_a_stop_string_is_found_across_tokens(tokenizer: Tokenizer, text: str) -
         assert (stream.stopped_by is not None) == (stop in text)
 
 
+def test_only_what_continues_a_text_keeps_the_space_that_it_begins_with(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode(" a 日")
+    for continues_text, expected in ((True, " a 日"), (False, "a 日")):
+        stream = tokenizer.stream(continues_text=continues_text)
+        assert "".join([*map(stream.push, tokens), stream.finish()]) == stream.text == expected
+
+
 def test_any_detokenizer_of_mlx_lm_will_do(folder: Path) -> None:
     """The naive one decodes everything again at each token, and shows half characters in another way."""
     from transformers import AutoTokenizer
