@@ -209,9 +209,9 @@ def _write_table(page: Path, results: list[Result]) -> None:
 def _checked(client: Client, environments: Path, folder: Path, proxy: "_Proxy") -> Result:
     """Install a client and run it in a folder of its own."""
     try:
-        bin = _installed(client.package, environments, is_npm=client.is_npm)
-        node = [_installed(_NODE, environments, is_npm=True)] if client.is_npm else []
-        validator = _installed(_VALIDATOR, environments, is_npm=False)
+        bin = installed(client.package, environments, is_npm=client.is_npm)
+        node = [installed(_NODE, environments, is_npm=True)] if client.is_npm else []
+        validator = installed(_VALIDATOR, environments, is_npm=False)
     except (OSError, subprocess.SubprocessError) as error:
         return Result(client, "not run", note=f"cannot be installed ({type(error).__name__})")
     places = {"url": proxy.url, "bin": str(bin), "prompt": _PROMPT}
@@ -275,7 +275,7 @@ def _filled(text: str, places: Mapping[str, str]) -> str:
     return text
 
 
-def _installed(package: str, environments: Path, *, is_npm: bool) -> Path:
+def installed(package: str, environments: Path, *, is_npm: bool) -> Path:
     """Return the folder of a package's commands, after it was installed if it was not."""
     folder = environments / package.replace("/", "+")
     bin = folder / ("node_modules/.bin" if is_npm else "bin")

@@ -43,7 +43,7 @@ def main(
     max_tokens: Annotated[int, typer.Option(min=2)] = 64,
 ) -> None:
     """Load a server until it breaks its word, or does not."""
-    bodies = [_body(number, max_tokens) for number in range(_NUM_BODIES)]
+    bodies = [story(number, max_tokens) for number in range(_NUM_BODIES)]
     failures = uvloop.run(_check(bodies, seconds, streams, kills, model, local))
     for failure in failures:
         print(f"FAILED: {failure}")
@@ -164,7 +164,7 @@ def _rest(num_layers: int, num_nodes: int) -> list[int]:
     return [num_layers // num_nodes + (number < num_layers % num_nodes) for number in range(num_nodes)]
 
 
-def _body(number: int, max_tokens: int) -> dict[str, Any]:
+def story(number: int, max_tokens: int) -> dict[str, Any]:
     prompt = f"Tell me story number {number} about a fox."
     return {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0.8, "seed": number, "ignore_eos": True}
 

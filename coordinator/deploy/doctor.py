@@ -240,7 +240,9 @@ def _node_json(node: ExaminedNode, spec: ModelSpec | None) -> dict[str, Any]:
         "free_disk_bytes": facts.free_disk_bytes if facts else None,
         "versions": {printable(name): printable(version) for name, version in versions.items()} if facts else None,
         "clock_offset_s": node.clock_offset_s,
-        "gbps_by_rows": node.speed.gbps_by_rows(spec) if node.speed and spec else None,
+        "speeds": [{"rows": rows, "gbps": gbps} for rows, gbps in node.speed.gbps_by_rows(spec).items()]
+        if node.speed and spec
+        else None,
     }
 
 
