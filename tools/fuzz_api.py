@@ -34,14 +34,14 @@ def main(
 ) -> None:
     """Fuzz the API of a server of this command's own."""
     with tempfile.TemporaryDirectory() as folder:
-        command = installed(_PACKAGE, environments or Path(folder), is_npm=False) / "schemathesis"
-        failures = uvloop.run(_fuzz(command, cases, streams))
+        command = installed(_PACKAGE, (environments or Path(folder)).resolve(), is_npm=False) / "schemathesis"
+        failures = uvloop.run(_fuzz(command, Path(folder), cases, streams))
     for failure in failures:
         print(f"FAILED: {failure}")
     raise typer.Exit(1 if failures else 0)
 
 
-async def _fuzz(command: Path, cases: int, streams: int) -> list[str]:
+async def _fuzz(command: Path, folder: Path, cases: int, streams: int) -> list[str]:
     failures: list[str] = []
     num_streams = 0
     with brigade("--model", "demo", "--local", "1") as server:
@@ -60,7 +60,7 @@ async def _fuzz(command: Path, cases: int, streams: int) -> list[str]:
             num_cases, seed = 0, 0
             while num_cases < cases and not failures and not any(task.done() for task in beside):
                 seed += 1
-                printed = await _run(command, server.url, seed)
+                printed = await _run(command, folder, server.url, seed)
                 found = _CASES.search(printed)
                 if found is None or "Server error" in printed:
                     failures.append(f"seed {seed}: {printed[-_SHOWN:]}")
@@ -73,8 +73,8 @@ async def _fuzz(command: Path, cases: int, streams: int) -> list[str]:
     return failures
 
 
-async def _run(command: Path, url: str, seed: int) -> str:
-    """Return what one run of schemathesis printed."""
+async def _run(command: Path, folder: Path, url: str, seed: int) -> str:
+    """Return what one run of schemathesis printed, which leaves its findings in the folder."""
     arguments = (
         *("run", f"{url}/openapi.json", "--phases", "coverage,fuzzing", "--checks", "not_a_server_error"),
         *("--workers", "4", "--seed", str(seed), "--max-time", str(_PART_S), "--request-timeout", "60"),
@@ -82,7 +82,7 @@ async def _run(command: Path, url: str, seed: int) -> str:
     )
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        str(command), *arguments, stdout=pipe, stderr=asyncio.subprocess.STDOUT
+        str(command), *arguments, cwd=folder, stdout=pipe, stderr=asyncio.subprocess.STDOUT
     )
     printed, _ = await process.communicate()
     return printed.decode(errors="replace")
