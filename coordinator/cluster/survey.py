@@ -4,6 +4,7 @@ from collections.abc import Coroutine, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import pairwise
+from math import inf
 from typing import Any, TypeVar
 
 from coordinator.cluster.options import ClusterOptions
@@ -14,8 +15,9 @@ from coordinator.planning.speeds import NO_SPEEDS, UNMEASURED, LinkSpeed, NodeSp
 from protos.brigade_pb2 import Contents, Coordinator, LinkReply, LoadRequest, MeasureRequest, RowTimes
 from protos.brigade_pb2 import Speed as SpeedReply
 from worker.config import is_loopback, split_address
-from worker.errors import BrigadeError, ModelLacking
+from worker.errors import BrigadeError, FrameError, ModelLacking
 from worker.model.checkpoint import Checkpoint
+from worker.model.describe import describe
 from worker.model.headers import pack_headers
 from worker.node.speed_cache import kept_speed, measured_speed
 from worker.platform.tasks import together
@@ -85,7 +87,7 @@ async def survey(
 async def node_speeds(
     checkpoint: Checkpoint, own_name: str, peers: Sequence[Peer], *, measures_here: bool, anew: bool, feeds: bool
 ) -> dict[str, NodeSpeed]:
-    """Have these nodes, and this one if it `measures_here`, measure themselves at the same time; without refusals."""
+    """Have these nodes, and this one if it `measures_here`, measure themselves; leave out those that refuse."""
     request = await run_in_thread(partial(_request, checkpoint, own_name, anew))
     asking = {peer.name: _unless_refused(_measured(peer, request, checkpoint, feeds=feeds)) for peer in peers}
     if measures_here:
@@ -101,12 +103,25 @@ async def _own_speed(checkpoint: Checkpoint, anew: bool) -> SpeedReply:
 
 async def _measured(peer: Peer, request: MeasureRequest, checkpoint: Checkpoint, *, feeds: bool) -> SpeedReply:
     try:
-        return await peer.measure(request)
+        found = await peer.measure(request)
     except ModelLacking:
         if not feeds:
             raise
-    await push_weights(peer, request.model, checkpoint, lambda report: None)
-    return await peer.measure(request)
+        await push_weights(peer, request.model, checkpoint, lambda report: None)
+        found = await peer.measure(request)
+    num_kinds = len((await run_in_thread(partial(describe, checkpoint))).kinds) if found.kinds else 0
+    is_known = all(map(_is_ascending, (*found.kinds, found.head))) and 0 < found.gbps < inf
+    if found.kinds and not (is_known and len(found.kinds) == num_kinds):
+        expected = f"expected milliseconds by rows, from 1 up, of {num_kinds} kinds of layers and the head"
+        raise FrameError(f"{peer.name}: {expected}, got others; install the same version of Brigade")
+    return found
+
+
+def _is_ascending(times: RowTimes) -> bool:
+    """Return whether these are times of ascending numbers of rows, the first one 1: a peer may send anything."""
+    rows = list(times.rows)
+    is_by_rows = rows[:1] == [1] and all(before < after for before, after in pairwise(rows))
+    return is_by_rows and len(rows) == len(times.ms) and all(0 <= ms < inf for ms in times.ms)
 
 
 async def _unless_refused(asking: Coroutine[Any, Any, T]) -> T | None:

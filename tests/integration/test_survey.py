@@ -5,14 +5,16 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from itertools import pairwise
+from math import nan
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.survey import survey
 from coordinator.planning.speeds import NO_SPEEDS, UNMEASURED, Survey
-from protos.brigade_pb2 import LinkReply, MeasureRequest, ProbePart, Speed
+from protos.brigade_pb2 import LinkReply, MeasureRequest, ProbePart, RowTimes, Speed
 from tests.integration.conftest import Models, RunningNode, load_request, opened, peer_of, serving
 from tests.unit.virtual_time import VirtualTime
 from worker.compute import microbenchmark
@@ -67,6 +69,33 @@ async def test_a_survey_beside_an_open_chain_does_not_measure_this_node(models: 
     async with serving(1) as nodes, peers_of(nodes) as peers:
         found = await survey(open_folder(models("qwen3").folder), "coordinator", peers, NO_SPEEDS, feeds=True)
     assert set(found.speeds) == {"node-1"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kinds": [RowTimes(rows=[2], ms=[1.0])]},
+        {"kinds": [RowTimes(rows=[1, 4, 2], ms=[1.0, 1.0, 1.0])]},
+        {"kinds": [RowTimes(rows=[1, 2], ms=[1.0])]},
+        {"kinds": [RowTimes(rows=[1], ms=[nan])]},
+        {"kinds": [RowTimes(rows=[1], ms=[1.0])] * 2},
+        {"head": RowTimes()},
+        {"gbps": 0.0},
+    ],
+)
+async def test_a_node_whose_speed_makes_no_sense_is_left_out(
+    change: dict[str, Any], models: Models, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    once = RowTimes(rows=[1], ms=[1.0])
+    found = Speed(**{"kinds": [once], "head": once, "gbps": 1.0} | change)
+
+    async def measure(peer: Peer, request: MeasureRequest) -> Speed:
+        return found
+
+    monkeypatch.setattr(Peer, "measure", measure)
+    async with serving(1) as nodes, peers_of(nodes) as peers:
+        measured = await survey(open_folder(models("qwen3").folder), "coordinator", peers, NO_SPEEDS, feeds=True)
+    assert not measured.speeds and "not measured: node-1" in capsys.readouterr().err
 
 
 async def test_a_node_that_serves_tells_only_what_it_has_kept(models: Models) -> None:
