@@ -15,8 +15,9 @@ import statistics
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Awaitable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import httpx2
 import psutil
@@ -27,10 +28,13 @@ from coordinator.cluster.open import read_model
 from tools.serve_client import Outcome, Server, brigade, stream
 from worker.platform.run import run_command
 
+T = TypeVar("T")
+
 _NUM_BODIES = 16
 _MOST_GROWTH = 1.2  # of the server's memory between the first quarter and the end
 _REJECTED_S = 0.05
 _SLOWER = 2.0  # than at capacity, for what is taken beyond it
+_WATCHED_S = 0.5
 _FEW = 8  # requests that the overloaded server has memory for
 
 
@@ -70,7 +74,6 @@ async def _streams(
     alone = [(await stream(client, body)).text for body in bodies]
     statuses: Counter[int] = Counter()
     failures: list[str] = []
-    memory: list[int] = []
     until = time.monotonic() + seconds
 
     async def ask(rng: random.Random) -> None:
@@ -81,17 +84,8 @@ async def _streams(
             if found.status == 200 and not (found.is_whole and found.text == alone[number]):
                 failures.append(f"request {number}: {found.text!r} instead of {alone[number]!r}, {found.is_whole=}")
 
-    async def watch() -> None:
-        process = psutil.Process(server.process.pid)
-        while True:
-            memory.append(process.memory_info().rss)
-            await asyncio.sleep(seconds / 100)
-
-    side = [asyncio.create_task(watch()), asyncio.create_task(kill_workers(server, kills, seconds / (kills + 1)))]
-    await asyncio.gather(*(ask(random.Random(number)) for number in range(streams)))
-    for task in side:
-        task.cancel()
-    await asyncio.gather(*side, return_exceptions=True)
+    asking = asyncio.gather(*(ask(random.Random(number)) for number in range(streams)))
+    _, memory = await disturbed(server, asking, kills, seconds / (kills + 1))
     quarter, end = max(memory[: len(memory) // 4]), memory[-1]
     print(
         f"{streams} streams, {kills} kills, {seconds:g} s: {dict(statuses)}, memory {quarter >> 20} to {end >> 20} MiB"
@@ -103,12 +97,37 @@ async def _streams(
     return failures
 
 
-async def kill_workers(server: Server, kills: int, every_s: float) -> None:
-    rng = random.Random(0)
-    for _ in range(kills):
-        await asyncio.sleep(every_s)
-        children = psutil.Process(server.process.pid).children(recursive=True)
-        rng.choice([child for child in children if "worker" in child.cmdline()]).kill()
+async def disturbed(server: Server, work: Awaitable[T], kills: int, every_s: float) -> tuple[T, list[int]]:
+    """Return what `work` returns, and the server's bytes of memory meanwhile, in which workers are killed.
+
+    Raises:
+        RuntimeError: the work ended before the last kill.
+    """
+    process, memory = psutil.Process(server.process.pid), list[int]()
+
+    async def watch() -> None:
+        while True:
+            memory.append(process.memory_info().rss)
+            await asyncio.sleep(_WATCHED_S)
+
+    watching, killing = asyncio.create_task(watch()), asyncio.create_task(_kill(process, kills, every_s))
+    found = await work
+    watching.cancel()
+    if not killing.done():
+        killing.cancel()
+        raise RuntimeError(f"expected {kills} kills before the work ended")
+    await killing
+    return found, memory
+
+
+async def _kill(server: psutil.Process, kills: int, every_s: float) -> None:
+    rng, pause_s = random.Random(0), every_s
+    while kills:
+        await asyncio.sleep(pause_s)
+        pause_s = _WATCHED_S  # until the one that was killed is started again
+        if workers := [each for each in server.children(recursive=True) if "worker" in each.cmdline()]:
+            rng.choice(workers).kill()
+            kills, pause_s = kills - 1, every_s
 
 
 async def _overload(client: httpx2.AsyncClient, bodies: list[dict[str, Any]], seconds: float) -> list[str]:

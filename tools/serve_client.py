@@ -99,12 +99,10 @@ async def stream(client: httpx2.AsyncClient, body: dict[str, Any], path: str = "
         if answer.status_code != 200:
             await answer.aread()
             return Outcome(answer.status_code, took_s=time.monotonic() - began)
-        async for line in answer.aiter_lines():
-            event = line.removeprefix("data: ")
-            is_whole = is_whole or event == _DONE
-            if event in (line, _DONE):
-                continue
-            told = json.loads(event)
+        async for told in events(answer):
+            is_whole = told is None
+            if told is None:
+                break
             if said := "".join(choice.get("text") or "" for choice in told.get("choices", ())):
                 text += said
                 pieces_at.append(time.monotonic())
@@ -113,6 +111,13 @@ async def stream(client: httpx2.AsyncClient, body: dict[str, Any], path: str = "
     first_s = (pieces_at[0] if pieces_at else now) - began
     longest_gap_s = max((after - before for before, after in pairwise(pieces_at)), default=0.0)
     return Outcome(200, text, is_whole, num_tokens, first_s, now - began, longest_gap_s)
+
+
+async def events(answer: httpx2.Response) -> AsyncIterator[dict[str, Any] | None]:
+    """Yield the events of a stream, and None for its mark of the end."""
+    async for line in answer.aiter_lines():
+        if (event := line.removeprefix("data: ")) != line:
+            yield None if event == _DONE else json.loads(event)
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
