@@ -84,8 +84,7 @@ class Workload:
     def requests(self, count: int, decode: Decode, spec: ModelSpec, seed: int) -> list[Request]:
         """Return requests of different random prompts, whose answers continue past the end-of-sequence token."""
         numbers = random.Random(f"{count} {seed}")
-        numbered = (numbers.randrange(spec.vocab_size) for _ in itertools.count())
-        drawn = filter(spec.is_text, numbered)
+        drawn = filter(spec.is_text, (numbers.randrange(spec.vocab_size) for _ in itertools.count()))
         prompts = [tuple(itertools.islice(drawn, self.num_prompt)) for _ in range(count)]
         return [Request(prompt, self.num_tokens, decode=decode) for prompt in prompts]
 

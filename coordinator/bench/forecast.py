@@ -214,8 +214,8 @@ def given_pipeline(
         ]
     bytes_per_s = gbps * 1e9 / 8 if gbps else float("inf")
     sizes = [row_bytes] * (len(hops) - 1) + [answer_bytes]
-    hops_s = (Hop(ms / 1e3, bytes_per_s, size) for ms, size in zip(hops, sizes, strict=True))
-    return Pipeline(tuple(map(SimulatedStage, stages)), tuple(hops_s))
+    links = tuple(Hop(ms / 1e3, bytes_per_s, size) for ms, size in zip(hops, sizes, strict=True))
+    return Pipeline(tuple(map(SimulatedStage, stages)), links)
 
 
 def read_times(path: Path, decode: str = "ar") -> ForecastTimes:

@@ -165,7 +165,7 @@ class _Run:
         num_tokens = _ENDLESS if load.goes_on else load.num_tokens
         self._goes_on = load.goes_on
         self._wanted = load.num_tokens
-        self._canvas = load.canvas or (1, 1)
+        self._most_steps = load.canvas[1] if load.canvas else 1  # of a canvas
         lanes = LaneChooser(num_stages, pipeline.stages_s, pipeline.hops_s)
         self._costs = costs
         choose = costs.chunk_size if costs else partial(chunk_size, stages_s=pipeline.stages_s)
@@ -214,8 +214,8 @@ class _Run:
         num_rows = sum(map(count_rows, frame.windows))
         compute_s, hop = self._pipeline.stages[stage].seconds(num_rows), self._pipeline.hops[stage]
         if stage == len(self._pipeline.stages) - 1:
-            most_steps = self._canvas[1]  # behind the last step nothing needs what this one made of a canvas
-            num_rows = sum(w.wanted + w.guessed * (w.canvas_step < most_steps) for w in frame.windows)
+            # the last step of a canvas sends nothing back: no step follows that would need it
+            num_rows = sum(w.wanted + w.guessed * (w.canvas_step < self._most_steps) for w in frame.windows)
         started = max(now, self._free_at[stage])
         done = self._free_at[stage] = started + compute_s
         self._simulated.busy[stage].append((started, done))

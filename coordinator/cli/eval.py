@@ -105,7 +105,8 @@ def eval(
     kinds = tuple(dict.fromkeys(kind.strip() for kind in decode.split(",")))
     flags.refuse_drafter(ctx, kinds)
     given = {name: ctx.params[name] for name in _SERVER_FIELDS if name in given_flags(ctx)}
-    with_canvas = {"auto", "canvas"} & set(kinds) or kinds  # beside these the others take no flags of a canvas
+    # decoders without a canvas take none of its flags, and refuse them if no other decoder has one
+    with_canvas = {"auto", "canvas"} & set(kinds) or kinds
     fields = {
         kind: {name: value for name, value in given.items() if kind in with_canvas or name not in _CANVAS_FIELDS}
         for kind in kinds

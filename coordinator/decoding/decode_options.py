@@ -59,10 +59,10 @@ class Decode:
     position_penalty: float = 0.02
     num_drafts: int | None = None
     canvas: int | None = None  # places; None: as many as the model was trained with
-    # likewise, resolved by `suit`: most steps per canvas; the sampler; its threshold at first, later, from which step
-    canvas_steps: int | None = None
+    # None: the model's own, which `suit` fills in
+    canvas_steps: int | None = None  # at most, per canvas
     canvas_sampler: CanvasSampling | None = None
-    canvas_threshold: tuple[float, float, int] | None = None
+    canvas_threshold: tuple[float, float, int] | None = None  # the sampler's: at first, later, from which step
     conditioning: Conditioned = "exact"  # what a step of a model that refines its canvases knows of the one before
     training: CanvasTraining | None = None  # of the model, for canvas; likewise:
     vocab_size: int = 0
@@ -150,7 +150,7 @@ def make_decode(
         conditions = None if conditioning == Decode.conditioning else conditioning
         given = {"canvas": canvas, "canvas_steps": canvas_steps, "canvas_sampler": canvas_sampler}
         given |= {"canvas_threshold": canvas_threshold, "conditioning": conditions}
-        for name in (name for name, value in given.items() if value is not None):
+        if name := next((name for name, value in given.items() if value is not None), None):
             raise InputError(name, f"expected none with the decoder {kind}, which has no canvas; leave one of them out")
     lengths = [None if number == "auto" else int(number) for number in (window, num_drafts)]
     for name, number in (("canvas", canvas), ("canvas_steps", canvas_steps)):

@@ -354,8 +354,8 @@ class Fill:
 CanvasSampler = Callable[[Sequence[Sample], int], list[int]]  # guesses and the step to the numbers of those to keep
 
 
-class _OneCanvas:
-    """A canvas begins again after a loss: no place of it is kept."""
+class _CanvasDecoder:
+    """What both decoders of canvases share: after a loss a canvas begins again, with no place kept."""
 
     fills: Fills = ()
     _places: list[int]  # tokens; empty: the next proposal begins a canvas
@@ -367,7 +367,7 @@ class _OneCanvas:
         assert not fills
 
 
-class Canvas(_OneCanvas):
+class Canvas(_CanvasDecoder):
     """Block diffusion: the places of a canvas are decided together over several steps, then all become known.
 
     A place that is decided stays so. A finished canvas is known and not fed yet: it goes with the next one. Draws
@@ -444,7 +444,7 @@ class Canvas(_OneCanvas):
         return next(ends, self.tail)
 
 
-class RefinedCanvas(_OneCanvas):
+class RefinedCanvas(_CanvasDecoder):
     """Block diffusion from random tokens: every step sees the whole canvas again and may change any of its places.
 
     A step keeps the draws that its sampler accepts and puts new random tokens in all other places. The canvas ends once

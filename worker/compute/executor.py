@@ -31,7 +31,7 @@ from worker.compute.ahead import Placeholder, Ready, StepOutputs, StepsAhead, is
 from worker.compute.batching import LaneWindow
 from worker.compute.drafting import Drafter, add_drafts
 from worker.compute.grammar import Guide
-from worker.compute.header import NUM_CANDIDATES, asked_rows, check_header, is_chunk, num_rows, target_rows
+from worker.compute.header import NUM_CANDIDATES, asked_rows, check_header, is_chunk, num_rows
 from worker.compute.sampling import Draws, TokenScores
 from worker.compute.shard import Shard
 from worker.compute.slot import Slot
@@ -388,7 +388,8 @@ class Executor:
         mx.async_eval(step.pending)  # the device works while the sampling graph is built
         for window, first in windows:
             if window.targets:
-                self._score(step, window, h[:, target_rows(window, first).start :])
+                begin = first + len(window.tokens) - window.wanted - len(window.targets)
+                self._score(step, window, h[:, begin:])
             if window.pooled:
                 end = first + len(window.tokens)
                 self._pool(step, window, h[:, end - window.pooled : end])

@@ -51,12 +51,6 @@ def asked_rows(window: Window, first: int = 0) -> range:
     return range(end - window.wanted, end + window.guessed)
 
 
-def target_rows(window: Window, first: int = 0) -> range:
-    """Return the rows whose next token is a target, before the wanted ones."""
-    end = first + len(window.tokens) - window.wanted
-    return range(end - len(window.targets), end)
-
-
 def is_chunk(window: Window) -> bool:
     """Whether it is a chunk of a prompt, of which the last stage samples nothing."""
     return not (window.wanted or window.masks or window.canvas)
