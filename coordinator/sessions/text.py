@@ -1,6 +1,6 @@
 """The text of answers: detokenisation, stop strings, and the split into content, reasoning and tool calls. Pure."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ class TextParser:
         """
         Args:
             detokenizer: mlx-lm's; without one the text consists of the token ids, separated by commas.
+            stops: end the answer where they stand outside of calls; where a call is forced they end nothing.
             markers: how thoughts and calls are marked; without them all text is content.
             tools: the tools that may be called; without them marked calls count as content.
             calls: calls after the first one are kept if they are parallel; forced ones leave no content.
@@ -48,12 +49,14 @@ class TextParser:
         self.text = ""
         self.num_tokens = 0
         self._detokenizer = detokenizer
-        self._stop = StopText(stops) if stops else None
+        self._stop = StopText(stops) if stops and not calls.are_forced else None
         self._min_tokens = min_tokens
         self._markers = markers
         self._tools = [dict(tool) for tool in tools]
         self._asked = calls
         self._state = markers.machine.make_state(markers.begins_in) if markers else None
+        self._searched: Any = self._state  # at the end of the text in which stop strings were looked for
+        self._unsure = ""  # behind it: may begin a marker
         self._calls: WrittenCalls | None = None  # those that have not ended
         self._has_called = False
 
@@ -97,8 +100,7 @@ class TextParser:
             self._detokenizer.add_token(token)
         except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise ModelError(f"the model's tokenizer has no text for token {token} ({error!r})") from error
-        text = self._detokenizer.last_segment
-        return self._emit(self._stop.push(text) if self._stop and self.num_tokens > self._min_tokens else text)
+        return self._emit(self._before_stop(self._detokenizer.last_segment))
 
     def finish(self) -> str:
         """Return the text that was held back, at the end of the tokens."""
@@ -106,7 +108,37 @@ class TextParser:
             return ""
         self._detokenizer.finalize()
         rest = self._detokenizer.last_segment.rstrip("\ufffd")  # drop an incomplete character
-        return self._emit(self._stop.push(rest) + self._stop.flush() if self._stop else rest)
+        return self._emit(self._before_stop(rest, is_last=True))
+
+    def _before_stop(self, text: str, *, is_last: bool = False) -> str:
+        """Add text; return what is certainly before a stop string. Once `is_last`, nothing is held back."""
+        if self._stop is None:
+            return text
+        found = ""
+        for is_call, piece in self._regions(text, is_last=is_last):
+            if is_call:
+                found += self._stop.flush() + piece
+            else:
+                found += self._stop.push(piece) if is_last or self.num_tokens > self._min_tokens else piece
+            if self._stop.found is not None:
+                break
+        return found + (self._stop.flush() if is_last else "")
+
+    def _regions(self, text: str, *, is_last: bool) -> Iterator[tuple[bool, str]]:
+        """Yield pieces of text, each with whether it belongs to a call; hold back what may be a marker."""
+        if self._markers is None or not self._tools:
+            yield False, text
+            return
+        for letter in text:
+            state, self._unsure = self._searched[0], self._unsure + letter
+            self._searched, [(_, sure), *after] = self._markers.machine.split(self._searched, letter)
+            yield state == "tool", sure
+            self._unsure = self._unsure[len(sure) :]
+            if after:  # a marker is complete
+                yield "tool" in (state, self._searched[0]), self._unsure
+                self._unsure = ""
+        if is_last:
+            yield self._searched[0] == "tool", self._unsure
 
     def _emit(self, text: str) -> str:
         self.text += text

@@ -7,7 +7,8 @@ import pytest
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.tool_parsers import json_tools
 
-from coordinator.sessions.output import Output
+from coordinator.sessions.calls import joined_calls
+from coordinator.sessions.output import Output, Token
 from coordinator.sessions.request import Calls
 from coordinator.sessions.text import Markers, TextParser
 
@@ -93,3 +94,49 @@ def test_a_forced_call_is_no_content_wherever_it_breaks_off() -> None:
             parser = TextParser(None, (), markers(), TOOLS, Calls(are_forced=True))
             pieces = [CALL[:length][at : at + size] for at in range(0, length, size)]
             assert content([*(divided(parser, piece) for piece in pieces), divided(parser, "", "length")]) == ""
+
+
+class Pieces:
+    """A detokenizer whose tokens are places in a text that is cut into pieces."""
+
+    last_segment = ""
+
+    def __init__(self, text: str, size: int) -> None:
+        self._pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        self.tokens = [Token(n) for n in range(len(self._pieces))]
+
+    def add_token(self, token: int) -> None:
+        self.last_segment = self._pieces[token]
+
+    def finalize(self) -> None:
+        self.last_segment = ""
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, len(TEXT)])
+@pytest.mark.parametrize(
+    ("stops", "said", "num_calls"),
+    [
+        (("add", "zwei", "}}", "tool"), "Let me see. Done", 2),  # only the calls have them
+        (("l><", "<to", "</tool_call>"), "Let me see. Done", 2),  # or their markers
+        (("Do", "add"), "Let me see. ", 2),
+        (("see.",), "Let me ", 0),
+        (("think>L",), "", 0),
+    ],
+)
+def test_stop_strings_end_what_is_said_and_no_call(size: int, stops: Any, said: str, num_calls: int) -> None:
+    pieces = Pieces(TEXT, size)
+    parser = TextParser(pieces, stops, markers(), TOOLS)
+    output = Output("", pieces.tokens, 0, "stop")
+    parser.read(output)
+    assert (output.content, parser.stopped_by is None) == (said, said.endswith("Done"))
+    assert [json.loads(call.arguments) for call in joined_calls(output.tool_calls)] == num_calls * [
+        {"a": 1, "b": "zwei"}
+    ]
+
+
+def test_no_stop_string_ends_an_answer_whose_call_is_forced() -> None:
+    pieces = Pieces(CALL, 3)
+    parser = TextParser(pieces, ("add", "<", "\n"), markers(), TOOLS, Calls(are_forced=True))
+    output = Output("", pieces.tokens, 0, "stop")
+    parser.read(output)
+    assert output.finish_reason == "tool_calls" and parser.stopped_by is None
