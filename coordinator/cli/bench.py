@@ -15,7 +15,7 @@ from coordinator.cli.report import require_writable
 from coordinator.cli.run import TakeFlags
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.cluster.progress import telling_interrupts
-from coordinator.decoding.decode_options import Decode, make_decode
+from coordinator.decoding.decode_options import make_decode
 from coordinator.sessions.admission import MOST_WAITING
 from worker.errors import InputError
 
@@ -88,10 +88,7 @@ def bench(
     options = cluster_options(config, model, local, None, None, draft_model=cluster.draft_model)
     if layers and not options.num_workers:
         raise InputError("layers", "expected workers to split the model over, found none; use --local N or --config")
-    decodes = tuple(
-        make_decode(kind.strip(), "auto", Decode.entropy_threshold, Decode.position_penalty)
-        for kind in decode.split(",")
-    )
+    decodes = tuple(make_decode(kind.strip()) for kind in decode.split(","))
     refuse_drafter(ctx, [each.kind for each in decodes])
     counts = parse_counts("concurrency", concurrency, most=MOST_WAITING)
     options = replace(options, objective=cluster.objective, num_requests=counts[-1])

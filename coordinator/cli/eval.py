@@ -24,6 +24,7 @@ from coordinator.cli.run import TakeFlags
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import TokenReport, say, show_tokens, telling_interrupts
 from coordinator.cluster.tables import fitting
+from coordinator.decoding.decode_options import takes
 from coordinator.engine.bounded import TEMPLATES, Texts
 from coordinator.quality.accuracy import AccuracyRow, EvalAnswer, EvalReading, accuracy_row
 from coordinator.quality.questions import BUILT_IN, CHECKS, Question, QuestionSet, read_questions
@@ -33,10 +34,13 @@ from worker.errors import InputError
 from worker.platform.text import Json, to_json
 from worker.platform.threads import run_in_thread
 
-_CANVAS_FIELDS = ("canvas", "canvas_steps", "canvas_sampler", "canvas_threshold", "conditioning")
-_SERVER_FIELDS = ("window", "num_draft_tokens", "entropy_threshold", "position_penalty", *_CANVAS_FIELDS)
 _MAX_WAIT_S = 7 * 86400.0  # for memory: nothing waits for a single answer
 _HEADS = ("questions", "decoder", "right", "of", "accuracy", "95 %", "as ar", "tokens/step", "rows/token", "ms/token")
+
+_SERVER_FIELDS = (
+    "window", "num_draft_tokens", "entropy_threshold", "position_penalty",
+    "canvas", "canvas_steps", "canvas_sampler", "canvas_threshold", "conditioning",
+)  # fmt: skip
 
 Ask = Callable[["EvalCase"], AsyncGenerator[Output, None]]
 
@@ -105,11 +109,10 @@ def eval(
     kinds = tuple(dict.fromkeys(kind.strip() for kind in decode.split(",")))
     flags.refuse_drafter(ctx, kinds)
     given = {name: ctx.params[name] for name in _SERVER_FIELDS if name in given_flags(ctx)}
-    # decoders without a canvas take none of its flags, and refuse them if no other decoder has one
-    with_canvas = {"auto", "canvas"} & set(kinds) or kinds
+    # each decoder takes what is for it; one that none takes is refused
+    others = {name for name in given if not any(takes(kind, name) for kind in kinds)}
     fields = {
-        kind: {name: value for name, value in given.items() if kind in with_canvas or name not in _CANVAS_FIELDS}
-        for kind in kinds
+        kind: {name: value for name, value in given.items() if takes(kind, name) or name in others} for kind in kinds
     }
     decoders = {kind: flags.DecodeFlags(decode=kind, **fields[kind]).decoder() for kind in kinds}
     texts = Texts()

@@ -1,10 +1,10 @@
 """The choice of a decoder and a cache, and whether a model supports them. Pure."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from coordinator.decoding.decoders import (
     Canvas,
@@ -118,11 +118,26 @@ class Decode:
         return Verified()
 
 
+_CANVAS_FIELDS = ("canvas", "canvas_steps", "canvas_sampler", "canvas_threshold", "conditioning")
+# Fields that change the answer, by name: the default, and the decoders that they are for.
+_OF_DECODERS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "entropy_threshold": (Decode.entropy_threshold, ("diffusion-fast",)),
+    "position_penalty": (Decode.position_penalty, ("diffusion-fast",)),
+    **dict.fromkeys(_CANVAS_FIELDS, (None, ("auto", "canvas"))),
+    "conditioning": (Decode.conditioning, ("auto", "canvas")),
+}
+
+
+def takes(kind: str, field: str) -> bool:
+    """Return whether this decoder may be given a field. Those that change only how fast it is may always be."""
+    return field not in _OF_DECODERS or kind in _OF_DECODERS[field][1]
+
+
 def make_decode(
     kind: str,
-    window: str,
-    entropy_threshold: float,
-    position_penalty: float,
+    window: str = "auto",
+    entropy_threshold: float = Decode.entropy_threshold,
+    position_penalty: float = Decode.position_penalty,
     num_drafts: str = "auto",
     *,
     canvas: int | None = None,
@@ -134,10 +149,14 @@ def make_decode(
     """Return the decoder that flags choose.
 
     Raises:
-        InputError: a value is invalid, or is of a canvas while another decoder is asked for; it names the parameter.
+        InputError: a value is invalid, or is for other decoders; it names the parameter.
     """
     if kind not in KINDS:
         raise InputError("decode", f"expected one of {', '.join(KINDS)}, got {kind!r}")
+    given: dict[str, object] = {"entropy_threshold": entropy_threshold, "position_penalty": position_penalty}
+    given |= {"canvas": canvas, "canvas_steps": canvas_steps}
+    given |= {"canvas_sampler": canvas_sampler, "canvas_threshold": canvas_threshold, "conditioning": conditioning}
+    _require_own(kind, given)
     if window != "auto" and not (window.isdecimal() and len(window) < 9 and 1 <= int(window) <= LARGEST_WINDOW):
         raise InputError("window", f"expected a whole number from 1 to {LARGEST_WINDOW} or `auto`, got {window!r}")
     for field, value in (("entropy_threshold", entropy_threshold), ("position_penalty", position_penalty)):
@@ -146,12 +165,6 @@ def make_decode(
     if num_drafts != "auto" and not (num_drafts.isdecimal() and 1 <= int(num_drafts[:9]) <= MOST_DRAFTS):
         expected = f"expected a whole number from 1 to {MOST_DRAFTS} or `auto`"
         raise InputError("num_draft_tokens", f"{expected}, got {num_drafts!r}")
-    if kind not in ("auto", "canvas"):
-        conditions = None if conditioning == Decode.conditioning else conditioning
-        given = {"canvas": canvas, "canvas_steps": canvas_steps, "canvas_sampler": canvas_sampler}
-        given |= {"canvas_threshold": canvas_threshold, "conditioning": conditions}
-        if name := next((name for name, value in given.items() if value is not None), None):
-            raise InputError(name, f"expected none with the decoder {kind}, which has no canvas; leave one of them out")
     lengths = [None if number == "auto" else int(number) for number in (window, num_drafts)]
     for name, number in (("canvas", canvas), ("canvas_steps", canvas_steps)):
         if number is not None and not 1 <= number < 2**16:
@@ -173,6 +186,16 @@ def make_decode(
     )
 
 
+def _require_own(kind: str, given: Mapping[str, object]) -> None:
+    """Raise InputError for a field that is for other decoders."""
+    for name, value in given.items():
+        default, kinds = _OF_DECODERS[name]
+        if value != default and kind not in kinds:
+            raise InputError(
+                name, f"expected with {' or '.join(kinds)} only, got it with {kind}; leave one of them out"
+            )
+
+
 def _thresholds(text: str) -> tuple[float, float, int]:
     """Read "0.9", or "0.95,0.80,8": at first, later, and from which step. Raises InputError for anything else."""
     try:
@@ -181,7 +204,8 @@ def _thresholds(text: str) -> tuple[float, float, int]:
     except ValueError:
         early = math.nan
     if not (early >= 0 and late >= 0 and turn >= 1 and turn == turn // 1 and early + late + turn < math.inf):
-        raise InputError("canvas_threshold", f"expected a number, or two and a step as in 0.95,0.80,8, got {text!r}")
+        expected = "expected a number from 0, or two and a step as in 0.95,0.80,8"
+        raise InputError("canvas_threshold", f"{expected}, got {text!r}")
     return early, late, int(turn)
 
 
@@ -216,6 +240,7 @@ def suit(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
         able = spec.mask_token is not None and not spec.recurrent_layers and has_room
         has_drafter = spec.drafter is not None and spec.can_take_back
         decode = replace(decode, kind="draft" if has_drafter else "diffusion" if able else "ar")
+        _require_own(decode.kind, {name: getattr(decode, name) for name in _CANVAS_FIELDS})
     if decode.kind == "ar":
         return decode
     if not spec.can_take_back:
@@ -275,8 +300,9 @@ def _suit_canvas(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
     if length >= spec.context:
         raise InputError("canvas", f"expected less than the model's context of {spec.context}, got {length}")
     sampler: CanvasSampling = decode.canvas_sampler or ("entropy" if training.refinement else "confidence")
-    if decode.canvas_threshold and sampler == "confidence" and max(decode.canvas_threshold[:2]) > 1:
-        raise InputError("canvas_threshold", f"expected probabilities from 0 to 1, got {decode.canvas_threshold}")
+    early, late, _ = decode.canvas_threshold or (0.0, 0.0, 1)
+    if sampler == "confidence" and max(early, late) > 1:
+        raise InputError("canvas_threshold", f"expected probabilities from 0 to 1, got {early:g} and {late:g}")
     if decode.conditioning != Decode.conditioning and not training.refinement:
         raise InputError(
             "conditioning",

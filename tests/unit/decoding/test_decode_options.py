@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from coordinator.decoding.decode_options import KINDS, Decode, make_cache_choice, make_decode, suit
+from coordinator.decoding.decode_options import (
+    KINDS,
+    Decode,
+    make_cache_choice,
+    make_decode,
+    suit,
+)
 from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
 from worker.errors import InputError
@@ -64,17 +70,29 @@ def test_a_value_that_no_decoder_can_have_is_refused_by_the_name_of_its_paramete
             assert refusal.value.field == names.get(field, field)
 
 
-@pytest.mark.parametrize(
-    "given", [{"canvas": 4}, {"canvas_steps": 2}, {"canvas_threshold": "0.9"}, {"conditioning": "top-64"}], ids=list
-)
-def test_a_parameter_of_canvases_is_refused_beside_a_decoder_without_them(given: dict[str, Any]) -> None:
+OF_CANVASES: dict[str, Any] = {
+    "canvas": 4, "canvas_steps": 2, "canvas_sampler": "entropy", "canvas_threshold": "0.9", "conditioning": "top-64"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", [*OF_CANVASES.items(), ("entropy_threshold", 0.3), ("position_penalty", 0.1)])
+def test_a_parameter_that_changes_the_answer_is_refused_beside_a_decoder_that_it_is_not_for(
+    given: tuple[str, Any],
+) -> None:
     for kind in KINDS:
-        if kind in ("auto", "canvas"):
-            assert decode(kind, **given).kind == kind
+        if kind in (("auto", "canvas") if given[0] in OF_CANVASES else ("diffusion-fast",)):
+            assert make_decode(kind, **dict([given])).kind == kind
         else:
             with pytest.raises(InputError) as refusal:
-                decode(kind, **given)
-            assert [refusal.value.field] == list(given)
+                make_decode(kind, **dict([given]))
+            assert refusal.value.field == given[0]
+
+
+def test_auto_takes_a_parameter_of_canvases_only_where_it_stands_for_canvas() -> None:
+    for field, value in OF_CANVASES.items():
+        with pytest.raises(InputError) as refusal:
+            suit(decode("auto", **{field: value}), Cache(), spec())
+        assert refusal.value.field == field
 
 
 @pytest.mark.parametrize(
@@ -88,7 +106,7 @@ def test_each_kind_makes_a_decoder_of_its_own_for_every_session(kind: str, has_d
         proposal = one.propose([1, 2, 3, 4] * 3, 1, 99)
         assert (bool(proposal.drafts), bool(proposal.masks)) == (has_drafts, has_masks)
         assert proposal.verifies == (kind != "diffusion-fast")
-    assert decode(kind, "8", 0.0, 0.1) == Decode(kind, 8, 0.0, 0.1)
+    assert decode(kind, "8") == Decode(kind, 8)
     assert decode("auto", "auto").window is None
 
 
@@ -122,8 +140,8 @@ def test_a_window_of_the_users_is_kept_and_auto_goes_by_what_steps_cost_where_th
 def test_auto_is_diffusion_where_the_model_can_and_one_token_decoding_elsewhere(
     mask: int | None, layers: tuple[LayerSpec, ...], expected: str
 ) -> None:
-    found = suit(decode("auto", "8", 0.3, 0.1), Cache(), spec(mask, layers))
-    assert found == Decode(expected, 8, 0.3, 0.1)
+    found = suit(decode("auto", "8"), Cache(), spec(mask, layers))
+    assert found == Decode(expected, 8)
 
 
 def test_a_kind_that_the_model_cannot_is_refused_with_the_ones_that_it_can() -> None:
