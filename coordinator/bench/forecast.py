@@ -155,7 +155,7 @@ def forecast(times: ForecastTimes, assumed: Assumed) -> list[Forecast]:
         raise InputError(
             "simulate",
             f"expected at most {_MAX_STEPS} steps on all stages and {_MAX_TOKENS} tokens of "
-            f"prompts, found {num_steps} and {num_fed}; use a smaller --concurrency, -p or -g",
+            f"prompts, found {num_steps} and {num_fed}; use a smaller --concurrency, -p, -g or --canvas-steps",
         )
     found = []
     for count in assumed.concurrency:

@@ -41,7 +41,8 @@ _FAILOVER_LEGEND = (
 )
 _FORECAST_LEGEND = (
     "tok/s, next token and busy: while all decode, so that requests x tok/s each = tok/s all, and a next token takes "
-    "1 s / tok/s each. First token: the median of requests that come at once. Longest wait: while prompts are fed."
+    "1 s / tok/s each. First token: the median of requests that come at once. Longest wait: while prompts are fed, or "
+    "a canvas is decided."
 )
 _ROWS_ARE = {
     "measured": "The cost of further rows of a frame: as measured.",

@@ -199,8 +199,11 @@ def _check_simulation(ctx: typer.Context, given: SimulationFlags, config: Path |
         refuse_flags(ctx, ("local", *_TIMES), "not expected with --simulate --config, whose nodes measure themselves")
         return
     refuse_flags(ctx, ("local", "layers", "context"), "not expected with --simulate, which asks no nodes")
-    if given.canvas_steps is not None and given.canvas is None:
-        raise InputError("canvas_steps", "expected only with --canvas")
+    if given.canvas_steps is not None and given.canvas_steps > (given.canvas or 0):
+        expected = (
+            f"expected at most the {given.canvas} places of --canvas" if given.canvas else "expected only with --canvas"
+        )
+        raise InputError("canvas_steps", f"{expected}, got {given.canvas_steps}")
     if given.gbps is None:
         refuse_flags(ctx, ("config", "model"), "expected with --simulate only where --gbps needs a model's row size")
     if sum(has_times) != 1:
