@@ -1,11 +1,11 @@
 """`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's messages."""
 
-import json
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import BeforeValidator, Discriminator, Field, RootModel, Tag
+from pydantic import Discriminator, Field, RootModel, Tag
+from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 from coordinator.api.answers import (
@@ -16,16 +16,16 @@ from coordinator.api.answers import (
     answer_stats,
     usage_of,
 )
-from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, Limit, ModelName, Section, Texts, Unsupported
+from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, Limit, ModelName, Section, Texts, Unsupported, text_or_list
 from coordinator.api.conversations import (
     Conversing,
     OtherTool,
     Part,
+    ToolName,
     call_part,
     function_tool,
     join_turns,
     leave_out_tool,
-    one_if_text,
     text_of,
 )
 from coordinator.api.errors import AnthropicError, HttpError
@@ -42,7 +42,7 @@ from worker.platform.text import Json
 StopReason = Literal["end_turn", "stop_sequence", "max_tokens", "tool_use"]
 
 _NAMES = {"prompt": "messages", "response_format": "output_config.format", "stop": "stop_sequences"}
-_OneText = BeforeValidator(one_if_text(lambda text: {"type": "text", "text": text}))
+_OneText = text_or_list(lambda text: {"type": "text", "text": text})
 
 
 class TextBlock(Section):
@@ -124,7 +124,7 @@ class CustomTool(Section):
     """A tool that the client runs. Tools that Anthropic runs have other types."""
 
     type: Literal["custom"] | None = None
-    name: str
+    name: ToolName
     description: str | None = None
     input_schema: Json
 
@@ -361,8 +361,8 @@ def _content(block: Block) -> Json:
             return {"type": "thinking", "thinking": block.text, "signature": ""}
     assert block.call is not None
     try:
-        found = json.loads(block.text)
-    except ValueError:  # it has no arguments, or breaks off
+        found = from_json(block.text, allow_partial=True)  # of a call that breaks off, as clients read its stream
+    except ValueError:  # it has no arguments
         found = {}
     given = found if isinstance(found, dict) else {}
     return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": given}

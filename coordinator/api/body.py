@@ -2,13 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.requests import ClientDisconnect, Request
 
 from coordinator.api.errors import HttpError
@@ -20,9 +20,16 @@ from worker.errors import InputError
 
 Body = TypeVar("Body", bound=BaseModel)
 
-_Listed = BeforeValidator(
-    lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | list[str]
-)
+
+def text_or_list(make: Callable[[str], Any] = str, **schema: Any) -> BeforeValidator:
+    """Return a validator of lists, where one text stands for a list of what `make` makes of it."""
+
+    def listed(value: Any) -> Any:
+        if not isinstance(value, str | list):
+            raise PydanticCustomError("text_or_list", "expected a text or a list")
+        return [make(value)] if isinstance(value, str) else value
+
+    return BeforeValidator(listed, **schema)
 
 
 def none_below(least: int) -> BeforeValidator:
@@ -35,7 +42,11 @@ ModelName = Annotated[str, Field(max_length=256)]  # every event of a stream rep
 # JSON has no tuples, and only text as keys; the numbers in a tuple are strict still
 TokenIds = Annotated[tuple[int, ...], Strict(False)]
 TokenKey = Annotated[int, Strict(False)]
-Texts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=64), _Listed]  # or one text
+Texts = Annotated[
+    list[Annotated[str, Field(min_length=1)]],
+    Field(max_length=64),
+    text_or_list(json_schema_input_type=str | list[str]),
+]
 RawPrompt = str | tuple[int, ...]
 
 
@@ -231,6 +242,7 @@ _EXPECTED = {
     "string_too_long": "at most {max_length} characters",
     "string_too_short": "{min_length} or more characters",
     "string_type": "a text",
+    "text_or_list": "a text or a list",
     "too_long": "at most {max_length} items",
     "too_short": "{min_length} or more items",
     "union_tag_not_found": "an object with a type",

@@ -4,8 +4,8 @@ What a model cannot read, such as an image, stays in an agent's history for good
 """
 
 import json
-from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -15,6 +15,7 @@ from worker.errors import InputError
 from worker.platform.text import Json
 
 _TEXT = ("text", "input_text", "output_text", "summary_text")
+_MOST_SHOWN = 60  # characters of a part
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
 
 
@@ -89,7 +90,7 @@ def _text_in(part: Json, field: str) -> str | None:
         case {"type": str(kind)} if kind not in (*_TEXT, "refusal"):
             name = leave_out(kind.removeprefix("input_").removesuffix("_url"))
             return f"[{name} left out: this model reads text only]"
-    raise InputError(field, f"expected parts with a type and its content, found {part.get('type')!r}")
+    raise InputError(field, f"expected parts with a type and its content, found {json.dumps(part)[:_MOST_SHOWN]}")
 
 
 def join_turns(parts: Iterable[Json]) -> tuple[Json, ...]:
@@ -111,12 +112,10 @@ def join_turns(parts: Iterable[Json]) -> tuple[Json, ...]:
     return tuple({"content": "", **message} for message in messages)
 
 
-def one_if_text(make: Callable[[str], Json]) -> Callable[[Any], Any]:
-    """Return a validator of fields where one text stands for a list of one object."""
-    return lambda value: [make(value)] if isinstance(value, str) else value
-
-
 # --- tools and their calls --------------------------------------------------------------------------------------------
+
+
+ToolName = Annotated[str, Field(min_length=1)]
 
 
 class OtherTool(Section):

@@ -1,5 +1,6 @@
 """`POST /v1/chat/completions`, and what OpenAI's chats and completions have in common."""
 
+import json
 import time
 import uuid
 from abc import abstractmethod
@@ -157,9 +158,11 @@ class ChatBody(OpenAIBody, Conversing):
 def _is_function(tool: Json) -> bool:
     """Return whether the model can be offered the tool; note one that it cannot. Raises InputError for a wrong one."""
     if tool.get("type") == "function":
-        if not isinstance(tool.get("function"), dict):
-            raise InputError("tools", "expected a function in each tool of type function, found none")
-        return True
+        match tool.get("function"):
+            case {"name": str(name), **others} if name and isinstance(others.get("parameters") or {}, dict):
+                return True
+        expected = "expected a function with a name, and its parameters as an object, in each tool of type function"
+        raise InputError("tools", f"{expected}, found {json.dumps(tool.get('function'))[:60]}")
     leave_out_tool(tool.get("type"))
     return False
 
@@ -355,7 +358,9 @@ class ChatAnswer(OpenAIAnswer):
         if output.reasoning:
             delta["reasoning"] = delta["reasoning_content"] = output.reasoning
         if output.tool_calls:
-            delta["tool_calls"] = [self._call_delta(self._calls[index], call) for call in output.tool_calls]
+            delta["tool_calls"] = [
+                self._call_delta(self._calls[index], call) for call in joined_calls(output.tool_calls)
+            ]
         has_news = delta or output.finish_reason or (self._body.logprobs and output.tokens)
         fills = output.fills if self._body.brigade.get("fills") else ()
         if has_news or fills:

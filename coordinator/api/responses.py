@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, get_args, get_origin
 
-from pydantic import BeforeValidator, Discriminator, Field, RootModel, Tag
+from pydantic import Discriminator, Field, RootModel, Tag
 from typing_extensions import TypedDict
 
 from coordinator.api.answers import (
@@ -16,16 +16,25 @@ from coordinator.api.answers import (
     answer_stats,
     usage_of,
 )
-from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, Limit, ModelName, Section, Unsupported, described
+from coordinator.api.body import (
+    OPENAI_ONLY,
+    UNSUPPORTED,
+    Limit,
+    ModelName,
+    Section,
+    Unsupported,
+    described,
+    text_or_list,
+)
 from coordinator.api.conversations import (
     Conversing,
     OtherTool,
     Part,
+    ToolName,
     call_part,
     function_tool,
     join_turns,
     leave_out_tool,
-    one_if_text,
     parse_arguments,
     text_of,
     thoughts_of,
@@ -60,7 +69,7 @@ class ReasoningPart(Section):
     text: str
 
 
-Parts = Annotated[list[Part], BeforeValidator(one_if_text(lambda text: {"type": "text", "text": text}))]
+Parts = Annotated[list[Part], text_or_list(lambda text: {"type": "text", "text": text})]
 
 
 class MessageItem(Section):
@@ -130,14 +139,14 @@ Item = Annotated[
         custom_error_message="expected an item with a type, and no reference: this server stores nothing",
     ),
 ]
-Items = Annotated[list[Item], BeforeValidator(one_if_text(lambda text: {"role": "user", "content": text}))]
+Items = Annotated[list[Item], text_or_list(lambda text: {"role": "user", "content": text})]
 
 
 class FunctionTool(Section):
     """A tool that the client runs. This server has none of its own."""
 
     type: Literal["function"]
-    name: str
+    name: ToolName
     description: str | None = None
     parameters: Json | None = None
 

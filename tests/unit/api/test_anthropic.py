@@ -114,11 +114,14 @@ def test_white_space_is_a_text_only_where_nothing_else_is_said() -> None:
     assert whole([last()])["content"] == []
 
 
-@pytest.mark.parametrize("arguments", ["[1]", "no JSON", '{"a": "b'])
-def test_the_input_of_a_call_is_an_object_of_the_models_own_keys(arguments: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "known"),
+    [("[1]", {}), ("no JSON", {}), ('{"a": "b', {}), ('{"a": 1, "b": ["c"], "d": "e', {"a": 1, "b": ["c"]})],
+)
+def test_the_input_of_a_call_is_an_object_of_the_models_own_keys(arguments: str, known: dict[str, Any]) -> None:
     called = [delta(calls=[ToolCall("c", "f", arguments)]), last("length")]
-    assert whole(called)["content"][0]["input"] == {}
-    assert accumulated(called).content[0].to_dict()["input"] == {}
+    assert whole(called)["content"][0]["input"] == known
+    assert accumulated(called).content[0].to_dict()["input"] == known
 
 
 def test_errors_have_the_type_of_their_status() -> None:

@@ -67,6 +67,10 @@ REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (ChatBody, said({"text": 5}), "messages"),
     (ChatBody, {"max_tokens": 1.5}, "max_tokens"),
     (ChatBody, {"tools": [{"type": "function"}]}, "tools"),
+    (ChatBody, {"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
+    (ChatBody, {"tools": [{"type": "function", "function": {"name": 5}}]}, "tools"),
+    (ChatBody, {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}, "tools"),
+    (ChatBody, {"stop": 5}, "stop"),
     (MessagesBody, {"max_tokens": 1.5}, "max_tokens"),
 
     (ChatBody, {"seed": 10**30}, "seed"),
@@ -101,6 +105,8 @@ REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (ScoreBody, {"prompt_tokens": [1]}, ""),
     (ScoreBody, {"continuations": [""]}, "continuations.0"),
     (MessagesBody, said({"type": "text", "text": 5}), "messages.0.content.0.text"),
+    (MessagesBody, {"system": 5}, "system"),
+    (MessagesBody, {"tools": [{"name": "", "input_schema": {}}]}, "tools.0.name"),
     (MessagesBody, {"messages": []}, "messages"),
     (MessagesBody, {"tool_choice": {"type": "all"}}, "tool_choice.type"),
     (MessagesBody, {"tool_choice": {"type": "tool"}}, "tool_choice.name"),
@@ -121,6 +127,8 @@ REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (ResponsesBody, {"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
     (ResponsesBody, {"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input.0.arguments"),
     (ResponsesBody, {"input": []}, "input"),
+    (ResponsesBody, {"input": 5}, "input"),
+    (ResponsesBody, {"tools": [{"type": "function", "name": ""}]}, "tools.0.name"),
     (ResponsesBody, {"input": None}, "input"),
     *(
         (shape, {name: [7]}, name)  # what would change the answer

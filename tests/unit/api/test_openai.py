@@ -109,6 +109,10 @@ def test_calls_of_a_stream_are_numbered_on_and_bytes_of_a_part_of_a_character_ar
     ]  # fmt: skip
     calls = [call for chunk in chunks_of(answer_of(), outputs) for call in chunk["choices"][0]["delta"]["tool_calls"]]
     assert [call["index"] for call in calls] == [0, 1, 2]
+    pieces = [ToolCall("call_1", "look", part) for part in ("", '{"a": ', "1}")]
+    [chunk] = chunks_of(answer_of(), [Output("", (), 0, "tool_calls", USAGE, tool_calls=tuple(pieces))])
+    [call] = chunk["choices"][0]["delta"]["tool_calls"]  # some clients read the first only
+    assert call["function"] == {"name": "look", "arguments": '{"a": 1}'}
     made = answer_of(logprobs=True)
     made.token_text, made.token_bytes = lambda token: "\ufffd", {1: b"\xe2", 2: None}.get
     logprobs = made.whole([[Output("", (Token(1), Token(2)), 0, "stop", USAGE)]])["choices"][0]["logprobs"]
