@@ -20,6 +20,7 @@ class CacheKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CACHE_FULL: _ClassVar[CacheKind]
     CACHE_ROTATING: _ClassVar[CacheKind]
     CACHE_INT8: _ClassVar[CacheKind]
+    CACHE_INT4: _ClassVar[CacheKind]
 
 class Conditioning(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -50,6 +51,7 @@ CACHE_UNSPECIFIED: CacheKind
 CACHE_FULL: CacheKind
 CACHE_ROTATING: CacheKind
 CACHE_INT8: CacheKind
+CACHE_INT4: CacheKind
 CONDITIONING_NONE: Conditioning
 CONDITIONING_EXACT: Conditioning
 CONDITIONING_TOP: Conditioning

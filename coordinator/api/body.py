@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.requests import ClientDisconnect, Request
 
 from coordinator.api.errors import HttpError
-from coordinator.decoding.decode_options import Decode, make_cache_choice, make_decode
+from coordinator.decoding.decode_options import SYSTEM, Decode, make_cache_choice, make_decode
 from coordinator.engine.one_at_a_time import OneAtATime
 from coordinator.engine.stats import BEST_PRIORITY, KEY_HOLDER
 from coordinator.sessions.request import BREAKERS, Prompt, RequestSpec, SamplingParams, sampling_field
@@ -148,6 +148,7 @@ class Sampled(Section):
     conditioning: str = Decode.conditioning
     kv: str = "full"
     max_kv_size: int | None = None
+    kv_keep: int | str | None = None
 
     def make_spec(self, prompt: Prompt, *, logprobs: int = 0, **more: Any) -> RequestSpec:
         """Return the request for this prompt; `more` are fields that not all APIs have. Raises InputError."""
@@ -172,7 +173,8 @@ class Sampled(Section):
                 canvas_threshold=None if self.canvas_threshold is None else str(self.canvas_threshold),
                 conditioning=self.conditioning,
             ),
-            cache=make_cache_choice(self.kv, self.max_kv_size),
+            cache=make_cache_choice(self.kv, self.max_kv_size, self.kv_keep),
+            keeps_system=self.kv_keep == SYSTEM,
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             dry_sequence_breakers=tuple(self.dry_sequence_breakers),

@@ -19,7 +19,7 @@ from coordinator.cli.show import Printer
 from coordinator.cli.trace import trace_events
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
-from coordinator.decoding.decode_options import make_cache_choice
+from coordinator.decoding.decode_options import SYSTEM, make_cache_choice
 from coordinator.engine.bounded import TEMPLATES
 from coordinator.engine.journal_file import JournalFile, holds_something
 from coordinator.sessions.journal import Header, Journal
@@ -47,6 +47,7 @@ _PROMPTS = {"text": "the argument", "prompt": "--prompt", "prompt_tokens": "--pr
 _SERVER_FIELDS = (
     "max_tokens", "stop", "ignore_eos", "decode", "window", "num_draft_tokens", "entropy_threshold", "position_penalty",
     "canvas", "canvas_steps", "canvas_sampler", "canvas_threshold", "conditioning", "repeat_guard", "kv", "max_kv_size",
+    "kv_keep",
 )  # fmt: skip
 _ZERO_COUNTS = ("temperature", "seed")  # sampling parameters for which 0 does not mean off
 
@@ -71,14 +72,23 @@ def generate(
     kv: Annotated[
         str,
         typer.Option(
-            metavar="full|rotating|int8",
-            help="The KV cache: every token; the first 4 and the latest, --max-kv-size in all; every token in 8 bits, "
-            "in 0.53 to 0.56 of the bytes.",
+            metavar="full|rotating|int8|int4",
+            help="The KV cache: every token; the first and the latest, --max-kv-size in all; every token in 8 or 4 "
+            "bits, in about 0.55 or 0.3 of the bytes.",
             rich_help_panel="Cache",
         ),
     ] = "full",
     max_kv_size: Annotated[
         int | None, typer.Option(min=1, help="Tokens that a rotating cache keeps.", rich_help_panel="Cache")
+    ] = None,
+    kv_keep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|system",
+            help="Tokens at the beginning that a rotating cache never drops (attention sinks): a number, or as many as "
+            "the system prompt has. (default: 4)",
+            rich_help_panel="Cache",
+        ),
     ] = None,
     output: flags.OutputFlags,
 ) -> Coroutine[Any, Any, None]:
@@ -106,8 +116,8 @@ def generate(
     tokens = None if prompt.prompt_tokens is None else flags.parse_tokens(prompt.prompt_tokens)
     spec = RequestSpec(
         (), max_tokens, chosen if output.logprobs is None else chosen | {"logprobs": output.logprobs + 1},
-        windows.decoder(), make_cache_choice(kv, max_kv_size), tuple(stop or ()), ignore_eos=ignore_eos,
-        repeat_guard=repeat_guard, **sampling.tokens(),
+        windows.decoder(), make_cache_choice(kv, max_kv_size, kv_keep), kv_keep == SYSTEM, tuple(stop or ()),
+        ignore_eos=ignore_eos, repeat_guard=repeat_guard, **sampling.tokens(),
     )  # fmt: skip
     options = cluster.options() if server.server is None else None
     asked = GenerateOptions(
@@ -417,6 +427,7 @@ def _pairs(asked: GenerateOptions, request: Request, prompt: tuple[int, ...] | N
         ("ignore_eos", spec.ignore_eos, not request.eos),
         ("kv", CacheKind.Name(spec.cache.kind), CacheKind.Name(request.cache.kind)),
         ("max_kv_size", spec.cache.size, request.cache.size),
+        ("kv_keep", request.cache.keep if spec.keeps_system else spec.cache.keep, request.cache.keep),
         ("decode", spec.decode.kind, request.decode.kind if spec.decode.kind != "auto" else "auto"),
         ("num_draft_tokens", spec.decode.num_drafts, request.decode.num_drafts),
         *(

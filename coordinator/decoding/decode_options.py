@@ -23,6 +23,7 @@ from coordinator.decoding.window_lengths import DRAFTER_WINDOWS, LENGTHS, MASK_W
 from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import (
     CACHE_FULL,
+    CACHE_INT4,
     CACHE_INT8,
     CACHE_ROTATING,
     CACHE_UNSPECIFIED,
@@ -36,7 +37,7 @@ from worker.model.model_spec import MOST_DRAFTS, CanvasTraining, ModelSpec
 
 KINDS = ("auto", "ar", "ngram", "draft", "diffusion", "diffusion-fast", "canvas")
 LOSSY = ("diffusion-fast", "canvas")  # their tokens are not those of one-token decoding
-_CACHES = {"full": CACHE_FULL, "rotating": CACHE_ROTATING, "int8": CACHE_INT8}
+_CACHES = {"full": CACHE_FULL, "rotating": CACHE_ROTATING, "int8": CACHE_INT8, "int4": CACHE_INT4}
 CanvasSampling = Literal["confidence", "entropy"]
 Conditioned = Literal["exact", "top-64"]
 _CONDITIONINGS = {"exact": CONDITIONING_EXACT, "top-64": CONDITIONING_TOP}
@@ -46,7 +47,9 @@ _CANVAS_THRESHOLDS = {"confidence": (0.95, 0.8, 8), "entropy": (0.1, 0.1, 1)}
 _FILL_WINDOW = 16  # of diffusion-fast, whose text depends on it: never chosen by measurement
 LARGEST_WINDOW = LENGTHS[-1] // 2  # MASK rows and as many drafts still make one of the lengths
 _LONG_MATCH = 8  # tokens that must have stood in the text for its drafts to be tried before a drafter's
-_KEEP = 4  # tokens at the beginning that a rotating cache never lets go of, as in mlx-lm
+_KEEP = 4  # tokens at the beginning that a rotating cache never drops, as in mlx-lm
+_LEAST_RECENT = 5  # tokens beside them
+SYSTEM = "system"
 
 
 @dataclass(frozen=True)
@@ -209,17 +212,40 @@ def _thresholds(text: str) -> tuple[float, float, int]:
     return early, late, int(turn)
 
 
-def make_cache_choice(kind: str, max_kv_size: int | None) -> Cache:
-    """Return the cache that flags choose. Raises InputError if the flags contradict each other."""
+def make_cache_choice(kind: str, max_kv_size: int | None = None, keep: int | str | None = None) -> Cache:
+    """Return the cache that flags choose; one that keeps the `system` prompt gets its length later, by `rotating`.
+
+    Raises:
+        InputError: the flags contradict each other.
+    """
     if kind not in _CACHES:
         raise InputError("kv", f"expected one of {', '.join(_CACHES)}, got {kind!r}")
     if (kind == "rotating") != (max_kv_size is not None):
         raise InputError("max_kv_size", "expected with a rotating cache, and only there: how many tokens it keeps")
     if max_kv_size is None:
+        if keep is not None:
+            raise InputError("kv_keep", f"expected with a rotating cache only, got it with {kind}, which drops nothing")
         return Cache(kind=_CACHES[kind])
-    if not 2 * _KEEP < max_kv_size < 2**32:
-        raise InputError("max_kv_size", f"expected more than {2 * _KEEP} tokens and less than 2^32, got {max_kv_size}")
-    return Cache(kind=CACHE_ROTATING, size=max_kv_size, keep=_KEEP)
+    if keep in (None, SYSTEM):
+        keep = _KEEP
+    if not (isinstance(keep, int) or keep.isdecimal()):
+        raise InputError("kv_keep", f"expected a number of tokens from 0 or {SYSTEM}, got {keep!r}")
+    return rotating(max_kv_size, int(keep))
+
+
+def cache_name(cache: Cache) -> str:
+    """Return the name of its kind."""
+    return next((name for name, kind in _CACHES.items() if kind == cache.kind), "full")
+
+
+def rotating(size: int, keep: int) -> Cache:
+    """Return a cache of the first `keep` and the latest tokens. Raises InputError for too small a size."""
+    if not 0 <= keep < 2**32:
+        raise InputError("kv_keep", f"expected a number of tokens from 0, got {keep}")
+    if not keep + _LEAST_RECENT <= size < 2**32:
+        expected = f"expected at least {keep + _LEAST_RECENT} tokens, of which {keep} stay for good, and less than 2^32"
+        raise InputError("max_kv_size", f"{expected}, got {size}")
+    return Cache(kind=CACHE_ROTATING, size=size, keep=keep)
 
 
 def suit(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
@@ -291,7 +317,7 @@ def _suit_canvas(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
     if spec.recurrent_layers:
         raise InputError("decode", f"canvas needs rows that see later ones, but {spec.name} has recurrent layers")
     if cache.kind not in (CACHE_UNSPECIFIED, CACHE_FULL):
-        raise InputError("kv", f"expected full with canvas, got {'int8' if cache.kind == CACHE_INT8 else 'rotating'}")
+        raise InputError("kv", f"expected full with canvas, got {cache_name(cache)}")
     length = decode.canvas or training.length
     least = 1 if training.is_causal else training.length
     if not least <= length <= training.length:

@@ -4,10 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 from coordinator.cluster.open import read_model
-from coordinator.decoding.decode_options import LOSSY, suit
+from coordinator.decoding.decode_options import LOSSY, rotating, suit
 from coordinator.engine.bounded import GrammarTrials
 from coordinator.engine.grammars import after_thought, calls_grammar, regex_grammar, text_or_calls_grammar
 from coordinator.engine.one_at_a_time import OneAtATime
@@ -124,6 +125,11 @@ class InputProcessor:
         """
         for stop in asked.stops:
             require_utf8("stop", stop)
+        if asked.is_constrained and isinstance(asked.prompt, Conversation):  # do not think first, unless asked to
+            arguments = {"enable_thinking": False, **asked.prompt.template_arguments}
+            asked = replace(asked, prompt=replace(asked.prompt, template_arguments=arguments))
+        if asked.keeps_system:
+            asked = replace(asked, cache=rotating(asked.cache.size, await self._num_system(asked)))
         spec = replace(self.spec, cache=asked.cache)
         if (asked.score_from is not None or asked.pooling) and spec.needs_canvas:
             expected = "expected a model that scores and embeds tokens"
@@ -135,9 +141,6 @@ class InputProcessor:
         refines = decode.training is not None and decode.training.refinement is not None
         without = (*PENALTIES, *FILTERS) if refines else PENALTIES if decode.kind == "canvas" else ()
         sampling = self._sampling(asked.sampling, without=without)
-        if asked.is_constrained and isinstance(asked.prompt, Conversation):  # do not think first, unless asked to
-            arguments = {"enable_thinking": False, **asked.prompt.template_arguments}
-            asked = replace(asked, prompt=replace(asked.prompt, template_arguments=arguments))
         prompt = await self.prompt_ids(asked.prompt, most=self.spec.context - 1, calls=asked.calls)
         is_offered = not asked.is_constrained and bool(asked.tools) and self._has_generic_calls(asked.calls)
         not_enforced: list[str] = []
@@ -214,6 +217,18 @@ class InputProcessor:
             return tokenizer.encode_prompt(prompt, calls=calls, special=special, apart=is_long)
 
         return tuple(await (self._reading_long if is_long else self._encoding).run(encode))
+
+    async def _num_system(self, asked: RequestSpec) -> int:
+        """Return with how many tokens the conversation begins whatever its user says. Raises InputError for none."""
+        prompt = asked.prompt
+        messages = prompt.messages if isinstance(prompt, Conversation) else ()
+        system = tuple(takewhile(lambda message: message["role"] == "system", messages))
+        if not (system and isinstance(prompt, Conversation)):
+            expected = "expected a conversation that begins with a system prompt, found none"
+            raise InputError("kv_keep", f"{expected}; give a number of tokens")
+        others = (replace(prompt, messages=(*system, {"role": "user", "content": text})) for text in "ab")
+        one, other = [await self.prompt_ids(each, most=self.spec.context - 1, calls=asked.calls) for each in others]
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
     async def _last_tokens(self, texts: Sequence[str]) -> set[int]:
         """Return the last token of each text; none without a tokenizer."""

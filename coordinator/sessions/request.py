@@ -11,10 +11,10 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 from pydantic.fields import FieldInfo
 from typing_extensions import TypedDict  # pydantic needs this one up to Python 3.11
 
-from coordinator.decoding.decode_options import LOSSY, Decode, suit
+from coordinator.decoding.decode_options import LOSSY, Decode, cache_name, suit
 from coordinator.planning.costs import ChainCosts
 from coordinator.sessions.output import NO_TOKENS, KnownTokens
-from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache, Sampling
+from protos.brigade_pb2 import CACHE_ROTATING, Cache, Sampling
 from worker.errors import ContextExceeded, InputError, ModelError
 from worker.model.model_spec import ModelSpec
 
@@ -143,6 +143,7 @@ class RequestSpec:
     sampling: Mapping[str, Any] = field(default_factory=dict)  # by the names of `SamplingParams`
     decode: Decode = Decode("auto")  # noqa: RUF009 - immutable
     cache: Cache = field(default_factory=Cache)
+    keeps_system: bool = False  # the cache never drops the system prompt, however long it is
     stops: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()  # they end an answer as end-of-sequence tokens do, even with `ignore_eos`
     ignore_eos: bool = False
@@ -261,9 +262,9 @@ def check_request(request: Request, spec: ModelSpec) -> None:
     for name, count in (("top_k", sampling.top_k), ("logprobs", sampling.logprobs - 1)):
         if count >= spec.vocab_size:
             raise InputError(name, f"expected less than the vocabulary's {spec.vocab_size}, got {count}")
-    refusals = {CACHE_INT8: ("int8", spec.int8_refusal), CACHE_ROTATING: ("rotating", spec.rotating_refusal)}
-    kind, refusal = refusals.get(request.cache.kind, ("", ""))
-    if refusal:
+    kind = cache_name(request.cache)
+    refusal = spec.rotating_refusal if request.cache.kind == CACHE_ROTATING else spec.quantised_refusal
+    if refusal and kind != "full":
         raise InputError("kv", f"{spec.name} cannot have {kind} caches: {refusal}; use full")
     if sampling.HasField("grammar") and request.decode.kind in LOSSY:
         raise InputError("decode", f"expected ar, ngram or diffusion: {request.decode.kind} cannot keep to a grammar")

@@ -19,8 +19,8 @@ LONG = tuple((5 * i + i * i) % 89 for i in range(45))
 N = 14
 KEEP = 4
 SMALL = make_cache_choice("rotating", 14)  # 4 and 10
-INT8 = make_cache_choice("int8", None)
-FULL = make_cache_choice("full", None)
+INT8, INT4 = make_cache_choice("int8"), make_cache_choice("int4")
+FULL = make_cache_choice("full")
 WIDE: dict[str, Any] = {"config": {"mask_token_id": 90, "head_dim": 32}, "sharpen": 4.0}  # int8 needs groups of 32
 
 VERIFIED = [("ar", None), ("ngram", None), ("diffusion", 4), ("diffusion", 8), ("diffusion", None)]
@@ -33,9 +33,9 @@ splits = pytest.mark.parametrize(
 
 
 @lru_cache
-def sliding(folder: Any, size: int) -> Recompute:
+def sliding(folder: Any, size: int, keep: int = KEEP) -> Recompute:
     """Everything recomputed with an explicit mask: no cache that could let go of the wrong rows."""
-    return Recompute(folder, KEEP, size - KEEP)
+    return Recompute(folder, keep, size - keep)
 
 
 async def test_a_cache_that_a_session_does_not_choose_or_that_never_slides_is_a_full_one(models: Models) -> None:
@@ -75,6 +75,9 @@ async def test_a_rotating_cache_sees_the_first_tokens_and_the_latest_whatever_th
             cache = make_cache_choice("rotating", size)
             found = await answer(chain, kind, window, prompt=LONG, cache=cache, chunk=chunk)
             assert found.tokens == greedy[size], (size, kind, window, chunk)
+        for keep in (0, 9):
+            found = await answer(chain, "ngram", prompt=LONG, cache=make_cache_choice("rotating", 14, keep), chunk=8)
+            assert found.tokens == sliding(whole.folder, 14, keep).greedy(LONG, N) != greedy[14]
         for window, threshold, chunk in FORGOTTEN if is_covering else FORGOTTEN[:1]:
             expected = sliding(whole.folder, 14).wedlm(LONG, N, window, threshold, 0.02, len(LONG) + N)
             more: dict[str, Any] = {"prompt": LONG, "threshold": threshold, "cache": SMALL, "chunk": chunk}
@@ -82,7 +85,7 @@ async def test_a_rotating_cache_sees_the_first_tokens_and_the_latest_whatever_th
     assert expected != whole.tokens(LONG, N), "forgetting must matter"
 
 
-@pytest.mark.parametrize("kind", ["full", "rotating", "int8"])
+@pytest.mark.parametrize("kind", ["full", "rotating", "int8", "int4"])
 async def test_verified_drafts_that_hold_and_that_fail_leave_every_cache_as_one_token_decoding_does(
     models: Models, kind: str
 ) -> None:
@@ -116,12 +119,12 @@ async def test_a_rotating_cache_with_sliding_layers_forgets_by_the_shorter_of_bo
     assert full.tokens == whole.tokens(LONG, 20) != texts[0]
 
 
-# --- int8 -----------------------------------------------------------------------------------------------------------
+# --- int8 and int4 ----------------------------------------------------------------------------------------------------
 
 
-def in_8_bits(whole: Whole, prompt: tuple[int, ...], num_tokens: int, group_size: int) -> list[int]:
+def quantised(whole: Whole, prompt: tuple[int, ...], num_tokens: int, group_size: int, bits: int) -> list[int]:
     """mlx-lm's own model with mlx-lm's own quantised cache, fed as the chain is fed."""
-    caches: list[object] = [QuantizedKVCache(group_size=group_size, bits=8) for _ in range(4)]
+    caches: list[object] = [QuantizedKVCache(group_size=group_size, bits=bits) for _ in range(4)]
     for begin in range(0, len(prompt), CHUNK):
         logits = whole.reference.logits(prompt[begin : begin + CHUNK], caches)
     tokens = [int(mx.argmax(logits))]
@@ -131,17 +134,19 @@ def in_8_bits(whole: Whole, prompt: tuple[int, ...], num_tokens: int, group_size
 
 
 @splits
-async def test_an_8_bit_cache_gives_the_tokens_of_mlx_lms_quantised_cache_whatever_the_decoder(
+async def test_a_quantised_cache_gives_the_tokens_of_mlx_lms_whatever_the_decoder(
     models: Models, layers: tuple[int, ...]
 ) -> None:
     """Rows are quantised one by one, so what they are fed with does not matter."""
     for head_dim, group_size in ((32, 32), (64, 64)) if layers == SPLITS[-1] else ((32, 32),):
         whole = models("qwen3", config={"mask_token_id": 90, "head_dim": head_dim}, sharpen=4.0)
         prompt = LONG[: 5 * CHUNK]
-        expected = in_8_bits(whole, prompt, N, group_size)
+        expected = [(cache, quantised(whole, prompt, N, group_size, bits)) for cache, bits in ((INT8, 8), (INT4, 4))]
+        assert expected[0][1] != expected[1][1]
         async with running(whole.folder, layers) as chain:
             for kind, window in VERIFIED if head_dim == 32 and layers == SPLITS[-1] else VERIFIED[:3]:
-                assert (await answer(chain, kind, window, prompt=prompt, cache=INT8)).tokens == expected
+                for cache, tokens in expected:
+                    assert (await answer(chain, kind, window, prompt=prompt, cache=cache)).tokens == tokens
 
 
 async def test_the_logprobs_of_an_8_bit_cache_are_within_a_tenth_of_those_of_a_full_one(models: Models) -> None:
@@ -180,11 +185,12 @@ def expected_bytes(num_layers: int, num_rows: int, head_dim: int, bytes_per_valu
 
 @pytest.mark.parametrize("kind", ["ar", "ngram", "diffusion", "diffusion-fast"])
 async def test_every_stage_holds_the_bytes_that_its_layers_need(models: Models, kind: str) -> None:
-    """Room is made 256 rows at a time. 8 bits: a byte per value, a scale and a bias per group in the model's dtype."""
+    """Room is made 256 rows at a time. Quantised groups have a scale and a bias in the model's dtype."""
     layers = (1, 2, 1)
     cases = [
         (mx.float32, 64, FULL, 4.0),
         (mx.float32, 64, INT8, 1 + 2 * 4 / 64),
+        (mx.float32, 64, INT4, 1 / 2 + 2 * 4 / 64),
         (mx.bfloat16, 64, FULL, 2.0),
         (mx.bfloat16, 64, INT8, 1 + 2 * 2 / 64),
         (mx.float32, 32, INT8, 1 + 2 * 4 / 32),

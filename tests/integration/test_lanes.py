@@ -131,10 +131,11 @@ async def test_every_decoder_sampling_and_chunking_side_by_side_changes_no_token
 
 @pytest.mark.usefixtures("two_lanes")
 @in_step
-async def test_full_rotating_and_int8_caches_share_a_lane(
+async def test_full_rotating_and_quantised_caches_share_a_lane(
     models: Models, passes: list[Pass], runs_ahead: bool, family: str, layers: tuple[int, ...]
 ) -> None:
-    caches = [make_cache_choice("full", None), make_cache_choice("rotating", 14), make_cache_choice("int8", None)]
+    caches = [make_cache_choice("full"), make_cache_choice("rotating", 14), make_cache_choice("int8")]
+    caches.append(make_cache_choice("int4"))
     decodes = [Decode(), Decode("diffusion", 4), Decode("ngram")]
     requests = [
         request(tokens_of(20 + 5 * i + j, i + 3 * j), 10, decode, cache=cache)

@@ -194,8 +194,8 @@ def _reads(chain: Chain, sessions: Sequence[Session]) -> Counter[int]:
 
 def int8(chain: Chain) -> str:
     """Whether caches of 8 bits stay near the logits of whole ones, but for rows where another expert was chosen."""
-    if chain.spec.int8_refusal:
-        return f"no: int8 caches: {chain.spec.int8_refusal}"
+    if chain.spec.quantised_refusal:
+        return f"no: int8 caches: {chain.spec.quantised_refusal}"
     whole = passes(chain)
     a, b = mx.concatenate(passes(chain, Cache(kind=CACHE_INT8))), mx.concatenate(whole)
     apart = mx.sqrt(mx.mean(mx.square(_finite(a) - _finite(b)), axis=-1))

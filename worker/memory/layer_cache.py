@@ -25,7 +25,7 @@ from worker.model.cache_spec import (
     Form,
     Memory,
     cache_spec,
-    int8_group,
+    group_size,
     pack_capacity,
     whole_blocks,
 )
@@ -40,7 +40,9 @@ def make_cache(memory: Memory, cache: Cache) -> LayerCache:
     spec = cache_spec(memory, cache)
     if spec.form is Form.STATE:
         return RecurrentState(memory.state_arrays)
-    return (Int8Cache if spec.form is Form.INT8 else KVCache)(spec.window, spec.keep)
+    if spec.form is Form.QUANTISED:
+        return QuantisedCache(spec.bits, spec.window)
+    return KVCache(spec.window, spec.keep)
 
 
 @lru_cache(maxsize=256)
@@ -78,11 +80,11 @@ class KVCache:
         self._positions: mx.array | None = None
         self._num_canvas = 0  # trailing rows of the present window that see all rows
         self._grid = 1  # other rows see to the end of their block of so many
-        self._keys, self._values = self._make_rows(), self._make_rows()
+        self._keys, self._values = Rows(), Rows()
         self._slot = 0  # its place in these buffers, which caches of other slots may share
 
-    def _make_rows(self) -> Rows:
-        return Rows()
+    def _encode(self, rows: mx.array) -> Parts:
+        return (rows,)
 
     @property
     def offset(self) -> int | mx.array:
@@ -120,7 +122,7 @@ class KVCache:
 
     def close(self) -> None:
         """Free its own buffers, or leave those that it shares."""
-        self._keys, self._values, self._slot = self._make_rows(), self._make_rows(), 0
+        self._keys, self._values, self._slot = Rows(), Rows(), 0
 
     def cut(self, length: int) -> None:
         """Keep the first `length` tokens. Raises CacheMismatch if rows that later queries need are not held."""
@@ -149,9 +151,7 @@ class KVCache:
 
     def fork(self, length: int) -> KVCache:
         """Return a cache that continues from a copy of the first `length` tokens. Raises CacheMismatch as `cut`."""
-        other = type(self)(self.window, self.keep)
-        other.length, other.dropped = self.length, self.dropped
-        other._keys, other._values, other._slot = self._keys, self._values, self._slot
+        other = copy(self)
         other.cut(length)
         other._move(self._capacity_for(length - other.dropped))
         return other
@@ -226,8 +226,8 @@ class KVCache:
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Append [1, H, L, K]."""
         here = self.length - self.dropped
-        self._keys.write(keys, self._slot, here)
-        self._values.write(values, self._slot, here)
+        self._keys.write(self._encode(keys), self._slot, here)
+        self._values.write(self._encode(values), self._slot, here)
         self.length += keys.shape[2]
 
     def fetch(self) -> tuple[mx.array | Parts, mx.array | Parts]:
@@ -247,14 +247,17 @@ class KVCache:
         return max(self.keep, position - self.window + 1) if self.window else self.keep
 
 
-class Int8Cache(KVCache):
-    """Keys and values quantised to 8 bits, with a scale and a bias per group; mlx-lm's attention reads them as such."""
+class QuantisedCache(KVCache):
+    """Keys and values of fewer bits, with a scale and a bias per group; mlx-lm's attention reads them as such."""
 
-    form = Form.INT8
-    bits = 8
+    form = Form.QUANTISED
 
-    def _make_rows(self) -> Rows:
-        return Int8Rows()
+    def __init__(self, bits: int, window: int | None = None) -> None:
+        super().__init__(window)
+        self.bits = bits
+
+    def _encode(self, rows: mx.array) -> Parts:
+        return tuple(mx.quantize(rows, group_size=group_size(rows.shape[-1]), bits=self.bits))
 
     @property
     def group_size(self) -> int:
@@ -272,24 +275,21 @@ class Rows:
         self.parts: Parts = ()
         self.nbytes = 0
 
-    def encode(self, rows: mx.array) -> Parts:
-        return (rows,)
-
     def read(self, slot: int, end: int) -> mx.array | Parts:
         """Return the first `end` rows of a slot as attention takes them."""
-        return self.parts[0][slot : slot + 1, :, :end]
+        found = tuple(part[slot : slot + 1, :, :end] for part in self.parts)
+        return found if len(found) > 1 else found[0]
 
     def read_slots(self, first: int, num_slots: int, end: int) -> mx.array:
         """Return the first `end` rows of consecutive slots."""
         return self.parts[0][first : first + num_slots, :, :end]
 
-    def write(self, rows: mx.array, slot: int, begin: int) -> None:
-        """Write rows [1, H, L, K] of a slot."""
-        encoded = self.encode(rows)
-        self._allocate(encoded)
+    def write(self, rows: Parts, slot: int, begin: int) -> None:
+        """Write rows of a slot: parts [1, H, L, ...]."""
+        self._allocate(rows)
         self.parts = tuple(map(copy, self.parts))  # new array objects: what was saved may still hold the old ones
-        for part, new in zip(self.parts, encoded, strict=True):
-            part[slot : slot + 1, :, begin : begin + rows.shape[2]] = new
+        for part, new in zip(self.parts, rows, strict=True):
+            part[slot : slot + 1, :, begin : begin + new.shape[2]] = new
 
     def write_rows(self, new: mx.array, numbers: NumbersOfRows) -> None:
         """Write [B, H, L, K] of several slots to the rows of these numbers."""
@@ -332,16 +332,6 @@ class Rows:
                     buffer[number : number + 1, :, :held] = rows.read_slots(slot, 1, held)
             joined._set([buffer])
         return joined
-
-
-class Int8Rows(Rows):
-    """Rows stored as 8-bit values, scales and biases."""
-
-    def encode(self, rows: mx.array) -> Parts:
-        return tuple(mx.quantize(rows, group_size=int8_group(rows.shape[-1]), bits=8))
-
-    def read(self, slot: int, end: int) -> Parts:
-        return tuple(part[slot : slot + 1, :, :end] for part in self.parts)
 
 
 def join(caches: Sequence[KVCache], capacity: int) -> None:

@@ -7,8 +7,9 @@ and the caches themselves rely. A new kind of cache is a new `Form` and a class 
 from dataclasses import dataclass
 from enum import Enum
 
-from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
+from protos.brigade_pb2 import CACHE_INT4, CACHE_INT8, CACHE_ROTATING, Cache
 
+QUANTISED_BITS = {CACHE_INT8: 8, CACHE_INT4: 4}
 ROW_BLOCK = 256  # rows by which a cache grows
 WINDOW_CHUNK = 1024  # most rows of a prompt chunk beyond a window: 32 per expert where 4 of 128 are taken
 MOST_CANVAS = WINDOW_CHUNK // 2  # places: a finished canvas goes with the next one in one window
@@ -41,11 +42,11 @@ class Form(Enum):
     """How what a layer remembers is stored."""
 
     WHOLE = "keys and values in the model's dtype"
-    INT8 = "keys and values in 8 bits"
+    QUANTISED = "keys and values in fewer bits"
     STATE = "a state, which has no rows"
 
 
-def int8_group(head_size: int) -> int:
+def group_size(head_size: int) -> int:
     """Return how many numbers of a head are quantised together."""
     return 64 if head_size % 64 == 0 else 32
 
@@ -57,6 +58,7 @@ class CacheSpec:
     form: Form
     window: int | None = None  # None: nothing slides out
     keep: int = 0
+    bits: int = 0  # of a number, if quantised
 
     @property
     def can_be_packed(self) -> bool:
@@ -86,11 +88,11 @@ class CacheSpec:
         return min(whole_blocks(num_rows), whole_blocks(self.keep + self.window - 1 + WINDOW_CHUNK))
 
     def row_bytes(self, memory: Memory) -> int:
-        """Return the bytes of one token; 8-bit groups have a scale and a bias in the model's dtype."""
-        if self.form is not Form.INT8:
+        """Return the bytes of one token; quantised groups have a scale and a bias in the model's dtype."""
+        if self.form is not Form.QUANTISED:
             return memory.row_bytes
         sizes = (memory.key_size, memory.value_size)
-        return memory.heads * sum(size + size // int8_group(size) * 2 * memory.item for size in sizes)
+        return memory.heads * sum(size * self.bits // 8 + size // group_size(size) * 2 * memory.item for size in sizes)
 
     def read_bytes(self, memory: Memory, num_rows: int) -> int:
         """Return the bytes that one step reads once `num_rows` have been written: all that a query sees."""
@@ -107,8 +109,8 @@ def cache_spec(memory: Memory, cache: Cache) -> CacheSpec:
     """Return how a layer's cache is stored, given what it remembers and what the session chose."""
     if memory.state_arrays:
         return CacheSpec(Form.STATE)
-    if cache.kind == CACHE_INT8:
-        return CacheSpec(Form.INT8, memory.window)
+    if cache.kind in QUANTISED_BITS:
+        return CacheSpec(Form.QUANTISED, memory.window, bits=QUANTISED_BITS[cache.kind])
     if cache.kind == CACHE_ROTATING:
         recent = cache.size - cache.keep
         return CacheSpec(Form.WHOLE, min(recent, memory.window or recent), 0 if memory.window else cache.keep)

@@ -128,7 +128,7 @@ def _layout(checkpoint: Checkpoint) -> CheckpointLayout:
         dtype=_ENUMS[info.dtype],
         mask_token=mask_token_of(config, info.vocab_size),
         canvas=canvas_training_of(config, info.vocab_size, checkpoint.generation_config),
-        int8_refusal=info.int8_refusal,
+        quantised_refusal=info.quantised_refusal,
         rotating_refusal=info.rotating_refusal,
     )
     return CheckpointLayout(spec, places, info)

@@ -123,7 +123,7 @@ class ModelSpec:
     dtype: DType
     mask_token: int | None = None  # None: no mask-trained weights
     canvas: CanvasTraining | None = None  # None: not trained for block diffusion
-    int8_refusal: str = ""  # why caches cannot be kept in 8 bits
+    quantised_refusal: str = ""  # why caches cannot be kept in 8 or 4 bits
     rotating_refusal: str = ""  # why caches cannot drop tokens
     cache: Cache = field(default_factory=Cache)  # the kind that sessions will have
     drafter: "ModelSpec | None" = None  # that drafts on the last stage: a small model, or a draft head

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import (
 )
 
 from worker.errors import ModelError, first_line
-from worker.model.cache_spec import Memory, int8_group
+from worker.model.cache_spec import Memory, group_size
 from worker.model.module_tree import ModuleTree, module_tree_of
 from worker.model.stub_layers import RunLayer, StubEmbedding, as_returned, drop_part, install_gates
 
@@ -42,7 +42,7 @@ class ModelInfo:
     entries: tuple[Entry, ...]  # the model's own list of caches
     layer_of_entry: tuple[int, ...]  # the embedding's own cache belongs to layer 0
     tied: bool  # whether the head needs the embedding
-    int8_refusal: str = ""  # why caches cannot be kept in 8 bits
+    quantised_refusal: str = ""  # why caches cannot be kept in 8 or 4 bits
     rotating_refusal: str = ""  # why caches cannot drop tokens
 
     @property
@@ -122,7 +122,7 @@ def probe(model: Any) -> ModelInfo:
     )
     info = replace(
         info,
-        int8_refusal=_int8_refusal(model, info),
+        quantised_refusal=_quantised_refusal(model, info),
         rotating_refusal=_trial(model, info, lambda memory: RotatingKVCache(_ROWS // 2, keep=1)),
         tied=_needs_embedding(model, tree, info),
     )
@@ -213,13 +213,13 @@ def _memory(cache: Any) -> Memory:
     return Memory(window, heads, key_size, cache.values.shape[-1], cache.keys.dtype.size)
 
 
-def _int8_refusal(model: Any, info: ModelInfo) -> str:
-    """Return why this model's caches cannot be kept in 8 bits, by a pass over such caches; "" if they can."""
+def _quantised_refusal(model: Any, info: ModelInfo) -> str:
+    """Return why this model's caches cannot be quantised, by a pass over such caches; "" if they can."""
     memories = [memory for layer in range(info.num_layers) for memory in info.memories_of(layer) if memory.heads]
     sizes = {size for memory in memories for size in (memory.key_size, memory.value_size)}
     if odd := sorted(size for size in sizes if size == 0 or size % 32):
-        return f"8 bits need heads of a multiple of 32 numbers, but they have {odd[0]}"
-    return _trial(model, info, lambda memory: QuantizedKVCache(int8_group(memory.value_size), bits=8))
+        return f"quantised rows need heads of a multiple of 32 numbers, but they have {odd[0]}"
+    return _trial(model, info, lambda memory: QuantizedKVCache(group_size(memory.value_size), bits=8))
 
 
 def _trial(model: Any, info: ModelInfo, make: Callable[[Memory], Any]) -> str:

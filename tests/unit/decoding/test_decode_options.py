@@ -14,7 +14,7 @@ from coordinator.decoding.decode_options import (
     suit,
 )
 from coordinator.planning.costs import ChainCosts
-from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
+from protos.brigade_pb2 import CACHE_FULL, CACHE_INT4, CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
 from worker.errors import InputError
 from worker.model.cache_spec import Memory
 from worker.model.model_spec import DraftHead, HeadKind, LayerSpec, ModelSpec
@@ -185,15 +185,21 @@ def test_auto_makes_no_window_where_the_cache_has_no_room_for_one_and_the_user_a
 
 def test_a_cache_that_makes_no_sense_is_refused_and_all_others_are_made() -> None:
     assert make_cache_choice("full", None) == Cache(kind=CACHE_FULL)
-    assert make_cache_choice("int8", None) == Cache(kind=CACHE_INT8)
+    assert make_cache_choice("int8") == Cache(kind=CACHE_INT8)
+    assert make_cache_choice("int4") == Cache(kind=CACHE_INT4)
+    for keep, found in ((0, 0), ("16", 16), ("system", 4)):
+        assert make_cache_choice("rotating", 21, keep) == Cache(kind=CACHE_ROTATING, size=21, keep=found)
     for size in (9, 4096):
         assert make_cache_choice("rotating", size) == Cache(kind=CACHE_ROTATING, size=size, keep=4)
-    for kind, max_kv_size, field in (
-        ("int4", None, "kv"), ("", None, "kv"), ("full", 100, "max_kv_size"), ("int8", 100, "max_kv_size"),
-        *(("rotating", size, "max_kv_size") for size in (None, 8, 1, 0, -5, 1 << 32)),
+    for kind, max_kv_size, keep, field in (
+        ("int2", None, None, "kv"), ("", None, None, "kv"),
+        ("full", 100, None, "max_kv_size"), ("int4", 100, None, "max_kv_size"), ("int4", None, 4, "kv_keep"),
+        *(("rotating", 100, keep, "kv_keep") for keep in (-1, "-1", "all", "", "1.5", 1 << 32)),
+        *(("rotating", size, None, "max_kv_size") for size in (None, 8, 1, 0, -5, 1 << 32)),
+        ("rotating", 20, 16, "max_kv_size"),
     ):  # fmt: skip
         with pytest.raises(InputError) as refusal:
-            make_cache_choice(kind, max_kv_size)
+            make_cache_choice(kind, max_kv_size, keep)
         assert refusal.value.field == field
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from coordinator.decoding.decode_options import make_cache_choice
 from coordinator.engine import inputs
 from coordinator.engine.bounded import Bounds, GrammarTrials, LongTexts
 from coordinator.engine.grammars import json_grammar, lark_grammar, regex_grammar
@@ -19,6 +20,7 @@ from coordinator.sessions.request import Conversation, RequestSpec
 from worker.errors import ContextExceeded, InputError, SamplingError
 from worker.model.checkpoint import Checkpoint
 
+SYSTEM = {"role": "system", "content": "Be brief and kind, and answer in one line."}
 LONG = "the long text " * 40_000
 LONG_ENOUGH = "the quick brown fox, naïvely " * 10_000
 EXPLODING = [
@@ -181,3 +183,21 @@ def test_a_constrained_answer_does_not_think_first_unless_it_is_asked_to(
     thought = replace(number, prompt=Conversation(({"role": "user"},), template_arguments={"enable_thinking": True}))
     texts = [tokenizer.decode(run(told.make_request(asked)).prompt) for asked in (CHAT, number, thought)]
     assert texts == ["True", "False", "True"]
+
+
+def test_a_rotating_cache_keeps_the_system_prompt_and_nothing_of_what_the_user_says(
+    front: inputs.InputProcessor, run: Run
+) -> None:
+    def kept(text: str, size: int = 100, messages: tuple[Any, ...] = (SYSTEM,)) -> tuple[int, tuple[int, ...]]:
+        prompt = Conversation((*messages, {"role": "user", "content": text}))
+        asked = RequestSpec(prompt, cache=make_cache_choice("rotating", size, "system"), keeps_system=True)
+        request = run(front.make_request(asked))
+        return request.cache.keep, request.prompt
+
+    (one, begins), (other, begins_too) = kept("a lot of words, so that it is long"), kept("b")
+    assert one == other > 10 and begins[:one] == begins_too[:one]
+    assert front.tokenizer and SYSTEM["content"] in front.tokenizer.decode(begins[:one])
+    for size, messages, field in ((one + 4, (SYSTEM,), "max_kv_size"), (100, (), "kv_keep")):
+        with pytest.raises(InputError) as refused:
+            kept("a", size, messages)
+        assert refused.value.field == field

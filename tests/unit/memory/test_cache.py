@@ -10,7 +10,7 @@ from mlx_lm.models.base import create_causal_mask
 
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
 from worker.errors import CacheMismatch
-from worker.memory.layer_cache import Int8Cache, KVCache, LayerCall, RecurrentState, make_cache, row_sights
+from worker.memory.layer_cache import KVCache, LayerCall, QuantisedCache, RecurrentState, make_cache, row_sights
 from worker.model.cache_spec import Memory
 
 
@@ -170,8 +170,8 @@ def test_each_kind_of_layer_gets_its_cache() -> None:
         (Memory(window=7), Cache(), KVCache, 7, 0),
         (Memory(), rotating, KVCache, 16, 4),
         (Memory(window=7), rotating, KVCache, 7, 0),
-        (Memory(), int8, Int8Cache, None, 0),
-        (Memory(window=7), int8, Int8Cache, 7, 0),
+        (Memory(), int8, QuantisedCache, None, 0),
+        (Memory(window=7), int8, QuantisedCache, 7, 0),
     ):
         cache = make_cache(layer, choice)
         assert type(cache) is kind and (cache.window, cache.keep) == (window, keep)

@@ -6,7 +6,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
+from protos.brigade_pb2 import CACHE_INT4, CACHE_INT8, CACHE_ROTATING, Cache
 from tests.tiny import make_model
 from worker.compute.batching import LaneWindow
 from worker.compute.shard import Shard
@@ -61,6 +61,7 @@ def most_held(cache: LayerCache, num_rows: int, chunk: int) -> int:
     ("kept", "choice"),
     [
         (memory(), INT8),
+        (memory(), Cache(kind=CACHE_INT4)),
         (memory(window=1), FULL),
         (memory(window=2), FULL),
         (memory(window=512), FULL),

@@ -7,7 +7,7 @@ import pytest
 
 from protos.brigade_pb2 import CACHE_INT8, Cache
 from worker.errors import CacheMismatch
-from worker.memory.layer_cache import Int8Cache, KVCache, RecurrentState
+from worker.memory.layer_cache import KVCache, QuantisedCache, RecurrentState
 from worker.memory.slot_caches import Caches, members
 from worker.model.cache_spec import Memory
 from worker.model.probe_pass import Entry
@@ -142,7 +142,9 @@ def test_several_caches_of_a_layer_are_asked_for_by_their_numbers_and_all_are_on
     caches.close()
     assert caches.nbytes == 0 and [held(each) for each in other.own] == [list(range(5))] * 2
     first, second = Caches([(FULL, STATE)], [0], Cache(kind=CACHE_INT8)).own
-    assert isinstance(first, Int8Cache) and isinstance(second, RecurrentState), "a session chooses the kind of each"
+    assert isinstance(first, QuantisedCache) and isinstance(second, RecurrentState), (
+        "a session chooses the kind of each"
+    )
 
 
 def test_after_a_pass_or_a_cut_that_ended_in_its_middle_all_are_cut_again() -> None:

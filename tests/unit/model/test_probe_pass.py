@@ -231,14 +231,14 @@ def test_a_refusal_of_caches_is_one_whatever_the_model_raises() -> None:
     ("name", "unit", "said"),
     [
         ("qwen3", 32, ""),
-        ("qwen3", 16, "8 bits need heads of a multiple of 32 numbers, but they have 16"),
+        ("qwen3", 16, "quantised rows need heads of a multiple of 32 numbers, but they have 16"),
         ("mamba2", 32, "it has no keys and values"),
         ("falcon_h1", 32, "a layer of it has several"),
         ("gpt_oss", 32, "its attention cannot read them (Quantized SDPA does not support attention sinks"),
     ],
 )
 def test_a_pass_shows_why_caches_cannot_be_kept_in_8_bits(name: str, unit: int, said: str) -> None:
-    found = probe(build_type(name, unit)[1]).int8_refusal
+    found = probe(build_type(name, unit)[1]).quantised_refusal
     assert found.startswith(said) and bool(found) == bool(said)
 
 
