@@ -39,7 +39,10 @@ PROGRAMS = [
     program("count_objects", "", r"from POST to first token: \d", mark=MATRIX),
     program("eval_canvas", "--from docs/canvas.json --json @canvas.json --markdown @canvas.md"),
     program("eval_demo", "--limit 1 --probes 1 --json @demo.json", r"\| arithmetic +\| 1 ", mark=MATRIX),
-    program("eval_kv", "--conversations 1 --questions 1 --json @kv.json", r"\| story \| int8 \| \d", mark=MATRIX),
+    program(
+        "eval_kv", "--conversations 1 --lengths 512 --long-lengths 300 --hidden 128 --rounds 1 --json @kv.json",
+        r"\| 300 \| int4 \| \d", mark=MATRIX,
+    ),
     program("eval_windows", "--from docs/windows.json --json @windows.json --markdown @windows.md"),
     program("faults", "--picture @kill.svg", mark=MATRIX),
     program("flipped_bits", "--frames 1", r"plaintext: 1 frames .* 0 accepted", r"tls: 1 frames .* 0 accepted"),
