@@ -9,6 +9,7 @@ from coordinator.cli.batch import batch
 from coordinator.cli.bench import bench
 from coordinator.cli.bridge import bridge
 from coordinator.cli.cache import cache
+from coordinator.cli.calibrate import calibrate
 from coordinator.cli.chat import chat
 from coordinator.cli.demo import demo
 from coordinator.cli.doctor import doctor, smoke
@@ -34,7 +35,7 @@ app = App(no_args_is_help=True)
 for panel, commands in (
     (ASK, (demo, generate, serve, chat, batch, bridge, score)),
     (SET_UP, (init, nodes, launch, logs, worker, plan)),
-    (LOOK, (status, doctor, smoke, verify, eval, bench)),
+    (LOOK, (status, doctor, smoke, verify, eval, calibrate, bench)),
     ("Prepare a model", (quantize,)),
 ):
     for command in commands:

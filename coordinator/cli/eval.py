@@ -45,9 +45,10 @@ _SERVER_FIELDS = (
 Ask = Callable[["EvalCase"], AsyncGenerator[Output, None]]
 
 
-def eval(
-    ctx: typer.Context,
-    *,
+@dataclass(frozen=True)
+class QuestionFlags:
+    """Questions, and how they are put to the model."""
+
     questions: Annotated[
         list[str],
         typer.Option(
@@ -55,7 +56,7 @@ def eval(
             help="JSON lines with a prompt (or question) and an answer; a task file of lm-eval (.yaml); or a built-in "
             f"set: {', '.join(BUILT_IN)}. Repeatable.",
         ),
-    ],
+    ]
     check: Annotated[
         str | None,
         typer.Option(
@@ -63,8 +64,29 @@ def eval(
             help="How answers are judged if a line has no check of its own: the last number (of GSM8K's answers that "
             "after ####), the same text, a regular expression that is found, a text within, the letter of a choice.",
         ),
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Ask this many questions of each file only.")] = None,
+    ] = None
+    limit: Annotated[int | None, typer.Option(min=1, help="Ask this many questions of each file only.")] = None
+    system_prompt: Annotated[str | None, typer.Option(help="A system message before each prompt.")] = None
+    raw: Annotated[bool, typer.Option("--raw", help="Give prompts as they are, without the chat template.")] = False
+
+    def read(self, texts: Texts) -> list[QuestionSet]:
+        """Return the questions of each source. Raises InputError for wrong flags and files."""
+        if self.check is not None and self.check not in CHECKS:
+            raise InputError("check", f"expected {', '.join(CHECKS)}, got {self.check!r}")
+        if self.raw and self.system_prompt:
+            raise InputError("system_prompt", "not expected with --raw, which has no messages")
+        sources = dict.fromkeys(self.questions)
+        return [read_questions(source, self.check, self.limit, texts) for source in sources]
+
+    def case(self, of_set: QuestionSet, question: Question, decoder: str, spec: RequestSpec) -> EvalCase:
+        """Return one of the questions for one decoder; `spec` has no prompt."""
+        return EvalCase(of_set.name, question, decoder, spec, self.system_prompt, self.raw)
+
+
+def eval(
+    ctx: typer.Context,
+    *,
+    questions: QuestionFlags,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -73,8 +95,6 @@ def eval(
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, max=128, help="Questions at once.")] = 8,
     max_tokens: flags.MaxTokens = 512,
-    system_prompt: Annotated[str | None, typer.Option(help="A system message before each prompt.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Give prompts as they are, without the chat template.")] = False,
     decode: Annotated[
         str,
         typer.Option(metavar="KIND,KIND", help="Decoders to compare, as of `generate`; with ar, as in ar,diffusion."),
@@ -97,18 +117,14 @@ def eval(
     brigade eval --questions gsm8k.jsonl --check last-number -o answers.jsonl --server http://localhost:9338
     """
     server.refuse_others(ctx)
-    if check is not None and check not in CHECKS:
-        raise InputError("check", f"expected {', '.join(CHECKS)}, got {check!r}")
     if plot is not None:
         from coordinator.bench.report import check_plot
 
         check_plot(plot)
         require_writable("plot", plot)
-    if raw and system_prompt:
-        raise InputError("system_prompt", "not expected with --raw, which has no messages")
     kinds = tuple(dict.fromkeys(kind.strip() for kind in decode.split(",")))
     flags.refuse_drafter(ctx, kinds)
-    given = {name: ctx.params[name] for name in _SERVER_FIELDS if name in given_flags(ctx)}
+    given = windows.in_numbers({name: ctx.params[name] for name in _SERVER_FIELDS if name in given_flags(ctx)})
     # each decoder takes what is for it; one that none takes is refused
     others = {name for name in given if not any(takes(kind, name) for kind in kinds)}
     fields = {
@@ -116,13 +132,11 @@ def eval(
     }
     decoders = {kind: flags.DecodeFlags(decode=kind, **fields[kind]).decoder() for kind in kinds}
     texts = Texts()
-    sets = [read_questions(source, check, limit, texts) for source in dict.fromkeys(questions)]
+    sets = questions.read(texts)
     chosen = {"temperature": 0.0, "seed": 0} | sampling.chosen()  # of any model: a run can be continued
     spec = RequestSpec((), max_tokens, chosen, **sampling.tokens())
     cases = [
-        EvalCase(
-            each.name, question, kind, replace(spec, stops=question.stops, decode=decoders[kind]), system_prompt, raw
-        )
+        questions.case(each, question, kind, replace(spec, stops=question.stops, decode=decoders[kind]))
         for kind in kinds
         for each in sets
         for question in each.questions
@@ -130,7 +144,7 @@ def eval(
     model_at: AbstractAsyncContextManager[tuple[str, Ask]]
     if server.server is None:
         TEMPLATES.start()  # in parallel to imports that take a second
-        model_at = _loaded(cluster.options(), cases, concurrency)
+        model_at = loaded(cluster.options(), cases, concurrency)
     else:
         model_at = _served(server, {"max_tokens": max_tokens, **chosen, **sampling.tokens()}, fields)
     run = EvalRun(sets, kinds, cases, texts)
@@ -170,7 +184,7 @@ class EvalCase:
 
 
 @asynccontextmanager
-async def _loaded(
+async def loaded(
     options: ClusterOptions, cases: Sequence[EvalCase], concurrency: int
 ) -> AsyncIterator[tuple[str, Ask]]:
     """Load a model over a cluster; yield its name and a function that answers.

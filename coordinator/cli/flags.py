@@ -1,6 +1,7 @@
 """The flags that commands share: records of flags, what they amount to, and flags that contradict each other."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from coordinator.cluster.progress import say
 from coordinator.decoding.decode_options import Decode, make_decode
 from coordinator.planning.plan import USUAL_REQUESTS, Goal
 from coordinator.planning.recovery import USUAL, Limits
+from coordinator.quality.calibrate import read_thresholds
 from coordinator.sessions.request import make_sampling, sampling_field
 from worker.config import NO_DRAFTER
 from worker.errors import InputError
@@ -290,8 +292,13 @@ class DecodeFlags:
         str, _windows(metavar="K|auto", help="draft, ngram: drafts per step. `auto` chooses by measured step times.")
     ] = "auto"
     entropy_threshold: Annotated[
-        float, _windows(help="diffusion-fast: fill where the entropy is below this, nats.")
-    ] = Decode.entropy_threshold
+        str,
+        _windows(
+            metavar="NATS|FILE:KIND",
+            help="diffusion-fast: fill where the entropy is below this; or as `brigade calibrate` found for a kind of "
+            "task, with its penalty.",
+        ),
+    ] = str(Decode.entropy_threshold)
     position_penalty: Annotated[float, _windows(help="diffusion-fast: nats of entropy added per position ahead.")] = (
         Decode.position_penalty
     )
@@ -327,15 +334,35 @@ class DecodeFlags:
     ] = Decode.conditioning
 
     def decoder(self) -> Decode:
-        """Raises InputError for a value out of range."""
+        """Raises InputError for a value out of range, or a file without such a kind of task."""
+        threshold, penalty = self._thresholds()
         return make_decode(
-            *(self.decode, self.window, self.entropy_threshold, self.position_penalty, self.num_draft_tokens),
+            *(self.decode, self.window, threshold, penalty, self.num_draft_tokens),
             canvas=self.canvas,
             canvas_steps=self.canvas_steps,
             canvas_sampler=self.canvas_sampler,
             canvas_threshold=self.canvas_threshold,
             conditioning=self.conditioning,
         )
+
+    def in_numbers(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return given fields with the numbers of a file in its place. Raises InputError as `decoder`."""
+        if "entropy_threshold" not in given:
+            return dict(given)
+        threshold, penalty = self._thresholds()
+        return {**given, "entropy_threshold": threshold, "position_penalty": penalty}
+
+    def _thresholds(self) -> tuple[float, float]:
+        """Return the entropy threshold and the position penalty."""
+        with suppress(ValueError):
+            return float(self.entropy_threshold), self.position_penalty
+        file, colon, kind = self.entropy_threshold.rpartition(":")
+        if not colon:
+            expected = "expected a number of nats, or FILE:KIND of a file that `brigade calibrate` wrote"
+            raise InputError("entropy_threshold", f"{expected}, got {self.entropy_threshold!r}")
+        if self.position_penalty != Decode.position_penalty:
+            raise InputError("position_penalty", "expected none with --entropy-threshold FILE:KIND, which has its own")
+        return read_thresholds(Path(file), kind)
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,7 @@ def generate(
 
     named = {name: value for name in _SERVER_FIELDS if (value := ctx.params[name]) is not None}
     body = {name: value for name, value in named.items() if name in {"max_tokens"} | asked.given}
+    body = windows.in_numbers(body)
     body |= {name: value for name, value in chosen.items() if value or name in _ZERO_COUNTS} | sampling.tokens()
     return run_remote(server, body, asked)
 

@@ -6,7 +6,7 @@ import inspect
 import os
 import signal
 from collections.abc import Callable, Coroutine
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import uvloop
@@ -41,13 +41,14 @@ def as_command(function: Callable[..., Any]) -> Callable[..., int | None]:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
             continue
         hints = get_type_hints(annotation, include_extras=True)
+        empty = inspect.Parameter.empty  # it is required
         taken = [each for each in fields(annotation) if not take.names or each.name in take.names]
         records[parameter.name] = annotation, [each.name for each in taken]
         parameters += (
             inspect.Parameter(
                 each.name,
                 inspect.Parameter.KEYWORD_ONLY,
-                default=take.defaults.get(each.name, each.default),
+                default=take.defaults.get(each.name, empty if each.default is MISSING else each.default),
                 annotation=hints[each.name],
             )
             for each in taken

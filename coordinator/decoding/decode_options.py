@@ -44,7 +44,7 @@ _CONDITIONINGS = {"exact": CONDITIONING_EXACT, "top-64": CONDITIONING_TOP}
 _CANVAS_SAMPLERS = {"confidence": choose_confident, "entropy": choose_certain}
 # confidence: probabilities; entropy: nats. At first, later, and from which step
 _CANVAS_THRESHOLDS = {"confidence": (0.95, 0.8, 8), "entropy": (0.1, 0.1, 1)}
-_FILL_WINDOW = 16  # of diffusion-fast, whose text depends on it: never chosen by measurement
+FILL_WINDOW = 16  # of diffusion-fast, whose text depends on it: never chosen by measurement
 LARGEST_WINDOW = LENGTHS[-1] // 2  # MASK rows and as many drafts still make one of the lengths
 _LONG_MATCH = 8  # tokens that must have stood in the text for its drafts to be tried before a drafter's
 _KEEP = 4  # tokens at the beginning that a rotating cache never drops, as in mlx-lm
@@ -104,7 +104,7 @@ class Decode:
         if self.kind == "diffusion":
             return Verified(Masks(WindowChooser(costs.steps, MASK_WINDOWS, self.window, costs.masks), eos))
         if self.kind == "diffusion-fast":
-            return Fill(self.window or _FILL_WINDOW, self.entropy_threshold, self.position_penalty, eos)
+            return Fill(self.window or FILL_WINDOW, self.entropy_threshold, self.position_penalty, eos)
         if self.kind == "canvas":
             assert self.training and self.canvas and self.canvas_steps, "as `suit` returns it"
             assert self.canvas_sampler and self.canvas_threshold
@@ -262,7 +262,7 @@ def suit(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
             "decode", f"expected canvas, the one decoder that {spec.name} was trained for, got {decode.kind}"
         )
     if decode.kind == "auto":
-        has_room = decode.window is not None or _room(cache, spec) > _FILL_WINDOW
+        has_room = decode.window is not None or _room(cache, spec) > FILL_WINDOW
         able = spec.mask_token is not None and not spec.recurrent_layers and has_room
         has_drafter = spec.drafter is not None and spec.can_take_back
         decode = replace(decode, kind="draft" if has_drafter else "diffusion" if able else "ar")
@@ -298,7 +298,7 @@ def suit(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
             f"{decode.kind} needs mask-trained weights, but {spec.name} has no mask_token_id in config.json; "
             "use ngram or ar",
         )
-    window, room = decode.window or _FILL_WINDOW, _room(cache, spec)
+    window, room = decode.window or FILL_WINDOW, _room(cache, spec)
     if window >= room:
         where = "the rotating cache keeps" if cache.size else "the model's context is"
         raise InputError("window", f"expected less than the {room} tokens that {where}, got {window}")

@@ -49,7 +49,7 @@ def opened(brigade: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
         *((generate, "run_generate"), (demo, "run_generate"), (server_module, "serve"), (batch, "run_batch")),
         *((bridge, "run_bridge"), (score, "run_score"), (plan, "run_plan"), (verify, "run_verify"), (chat, "loaded")),
         *(
-            (eval, "_loaded"),
+            (eval, "loaded"),
             (bench, "run_bench"),
             (plan, "run_forecast"),
             (doctor, "run_doctor"),
@@ -134,6 +134,8 @@ def test_there_is_exactly_one_prompt(brigade: Command) -> None:
         ("status --watch --json", "watch"),
         ("eval --questions facts --decode ar,ngram --canvas-steps 2", "canvas_steps"),
         ("generate a --entropy-threshold 0.3", "entropy_threshold"),
+        ("generate a --entropy-threshold some", "entropy_threshold"),
+        ("generate a --entropy-threshold f:code --position-penalty 0.1", "position_penalty"),
         ("plan --simulate --stage-ms 1 --canvas 4 --canvas-steps 5", "canvas_steps"),
         ("generate a --decode ngram --draft-model owner/small", "draft_model"),
         ("verify --decode ar --draft-model owner/small", "draft_model"),

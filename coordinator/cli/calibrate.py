@@ -1,0 +1,162 @@
+"""`brigade calibrate`: thresholds of `diffusion-fast` for the user's own model and tasks."""
+
+import json
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from coordinator.cli import flags
+from coordinator.cli.eval import Ask, EvalCase, QuestionFlags, loaded
+from coordinator.cli.report import require_writable
+from coordinator.cli.run import TakeFlags
+from coordinator.cluster.options import ClusterOptions
+from coordinator.cluster.progress import TokenReport, say, show_tokens
+from coordinator.cluster.tables import fitting
+from coordinator.decoding.decode_options import Decode
+from coordinator.engine.bounded import TEMPLATES, Texts
+from coordinator.quality.calibrate import Calibration, Guess, TaughtFill, find_thresholds
+from coordinator.quality.questions import QuestionSet
+from coordinator.sessions.request import RequestSpec
+from worker.errors import InputError
+from worker.platform.text import to_json
+from worker.platform.threads import run_in_thread
+
+_HEADS = ("kind", "guesses", "threshold", "penalty", "kept", "agreement", "95 %")
+
+
+def calibrate(
+    *,
+    questions: Annotated[QuestionFlags, TakeFlags("questions", "limit", "system_prompt", "raw")],
+    agreement: Annotated[
+        float, typer.Option(min=0.5, max=0.9999, help="Least share of the kept guesses that are the tokens of `ar`.")
+    ] = 0.99,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write the thresholds.")
+    ] = Path("thresholds.json"),
+    concurrency: Annotated[int, typer.Option(min=1, max=128, help="Questions at once.")] = 8,
+    max_tokens: flags.MaxTokens = 512,
+    cluster: flags.ClusterFlags,
+    sampling: flags.SamplingFlags,
+    as_json: flags.JsonFlag = False,
+) -> Coroutine[Any, Any, int]:
+    """Find thresholds for --decode diffusion-fast at which so many of its tokens are those of `ar`.
+
+    Each question is answered twice: by `diffusion`, whose tokens are those of `ar`, then by the windows of
+    `diffusion-fast` upon that answer, where every guess is logged with its entropy, its distance, and whether it holds.
+    Half of a file's questions choose its threshold, the others check it:
+    the lower bound of 95 % of their agreement must reach --agreement. A file is one kind of task. Exit code 1 and no
+    file if no kind reaches it.
+
+    brigade calibrate --questions facts --questions code --agreement 0.99 --local 2
+
+    brigade generate --decode diffusion-fast --entropy-threshold thresholds.json:code "Write a function add(a, b)."
+    """
+    require_writable("output", output)
+    chosen = {"temperature": 0.0, "seed": 0} | sampling.chosen()
+    spec = RequestSpec((), max_tokens, chosen, **sampling.tokens())
+    sets = replace(questions, check="contains").read(Texts())  # no answer is judged, and none needs a check
+    for each in sets:
+        if len(each.questions) < 2 or any(question.continuations for question in each.questions):
+            expected = "expected two questions or more, each answered by a text"
+            raise InputError("questions", f"{expected}, found others in {each.name}")
+    TEMPLATES.start()  # in parallel to imports that take a second
+    return run_calibrate(cluster.options(), sets, questions, spec, agreement, output, concurrency, as_json=as_json)
+
+
+async def run_calibrate(
+    options: ClusterOptions,
+    sets: Sequence[QuestionSet],
+    questions: QuestionFlags,
+    spec: RequestSpec,
+    agreement: float,
+    output: Path,
+    concurrency: int,
+    *,
+    as_json: bool,
+) -> int:
+    """Answer, print a row per kind of task, and write the file. Return the exit code: 1 if no kind reaches it."""
+    cases = {
+        each.name: [
+            questions.case(each, question, "diffusion", replace(spec, stops=question.stops, decode=Decode("diffusion")))
+            for question in each.questions
+        ]
+        for each in sets
+    }
+    asked = [case for of_set in cases.values() for case in of_set]
+    found: dict[str, Calibration | None] = {}
+    num_guesses: dict[str, int] = {}
+    async with loaded(options, [*asked, *map(_taught, asked)], concurrency) as (model, ask):
+        with show_tokens("answered", len(asked)) as report:
+            guesses = await _answer_all(asked, ask, concurrency, report)
+    for name, of_set in cases.items():
+        fitted, held_out = ([guess for case in of_set[half::2] for guess in guesses[id(case)]] for half in (0, 1))
+        num_guesses[name] = len(fitted) + len(held_out)
+        found[name] = find_thresholds(fitted, held_out, agreement)
+    reached = {name: each.as_json() for name, each in found.items() if each}
+    if as_json:
+        print(to_json({"model": model, "agreement": agreement, "kinds": {**dict.fromkeys(found), **reached}}))
+    else:
+        rows = [_cells(name, num_guesses[name], each) for name, each in found.items()]
+        console = Console(highlight=False)
+        console.print(fitting(_HEADS, rows, console.width))
+    if lacking := sorted(found.keys() - reached.keys()):
+        say(f"no threshold reaches {agreement:g} for {', '.join(lacking)}; give more questions, or ask for less")
+    if not reached:
+        return 1
+    content = json.dumps({"model": model, "agreement": agreement, "kinds": reached}, indent=1)
+    await run_in_thread(partial(output.write_text, f"{content}\n", encoding="utf-8"))
+    say(f"{output} has the thresholds: --decode diffusion-fast --entropy-threshold {output}:{next(iter(reached))}")
+    return 0
+
+
+async def _answer_all(
+    cases: Sequence[EvalCase], ask: Ask, concurrency: int, report: TokenReport
+) -> dict[int, list[Guess]]:
+    """Return the guesses of each case, by its id."""
+    from worker.platform.tasks import together
+
+    found: dict[int, list[Guess]] = {}
+
+    async def answer(case: EvalCase) -> tuple[int, list[int]]:
+        """Return the number of the prompt's tokens, and the answer's."""
+        tokens: list[int] = []
+        async with aclosing(ask(case)) as outputs:
+            async for output in outputs:
+                tokens += [token.token for token in output.tokens]
+                usage = output.usage
+        assert usage is not None
+        return usage.num_prompt, tokens
+
+    async def answer_in_turn(waiting: Iterator[EvalCase]) -> None:
+        for case in waiting:
+            first, tokens = await answer(case)
+            found[id(case)] = log = list[Guess]()
+            if tokens:
+                await answer(_taught(case, first=first, tokens=tuple(tokens), log=log))
+            report(1, len(tokens))
+
+    waiting = iter(cases)
+    await together(*(answer_in_turn(waiting) for _ in range(concurrency)))
+    return found
+
+
+def _taught(case: EvalCase, **taught: Any) -> EvalCase:
+    """Return the case whose answer is known, to be guessed."""
+    max_tokens = len(taught["tokens"]) if taught else case.spec.max_tokens
+    return replace(case, spec=replace(case.spec, decode=TaughtFill(**taught), max_tokens=max_tokens))
+
+
+def _cells(name: str, num: int, found: Calibration | None) -> list[str]:
+    if found is None:
+        return [name, str(num), *["-"] * 5]
+    low, high = found.interval
+    return [
+        *(name, str(num), f"{found.entropy_threshold:.3f}", f"{found.position_penalty:g}"),
+        *(f"{found.num_kept / found.num:.0%}", f"{found.num_held / found.num_kept:.2%}", f"{low:.2%} to {high:.2%}"),
+    ]

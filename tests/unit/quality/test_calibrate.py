@@ -1,0 +1,69 @@
+"""Thresholds for guesses of known reliability, and files of them that cannot be used."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from coordinator.quality.calibrate import Guess, TaughtFill, find_thresholds, read_thresholds
+from protos.brigade_pb2 import Sample
+from worker.errors import InputError
+
+
+def guesses(seed: int, num: int, border: float, penalty: float, good: float = 0.999, bad: float = 0.5) -> list[Guess]:
+    """Guesses of which those below the border hold with probability `good`, all others with `bad`."""
+    rng, found = random.Random(seed), []
+    for _ in range(num):
+        entropy, distance = rng.random(), rng.randrange(4)
+        holds = rng.random() < (good if entropy + penalty * distance < border else bad)
+        found.append(Guess(entropy, distance, holds))
+    return found
+
+
+@pytest.mark.parametrize(("seed", "border", "penalty"), [(1, 0.4, 0.05), (2, 0.6, 0.0), (3, 0.7, 0.2)])
+def test_the_threshold_of_10000_guesses_is_where_they_stop_to_hold(seed: int, border: float, penalty: float) -> None:
+    every = guesses(seed, 10_000, border, penalty)
+    found = find_thresholds(every[::2], every[1::2], 0.99)
+    assert found is not None and found.position_penalty == penalty
+    assert abs(found.entropy_threshold / border - 1) < 0.02
+    kept = [guess for guess in every[1::2] if guess.entropy + penalty * guess.distance < found.entropy_threshold]
+    assert (found.num, found.num_kept, found.num_held) == (5000, len(kept), sum(guess.holds for guess in kept))
+    assert found.interval[0] >= 0.99
+
+
+def test_no_threshold_is_found_where_none_holds_or_too_few_guesses_are_known() -> None:
+    for good, num in ((0.97, 10_000), (1.0, 600)):
+        every = guesses(4, num, 0.4, 0.0, good)
+        assert find_thresholds(every[::2], every[1::2], 0.99) is None
+    assert find_thresholds([], [], 0.9) is None
+
+
+def test_guesses_held_out_lower_a_threshold_that_holds_by_chance_only() -> None:
+    fitted, held_out = guesses(5, 5000, 0.8, 0.0), guesses(6, 5000, 0.4, 0.0)
+    found = find_thresholds(fitted, held_out, 0.99)
+    assert found is not None and 0.3 < found.entropy_threshold < 0.41
+    assert find_thresholds(fitted, guesses(7, 5000, 0.4, 0.0, good=0.9), 0.99) is None
+
+
+def test_guesses_are_compared_with_the_answer_which_they_do_not_change() -> None:
+    taught = TaughtFill(first=4, tokens=(5, 6, 7))
+    decoder = taught.make_decoder(frozenset())
+    proposal = decoder.propose([0, 1, 2, 3], 1, room=3)
+    guesses = [Sample(token=token, entropy=entropy) for token, entropy in ((5, 0.125), (9, 0.25), (7, 8.0))]
+    assert [sample.token for sample in decoder.accept(proposal, [], guesses).samples] == [5, 6]
+    assert taught.log == [Guess(0.125, 0, True), Guess(0.25, 1, False), Guess(8.0, 2, True)]
+
+
+def test_a_file_gives_the_threshold_and_the_penalty_of_its_kinds_only(tmp_path: Path) -> None:
+    path = tmp_path / "thresholds.json"
+    path.write_text(json.dumps({"model": "a", "kinds": {"code": {"entropy_threshold": 0.25, "position_penalty": 0.1}}}))
+    assert read_thresholds(path, "code") == (0.25, 0.1)
+    for content, kind in ((None, "facts"), ("", "code"), ("[]", "code"), ('{"kinds": {"code": {}}}', "code")):
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(InputError) as refused:
+            read_thresholds(path, kind)
+        assert refused.value.field == "entropy_threshold"
+    with pytest.raises(InputError):
+        read_thresholds(tmp_path / "absent", "code")
