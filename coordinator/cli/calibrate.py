@@ -49,9 +49,9 @@ def calibrate(
 
     Each question is answered twice: by `diffusion`, whose tokens are those of `ar`, then by the windows of
     `diffusion-fast` upon that answer, where every guess is logged with its entropy, its distance, and whether it holds.
-    Half of a file's questions choose its threshold, the others check it:
-    the lower bound of 95 % of their agreement must reach --agreement. A file is one kind of task. Exit code 1 and no
-    file if no kind reaches it.
+    Half of a file's questions choose its threshold, the others check it: the lower bound of 95 % of their agreement
+    must reach --agreement. The best guess of a step counts at every threshold: it is kept in any case. A file is one
+    kind of task. Exit code 1 and no file if no kind reaches it.
 
     brigade calibrate --questions facts --questions code --agreement 0.99 --local 2
 
@@ -91,13 +91,13 @@ async def run_calibrate(
     asked = [case for of_set in cases.values() for case in of_set]
     found: dict[str, Calibration | None] = {}
     num_guesses: dict[str, int] = {}
-    async with loaded(options, [*asked, *map(_taught, asked)], concurrency) as (model, ask):
+    async with loaded(options, [*asked, *(_taught(case, TaughtFill()) for case in asked)], concurrency) as (model, ask):
         with show_tokens("answered", len(asked)) as report:
             guesses = await _answer_all(asked, ask, concurrency, report)
     for name, of_set in cases.items():
         fitted, held_out = ([guess for case in of_set[half::2] for guess in guesses[id(case)]] for half in (0, 1))
         num_guesses[name] = len(fitted) + len(held_out)
-        found[name] = find_thresholds(fitted, held_out, agreement)
+        found[name] = await run_in_thread(partial(find_thresholds, fitted, held_out, agreement))
     reached = {name: each.as_json() for name, each in found.items() if each}
     if as_json:
         print(to_json({"model": model, "agreement": agreement, "kinds": {**dict.fromkeys(found), **reached}}))
@@ -138,7 +138,8 @@ async def _answer_all(
             first, tokens = await answer(case)
             found[id(case)] = log = list[Guess]()
             if tokens:
-                await answer(_taught(case, first=first, tokens=tuple(tokens), log=log))
+                taught = TaughtFill(question=case.question.place, first=first, tokens=tuple(tokens), log=log)
+                await answer(_taught(case, taught))
             report(1, len(tokens))
 
     waiting = iter(cases)
@@ -146,17 +147,17 @@ async def _answer_all(
     return found
 
 
-def _taught(case: EvalCase, **taught: Any) -> EvalCase:
+def _taught(case: EvalCase, taught: TaughtFill) -> EvalCase:
     """Return the case whose answer is known, to be guessed."""
-    max_tokens = len(taught["tokens"]) if taught else case.spec.max_tokens
-    return replace(case, spec=replace(case.spec, decode=TaughtFill(**taught), max_tokens=max_tokens))
+    max_tokens = len(taught.tokens) or case.spec.max_tokens
+    return replace(case, spec=replace(case.spec, decode=taught, max_tokens=max_tokens))
 
 
 def _cells(name: str, num: int, found: Calibration | None) -> list[str]:
     if found is None:
         return [name, str(num), *["-"] * 5]
-    low, high = found.interval
+    kept, (low, high) = found.kept, found.kept.interval
     return [
         *(name, str(num), f"{found.entropy_threshold:.3f}", f"{found.position_penalty:g}"),
-        *(f"{found.num_kept / found.num:.0%}", f"{found.num_held / found.num_kept:.2%}", f"{low:.2%} to {high:.2%}"),
+        *(f"{kept.num / found.num:.0%}", f"{kept.num_held / kept.num:.2%}", f"{low:.2%} to {high:.2%}"),
     ]

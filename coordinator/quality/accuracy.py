@@ -87,7 +87,7 @@ def accuracy_row(
     )
 
 
-def wilson(num_right: int, num: int) -> tuple[float, float]:
+def wilson(num_right: float, num: float) -> tuple[float, float]:
     """Return the bounds of a share by Wilson's score interval (1927) of 95 %."""
     share, z2 = num_right / num, _Z * _Z
     middle, half = share + z2 / (2 * num), _Z * math.sqrt(share * (1 - share) / num + z2 / (4 * num * num))

@@ -6,10 +6,8 @@ guesses for an answer that is known, as one-token decoding gives it, show which 
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -30,6 +28,23 @@ class Guess(NamedTuple):
     entropy: float  # nats
     distance: int  # positions from the first guess of its step
     holds: bool  # whether it is the token that one-token decoding gives there
+    question: str
+    place: int  # the position: it is guessed in one step after another
+    step: int  # of its question
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Guesses below a threshold."""
+
+    num: int
+    num_held: int
+    num_places: int  # that they are for
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The bounds of the share that holds: guesses for one place are not independent and count as one."""
+        return wilson(self.num_held / self.num * self.num_places, self.num_places)
 
 
 @dataclass(frozen=True)
@@ -39,16 +54,20 @@ class Calibration:
     entropy_threshold: float  # nats
     position_penalty: float  # nats per position
     num: int  # guesses held out
-    num_kept: int  # of these
-    num_held: int  # of those kept: that are the tokens of one-token decoding
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        return wilson(self.num_held, self.num_kept)
+    kept: Kept  # of these
 
     def as_json(self) -> dict[str, Any]:
-        low, high = self.interval
-        return {**asdict(self), "agreement": self.num_held / self.num_kept, "low": low, "high": high}
+        low, high = self.kept.interval
+        return {
+            "entropy_threshold": self.entropy_threshold,
+            "position_penalty": self.position_penalty,
+            "num": self.num,
+            "num_kept": self.kept.num,
+            "num_held": self.kept.num_held,
+            "agreement": self.kept.num_held / self.kept.num,
+            "low": low,
+            "high": high,
+        }
 
 
 class _Rule(TypedDict):
@@ -68,6 +87,7 @@ class TaughtFill(Decode):
     """`diffusion-fast` that decides on an answer's known tokens instead of its guesses, and logs these."""
 
     kind: str = "diffusion-fast"
+    question: str = ""
     first: int = 0  # position of the answer
     tokens: tuple[int, ...] = ()  # of the answer
     log: list[Guess] = field(default_factory=list, compare=False)
@@ -82,59 +102,78 @@ class _Taught(Fill):
         self._taught = taught
 
     def accept(self, proposal: Proposal, samples: Sequence[Sample], guesses: Sequence[Sample]) -> Accepted:
-        masks, true = proposal.masks, list[Sample]()
+        masks, true, step = proposal.masks, list[Sample](), len(self._taught.log)
         for at, guess in zip(masks, guesses, strict=True):
             token = self._taught.tokens[at - self._taught.first]
-            self._taught.log.append(Guess(guess.entropy, at - masks[0], guess.token == token))
+            self._taught.log.append(
+                Guess(guess.entropy, at - masks[0], guess.token == token, *(self._taught.question, at, step))
+            )
             true.append(Sample(token=token, entropy=guess.entropy))
         return super().accept(proposal, samples, true)
 
 
 def read_thresholds(path: Path, kind: str) -> tuple[float, float]:
-    """Return the entropy threshold and the position penalty of a kind of task, from a file of `brigade calibrate`.
+    """Return the entropy threshold and the position penalty of a kind of task, from a file of calibration.
 
     Raises:
-        InputError: the file cannot be read, or does not have this kind.
+        InputError: the file cannot be read, is another one, or does not have this kind.
     """
     try:
-        kinds = _FILE.validate_json(path.read_bytes())["kinds"]
+        found = _FILE.validate_json(path.read_bytes())
     except OSError as error:
         raise InputError("entropy_threshold", f"cannot read {path}: {error.strerror}") from error
     except ValidationError as error:
         expected = f"expected a file of `brigade calibrate` in {path}, found another"
         raise InputError("entropy_threshold", expected) from error
+    kinds = found["kinds"]
     if kind not in kinds:
         raise InputError("entropy_threshold", f"expected one of {', '.join(kinds)} in {path}, got {kind!r}")
     return kinds[kind]["entropy_threshold"], kinds[kind]["position_penalty"]
 
 
 def find_thresholds(guesses: Sequence[Guess], held_out: Sequence[Guess], agreement: float) -> Calibration | None:
-    """Return the rule that keeps most guesses at this agreement; None if there is none.
+    """Return the rule that keeps most of `guesses`, made smaller until `held_out` agrees; None if there is none.
 
-    The lower bound (Wilson's, of 95 %) of the share of kept guesses that hold is at least `agreement` both on the
-    guesses that chose the threshold and on those held out.
+    The lower bound (Wilson's, of 95 %) of the share of kept guesses that hold is at least `agreement` for both.
     """
-    found = (_fitted(guesses, held_out, penalty, agreement) for penalty in PENALTIES)
-    return max((each for each in found if each), key=lambda each: each.num_kept, default=None)
-
-
-def _fitted(
-    guesses: Sequence[Guess], held_out: Sequence[Guess], penalty: float, agreement: float
-) -> Calibration | None:
-    """Return the rule of the largest threshold with this penalty."""
-    values, sums = _ranked(guesses, penalty)
-    others, other_sums = _ranked(held_out, penalty)
-    for num in range(len(values), 0, -1):
-        if wilson(sums[num], num)[0] < agreement:
-            continue
-        threshold = mean(values[num - 1 : num + 1])  # between the last guess that is kept and the next one
-        num_kept = bisect_left(others, threshold)
-        if num_kept and wilson(other_sums[num_kept], num_kept)[0] >= agreement:
-            return Calibration(threshold, penalty, len(others), num_kept, other_sums[num_kept])
+    chosen, penalty = list[float](), PENALTIES[0]
+    most = 0
+    for each in PENALTIES:
+        ranked = _ranked(guesses, each)
+        reached = [number for number, (_, kept) in enumerate(ranked) if kept.interval[0] >= agreement]
+        if reached and (num := ranked[reached[-1]][1].num) > most:
+            values = [*(value for value, _ in ranked), ranked[-1][0] + 1e-6]
+            chosen = [(values[number] + values[number + 1]) / 2 for number in reached]
+            most, penalty = num, each
+    others = _ranked(held_out, penalty)
+    values = [value for value, _ in others]
+    while chosen:
+        if below := bisect_left(values, chosen[-1]):
+            kept = others[below - 1][1]
+            if kept.interval[0] >= agreement:
+                return Calibration(chosen[-1], penalty, len(held_out), kept)
+        del chosen[-max(1, len(chosen) // 200) :]
     return None
 
 
-def _ranked(guesses: Sequence[Guess], penalty: float) -> tuple[list[float], list[int]]:
-    """Return what is compared with the threshold, ascending, and how many of the first 0, 1, 2 ... guesses hold."""
-    ranked = sorted((guess.entropy + penalty * guess.distance, guess.holds) for guess in guesses)
-    return [value for value, _ in ranked], list(accumulate((holds for _, holds in ranked), initial=0))
+def _ranked(guesses: Sequence[Guess], penalty: float) -> list[tuple[float, Kept]]:
+    """Return the distinct sums of entropy and penalty, ascending, each with the guesses of at most so much.
+
+    The best guess of a step is kept at every threshold, as by `choose_fills`: its sum counts as 0.
+    """
+    steps: dict[tuple[str, int], list[tuple[float, Guess]]] = {}
+    for guess in guesses:
+        value = guess.entropy + penalty * guess.distance
+        steps.setdefault((guess.question, guess.step), []).append((value, guess))
+    ranked = list[tuple[float, Guess]]()
+    for (_, best), *others in map(sorted, steps.values()):
+        ranked += [(0.0, best), *others]
+    ranked.sort()
+    places, num_held = set[tuple[str, int]](), 0
+    found: list[tuple[float, Kept]] = []
+    for number, (value, guess) in enumerate(ranked, 1):
+        places.add((guess.question, guess.place))
+        num_held += guess.holds
+        if number == len(ranked) or ranked[number][0] > value:
+            found.append((value, Kept(number, num_held, len(places))))
+    return found

@@ -12,12 +12,12 @@ from worker.errors import InputError
 
 
 def guesses(seed: int, num: int, border: float, penalty: float, good: float = 0.999, bad: float = 0.5) -> list[Guess]:
-    """Guesses of which those below the border hold with probability `good`, all others with `bad`."""
+    """Guesses of one step, of which those below the border hold with probability `good`, all others with `bad`."""
     rng, found = random.Random(seed), []
-    for _ in range(num):
+    for place in range(num):
         entropy, distance = rng.random(), rng.randrange(4)
         holds = rng.random() < (good if entropy + penalty * distance < border else bad)
-        found.append(Guess(entropy, distance, holds))
+        found.append(Guess(entropy, distance, holds, "a", place, 0))
     return found
 
 
@@ -28,8 +28,8 @@ def test_the_threshold_of_10000_guesses_is_where_they_stop_to_hold(seed: int, bo
     assert found is not None and found.position_penalty == penalty
     assert abs(found.entropy_threshold / border - 1) < 0.02
     kept = [guess for guess in every[1::2] if guess.entropy + penalty * guess.distance < found.entropy_threshold]
-    assert (found.num, found.num_kept, found.num_held) == (5000, len(kept), sum(guess.holds for guess in kept))
-    assert found.interval[0] >= 0.99
+    assert (found.num, found.kept.num) == (5000, len(kept)) and found.kept.num_held == sum(each.holds for each in kept)
+    assert found.kept.interval[0] >= 0.99
 
 
 def test_no_threshold_is_found_where_none_holds_or_too_few_guesses_are_known() -> None:
@@ -47,12 +47,31 @@ def test_guesses_held_out_lower_a_threshold_that_holds_by_chance_only() -> None:
 
 
 def test_guesses_are_compared_with_the_answer_which_they_do_not_change() -> None:
-    taught = TaughtFill(first=4, tokens=(5, 6, 7))
+    taught = TaughtFill(question="a", first=4, tokens=(5, 6, 7))
     decoder = taught.make_decoder(frozenset())
     proposal = decoder.propose([0, 1, 2, 3], 1, room=3)
     guesses = [Sample(token=token, entropy=entropy) for token, entropy in ((5, 0.125), (9, 0.25), (7, 8.0))]
     assert [sample.token for sample in decoder.accept(proposal, [], guesses).samples] == [5, 6]
-    assert taught.log == [Guess(0.125, 0, True), Guess(0.25, 1, False), Guess(8.0, 2, True)]
+    assert taught.log == [
+        Guess(0.125, 0, True, "a", 4, 0), Guess(0.25, 1, False, "a", 5, 0), Guess(8.0, 2, True, "a", 6, 0)
+    ]  # fmt: skip
+    decoder.accept(decoder.propose([0, 1, 2, 3, 5, 6], 2, room=1), [], guesses[:1])
+    assert taught.log[3:] == [Guess(0.125, 0, False, "a", 6, 3)]
+
+
+def test_the_best_guess_of_a_step_counts_at_every_threshold_since_the_decoder_keeps_it() -> None:
+    halves = [guesses(seed, 5000, 0.4, 0.0, good=1.0) for seed in (8, 9)]
+    assert find_thresholds(*halves, 0.99)
+    for half in halves:
+        half += [Guess(2.0, 0, False, "b", place, place) for place in range(200)]
+    assert find_thresholds(*halves, 0.99) is None
+
+
+def test_guesses_for_one_place_count_as_one() -> None:
+    every = [Guess(0.1, 0, True, "a", place, 0) for place in range(1000)]
+    assert find_thresholds(every, every, 0.99)
+    often = [guess._replace(place=guess.place // 10) for guess in every]
+    assert find_thresholds(often, often, 0.99) is None
 
 
 def test_a_file_gives_the_threshold_and_the_penalty_of_its_kinds_only(tmp_path: Path) -> None:
