@@ -31,6 +31,7 @@ _HEADS = ("kind", "guesses", "threshold", "penalty", "kept", "agreement", "95 %"
 
 
 def calibrate(
+    ctx: typer.Context,
     *,
     questions: Annotated[QuestionFlags, TakeFlags("questions", "limit", "system_prompt", "raw")],
     agreement: Annotated[
@@ -57,6 +58,7 @@ def calibrate(
 
     brigade generate --decode diffusion-fast --entropy-threshold thresholds.json:code "Write a function add(a, b)."
     """
+    flags.refuse_drafter(ctx, ("diffusion",))
     require_writable("output", output)
     chosen = {"temperature": 0.0, "seed": 0} | sampling.chosen()
     spec = RequestSpec((), max_tokens, chosen, **sampling.tokens())

@@ -124,7 +124,7 @@ def eval(
         require_writable("plot", plot)
     kinds = tuple(dict.fromkeys(kind.strip() for kind in decode.split(",")))
     flags.refuse_drafter(ctx, kinds)
-    given = windows.in_numbers({name: ctx.params[name] for name in _SERVER_FIELDS if name in given_flags(ctx)})
+    given = {name: ctx.params[name] for name in _SERVER_FIELDS if name in given_flags(ctx)}
     # each decoder takes what is for it; one that none takes is refused
     others = {name for name in given if not any(takes(kind, name) for kind in kinds)}
     fields = {
@@ -146,7 +146,8 @@ def eval(
         TEMPLATES.start()  # in parallel to imports that take a second
         model_at = loaded(cluster.options(), cases, concurrency)
     else:
-        model_at = _served(server, {"max_tokens": max_tokens, **chosen, **sampling.tokens()}, fields)
+        bodies = {kind: windows.in_numbers(of_kind) for kind, of_kind in fields.items()}
+        model_at = _served(server, {"max_tokens": max_tokens, **chosen, **sampling.tokens()}, bodies)
     run = EvalRun(sets, kinds, cases, texts)
     return run_eval(model_at, run, output, concurrency, plot=plot, as_json=as_json)
 

@@ -14,7 +14,6 @@ from coordinator.cluster.progress import say
 from coordinator.decoding.decode_options import Decode, make_decode
 from coordinator.planning.plan import USUAL_REQUESTS, Goal
 from coordinator.planning.recovery import USUAL, Limits
-from coordinator.quality.calibrate import read_thresholds
 from coordinator.sessions.request import make_sampling, sampling_field
 from worker.config import NO_DRAFTER
 from worker.errors import InputError
@@ -299,9 +298,12 @@ class DecodeFlags:
             "task, with its penalty.",
         ),
     ] = str(Decode.entropy_threshold)
-    position_penalty: Annotated[float, _windows(help="diffusion-fast: nats of entropy added per position ahead.")] = (
-        Decode.position_penalty
-    )
+    position_penalty: Annotated[
+        float | None,
+        _windows(
+            help=f"diffusion-fast: nats of entropy added per position ahead. (default: {Decode.position_penalty})"
+        ),
+    ] = None
 
     canvas: Annotated[
         int | None, _windows(metavar="T", help="canvas: places per canvas; default: as the model was trained.")
@@ -335,8 +337,8 @@ class DecodeFlags:
 
     def decoder(self) -> Decode:
         """Raises InputError for a value out of range, or a file without such a kind of task."""
-        threshold, penalty = self._thresholds()
-        return make_decode(
+        model, threshold, penalty = self._thresholds()
+        made = make_decode(
             *(self.decode, self.window, threshold, penalty, self.num_draft_tokens),
             canvas=self.canvas,
             canvas_steps=self.canvas_steps,
@@ -344,24 +346,30 @@ class DecodeFlags:
             canvas_threshold=self.canvas_threshold,
             conditioning=self.conditioning,
         )
+        return replace(made, calibrated_on=model)
 
     def in_numbers(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return given fields with the numbers of a file in its place. Raises InputError as `decoder`."""
+        """Return given fields for a server, with the numbers of a file in its place. Raises InputError as `decoder`."""
         if "entropy_threshold" not in given:
             return dict(given)
-        threshold, penalty = self._thresholds()
-        return {**given, "entropy_threshold": threshold, "position_penalty": penalty}
+        model, threshold, penalty = self._thresholds()
+        if model:  # a server may call its model by another name
+            say(f"the thresholds are those of {model}")
+        return {**given, "entropy_threshold": threshold} | ({"position_penalty": penalty} if model else {})
 
-    def _thresholds(self) -> tuple[float, float]:
-        """Return the entropy threshold and the position penalty."""
+    def _thresholds(self) -> tuple[str | None, float, float]:
+        """Return the model that they are of, if a file has them, the entropy threshold and the position penalty."""
+        penalty = Decode.position_penalty if self.position_penalty is None else self.position_penalty
         with suppress(ValueError):
-            return float(self.entropy_threshold), self.position_penalty
+            return None, float(self.entropy_threshold), penalty
         file, colon, kind = self.entropy_threshold.rpartition(":")
         if not colon:
             expected = "expected a number of nats, or FILE:KIND of a file that `brigade calibrate` wrote"
             raise InputError("entropy_threshold", f"{expected}, got {self.entropy_threshold!r}")
-        if self.position_penalty != Decode.position_penalty:
+        if self.position_penalty is not None:
             raise InputError("position_penalty", "expected none with --entropy-threshold FILE:KIND, which has its own")
+        from coordinator.quality.calibrate import read_thresholds
+
         return read_thresholds(Path(file), kind)
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -69,6 +69,7 @@ class Decode:
     conditioning: Conditioned = "exact"  # what a step of a model that refines its canvases knows of the one before
     training: CanvasTraining | None = None  # of the model, for canvas; likewise:
     vocab_size: int = 0
+    calibrated_on: str | None = field(default=None, repr=False, compare=False)  # the model of a file's thresholds
 
     @property
     def reads_text(self) -> bool:
@@ -162,9 +163,9 @@ def make_decode(
     _require_own(kind, given)
     if window != "auto" and not (window.isdecimal() and len(window) < 9 and 1 <= int(window) <= LARGEST_WINDOW):
         raise InputError("window", f"expected a whole number from 1 to {LARGEST_WINDOW} or `auto`, got {window!r}")
-    for field, value in (("entropy_threshold", entropy_threshold), ("position_penalty", position_penalty)):
-        if not (math.isfinite(value) and value >= 0):
-            raise InputError(field, f"expected a number from 0, got {value:g}")
+    for name, nats in (("entropy_threshold", entropy_threshold), ("position_penalty", position_penalty)):
+        if not (math.isfinite(nats) and nats >= 0):
+            raise InputError(name, f"expected a number from 0, got {nats:g}")
     if num_drafts != "auto" and not (num_drafts.isdecimal() and 1 <= int(num_drafts[:9]) <= MOST_DRAFTS):
         expected = f"expected a whole number from 1 to {MOST_DRAFTS} or `auto`"
         raise InputError("num_draft_tokens", f"{expected}, got {num_drafts!r}")
@@ -252,9 +253,14 @@ def suit(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
     """Return the decoder for this model, with `auto` resolved.
 
     Raises:
-        InputError: the model has no MASK token, no drafter or one of shorter blocks, a layer that cannot be cut, or no
-            room for the window.
+        InputError: thresholds are another model's; the model has no MASK token, no drafter or one of shorter blocks, a
+            layer that cannot be cut, or no room for the window.
     """
+    if decode.calibrated_on not in (None, spec.name):
+        expected = f"expected thresholds of {spec.name}, found those of {decode.calibrated_on}"
+        numbers = f"--entropy-threshold {decode.entropy_threshold:.4g} --position-penalty {decode.position_penalty:g}"
+        raise InputError("entropy_threshold", f"{expected}; calibrate this model, or give the numbers: {numbers}")
+    decode = replace(decode, calibrated_on=None)
     if decode.kind == "canvas" or (decode.kind == "auto" and spec.needs_canvas):
         return _suit_canvas(replace(decode, kind="canvas"), cache, spec)
     if spec.needs_canvas:

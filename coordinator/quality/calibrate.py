@@ -76,6 +76,7 @@ class _Rule(TypedDict):
 
 
 class _File(TypedDict):
+    model: str
     kinds: dict[str, _Rule]
 
 
@@ -112,8 +113,8 @@ class _Taught(Fill):
         return super().accept(proposal, samples, true)
 
 
-def read_thresholds(path: Path, kind: str) -> tuple[float, float]:
-    """Return the entropy threshold and the position penalty of a kind of task, from a file of calibration.
+def read_thresholds(path: Path, kind: str) -> tuple[str, float, float]:
+    """Return the model, the entropy threshold and the position penalty of a kind of task, from a file of calibration.
 
     Raises:
         InputError: the file cannot be read, is another one, or does not have this kind.
@@ -128,7 +129,7 @@ def read_thresholds(path: Path, kind: str) -> tuple[float, float]:
     kinds = found["kinds"]
     if kind not in kinds:
         raise InputError("entropy_threshold", f"expected one of {', '.join(kinds)} in {path}, got {kind!r}")
-    return kinds[kind]["entropy_threshold"], kinds[kind]["position_penalty"]
+    return found["model"], kinds[kind]["entropy_threshold"], kinds[kind]["position_penalty"]
 
 
 def find_thresholds(guesses: Sequence[Guess], held_out: Sequence[Guess], agreement: float) -> Calibration | None:

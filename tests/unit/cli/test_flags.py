@@ -1,6 +1,7 @@
 """Flags of every command: prompts, help, version, contradictions, and which cluster.yaml counts."""
 
 import io
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -135,7 +136,8 @@ def test_there_is_exactly_one_prompt(brigade: Command) -> None:
         ("eval --questions facts --decode ar,ngram --canvas-steps 2", "canvas_steps"),
         ("generate a --entropy-threshold 0.3", "entropy_threshold"),
         ("generate a --entropy-threshold some", "entropy_threshold"),
-        ("generate a --entropy-threshold f:code --position-penalty 0.1", "position_penalty"),
+        ("generate a --entropy-threshold f:code --position-penalty 0.02", "position_penalty"),
+        ("calibrate --questions facts --draft-model owner/small", "draft_model"),
         ("plan --simulate --stage-ms 1 --canvas 4 --canvas-steps 5", "canvas_steps"),
         ("generate a --decode ngram --draft-model owner/small", "draft_model"),
         ("verify --decode ar --draft-model owner/small", "draft_model"),
@@ -180,6 +182,20 @@ def test_flags_that_change_nothing_beside_the_others_are_accepted(opened: Comman
         "eval --questions facts --decode ar,canvas --canvas 4 --draft-model none",
     ):
         assert opened(arguments)[1], arguments
+
+
+def test_a_file_of_thresholds_gives_its_numbers_to_a_model_and_to_a_server(
+    brigade: Command, opened: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, rule = tmp_path / "t.json", {"entropy_threshold": 0.3, "position_penalty": 0.1}
+    file.write_text(json.dumps({"model": "demo", "kinds": {"facts": rule}}))
+    fast = ("--decode", "diffusion-fast", "--entropy-threshold", f"{file}:facts")
+    decode = opened("generate a", *fast)[1].spec.decode
+    assert (decode.entropy_threshold, decode.position_penalty, decode.calibrated_on) == (0.3, 0.1, "demo")
+    bodies: list[dict[str, Any]] = []
+    monkeypatch.setattr(remote, "run_remote", lambda given, body, asked: bodies.append(body))
+    brigade("generate", "a", "--server", "http://here", *fast)
+    assert bodies == [{"max_tokens": 256, "decode": "diffusion-fast"} | rule]
 
 
 @pytest.fixture

@@ -210,3 +210,11 @@ def test_more_drafts_than_a_heads_block_holds_are_refused() -> None:
         assert suit(make_decode("draft", "auto", 0.4, 0.02, number), Cache(), model).kind == "draft"
     with pytest.raises(InputError, match=r"^num_draft_tokens: expected at most 7.*got 8"):
         suit(make_decode("draft", "auto", 0.4, 0.02, "8"), Cache(), model)
+
+
+def test_thresholds_of_another_model_are_refused() -> None:
+    fast = decode("diffusion-fast", threshold=0.3)
+    assert suit(replace(fast, calibrated_on="tiny"), Cache(), spec()) == fast
+    with pytest.raises(InputError) as refusal:
+        suit(replace(fast, calibrated_on="small"), Cache(), spec())
+    assert refusal.value.field == "entropy_threshold"

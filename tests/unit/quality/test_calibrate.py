@@ -77,7 +77,7 @@ def test_guesses_for_one_place_count_as_one() -> None:
 def test_a_file_gives_the_threshold_and_the_penalty_of_its_kinds_only(tmp_path: Path) -> None:
     path = tmp_path / "thresholds.json"
     path.write_text(json.dumps({"model": "a", "kinds": {"code": {"entropy_threshold": 0.25, "position_penalty": 0.1}}}))
-    assert read_thresholds(path, "code") == (0.25, 0.1)
+    assert read_thresholds(path, "code") == ("a", 0.25, 0.1)
     for content, kind in ((None, "facts"), ("", "code"), ("[]", "code"), ('{"kinds": {"code": {}}}', "code")):
         if content is not None:
             path.write_text(content)
