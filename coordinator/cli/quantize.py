@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
-from coordinator.cluster.progress import say, show_bytes
-from worker.platform.text import format_bytes
+from coordinator.cli import flags
+from coordinator.cluster.progress import say, show_bytes, show_steps
+from coordinator.cluster.tables import plain_table
+from worker.errors import InputError
+from worker.platform.text import Json, format_bytes, to_json
 
-_panel = "Quantisation"
+if TYPE_CHECKING:
+    from coordinator.quality.quantize import QuantizeOptions
+    from worker.model.checkpoint import Checkpoint
+
+_panel, _mixed = "Quantisation", "Mixed bits"
+_SENSITIVITY = "sensitivity"
 
 
 def quantize(
@@ -33,30 +44,96 @@ def quantize(
     keep: Annotated[
         str | None, typer.Option(metavar="NAME,...", help="Modules that are not quantised, as lm_head,embed_tokens.")
     ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="sensitivity",
+            help="affine: give 8 bits to the parts that suffer most from --q-bits, as far as --target-bpw allows.",
+            rich_help_panel=_mixed,
+        ),
+    ] = None,
+    target_bpw: Annotated[
+        float | None, typer.Option(min=1, help="Bits per weight in the mean.", rich_help_panel=_mixed)
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The text that the parts are measured on. (default: a small one)",
+            rich_help_panel=_mixed,
+        ),
+    ] = None,
+    as_json: flags.JsonFlag = False,
 ) -> None:
     """Quantise a model, tensor by tensor from disk: only one tensor at a time is in memory.
 
     The tensors are those of mlx_lm's convert, and mlx_lm loads the result. Run again, the command continues where it
     was interrupted.
 
+    --recipe sensitivity holds the whole model in memory: it quantises each part alone, a kind of module in a quarter of
+    the layers, and measures the loss on a text and, if the model was trained for windows, how many drafts hold.
+
     brigade quantize Qwen/Qwen3-8B qwen3-8b-4bit --q-bits 4 --keep lm_head,embed_tokens
+
+    brigade quantize demo mixed --recipe sensitivity --target-bpw 5.5
     """
-    from coordinator.quality.quantize import QuantizedModel, quantize_options, write_model
+    from coordinator.quality.quantize import QuantizedModel, begun_bits, quantize_options, write_model
+    from coordinator.quality.sensitivity import read_text
     from worker.node.loading import open_checkpoint
 
+    if (recipe is None) != (target_bpw is None) or (recipe is None and calibration is not None):
+        raise InputError("recipe", "expected --recipe sensitivity with --target-bpw, and --calibration with these only")
+    if recipe is not None and (recipe != _SENSITIVITY or q_mode != "affine"):
+        raise InputError("recipe", f"expected {_SENSITIVITY} with affine, got {recipe} with {q_mode}")
     kept = [name.strip() for name in (keep or "").split(",") if name.strip()]
     options = quantize_options(q_mode, q_bits, q_group_size, kept)
+    text = read_text(calibration) if recipe else ""
     checkpoint = open_checkpoint(model)
     if lacking := checkpoint.lacking(checkpoint.tensors):
         say(f"downloading {len(lacking)} files of {checkpoint.name} ...")
         checkpoint.fetch(checkpoint.tensors, lambda nbytes: None)
-    found = QuantizedModel(checkpoint, options)
-    state = {
+    state: dict[str, Any] = {
         "model": checkpoint.fingerprint.tensors,
         "config": checkpoint.fingerprint.config,
         "files": [list(pair) for pair in checkpoint.stamp()],
         "options": [options.mode, options.bits, options.group_size, list(options.keep)],
     }
+    parts = list[Json]()
+    if target_bpw is not None:
+        state["recipe"] = [target_bpw, hashlib.sha256(text.encode()).hexdigest()]
+        known = begun_bits(out, state)  # of a run that was interrupted
+        bits_of = _mixed_bits(checkpoint, options, text, target_bpw, parts) if known is None else known
+        state["bits"], options = bits_of, replace(options, bits_of=bits_of)
+    found = QuantizedModel(checkpoint, options)
     with show_bytes("quantised", found.nbytes) as report:
         write_model(found, checkpoint, out, state, report)
+    if as_json:
+        print(to_json({"bytes": found.nbytes, "bits_per_weight": found.bits_per_weight, "parts": parts}), flush=True)
+    elif parts:
+        _print_parts(parts)
     say(f"{out}: {format_bytes(found.nbytes)}, {found.bits_per_weight:.2f} bits per weight")
+
+
+def _mixed_bits(
+    checkpoint: Checkpoint, options: QuantizeOptions, text: str, target: float, parts: list[Json]
+) -> dict[str, int]:
+    """Measure the parts of the model, and append what was found and chosen. Return the bits of those with more."""
+    from coordinator.quality.sensitivity import HIGH_BITS, Ablation
+
+    ablation = Ablation(checkpoint, options, text)
+    with show_steps(len(ablation.groups)) as begin:
+        found = ablation.run(begin)
+    mixed = ablation.choose(found, target)
+    for each in sorted(found, key=lambda each: -each.loss):
+        bits = HIGH_BITS if each in mixed.high else mixed.low
+        about = {"part": each.group.name, "weights": each.group.num_weights, "bits": bits}
+        parts.append(about | {"loss": each.loss, "drafts_lost": each.drafts})
+    return mixed.by_path
+
+
+def _print_parts(parts: list[Json]) -> None:
+    table = plain_table("part", "weights", "loss, nats", "drafts lost", "bits", gap=2)
+    for part in parts:
+        lost = "not measured" if part["drafts_lost"] is None else f"{part['drafts_lost']:+.3f}"
+        table.add_row(part["part"], f"{part['weights']:,}", f"{part['loss']:+.4f}", lost, str(part["bits"]))
+    Console(highlight=False).print(table)

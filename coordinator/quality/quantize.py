@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -59,6 +59,7 @@ class QuantizeOptions:
     bits: int
     group_size: int
     keep: tuple[str, ...] = ()  # steps of modules' paths, such as lm_head
+    bits_of: Mapping[str, int] = field(default_factory=dict)  # of modules that have others, by path
 
 
 def quantize_options(mode: str, bits: int | None, group_size: int | None, keep: Sequence[str]) -> QuantizeOptions:
@@ -74,6 +75,22 @@ def quantize_options(mode: str, bits: int | None, group_size: int | None, keep: 
             raise InputError(name, f"expected {', '.join(map(str, known))} with {mode}, got {value}")
     usual_bits, usual_size = fixed or (4, 64)
     return QuantizeOptions(mode, bits or usual_bits, group_size or usual_size, tuple(keep))
+
+
+def quantised_modules(model: Any, options: QuantizeOptions) -> Callable[[str, Any], Any]:
+    """Return what says of a module, by its path, whether it is quantised, or how if otherwise than most."""
+    own_choice = getattr(model, "quant_predicate", None)
+
+    def choose(path: str, module: Any) -> Any:
+        if not hasattr(module, "to_quantized") or module.weight.shape[-1] % options.group_size:
+            return False
+        if set(path.split(".")) & set(options.keep):
+            return False
+        if bits := options.bits_of.get(path):
+            return {"group_size": options.group_size, "bits": bits, "mode": options.mode}
+        return own_choice(path, module) if own_choice else True
+
+    return choose
 
 
 class QuantizedModel:
@@ -93,17 +110,16 @@ class QuantizedModel:
         if unknown := [name for name in options.keep if name not in known | {_HEAD}]:
             named = ", ".join(sorted(name for name in known if name and not name.isdigit()))
             raise InputError("keep", f"expected names of modules ({named}), found {unknown[0]!r}")
-        own_choice = getattr(model, "quant_predicate", None)
-
-        def choose(path: str, module: Any) -> Any:
-            if set(path.split(".")) & set(options.keep):
-                return False
-            return own_choice(path, module) if own_choice else True
-
+        choose = quantised_modules(model, options)
         try:
             with redirect_stdout(io.StringIO()):  # it prints
                 model, self.config = quantize_model(
-                    model, config, options.group_size, options.bits, options.mode, quant_predicate=choose
+                    model,
+                    config,
+                    options.group_size,
+                    options.bits,
+                    options.mode,
+                    quant_predicate=choose,
                 )
         except MISFITS as error:
             raise misfit(checkpoint, first_line(error)) from error
@@ -215,6 +231,16 @@ def write_model(
             _write_rest(model, checkpoint, folder)
         except OSError as error:
             raise BrigadeError(f"cannot write {folder}: {error.strerror}; the same command continues") from error
+
+
+def begun_bits(folder: Path, state: Mapping[str, Any]) -> dict[str, int] | None:
+    """Return the bits of modules that an unfinished conversion of this `state` has chosen; None without one."""
+    try:
+        found = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    bits = found.pop("bits", None)
+    return bits if found == json.loads(json.dumps(state)) else None
 
 
 @contextmanager

@@ -1,0 +1,234 @@
+"""Mixed bits: which parts of a model suffer most from fewer bits, by quantising each alone. MLX thread only.
+
+What suffers is the loss on a text, and the share of drafts that hold: guesses of MASK rows that the model itself would
+have said there, after the guesses before them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from coordinator.engine.tokenizer import Tokenizer
+from coordinator.quality.quantize import QuantizeOptions, quantised_modules
+from worker.compute.held_tensors import TensorReader
+from worker.errors import InputError
+from worker.model.build import build, tensors_of_module
+from worker.model.checkpoint import Checkpoint
+from worker.model.describe import describe
+from worker.platform.machine import memory_budget
+from worker.platform.text import format_bytes
+
+HIGH_BITS = 8
+_TEXT = Path(__file__).with_name("calibration.txt")
+LENGTH = 256  # tokens of a sequence
+_BLOCKS = 4  # of layers
+_DRAFTS = 8  # MASK rows of a window
+_PLACES = 2  # of a sequence at which a window begins
+_BATCH = 8  # sequences at once
+
+Takes = Callable[[str, Any], bool]  # whether a module is quantised, by its path
+
+
+@dataclass(frozen=True)
+class Group:
+    """Modules of one kind in neighbouring layers."""
+
+    name: str
+    paths: tuple[str, ...]
+    num_weights: int
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a model does on a text."""
+
+    loss: float  # nats per token
+    drafts: float | None  # share that holds; None: the model was not trained for MASK rows
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What the low bits of one group alone do."""
+
+    group: Group
+    loss: float  # nats per token more than without
+    drafts: float | None  # share that no longer holds
+
+
+@dataclass(frozen=True)
+class MixedBits:
+    """How many bits each group has."""
+
+    low: int
+    high: tuple[Sensitivity, ...]  # of HIGH_BITS
+    bits_per_weight: float
+
+    @property
+    def by_path(self) -> dict[str, int]:
+        return {path: HIGH_BITS for each in self.high for path in each.group.paths}
+
+
+def read_text(path: Path | None) -> str:
+    """Return the text of a file; ours without one. Raises InputError if it cannot be read."""
+    try:
+        return (path or _TEXT).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise InputError("calibration", f"cannot read {path}: {reason}") from error
+
+
+class MeasuredModel:
+    """A model that is whole in memory, and a text."""
+
+    def __init__(self, checkpoint: Checkpoint, text: str) -> None:
+        """
+        Raises:
+            InputError: the text is too short, or the model does not fit in memory. ModelError: it cannot be built.
+        """
+        tokens = Tokenizer(checkpoint).encode(text, special=False)
+        num = len(tokens) // LENGTH
+        if not num:
+            raise InputError("calibration", f"expected a text of at least {LENGTH} tokens, found {len(tokens)}")
+        spec = describe(checkpoint)
+        needed = sum(info.nbytes for info in checkpoint.tensors.values()) + 4 * _BATCH * LENGTH * spec.vocab_size
+        if needed > (budget := memory_budget()):
+            expected = f"expected {format_bytes(needed)} of memory for the whole model, found {format_bytes(budget)}"
+            raise InputError("recipe", f"{expected}; give --keep NAME,... instead")
+        self._tokens = mx.array(tokens[: num * LENGTH]).reshape(num, LENGTH)
+        self._mask_token = spec.mask_token
+        self._model: Any = build(checkpoint, TensorReader(checkpoint, list(checkpoint.tensors)))
+
+    def measure(self) -> Measure:
+        """Return what the model does on the text."""
+        num, loss, held = self._tokens.shape[0], 0.0, 0
+        for begin in range(0, num, _BATCH):
+            batch = self._tokens[begin : begin + _BATCH]
+            logits = self._model(batch).astype(mx.float32)
+            loss += float(nn.losses.cross_entropy(logits[:, :-1], batch[:, 1:], reduction="sum"))
+            if self._mask_token is None:
+                continue
+            for place in range(1, _PLACES + 1):
+                first = place * (LENGTH - _DRAFTS) // _PLACES
+                held += self._num_held(batch[:, :first], self._mask_token)
+        num_drafts = num * _PLACES * _DRAFTS
+        return Measure(loss / (num * (LENGTH - 1)), None if self._mask_token is None else held / num_drafts)
+
+    def _num_held(self, tokens: mx.array, mask_token: int) -> int:
+        """Return how many drafts after the tokens [B, L] hold, as `diffusion` finds them and checks them."""
+        first = tokens.shape[1]
+        masks = mx.full((tokens.shape[0], _DRAFTS), mask_token)
+        drafts = self._said(mx.concatenate([tokens, masks], axis=1), mask_token)[:, first:]
+        said = self._said(mx.concatenate([tokens, drafts], axis=1), mask_token)[:, first - 1 : -1]
+        return int(mx.cumprod((said == drafts).astype(mx.int32), axis=1).sum())
+
+    def _said(self, tokens: mx.array, mask_token: int) -> mx.array:
+        """Return the likeliest token of each row [B, L], which is never a MASK."""
+        logits = self._model(tokens)
+        logits[..., mask_token] = -mx.inf
+        return mx.argmax(logits, axis=-1)
+
+
+class Ablation(MeasuredModel):
+    """What happens to a model whose parts are quantised one by one."""
+
+    def __init__(self, checkpoint: Checkpoint, options: QuantizeOptions, text: str) -> None:
+        """Raises as `MeasuredModel` does."""
+        super().__init__(checkpoint, text)
+        self._options = options
+        takes = quantised_modules(self._model, options)
+        self.groups = module_groups(self._model, lambda path, module: takes(path, module) is True)
+
+    def run(self, begin: Callable[[str], None]) -> list[Sensitivity]:
+        """Quantise each group alone; `begin` gets its name before."""
+        whole, modules, found = self.measure(), dict(self._model.named_modules()), list[Sensitivity]()
+        for group in self.groups:
+            begin(group.name)
+            with _quantised([modules[path] for path in group.paths], self._options):
+                part = self.measure()
+            drafts = None if part.drafts is None or whole.drafts is None else whole.drafts - part.drafts
+            found.append(Sensitivity(group, part.loss - whole.loss, drafts))
+        return found
+
+    def choose(self, found: Sequence[Sensitivity], target: float) -> MixedBits:
+        """Return the bits of each group. Raises InputError if not even the low bits reach the target."""
+        parameters = tensors_of_module(self._model)
+        num, nbytes = sum(array.size for _, array in parameters), sum(array.nbytes for _, array in parameters)
+        return choose_bits(found, self._options, num=num, nbytes=nbytes, target=target)
+
+
+def module_groups(model: Any, takes: Takes) -> list[Group]:
+    """Return the modules that are quantised, by kind and block of layers."""
+    found: dict[str, list[tuple[str, Any]]] = {}
+    quantised = [(path, module) for path, module in model.named_modules() if takes(path, module)]
+    layers = sorted({layer for path, _ in quantised if (layer := _layer(path)[0]) is not None})
+    size = max(1, -(-len(layers) // _BLOCKS))
+    for path, module in sorted(quantised):
+        layer, kind = _layer(path)
+        if layer is not None:
+            block = layers[layers.index(layer) // size * size :][:size]
+            kind = f"layers {block[0]} to {block[-1]}, {kind}"
+        found.setdefault(kind, []).append((path, module))
+    return [
+        Group(name, tuple(path for path, _ in members), sum(module.weight.size for _, module in members))
+        for name, members in found.items()
+    ]
+
+
+def _layer(path: str) -> tuple[int | None, str]:
+    """Return the number of a module's layer and its kind; no number outside of the layers."""
+    steps = path.split(".")
+    number = next((place for place, step in enumerate(steps) if step.isdigit()), None)
+    return (None, steps[-1]) if number is None else (int(steps[number]), ".".join(steps[number + 1 : number + 2]))
+
+
+def choose_bits(
+    found: Sequence[Sensitivity], options: QuantizeOptions, *, num: int, nbytes: int, target: float
+) -> MixedBits:
+    """Return the bits of each group: HIGH_BITS for those that suffer most per weight, while the mean allows it.
+
+    A group suffers by its shares of all groups' loss and of all drafts that no longer hold.
+
+    Args:
+        num, nbytes: of all weights before.
+    Raises:
+        InputError: not even the low bits reach the target.
+    """
+    low, item_bits = options.bits, 8 * nbytes / num
+    saved = item_bits - low - 2 * item_bits / options.group_size  # per weight: groups have a scale and a bias
+    num_bits = 8 * nbytes - sum(each.group.num_weights * saved for each in found)
+    if num_bits > target * num:
+        raise InputError("target_bpw", f"expected at least {num_bits / num:.2f} with {low} low bits, got {target:g}")
+    losses, drafts = (_shares([getattr(each, name) or 0.0 for each in found]) for name in ("loss", "drafts"))
+    harms = [(loss + lost) / each.group.num_weights for each, loss, lost in zip(found, losses, drafts, strict=True)]
+    high = list[Sensitivity]()
+    for _, number in sorted(((harm, number) for number, harm in enumerate(harms)), reverse=True):
+        more = (HIGH_BITS - low) * found[number].group.num_weights
+        if num_bits + more <= target * num:
+            high.append(found[number])
+            num_bits += more
+    return MixedBits(low, tuple(high), num_bits / num)
+
+
+def _shares(values: Sequence[float]) -> list[float]:
+    total = sum(max(0.0, value) for value in values)
+    return [max(0.0, value) / total if total else 0.0 for value in values]
+
+
+@contextmanager
+def _quantised(modules: Sequence[Any], options: QuantizeOptions) -> Iterator[None]:
+    """Let the modules compute with quantised weights."""
+    before = [module.weight for module in modules]
+    for module in modules:
+        parts = mx.quantize(module.weight, options.group_size, options.bits)
+        found = mx.dequantize(*parts, group_size=options.group_size, bits=options.bits)
+        module.weight = found.astype(module.weight.dtype)
+    try:
+        yield
+    finally:
+        for module, weight in zip(modules, before, strict=True):
+            module.weight = weight
