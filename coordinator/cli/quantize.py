@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from coordinator.cli import flags
-from coordinator.cluster.progress import say, show_bytes, show_steps
+from coordinator.cluster.progress import say, show_bytes, show_tokens
 from coordinator.cluster.tables import plain_table
 from worker.errors import InputError
 from worker.platform.text import Json, format_bytes, to_json
@@ -121,8 +121,8 @@ def _mixed_bits(
     from coordinator.quality.sensitivity import HIGH_BITS, Ablation
 
     ablation = Ablation(checkpoint, options, text)
-    with show_steps(len(ablation.groups)) as begin:
-        found = ablation.run(begin)
+    with show_tokens("measured", len(ablation.groups)) as report:
+        found = ablation.run(target, report)
     mixed = ablation.choose(found, target)
     for each in sorted(found, key=lambda each: -each.loss):
         bits = HIGH_BITS if each in mixed.high else mixed.low

@@ -143,15 +143,20 @@ class Ablation(MeasuredModel):
         takes = quantised_modules(self._model, options)
         self.groups = module_groups(self._model, lambda path, module: takes(path, module) is True)
 
-    def run(self, begin: Callable[[str], None]) -> list[Sensitivity]:
-        """Quantise each group alone; `begin` gets its name before."""
+    def run(self, target: float, report: Callable[[int, int], None]) -> list[Sensitivity]:
+        """Quantise each group alone; `report` gets a 1 after each, and the number of the text's tokens.
+
+        Raises:
+            InputError: not even the low bits reach the target.
+        """
+        self.choose([Sensitivity(group, 0.0, None) for group in self.groups], target)
         whole, modules, found = self.measure(), dict(self._model.named_modules()), list[Sensitivity]()
         for group in self.groups:
-            begin(group.name)
             with _quantised([modules[path] for path in group.paths], self._options):
                 part = self.measure()
             drafts = None if part.drafts is None or whole.drafts is None else whole.drafts - part.drafts
             found.append(Sensitivity(group, part.loss - whole.loss, drafts))
+            report(1, self._tokens.size)
         return found
 
     def choose(self, found: Sequence[Sensitivity], target: float) -> MixedBits:
