@@ -43,6 +43,7 @@ PROGRAMS = [
         "eval_kv", "--conversations 1 --lengths 512 --long-lengths 300 --hidden 128 --rounds 1 --json @kv.json",
         r"\| 300 \| int4 \| \d", mark=MATRIX,
     ),
+    program("eval_quantised", "--limit 1 --rounds 1", r"\| 4 bits \| \d", mark=MATRIX),
     program("eval_windows", "--from docs/windows.json --json @windows.json --markdown @windows.md"),
     program("faults", "--picture @kill.svg", mark=MATRIX),
     program("flipped_bits", "--frames 1", r"plaintext: 1 frames .* 0 accepted", r"tls: 1 frames .* 0 accepted"),
