@@ -325,7 +325,7 @@ def test_windows_are_chosen_for_all_that_share_the_step(num_sessions: int, has_m
             costs.steps.observe(num_rows, seconds)
     rig = Rig(num_stages=1, most_lane_rows=4096)
     for number in range(num_sessions):
-        decoder = make_decode("diffusion", "auto", 0.4, 0.1).make_decoder(frozenset(), costs)
+        decoder = make_decode("diffusion").make_decoder(frozenset(), costs)
         rig.submit(prompt_of(1, seed=number), 8, decoder=decoder)
     rig.step()
     assert [bool(window.masks) for window in rig.chain.frames[0].windows] == [has_masks] * num_sessions
