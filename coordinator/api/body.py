@@ -249,7 +249,7 @@ _EXPECTED = {
     "too_short": "{min_length} or more items",
     "union_tag_not_found": "an object with a type",
 }
-_MOST_SHOWN = 60  # characters of a value
+MOST_SHOWN = 60  # characters of a value in an error
 
 
 def _describe(errors: Sequence[ErrorDetails]) -> str:
@@ -266,7 +266,7 @@ def _describe(errors: Sequence[ErrorDetails]) -> str:
         found = "an object" if isinstance(value, dict) else "a list"
     else:
         found = json.dumps(value, ensure_ascii=False)
-        found = found if len(found) <= _MOST_SHOWN else f"{len(found) - 2} characters"
+        found = found if len(found) <= MOST_SHOWN else f"{len(found) - 2} characters"
     return f"expected {' or '.join(expected)}, found {found}"
 
 

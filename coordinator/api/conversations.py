@@ -9,13 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from coordinator.api.body import Sampled, Section
+from coordinator.api.body import MOST_SHOWN, Sampled, Section
 from coordinator.api.left_out import leave_out
 from worker.errors import InputError
 from worker.platform.text import Json
 
 _TEXT = ("text", "input_text", "output_text", "summary_text")
-_MOST_SHOWN = 60  # characters of a part
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
 
 
@@ -90,7 +89,7 @@ def _text_in(part: Json, field: str) -> str | None:
         case {"type": str(kind)} if kind not in (*_TEXT, "refusal"):
             name = leave_out(kind.removeprefix("input_").removesuffix("_url"))
             return f"[{name} left out: this model reads text only]"
-    raise InputError(field, f"expected parts with a type and its content, found {json.dumps(part)[:_MOST_SHOWN]}")
+    raise InputError(field, f"expected parts with a type and its content, found {json.dumps(part)[:MOST_SHOWN]}")
 
 
 def join_turns(parts: Iterable[Json]) -> tuple[Json, ...]:

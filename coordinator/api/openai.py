@@ -11,10 +11,10 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from coordinator.api.answers import AnswerStats, answer_stats, usage_of
-from coordinator.api.body import UNSUPPORTED, Limit, ModelName, OpenAISampled, Section, Unsupported
+from coordinator.api.body import MOST_SHOWN, UNSUPPORTED, Limit, ModelName, OpenAISampled, Section, Unsupported
 from coordinator.api.conversations import Conversing, leave_out_tool, parse_arguments, text_of, thoughts_of
 from coordinator.api.server import Server
-from coordinator.api.sse import DONE, ApiAnswer, Event
+from coordinator.api.sse import DONE, ApiAnswer, Event, renaming
 from coordinator.engine.grammars import json_grammar, lark_grammar, regex_grammar
 from coordinator.engine.inputs import InputProcessor, prepare_choices
 from coordinator.sessions.calls import joined_calls
@@ -162,7 +162,7 @@ def _is_function(tool: Json) -> bool:
             case {"name": str(name), **others} if name and isinstance(others.get("parameters") or {}, dict):
                 return True
         expected = "expected a function with a name, and its parameters as an object, in each tool of type function"
-        raise InputError("tools", f"{expected}, found {json.dumps(tool.get('function'))[:60]}")
+        raise InputError("tools", f"{expected}, found {json.dumps(tool.get('function'))[:MOST_SHOWN]}")
     leave_out_tool(tool.get("type"))
     return False
 
@@ -348,7 +348,8 @@ class ChatAnswer(OpenAIAnswer):
 
     async def prepare(self, inputs: InputProcessor) -> Sequence[Request]:
         self.token_text, self.token_bytes = inputs.token_text, inputs.token_bytes
-        return await prepare_choices(inputs, self._body.to_spec(), self._body.n)
+        with renaming({"prompt": "messages"}):
+            return await prepare_choices(inputs, self._body.to_spec(), self._body.n)
 
     def events(self, index: int, output: Output) -> Iterator[Json]:
         if index not in self._calls:

@@ -77,7 +77,7 @@ def quantize(
 
     brigade quantize demo mixed --recipe sensitivity --target-bpw 5.5
     """
-    from coordinator.quality.quantize import QuantizedModel, begun_bits, quantize_options, write_model
+    from coordinator.quality.quantize import QuantizedModel, begun_parts, quantize_options, write_model
     from coordinator.quality.sensitivity import read_text
     from worker.node.loading import open_checkpoint
 
@@ -101,9 +101,9 @@ def quantize(
     parts = list[Json]()
     if target_bpw is not None:
         state["recipe"] = [target_bpw, hashlib.sha256(text.encode()).hexdigest()]
-        known = begun_bits(out, state)  # of a run that was interrupted
-        bits_of = _mixed_bits(checkpoint, options, text, target_bpw, parts) if known is None else known
-        state["bits"], options = bits_of, replace(options, bits_of=bits_of)
+        parts = begun_parts(out, state) or _measured_parts(checkpoint, options, text, target_bpw)
+        state["parts"] = parts
+        options = replace(options, bits_of={path: part["bits"] for part in parts for path in part["modules"]})
     found = QuantizedModel(checkpoint, options)
     with show_bytes("quantised", found.nbytes) as report:
         write_model(found, checkpoint, out, state, report)
@@ -114,21 +114,21 @@ def quantize(
     say(f"{out}: {format_bytes(found.nbytes)}, {found.bits_per_weight:.2f} bits per weight")
 
 
-def _mixed_bits(
-    checkpoint: Checkpoint, options: QuantizeOptions, text: str, target: float, parts: list[Json]
-) -> dict[str, int]:
-    """Measure the parts of the model, and append what was found and chosen. Return the bits of those with more."""
+def _measured_parts(checkpoint: Checkpoint, options: QuantizeOptions, text: str, target: float) -> list[Json]:
+    """Return the parts of the model, with what each suffers and the bits that are chosen for it."""
     from coordinator.quality.sensitivity import HIGH_BITS, Ablation
 
     ablation = Ablation(checkpoint, options, text)
     with show_tokens("measured", len(ablation.groups)) as report:
         found = ablation.run(target, report)
     mixed = ablation.choose(found, target)
-    for each in sorted(found, key=lambda each: -each.loss):
-        bits = HIGH_BITS if each in mixed.high else mixed.low
-        about = {"part": each.group.name, "weights": each.group.num_weights, "bits": bits}
-        parts.append(about | {"loss": each.loss, "drafts_lost": each.drafts})
-    return mixed.by_path
+    return [
+        {
+            "part": each.group.name, "modules": list(each.group.paths), "weights": each.group.num_weights,
+            "bits": HIGH_BITS if each in mixed.high else options.bits, "loss": each.loss, "drafts_lost": each.drafts,
+        }
+        for each in sorted(found, key=lambda each: -each.loss)
+    ]  # fmt: skip
 
 
 def _print_parts(parts: list[Json]) -> None:

@@ -190,14 +190,13 @@ def make_decode(
     )
 
 
-def _require_own(kind: str, given: Mapping[str, object]) -> None:
-    """Raise InputError for a field that is for other decoders."""
+def _require_own(kind: str, given: Mapping[str, object], found: str = "") -> None:
+    """Raise InputError for a field that is for other decoders; `found` says which one was asked for."""
     for name, value in given.items():
         default, kinds = _OF_DECODERS[name]
         if value != default and kind not in kinds:
-            raise InputError(
-                name, f"expected with {' or '.join(kinds)} only, got it with {kind}; leave one of them out"
-            )
+            expected = f"expected with the decoder {kinds[-1]} only"
+            raise InputError(name, f"{expected}, got it with {found or kind}; ask for that one or leave it out")
 
 
 def _thresholds(text: str) -> tuple[float, float, int]:
@@ -272,7 +271,8 @@ def suit(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
         able = spec.mask_token is not None and not spec.recurrent_layers and has_room
         has_drafter = spec.drafter is not None and spec.can_take_back
         decode = replace(decode, kind="draft" if has_drafter else "diffusion" if able else "ar")
-        _require_own(decode.kind, {name: getattr(decode, name) for name in _CANVAS_FIELDS})
+        given = {name: getattr(decode, name) for name in _CANVAS_FIELDS}
+        _require_own(decode.kind, given, f"auto, which stands for {decode.kind} here")
     if decode.kind == "ar":
         return decode
     if not spec.can_take_back:

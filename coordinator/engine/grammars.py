@@ -208,9 +208,10 @@ def _name(function: Mapping[str, Any]) -> str:
 
 def _arguments(function: Mapping[str, Any]) -> str:
     schema = function.get("parameters") or _NO_ARGUMENTS
-    if not isinstance(schema, dict):
-        raise InputError("tools", f"expected parameters of {function['name']} as a JSON schema, an object")
-    return json_grammar({"type": "object"} | schema, is_strict=function.get("strict") is True, field="tools")
+    kind = schema.get("type", "object") if isinstance(schema, dict) else None
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise InputError("tools", f"expected parameters of {function['name']} as a JSON schema of an object")
+    return json_grammar(schema | {"type": "object"}, is_strict=function.get("strict") is True, field="tools")
 
 
 def _literal(text: str) -> str:

@@ -59,7 +59,7 @@ class QuantizeOptions:
     bits: int
     group_size: int
     keep: tuple[str, ...] = ()  # steps of modules' paths, such as lm_head
-    bits_of: Mapping[str, int] = field(default_factory=dict)  # of modules that have others, by path
+    bits_of: Mapping[str, int] = field(default_factory=dict)  # of modules, by their paths; others have `bits`
 
 
 def quantize_options(mode: str, bits: int | None, group_size: int | None, keep: Sequence[str]) -> QuantizeOptions:
@@ -86,7 +86,8 @@ def quantised_modules(model: Any, options: QuantizeOptions) -> Callable[[str, An
             return False
         if set(path.split(".")) & set(options.keep):
             return False
-        if bits := options.bits_of.get(path):
+        bits = options.bits_of.get(path, options.bits)
+        if bits != options.bits:
             return {"group_size": options.group_size, "bits": bits, "mode": options.mode}
         return own_choice(path, module) if own_choice else True
 
@@ -233,14 +234,14 @@ def write_model(
             raise BrigadeError(f"cannot write {folder}: {error.strerror}; the same command continues") from error
 
 
-def begun_bits(folder: Path, state: Mapping[str, Any]) -> dict[str, int] | None:
-    """Return the bits of modules that an unfinished conversion of this `state` has chosen; None without one."""
+def begun_parts(folder: Path, state: Mapping[str, Any]) -> list[Any]:
+    """Return the parts that an unfinished conversion of this `state` has measured; none without one."""
     try:
         found = json.loads((folder / _STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-    bits = found.pop("bits", None)
-    return bits if found == json.loads(json.dumps(state)) else None
+        return []
+    parts = found.pop("parts", [])
+    return parts if found == json.loads(json.dumps(state)) else []
 
 
 @contextmanager

@@ -62,15 +62,10 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class MixedBits:
-    """How many bits each group has."""
+    """The groups of HIGH_BITS, and what all weights come to."""
 
-    low: int
-    high: tuple[Sensitivity, ...]  # of HIGH_BITS
+    high: tuple[Sensitivity, ...]
     bits_per_weight: float
-
-    @property
-    def by_path(self) -> dict[str, int]:
-        return {path: HIGH_BITS for each in self.high for path in each.group.paths}
 
 
 def read_text(path: Path | None) -> str:
@@ -216,7 +211,7 @@ def choose_bits(
         if num_bits + more <= target * num:
             high.append(found[number])
             num_bits += more
-    return MixedBits(low, tuple(high), num_bits / num)
+    return MixedBits(tuple(high), num_bits / num)
 
 
 def _shares(values: Sequence[float]) -> list[float]:

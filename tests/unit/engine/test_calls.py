@@ -116,7 +116,10 @@ def test_one_call_is_one_call(calls: Calls) -> None:
         ("json_tools", TOOLS, "walk", "^tool_choice: .*found no tool 'walk'"),
         ("json_tools", [{"function": {"name": "a b"}}], None, "^tools: .*found 'a b'"),
         ("json_tools", [{"function": {}}], None, "^tools: .*found None"),
-        ("json_tools", [{"function": {"name": "a", "parameters": [1]}}], None, "^tools: .*an object"),
+        *(
+            ("json_tools", [{"function": {"name": "a", "parameters": parameters}}], None, "^tools: .* a .*an object")
+            for parameters in ([1], {"type": "string"}, {"type": ["array", "null"]})
+        ),
     ],
 )
 def test_calls_that_cannot_be_forced_are_refused(form: str, tools: list[Any], only: str | None, said: str) -> None:
