@@ -204,6 +204,7 @@ def test_a_prompt_that_is_too_long_is_refused_as_the_client_expects(server: Serv
         assert error["message"].startswith("prompt is too long: ") and " maximum" in error["message"]
     else:
         assert error["code"] == "context_length_exceeded" and "maximum context length is" in error["message"]
+        assert error["param"] == ("messages" if path_of(client) == "/v1/chat/completions" else "input")
 
 
 @EACH

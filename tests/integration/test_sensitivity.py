@@ -11,10 +11,11 @@ from mlx_lm.utils import load_model
 
 from coordinator.cli.quantize import quantize
 from coordinator.quality import sensitivity
+from coordinator.quality.quantize import Shard
 from tests.integration.test_quantize import weights_of
 from tests.tiny import VOCAB, make_model
 from worker.compute.held_tensors import TensorReader
-from worker.errors import InputError
+from worker.errors import BrigadeError, InputError
 from worker.model.build import build
 from worker.node.loading import open_checkpoint
 
@@ -60,6 +61,22 @@ def test_parts_are_measured_and_mlx_lm_reads_their_mixed_bits(
     own: Any = build(checkpoint, TensorReader(checkpoint, list(checkpoint.tensors)))
     tokens = mx.array([[1, 2, 3]])
     assert mx.array_equal(model(tokens), own(tokens))
+
+
+def test_a_run_that_goes_on_measures_nothing_again(
+    tmp_path: Path, characters: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = make_model(tmp_path / "model", dtype=mx.bfloat16), tmp_path / "out"
+    whole = mixed(source, tmp_path / "whole", capsys)
+
+    def fail(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as once, pytest.raises(BrigadeError):
+        once.setattr(Shard, "write", fail)
+        mixed(source, out, capsys)
+    monkeypatch.setattr(sensitivity.Ablation, "run", fail)
+    assert mixed(source, out, capsys) == whole
 
 
 def test_what_cannot_be_measured_is_refused_before_anything_is_written(

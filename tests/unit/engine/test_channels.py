@@ -135,8 +135,8 @@ def test_stop_strings_end_what_is_said_and_no_call(size: int, stops: Any, said: 
 
 
 def test_no_stop_string_ends_an_answer_whose_call_is_forced() -> None:
-    pieces = Pieces(CALL, 3)
-    parser = TextParser(pieces, ("add", "<", "\n"), markers(), TOOLS, Calls(are_forced=True))
+    pieces = Pieces(f"<think>Hm.</think>{CALL}", 3)
+    parser = TextParser(pieces, ("add", "Hm", "<"), markers(), TOOLS, Calls(are_forced=True))
     output = Output("", pieces.tokens, 0, "stop")
     parser.read(output)
     assert output.finish_reason == "tool_calls" and parser.stopped_by is None
