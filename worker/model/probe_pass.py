@@ -23,6 +23,7 @@ from worker.errors import ModelError, first_line
 from worker.model.cache_spec import Memory, group_size
 from worker.model.module_tree import ModuleTree, module_tree_of
 from worker.model.stub_layers import RunLayer, StubEmbedding, as_returned, drop_part, install_gates
+from worker.platform.machine import attends_quantised
 
 _ROWS = 11  # of the pass: several, so that masks are made, and no size that a model has
 _FAILURES = (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError)
@@ -219,7 +220,8 @@ def _quantised_refusal(model: Any, info: ModelInfo) -> str:
     sizes = {size for memory in memories for size in (memory.key_size, memory.value_size)}
     if odd := sorted(size for size in sizes if size == 0 or size % 32):
         return f"quantised rows need heads of a multiple of 32 numbers, but they have {odd[0]}"
-    return _trial(model, info, lambda memory: QuantizedKVCache(group_size(memory.value_size), bits=8))
+    refusal = _trial(model, info, lambda memory: QuantizedKVCache(group_size(memory.value_size), bits=8))
+    return refusal or ("" if attends_quantised() else "MLX cannot multiply by quantised rows on this device")
 
 
 def _trial(model: Any, info: ModelInfo, make: Callable[[Memory], Any]) -> str:

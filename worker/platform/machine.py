@@ -46,6 +46,18 @@ def multiplies_experts(dtype: mx.Dtype) -> bool:
     return dtype == mx.float32 or mx.default_device().type == mx.gpu
 
 
+@cache
+def attends_quantised() -> bool:
+    """Return whether MLX multiplies a prompt's rows by quantised keys and values here; on CUDA, versions lack that."""
+    rows = mx.zeros((1, 1, 2, 64, 64), mx.bfloat16)  # [B, H, heads of a group, L, K]
+    quantised = mx.quantize(rows[:, :, 0], bits=8)
+    try:
+        mx.eval([mx.quantized_matmul(rows, *quantised, transpose=is_key, bits=8) for is_key in (True, False)])
+    except RuntimeError:
+        return False
+    return True
+
+
 def allow_connections(count: int) -> None:
     """Raise this process's limit of open files to hold `count` connections; macOS starts at 256."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -242,6 +242,13 @@ def test_a_pass_shows_why_caches_cannot_be_kept_in_8_bits(name: str, unit: int, 
     assert found.startswith(said) and bool(found) == bool(said)
 
 
+def test_quantised_caches_are_refused_where_the_device_cannot_compute_with_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker.model.probe_pass.attends_quantised", lambda: False)
+    assert "on this device" in probe(build_type("qwen3", 32)[1]).quantised_refusal
+
+
 @pytest.mark.parametrize(("name", "refused"), [("qwen3", False), ("gpt_oss", False), ("deepseek_v32", True)])
 def test_a_pass_shows_whether_caches_can_let_go_of_tokens(name: str, refused: bool) -> None:
     assert bool(probe(build_type(name)[1]).rotating_refusal) == refused
