@@ -160,6 +160,7 @@ class _Run:
             nodes=tuple(f"stage {stage}" for stage in range(num_stages)),
             bytes_of=lambda cache, rows: (0,) * num_stages,
             rows_that_can_be_cut=lambda cache: 0,
+            snapshot_bytes=lambda cache: (2,) * num_stages,  # no room for any: nobody comes back
         )
         self._pipeline = pipeline
         num_tokens = _ENDLESS if load.goes_on else load.num_tokens

@@ -1,7 +1,7 @@
 """InputProcessor: makes checked requests of what clients ask, with a model's configuration, tokenizer and template."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -40,6 +40,7 @@ from worker.model.model_spec import ModelSpec
 
 T = TypeVar("T")
 
+_ANY_USER = {"role": "user", "content": "a"}
 _LONG = 1 << 18  # letters: a longer prompt is tokenized in another process, in a turn of its own
 
 
@@ -176,6 +177,7 @@ class InputProcessor:
             calls=asked.calls,
             continues_text=not isinstance(asked.prompt, Conversation),
             not_enforced=tuple(not_enforced),
+            turn_ends=await self._turn_ends(asked, prompt) if len(prompt) > spec.rows_that_can_be_cut else (),
         )
         check_request(request, spec)
         return request
@@ -221,14 +223,33 @@ class InputProcessor:
     async def _num_system(self, asked: RequestSpec) -> int:
         """Return with how many tokens the conversation begins whatever its user says. Raises InputError for none."""
         prompt = asked.prompt
-        messages = prompt.messages if isinstance(prompt, Conversation) else ()
-        system = tuple(takewhile(lambda message: message["role"] == "system", messages))
+        system = _system_of(prompt) if isinstance(prompt, Conversation) else ()
         if not (system and isinstance(prompt, Conversation)):
             expected = "expected a conversation that begins with a system prompt, found none"
             raise InputError("kv_keep", f"{expected}; give a number of tokens")
         others = (replace(prompt, messages=(*system, {"role": "user", "content": text})) for text in "ab")
         one, other = [await self.prompt_ids(each, most=self.spec.context - 1, calls=asked.calls) for each in others]
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+        return _num_alike(one, other)
+
+    async def _turn_ends(self, asked: RequestSpec, ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the lengths at which later prompts may part from these ids of a conversation, ascending.
+
+        They are where its system prompt ends, its last message of the user (templates leave out the thoughts of earlier
+        turns), and its last message.
+        """
+        prompt = asked.prompt
+        if not isinstance(prompt, Conversation):
+            return ()
+        messages = prompt.messages
+        last = max((n for n, message in enumerate(messages, 1) if message["role"] == "user"), default=0)
+        beginnings = [(*_system_of(prompt), _ANY_USER), *(messages[:end] for end in {last, len(messages)} if end)]
+        arguments = {**prompt.template_arguments, "add_generation_prompt": False}
+        lengths = set()
+        for some in beginnings:
+            with suppress(InputError):  # not every template takes every beginning
+                beginning = replace(prompt, messages=some, template_arguments=arguments)
+                lengths.add(_num_alike(ids, await self.prompt_ids(beginning, calls=asked.calls)))
+        return tuple(sorted(lengths - {0, len(ids)}))
 
     async def _last_tokens(self, texts: Sequence[str]) -> set[int]:
         """Return the last token of each text; none without a tokenizer."""
@@ -342,6 +363,16 @@ async def prepare_choices(inputs: InputProcessor, spec: RequestSpec, n: int) -> 
 
 def _pool_from(pooling: PoolingKind | None, prompt: Sequence[int]) -> int | None:
     return None if pooling is None else 0 if pooling == "mean" else max(0, len(prompt) - 1)
+
+
+def _system_of(prompt: Conversation) -> tuple[Mapping[str, Any], ...]:
+    """Return the messages of the system with which a conversation begins."""
+    return tuple(takewhile(lambda message: message["role"] == "system", prompt.messages))
+
+
+def _num_alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return with how many equal ids both begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _num_letters(value: Any) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
-from itertools import count
+from itertools import count, repeat
 from operator import add, sub
 
 from coordinator.decoding.decode_options import LARGEST_WINDOW
@@ -19,6 +19,7 @@ from coordinator.planning.plan import Plan
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import Cache, Opening
 from worker.errors import ContextExceeded, QueueFull
+from worker.model.cache_spec import MOST_SNAPSHOTS
 from worker.model.model_spec import ModelSpec
 from worker.platform.text import format_bytes
 
@@ -38,7 +39,8 @@ class CacheCosts:
     budgets: Bytes
     nodes: tuple[str, ...]
     bytes_of: Callable[[Cache, int], Bytes]  # the most that a cache of this many rows takes
-    rows_that_can_be_cut: Callable[[Cache], int]  # a longer cache can only be extended
+    rows_that_can_be_cut: Callable[[Cache], int]  # a longer cache can only be extended, or copied from a snapshot
+    snapshot_bytes: Callable[[Cache], Bytes]  # the most that a snapshot takes
 
     def most_rows(self, cache: Cache, at_most: int) -> int:
         """Return the longest such cache, up to this many rows, that every stage has memory for."""
@@ -60,11 +62,16 @@ def cache_costs(plan: Plan, spec: ModelSpec) -> CacheCosts:
     def bytes_by_kind(kind: bytes, rows: int) -> Bytes:
         return tuple(with_cache(kind).reserved_bytes(node.start, node.end, rows) for node in plan.assignments)
 
+    def snapshot_bytes(cache: Cache) -> Bytes:
+        model = with_cache(cache.SerializeToString(deterministic=True))
+        return tuple(model.snapshot_bytes(node.start, node.end) for node in plan.assignments)
+
     return CacheCosts(
         budgets=tuple(node.cache_budget_bytes for node in plan.assignments),
         nodes=tuple(node.name for node in plan.assignments),
         bytes_of=lambda cache, rows: bytes_by_kind(cache.SerializeToString(deterministic=True), rows),
         rows_that_can_be_cut=lambda cache: with_cache(cache.SerializeToString(deterministic=True)).rows_that_can_be_cut,
+        snapshot_bytes=snapshot_bytes,
     )
 
 
@@ -190,10 +197,26 @@ class Slots:
         openings = [self._opening(slot) for slot in new]
         for slot in new:  # only now: a slot cannot be copied before the stages hold it
             slot.enter(SlotState.OPEN)
-            slot.promised = self._bytes_of(slot)
         if openings:
             self._admit()  # a slot that was taken over may have held more than its session needs
         return openings
+
+    def next_snapshot(self, slot: SessionSlot, most_rows: int | None) -> int | None:
+        """Return the length at which the slot's next prompt chunk should end for a snapshot, if there is memory for it.
+
+        Args:
+            most_rows: of the chunk; None for any number.
+        """
+        session, length = slot.session, slot.session.next_snapshot
+        if length is None or (most_rows and length > session.fed + most_rows):
+            return None
+        if session.num_prompt <= self._costs.rows_that_can_be_cut(session.request.cache):
+            return None
+        if len(session.snapshots_with(length)) > len(session.snapshots):
+            if not self._num_snapshots_with_room(session):
+                return None
+            slot.promised = tuple(map(add, slot.promised, self._costs.snapshot_bytes(session.request.cache)))
+        return length
 
     def close(self, session: Session, *, keep: bool) -> None:
         """Free the session's slot, or keep it as a prefix cache if its rows are complete on every stage."""
@@ -225,8 +248,16 @@ class Slots:
         slot = self._slots[session] = SessionSlot(session, promised=(0,) * len(self._costs.budgets))
         return slot
 
-    def _bytes_of(self, slot: SessionSlot) -> Bytes:
-        return self._costs.bytes_of(slot.session.request.cache, slot.rows)
+    def _bytes_of(self, session: Session, rows: int) -> Bytes:
+        """Return the most that the session's caches of this many rows take, with its snapshots."""
+        cache, count = session.request.cache, len(session.snapshots)
+        snapshots = (count * size for size in self._costs.snapshot_bytes(cache)) if count else repeat(0)
+        return tuple(map(add, self._costs.bytes_of(cache, rows), snapshots))
+
+    def _num_snapshots_with_room(self, session: Session) -> int:
+        """Return for how many more snapshots of the session there is memory, at most as many as it may have."""
+        sizes = self._costs.snapshot_bytes(session.request.cache)
+        return min(MOST_SNAPSHOTS, *(free // size for free, size in zip(self._unreserved, sizes, strict=True) if size))
 
     @property
     def _unreserved(self) -> Bytes:
@@ -235,7 +266,7 @@ class Slots:
     def _grow(self, slot: SessionSlot) -> bool:
         """Reserve more memory for an active slot; return False if kept slots and newer sessions do not have as much."""
         rows = slot.session.rows_for(_GROWTH)
-        needed = self._costs.bytes_of(slot.session.request.cache, rows)
+        needed = self._bytes_of(slot.session, rows)
         newer = reversed(self.active[self.active.index(slot) + 1 :])
         takeable = [*self._in(SlotState.KEPT), *(other for other in newer if other.session.may_be_preempted)]
         more = tuple(max(0, need - had) for need, had in zip(needed, slot.promised, strict=True))
@@ -264,7 +295,7 @@ class Slots:
         kept, session = self._in(SlotState.KEPT), slot.session
         source, shared = self._closest(session, kept)
         rows = session.rows_for(_GROWTH)
-        needed = self._costs.bytes_of(session.request.cache, rows)
+        needed = self._bytes_of(session, rows)
         worse = (each for each in reversed(self.active) if each.session.request.priority > session.request.priority)
         takeable = [*kept, *(each for each in worse if each.session.may_be_preempted)]
         room = make_room(
@@ -280,7 +311,7 @@ class Slots:
             self._take(takeable[place])
         if source and room.takes_over:  # its rows beyond the shared ones stay until the first window cuts them
             del self._slots[source.session]
-            session.take_slot(source.number, shared)
+            session.take_slot(source.number, shared, source.session.snapshots)
             slot.promised = tuple(map(max, needed, source.promised))
             slot.enter(SlotState.TAKEN_OVER)
         else:
@@ -302,9 +333,14 @@ class Slots:
             source, shared = self._closest(session, [*self.active, *self._in(SlotState.KEPT)])
             if source:
                 opening.fork_of = source.number
-                session.reuse(shared)
+                session.reuse(shared, source.session.snapshots)
                 if source.state is SlotState.KEPT:
                     self._use(source)
+        lengths, session.snapshots = session.snapshots, ()
+        slot.promised = self._bytes_of(session, slot.rows)
+        session.snapshots = lengths[max(0, len(lengths) - self._num_snapshots_with_room(session)) :]
+        slot.promised = self._bytes_of(session, slot.rows)
+        opening.snapshots.extend(session.snapshots)
         self.num_hits += opening.HasField("fork_of")
         return opening
 
@@ -313,7 +349,7 @@ class Slots:
             if self._is_covered(kept.session, slot.session):
                 self._free(kept)
         slot.enter(SlotState.KEPT)
-        slot.promised = self._costs.bytes_of(slot.session.request.cache, slot.session.rows_written)
+        slot.promised = self._bytes_of(slot.session, slot.session.rows_written)
         self._use(slot)
         if self.num_kept > _MOST_KEPT:
             self._free(self._in(SlotState.KEPT)[0])
@@ -332,7 +368,9 @@ class Slots:
         """Return whether every request that could begin with the rows of `kept` can begin with those of `session`."""
         if kept.request.cache != session.request.cache or session.history.num_shared(kept.history, kept.fed) < kept.fed:
             return False
-        return session.fed <= self._costs.rows_that_can_be_cut(session.request.cache) or kept.fed == session.fed
+        cuttable = self._costs.rows_that_can_be_cut(session.request.cache)
+        is_longer = kept.fed > cuttable and {kept.fed, *kept.snapshots} <= {session.fed, *session.snapshots}
+        return session.fed <= cuttable or is_longer
 
     def _closest(self, session: Session, holders: Iterable[SessionSlot]) -> tuple[SessionSlot | None, int]:
         """Return the holder of most of the session's leading tokens, and how many of them can be reused."""
@@ -344,8 +382,10 @@ class Slots:
                 continue
             shared = session.history.num_shared(holder.history, min(holder.fed, session.most_reused))
             shared -= shared % session.grid
-            can_be_cut = holder.fed <= self._costs.rows_that_can_be_cut(holder.request.cache)
-            if shared > most and (can_be_cut or shared == holder.fed):
+            if shared < holder.fed > self._costs.rows_that_can_be_cut(holder.request.cache):
+                session.branch = max(session.branch, shared)
+                shared = max((length for length in holder.snapshots if length <= shared), default=0)
+            if shared > most:
                 best, most = slot, shared
         return best, most
 

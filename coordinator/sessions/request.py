@@ -109,6 +109,7 @@ class Request:
     known: KnownTokens = NO_TOKENS  # the answer so far, from a journal
     tools: tuple[Mapping[str, Any], ...] = ()  # that the answer may call
     calls: Calls = AUTO_CALLS
+    turn_ends: tuple[int, ...] = ()  # lengths at which later prompts of the conversation may part from this one
     continues_text: bool = False  # the prompt is raw, and its continuation may begin with a space
     not_enforced: tuple[str, ...] = ()  # `schema.KEYWORD`, or `schema` if no grammar keeps to those of tools
 

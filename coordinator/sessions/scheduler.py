@@ -108,7 +108,8 @@ class Scheduler:
         # Open all slots before any window is made: a slot is copied in its state before this frame.
         frame.opened.extend(self.slots.open(chosen))
         for slot in chosen:
-            frame.windows.append(slot.session.next_window(len(chosen), chunk))
+            snapshot = self.slots.next_snapshot(slot, chunk) if slot.session.is_prefilling else None
+            frame.windows.append(slot.session.next_window(len(chosen), chunk, snapshot))
             slot.last_step = self._step
         frame.closed.extend(self.slots.closed)
         self.slots.closed.clear()

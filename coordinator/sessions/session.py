@@ -1,6 +1,6 @@
 """Session: the life of one request: its tokens, how many of them the chain was fed, and its state. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
 
@@ -13,9 +13,12 @@ from coordinator.sessions.waterfall import Leg, Passage, Route
 from protos.brigade_pb2 import Pooled, Sample, Score, Soft, Window
 from worker.compute.header import num_rows as count_rows
 from worker.memory.history import History
+from worker.model.cache_spec import MOST_SNAPSHOTS
 
 MOST_UNREAD = 256  # outputs; a session with more pauses until half of them are read
 _LONGEST_PERIOD = 64  # tokens of a repeat
+SNAPSHOT_EVERY = 4096  # tokens of a prompt
+LEAST_SAVED = 256  # tokens: to feed fewer again costs less than a chunk that ends there
 LEAST_PROGRESS = 64  # tokens that a session generates before it is preempted again
 
 
@@ -68,6 +71,10 @@ class Session:
         self.slot: int | None = None  # its number on the stages, once it has one
         self.fed = 0  # leading known tokens that windows have carried so far
         self.num_reused = 0  # leading tokens that another session had fed already
+        self.snapshots: tuple[
+            int, ...
+        ] = ()  # lengths at which another slot can begin with its rows, beside the present one
+        self.branch = 0  # the most tokens that it was found to share with another session
         self.num_steps = 0  # windows that asked for tokens
         self.num_rows = 0  # of all windows
         self.num_rows_last = 1  # of the last window that asked for tokens
@@ -183,30 +190,56 @@ class Session:
         assert state in _NEXT[self.state], f"a session that is {self.state.value} cannot become {state.value}"
         self.state = state
 
-    def take_slot(self, number: int, num_reused: int = 0) -> None:
-        """Take a slot with memory on every stage that already holds `num_reused` leading tokens."""
+    def take_slot(self, number: int, num_reused: int = 0, snapshots: Iterable[int] = ()) -> None:
+        """Take a slot with memory on every stage that already holds `num_reused` leading tokens, and snapshots."""
         self.slot = number
         if self.state is SessionState.WAITING:
             self.enter(SessionState.RUNNING)
-        self.reuse(num_reused)
+        self.reuse(num_reused, snapshots)
 
-    def reuse(self, num_tokens: int) -> None:
-        """Begin after this many tokens, at most `most_reused`: the slot holds them already."""
+    def reuse(self, num_tokens: int, snapshots: Iterable[int] = ()) -> None:
+        """Begin after this many tokens, at most `most_reused`: the slot holds them already, and snapshots."""
         assert self.fed == 0 and num_tokens <= self.most_reused
         self.fed = self.num_reused = num_tokens
+        self.snapshots = tuple(length for length in snapshots if length <= num_tokens)
 
-    def next_window(self, num_together: int = 1, most_rows: int | None = None) -> Window:
+    @property
+    def next_snapshot(self) -> int | None:
+        """The next length of the prompt of which a snapshot may spare later requests much; None if there is none."""
+        least = max(self.fed + 1, LEAST_SAVED, *(length + LEAST_SAVED for length in self.snapshots[-1:]))
+        every = range(SNAPSHOT_EVERY, self.num_prompt, SNAPSHOT_EVERY)
+        lengths = (*self.request.turn_ends, self.branch, *every)
+        return min((length for length in lengths if least <= length < self.num_prompt), default=None)
+
+    def snapshots_with(self, length: int) -> tuple[int, ...]:
+        """Return the snapshots to keep beside that of `length`, and this one: as many as a slot may have.
+
+        Where these are too many, the one goes whose loss costs later requests least, and ends of turns last.
+        """
+        kept = [*self.snapshots, length]
+        if len(kept) > MOST_SNAPSHOTS:
+            others = [n for n, each in enumerate(kept[:-1]) if each not in self.request.turn_ends]
+            costs = {n: kept[n] - (kept[n - 1] if n else 0) for n in others or range(len(kept) - 1)}
+            del kept[min(costs, key=lambda n: costs[n])]
+        return tuple(kept)
+
+    def next_window(self, num_together: int = 1, most_rows: int | None = None, snapshot: int | None = None) -> Window:
         """Return the next chunk of known tokens, or the last of them with the decoder's proposal.
 
         Args:
             num_together: how many sessions have a window in the same frame.
             most_rows: of a prompt chunk; None: what the caller asked for, or all.
+            snapshot: the length at which the chunk is to end and the stages make one, at most `most_rows` away.
         """
         tokens, base = self.history.tokens, self.fed
-        if chunk := self._num_chunk(most_rows or self.chunk or self.num_unfed):
+        most_rows = snapshot - base if snapshot else most_rows or self.chunk or self.num_unfed
+        if chunk := self._num_chunk(most_rows):
             self.fed += chunk
             window = self._window(base, tokens[base : self.fed])
             window.targets.extend(self._targets(self.fed + 1))
+            if snapshot:
+                self.snapshots = self.snapshots_with(snapshot)
+                window.snapshots.extend(self.snapshots)
         else:
             self.fed = len(tokens)
             room = self.max_tokens - self.num_generated
@@ -340,6 +373,7 @@ class Session:
         assert self.state is not SessionState.FINISHED
         self.slot = None
         self.fed = self.num_reused = self.rows_written = 0
+        self.snapshots = ()
         self._soft = None
         self._proposal = None
         self._asked_scores = self._known_scores

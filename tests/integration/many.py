@@ -29,7 +29,7 @@ def tokens_of(length: int, seed: int = 0) -> tuple[int, ...]:
 
 def request(prompt: Sequence[int], max_tokens: int, decode: Decode | None = None, **more: Any) -> Request:
     """`more` are fields of the request, or of its sampling."""
-    fields = {name: more.pop(name) for name in ("cache", "eos", "stops", "sampling") if name in more}
+    fields = {name: more.pop(name) for name in ("cache", "eos", "stops", "sampling", "turn_ends") if name in more}
     sampling = fields.pop("sampling", None) or Sampling(**more)
     return Request(tuple(prompt), max_tokens, sampling, decode or Decode(), **fields)
 

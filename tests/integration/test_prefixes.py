@@ -1,6 +1,7 @@
 """What one request has fed is there for the next: continued, copied, evicted, and never changed under anyone."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from protos.brigade_pb2 import Frame, Opening
 from tests.integration.conftest import CHUNK, Models, opened, receive, running, send, serving
 from tests.integration.many import SPLITS, Frames, Live, request, running_within, solo, tokens_of, wait_freed
 from tests.integration.many import frames as frames
+from tests.integration.test_hybrids import OTHERS as HYBRIDS
 from tests.integration.upstream import window_of
 from tests.integration.windows import MASKED
+from tools.model_types.make import make_type
 
 WIDE: dict[str, Any] = {"config": {"mask_token_id": 90, "head_dim": 32}, "sharpen": 4.0}
 KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
@@ -102,6 +105,36 @@ async def test_a_prompt_that_leaves_the_old_text_reuses_what_both_share(models: 
             found = [await engine.answer(each, chunk=CHUNK) for each in asked]
         alone = await solo(chain, asked)
     assert all(each.usage.num_reused >= 30 for each in found)
+    assert [each.tokens for each in found] == [each.tokens for each in alone]
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        *(("qwen3_5", (2, 3, 1)), ("gemma3_text", (1, 3)), ("falcon_h1", (2, 4))),
+        *(pytest.param(name, (2, 4), marks=pytest.mark.matrix) for name in HYBRIDS if name != "falcon_h1"),
+    ],
+)
+async def test_a_turn_that_leaves_out_thoughts_goes_on_from_a_snapshot_where_nothing_can_be_cut(
+    models: Models, tmp_path: Path, name: str, layers: tuple[int, ...]
+) -> None:
+    """The next one, another one from the same beginning, and one after that: the tokens of each alone."""
+    whole = name == "gemma3_text"
+    folder = (
+        models(name, config={"max_position_embeddings": 4096}).folder if whole else make_type(tmp_path / name, name)
+    )
+    text = tokens_of(1500)
+    asked = [
+        request(text, 9, turn_ends=(400, 1480)),
+        request((*text[:1490], *tokens_of(320, 3)), 9, seed=3, temperature=0.8, turn_ends=(1800,)),
+        request((*text[:500], *tokens_of(30, 4)), 9),
+        request((*text[:1490], *tokens_of(320, 3)[:315], 5), 9),
+    ]
+    async with running(folder, layers) as chain:
+        async with Engine(chain) as engine:
+            found = [await engine.answer(each, chunk=256) for each in asked]
+        alone = await solo(chain, asked)
+    assert [each.usage.num_reused for each in found] == [0, 1480, 400, 1800]
     assert [each.tokens for each in found] == [each.tokens for each in alone]
 
 

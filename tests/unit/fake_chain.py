@@ -23,6 +23,7 @@ from worker.memory.history import History
 
 VOCAB = 50
 PLENTY = 10**9
+SNAPSHOT_BYTES = 10  # on the first stage
 _POWERS = np.array([pow(31, n, 1009) for n in range(10_000)])
 
 
@@ -70,6 +71,7 @@ def costs_per_row(budget: int = PLENTY, num_stages: int = 2, cuttable: int = PLE
         nodes=tuple(f"node-{stage}" for stage in range(num_stages)),
         bytes_of=bytes_of,
         rows_that_can_be_cut=lambda cache: cuttable,
+        snapshot_bytes=lambda cache: tuple(SNAPSHOT_BYTES * (stage + 1) for stage in range(num_stages)),
     )
 
 
@@ -81,6 +83,8 @@ class Held:
     cache: Cache
     num_rows: int = 0
     seed: int = 0  # of what is sampled; 0 is greedy
+    snapshots: set[int] = field(default_factory=set)
+    starts: set[int] = field(default_factory=set)  # lengths to which it can be cut because it is a copy
 
 
 @dataclass
@@ -138,7 +142,11 @@ class FakeChain:
 
     def held(self, bytes_of: Callable[[Cache, int], tuple[int, ...]]) -> tuple[int, ...]:
         """Bytes by stage of all rows of all slots."""
-        sizes = [bytes_of(slot.cache, slot.num_rows) for slot in self.slots.values()]
+        sizes = [
+            tuple(size + len(slot.snapshots) * SNAPSHOT_BYTES * stage for stage, size in enumerate(rows, 1))
+            for slot in self.slots.values()
+            for rows in (bytes_of(slot.cache, slot.num_rows),)
+        ]
         return tuple(map(sum, zip(*sizes, strict=True))) if sizes else (0,) * len(bytes_of(Cache(), 0))
 
     def _open_and_close(self, frame: Frame) -> None:
@@ -152,6 +160,8 @@ class FakeChain:
                 source = before[opening.fork_of]
                 assert source.cache == opening.cache, "a copy of another kind of cache"
                 held = Held(source.history.fork(len(source.history)), source.cache, source.num_rows)
+                held.snapshots, held.starts = set(opening.snapshots), source.snapshots
+                assert held.snapshots <= source.snapshots, "a snapshot that is not there"
             held.seed = opening.sampling.seed if opening.sampling.temperature else 0
             goes_on = opening.HasField("fork_of") and opening.fork_of == opening.slot
             assert goes_on or opening.slot not in self.slots, "opened twice"
@@ -164,7 +174,14 @@ class FakeChain:
         assert len(window.positions) in (0, num_rows(window))
         assert window.base <= len(slot.history)
         assert window.prefix_hash == slot.history.prefix_hash(window.base)
-        assert window.base == slot.num_rows or slot.num_rows <= self.cuttable, "cut where it cannot be cut"
+        can_be_cut = slot.num_rows <= self.cuttable or window.base in slot.starts
+        assert window.base == slot.num_rows or can_be_cut, "cut where it cannot be cut"
+        slot.starts = set()
+        assert all(length <= window.base for length in slot.snapshots), "a snapshot of what is cut"
+        if window.snapshots:
+            *earlier, now = window.snapshots
+            assert set(earlier) <= slot.snapshots and now == window.base + num_tokens and not window.wanted
+            slot.snapshots = set(window.snapshots)
         slot.history.cut(window.base)
         slot.history.extend(window.tokens)
         slot.num_rows = window.base + num_rows(window)
@@ -204,6 +221,7 @@ def make_session(
     score_from: int | None = None,
     known: KnownTokens = NO_TOKENS,
     priority: int = 0,
+    turn_ends: tuple[int, ...] = (),
 ) -> Session:
     """The session of a request with these fields."""
     request = Request(
@@ -216,6 +234,7 @@ def make_session(
         score_from=score_from,
         known=known,
         priority=priority,
+        turn_ends=turn_ends,
     )
     return Session(request, decoder, chunk=chunk)
 
@@ -255,6 +274,7 @@ class Rig:
         decoder: Decoder | None = None,
         cache: Cache | None = None,
         priority: int = 0,
+        turn_ends: tuple[int, ...] = (),
     ) -> Session:
         sampling = Sampling(seed=seed, temperature=temperature)
         session = make_session(
@@ -263,6 +283,7 @@ class Rig:
             sampling=sampling,
             cache=cache,
             priority=priority,
+            turn_ends=turn_ends,
         )
         self.scheduler.submit(session)
         return session

@@ -39,7 +39,7 @@ their tokens, and within rounding of mlx-lm's.
 * **caches**: what mlx-lm makes for the layers: `kv` keys and values, `win` of a sliding window, `chunk` of a chunk,
   `s2` a state of two arrays, `a+b` two in one layer.
 * **cut**: which rows can be taken back, as drafts that fail require: `any`, or those of the `last` window where layers
-  have a state; such models share only whole prefixes. `no`: something besides the layers has a state.
+  have a state; prefixes are shared whole, or up to a snapshot. `no`: something besides the layers has a state.
 * **lanes**: how windows of several sessions go through modules with a cache: `rows` end to end, of any lengths;
   `batch` side by side, those of one length; `alone` one after another. Each is compared with the session alone.
 * **calls**: how often a step of eight sessions reads a matrix that a step of one reads once.

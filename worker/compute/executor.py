@@ -204,6 +204,7 @@ class Executor:
                 hidden = h[..., : self._shard.info.hidden_size]  # wrong features of a drafter make bad drafts only
                 step.checks = [(w.slot, mx.isfinite(rows_of([w], step.windows, hidden)).all()) for w in step.windows]
             held = [array for w in step.windows for array in self._slots[w.slot].caches.state_arrays()]
+            held += [a for w in step.windows if w.snapshots for a in self._slots[w.slot].caches.take_snapshot()]
             states = list({id(array): array for array in held}.values())  # slots may share them
             if self._shard.is_last:
                 self._begin_sampling(step, h, states)
@@ -329,7 +330,8 @@ class Executor:
                 f"expected {length} tokens to copy from slot {session.fork_of}, but it holds only {held}"
             )
         is_drafted = session.drafted and self._drafter is not None
-        return source.fork(length, session.sampling, self._guide(session.sampling), is_drafted=is_drafted)
+        guide = self._guide(session.sampling)
+        return source.fork(length, session.sampling, guide, snapshots=session.snapshots, is_drafted=is_drafted)
 
     def _guide(self, sampling: Sampling) -> Guide | None:
         has_grammar = self._shard.is_last and sampling.HasField("grammar")

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from math import inf
 from operator import sub
 from typing import Any
@@ -23,6 +24,7 @@ from protos.brigade_pb2 import (
     Window,
 )
 from worker.errors import FrameError
+from worker.model.cache_spec import MOST_SNAPSHOTS
 from worker.model.model_spec import DTYPE_BYTES, MOST_DRAFTS
 
 _MOST_SLOTS = 1 << 16  # in one frame: the event loop looks at each
@@ -229,6 +231,13 @@ def _check_openings(frame: Frame) -> None:
             expected = f"expected to keep fewer than {cache.size} tokens of a cache of as many"
             raise FrameError(f"{expected}, got {cache.keep} {found}")
         check_grammar(session.sampling.grammar, f" {found}")
+        _check_snapshots(session.snapshots, found)
+
+
+def _check_snapshots(lengths: Sequence[int], found: str) -> None:
+    """Raise FrameError unless these are few, and ascending."""
+    if len(lengths) > MOST_SNAPSHOTS or any(a >= b for a, b in pairwise(lengths)):
+        raise FrameError(f"expected at most {MOST_SNAPSHOTS} snapshots, ascending, got {brief(lengths)} {found}")
 
 
 def check_grammar(grammar: Grammar, found: str = "") -> None:
@@ -276,5 +285,9 @@ def _check_windows(frame: Frame, stage: int) -> None:
         if window.drafts and not (has_room and window.drafts <= MOST_DRAFTS):
             expected = f"expected at most {MOST_DRAFTS} drafts, after sampled rows and without MASK or canvas rows"
             raise FrameError(f"{expected}, got {window.drafts} {found}")
+        if window.snapshots and not (is_chunk(window) and window.snapshots[-1] == window.base + len(window.tokens)):
+            expected = "expected a snapshot of a prompt chunk only, at its end"
+            raise FrameError(f"{expected}, got {brief(window.snapshots)} {found}")
+        _check_snapshots(window.snapshots, found)
         if len(window.positions) not in (0, num_rows(window)):
             raise FrameError(f"expected {num_rows(window)} positions or none, got {len(window.positions)} {found}")

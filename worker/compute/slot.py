@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 
 from protos.brigade_pb2 import Sampling, Window
@@ -28,9 +30,17 @@ class Slot:
         self.is_drafted = False  # whether a drafter reads its prompt chunks
         self.drafting: SlotDrafting | None = None  # what the drafter holds of it
 
-    def fork(self, length: int, sampling: Sampling, guide: Guide | None = None, *, is_drafted: bool = False) -> Slot:
+    def fork(
+        self,
+        length: int,
+        sampling: Sampling,
+        guide: Guide | None = None,
+        *,
+        snapshots: Sequence[int] = (),
+        is_drafted: bool = False,
+    ) -> Slot:
         """Return a slot that continues from the first `length` tokens. Raises CacheMismatch if the caches cannot."""
-        other = Slot(self.caches.fork(length), self.history.fork(length), sampling, guide)
+        other = Slot(self.caches.fork(length, snapshots), self.history.fork(length), sampling, guide)
         other.drafting = self.drafting.fork(length) if self.drafting and is_drafted else None
         return other
 
@@ -59,6 +69,8 @@ class Slot:
             raise CacheMismatch(f"slot {window.slot} was to continue at {base} tokens but holds {found}")
         self.history.cut(base)
         self.caches.cut(base)
+        if window.snapshots:
+            self.caches.keep_snapshots(window.snapshots[:-1])
         self.history.extend(window.tokens)
         self.num_unasked = 0 if asked_rows(window) else self.num_unasked + num_rows(window)
         positions = mx.array(list(window.positions), mx.int32) if window.positions else None

@@ -156,6 +156,15 @@ class KVCache:
         other._move(self._capacity_for(length - other.dropped))
         return other
 
+    def snapshot(self) -> KVCache | None:
+        """Return a copy to fork from once later rows have pushed out what it has; None if none ever do."""
+        if self.window is None:
+            return None
+        other = copy(self)
+        out_of_sight = max(0, self._first_seen(self.length) - self.keep - self.dropped)
+        other._move(self.length - self.dropped - out_of_sight, out_of_sight)
+        return other
+
     def _capacity_for(self, num_rows: int) -> int:
         return pack_capacity(num_rows) if self.can_be_packed else whole_blocks(num_rows, self.step)
 
@@ -503,6 +512,10 @@ class RecurrentState(ArraysCache):
         other._window, other._num_to_replay = self._window, self._num_to_replay
         other.cut(length)
         return other
+
+    def snapshot(self) -> RecurrentState:
+        """Return a copy to fork from once it has gone on."""
+        return self.fork(self.length)
 
     def move_to(self, stack: StateStack, slot: int) -> None:
         """Take a stack's arrays for its own."""

@@ -7,12 +7,13 @@ or one that only counts: a model that makes a mask from its first layer's cache 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from protos.brigade_pb2 import Cache
+from worker.errors import CacheMismatch
 from worker.memory.layer_cache import KVCache, LayerCache, RecurrentState, StateStack, is_sparse, join, make_cache
 from worker.model.cache_spec import pack_capacity
 from worker.model.probe_pass import Entry
@@ -54,6 +55,7 @@ class Caches:
         self.packable = list(packable.values())
         self.packable_numbers = tuple(packable)  # among its own
         self.pack: Pack | None = None  # where it shares buffers with other slots
+        self.snapshots: dict[int, list[LayerCache | None]] = {}  # by length: copies of those of its own that need one
         self._settled: int | None = None  # the common length of its own caches between two passes
 
     @property
@@ -63,7 +65,8 @@ class Caches:
         if pack:
             unused = len(pack.slots) / max(1, len(pack.members)) - 1
             nbytes += int(unused * sum(cache.nbytes for cache in self.packable))
-        return nbytes
+        copies = (copy for snapshot in self.snapshots.values() for copy in snapshot)
+        return nbytes + sum(copy.nbytes for copy in copies if copy)
 
     def arrays(self) -> list[mx.array]:
         """Return the buffers of the last layer that has any: they depend on all that the pass computed before."""
@@ -103,6 +106,7 @@ class Caches:
             for cache in self.own:
                 cache.cut(length)
             self._settled = length
+            self.snapshots = {at: copies for at, copies in self.snapshots.items() if at <= length}
         for cache in self._counting:
             cache.cut(0)  # an embedding that runs here for another stage still fills its cache at every step
             cache.settle(length)
@@ -133,18 +137,55 @@ class Caches:
             cache.settle(length)
         self._settled = length
 
-    def fork(self, length: int) -> Caches:
-        """Return another slot's caches that continue from the first `length` tokens. Raises CacheMismatch as `cut`."""
+    def take_snapshot(self) -> list[mx.array]:
+        """Keep copies of what cannot be cut back to the present length; return their arrays, to be evaluated."""
+        assert self._settled is not None, "a pass is under way"
+        copies = self.snapshots[self._settled] = [cache.snapshot() for cache in self.own]
+        return [array for copy in copies if copy for array in copy.arrays()]
+
+    def keep_snapshots(self, lengths: Sequence[int]) -> None:
+        """Keep the snapshots of these lengths only. Raises CacheMismatch if one of them is not held."""
+        if missing := [length for length in lengths if length not in self.snapshots]:
+            raise CacheMismatch(f"expected snapshots at {missing} tokens, found those at {list(self.snapshots)}")
+        self.snapshots = {length: self.snapshots[length] for length in lengths}
+
+    def fork(self, length: int, snapshots: Sequence[int] = ()) -> Caches:
+        """Return another slot's caches that continue from the first `length` tokens, and share these snapshots.
+
+        What cannot be cut there continues from the snapshot of that length.
+
+        Raises:
+            CacheMismatch: there is none, or one of `snapshots` is not held.
+        """
         other = Caches(self._entries, (), self._cache, self.grid)
         other.own_numbers = self.own_numbers
-        other._fill({number: _fork(self.listed[number], length) for number in self.own_numbers})
+        forks = iter(self._forks(length))
+        own: dict[int, Listed] = {}
+        for number in self.own_numbers:
+            listed = self.listed[number]
+            own[number] = tuple(next(forks) for _ in listed) if isinstance(listed, tuple) else next(forks)
+        other._fill(own)
+        other.snapshots = self.snapshots
+        other.keep_snapshots(snapshots)
         for cache in other._counting:
             cache.settle(length)
         mx.async_eval([array for cache in other.own for array in cache.arrays()])  # lets go of the buffers copied from
         return other
 
+    def _forks(self, length: int) -> Iterator[LayerCache]:
+        """Yield forks of its own caches."""
+        for cache, copy in zip(self.own, self.snapshots.get(length, [None] * len(self.own)), strict=True):
+            try:
+                fork = cache.fork(length)
+            except CacheMismatch:
+                if copy is None:
+                    raise
+                fork = copy.fork(length)
+            yield fork
+
     def close(self) -> None:
         """Free everything that is not shared; `close_all` frees the rest."""
+        self.snapshots = {}
         for cache in self.own:
             cache.close()
         self._leave_pack()
@@ -239,10 +280,6 @@ def members(listed: Listed) -> tuple[LayerCache, ...]:
 
 def _make(entry: Entry, cache: Cache) -> Listed:
     return tuple(make_cache(part, cache) for part in entry) if isinstance(entry, tuple) else make_cache(entry, cache)
-
-
-def _fork(listed: Listed, length: int) -> Listed:
-    return tuple(cache.fork(length) for cache in listed) if isinstance(listed, tuple) else listed.fork(length)
 
 
 def _kind(entry: Entry) -> Any:

@@ -12,6 +12,7 @@ from protos.brigade_pb2 import CACHE_INT4, CACHE_INT8, CACHE_ROTATING, Cache
 QUANTISED_BITS = {CACHE_INT8: 8, CACHE_INT4: 4}
 ROW_BLOCK = 256  # rows by which a cache grows
 WINDOW_CHUNK = 1024  # most rows of a prompt chunk beyond a window: 32 per expert where 4 of 128 are taken
+MOST_SNAPSHOTS = 8  # of a slot
 MOST_CANVAS = WINDOW_CHUNK // 2  # places: a finished canvas goes with the next one in one window
 _DOUBLING = 4096  # rows up to which the capacity of a cache doubles; beyond, so much padding would be expensive
 
@@ -76,6 +77,12 @@ class CacheSpec:
         if self.form is Form.STATE:
             return 0
         return None if self.window is None else self.keep + self.window
+
+    def snapshot_bytes(self, memory: Memory) -> int:
+        """Return the most bytes of a copy of what it cannot be cut back to."""
+        if self.form is Form.STATE:
+            return memory.state_bytes
+        return 0 if self.window is None else (self.keep + self.window) * self.row_bytes(memory)
 
     def capacity(self, num_rows: int) -> int:
         """Return the most rows that its buffer has room for once `num_rows` have been written."""

@@ -225,6 +225,11 @@ class ModelSpec:
             for memory in layer.memories
         )
 
+    def snapshot_bytes(self, start: int, end: int) -> int:
+        """Return the most bytes that one snapshot of a session takes in layers [start, end)."""
+        memories = (memory for layer in self.layers[start:end] for memory in layer.memories)
+        return sum(cache_spec(memory, self.cache).snapshot_bytes(memory) for memory in memories)
+
     def scratch_bytes(self, end: int) -> int:
         """Return the bytes that drawing the rows of a canvas takes on a stage that ends with layer `end`.
 

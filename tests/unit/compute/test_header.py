@@ -1,5 +1,7 @@
 """Frames that are refused by what they open."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from protos.brigade_pb2 import (
@@ -13,6 +15,7 @@ from protos.brigade_pb2 import (
     Grammar,
     Opening,
     Sampling,
+    Window,
 )
 from worker.compute.header import check_header
 from worker.errors import FrameError
@@ -37,6 +40,8 @@ def test_slots_that_open_once_with_a_cache_that_there_is_and_a_grammar_of_the_la
         [Opening(slot=3, cache=Cache(kind=9))],  # type: ignore[arg-type]
         [Opening(slot=3, cache=Cache(kind=CACHE_ROTATING, size=8, keep=8))],
         [Opening(slot=3, cache=Cache(kind=CACHE_ROTATING))],
+        [Opening(slot=3, snapshots=range(9))],
+        [Opening(slot=3, snapshots=[4, 4])],
         *(
             [Opening(slot=3, sampling=Sampling(grammar=grammar))]
             for grammar in (
@@ -45,8 +50,22 @@ def test_slots_that_open_once_with_a_cache_that_there_is_and_a_grammar_of_the_la
             )
         ),
     ],
-    ids=["twice", "kind", "keep", "size", "text", "ends", "beginning", "end"],
+    ids=["twice", "kind", "keep", "size", "snapshots", "order", "text", "ends", "beginning", "end"],
 )  # fmt: skip
 def test_what_no_slot_can_be_opened_with_is_refused(opened: list[Opening]) -> None:
     with pytest.raises(FrameError, match=r"^expected .*, got .*slots? .*\(step 41\)$"):
         check(*opened)
+
+
+@pytest.mark.parametrize(
+    ("window", "is_taken"),
+    [
+        (Window(base=6, tokens=[1, 2], snapshots=[3, 8]), True),
+        (Window(base=6, tokens=[1, 2], snapshots=[3, 7]), False),
+        (Window(base=6, tokens=[1, 2], snapshots=[3, 3, 8]), False),
+        (Window(base=6, tokens=[1, 2], snapshots=[8], wanted=1), False),
+    ],
+)
+def test_only_a_prompt_chunk_may_ask_for_a_snapshot_at_its_end(window: Window, is_taken: bool) -> None:
+    with nullcontext() if is_taken else pytest.raises(FrameError, match=r"got .* in the window of slot 0"):
+        check_header(Frame(step=41, windows=[window]), 0, 64, DType.DTYPE_FLOAT32)

@@ -201,3 +201,28 @@ def test_a_rotating_cache_keeps_the_system_prompt_and_nothing_of_what_the_user_s
         with pytest.raises(InputError) as refused:
             kept("a", size, messages)
         assert refused.value.field == field
+
+
+def test_where_caches_cannot_be_cut_a_request_tells_where_later_ones_may_part_from_it(
+    front: inputs.InputProcessor, run: Run
+) -> None:
+    def asked(*messages: tuple[str, str], size: int | None = 16) -> RequestSpec:
+        conversation = Conversation((SYSTEM, *({"role": role, "content": text} for role, text in messages)))
+        return RequestSpec(conversation, cache=make_cache_choice("rotating" if size else "full", size))
+
+    first = ("user", "first thing")
+    one, other, later, tool = (
+        run(front.make_request(each))
+        for each in (
+            asked(first),
+            asked(("user", "Another thing")),
+            asked(first, ("assistant", "done"), ("user", "next")),
+            asked(first, ("assistant", "call"), ("tool", "result")),
+        )
+    )
+    system, end = one.turn_ends
+    assert one.prompt[:system] == other.prompt[:system] and one.prompt[system] != other.prompt[system]
+    assert one.prompt[:end] == later.prompt[:end] and end < len(one.prompt) and end in tool.turn_ends
+    assert later.turn_ends[0] == system and len(later.turn_ends) == 2 and tool.turn_ends[-1] < len(tool.prompt)
+    assert front.tokenizer is not None and front.tokenizer.decode(one.prompt[:end]).rstrip().endswith("first thing<|im_end|>")
+    assert run(front.make_request(asked(first, size=None))).turn_ends == ()

@@ -127,6 +127,45 @@ def test_a_fork_of_states_goes_on_where_they_are_and_nowhere_else() -> None:
     assert caches.fork(0).own[0].arrays() == []
 
 
+def test_a_fork_goes_on_from_a_snapshot_where_a_cache_can_no_longer_be_cut() -> None:
+    caches = Caches(ENTRIES, range(6), Cache())
+    feed(caches, range(9))
+    caches.take_snapshot()
+    feed(caches, range(9, 1100))  # the windows have dropped what a query at 9 sees
+    caches.keep_snapshots([9])
+    caches.take_snapshot()
+    feed(caches, range(1100, 2300))
+    for length, snapshots in ((9, [9]), (1100, [9, 1100])):
+        for _ in range(2):  # a fork leaves the snapshot what it was
+            other = caches.fork(length, snapshots)
+            feed(other, range(length, length + 3))
+            assert [held(cache)[-5:] for cache in other.own if isinstance(cache, KVCache)] == [
+                list(range(length - 2, length + 3))
+            ] * 6
+            assert other.own[4][0][0, 0].item() == length + 2 and list(other.snapshots) == snapshots  # type: ignore[index]
+            deeper = other.fork(9)
+            assert lengths(deeper) == {9} and not deeper.snapshots
+    with pytest.raises(CacheMismatch, match="cannot cut the cache to 8 tokens"):
+        caches.fork(8)
+    with pytest.raises(CacheMismatch, match=r"expected snapshots at \[10\] tokens, found those at \[9, 1100\]"):
+        caches.fork(9, [9, 10])
+
+
+def test_a_snapshot_holds_only_what_later_rows_push_out_and_goes_with_what_is_cut() -> None:
+    caches = Caches(ENTRIES, range(6), Cache())
+    feed(caches, range(700))
+    caches.cut(700)
+    before = caches.nbytes
+    arrays = caches.take_snapshot()
+    window = 2 * H * 5 * K * 4  # five rows, since the next query sees itself
+    assert caches.nbytes - before == sum(array.nbytes for array in arrays) == 3 * window + 3 * 4
+    only_full = Caches(ENTRIES, [1, 2], Cache())
+    feed(only_full, range(20))
+    assert only_full.take_snapshot() == []
+    only_full.cut(19)
+    assert not only_full.snapshots
+
+
 def test_several_caches_of_a_layer_are_asked_for_by_their_numbers_and_all_are_one() -> None:
     caches = Caches([(FULL, WINDOW)], [0], Cache())
     [several] = caches.listed

@@ -158,6 +158,56 @@ def test_where_a_cache_cannot_be_cut_only_what_goes_on_where_it_ends_is_reused()
         assert rig.answer([*TEXT[:40], 1, 2], 2).num_reused == reused
 
 
+LONG = prompt_of(9000, seed=5)
+
+
+def test_where_it_cannot_be_cut_the_next_turn_goes_on_from_the_deepest_snapshot() -> None:
+    """Its template dropped the thoughts of the turn before."""
+    rig = Rig(keep=True, chunk=500, cuttable=0)
+    first = rig.answer(LONG[:6000], 5, turn_ends=(300, 5990))
+    assert first.snapshots == (300, 4096, 5990)
+    ends = [base + rows for _, base, rows, wanted in rig.chain.windows if not wanted]
+    assert ends == [300, 800, 1300, 1800, 2300, 2800, 3300, 3800, 4096, 4596, 5096, 5596, 5990]
+    prompt = [*LONG[:5995], *prompt_of(1000, seed=9)]
+    second = rig.answer(prompt, 5, turn_ends=(300, 6900))
+    assert (second.num_reused, second.generated) == (5990, plain_answer(prompt, 5))
+    assert second.snapshots == (300, 4096, 5990, 6900) and rig.scheduler.slots.num_kept == 2
+    other = [*LONG[:4500], *prompt_of(100, seed=8)]
+    third = rig.answer(other, 5)
+    assert (third.num_reused, third.snapshots, third.generated) == (4096, (300, 4096, 4500), plain_answer(other, 5))
+    rig.end()
+
+
+def test_what_two_requests_begin_with_is_known_to_the_third() -> None:
+    rig = Rig(keep=True, chunk=500, cuttable=0)
+    for seed, reused in ((1, 0), (2, 0), (3, 1000), (4, 1000)):
+        prompt = [*LONG[:1000], *prompt_of(300, seed=seed)]
+        session = rig.answer(prompt, 2)
+        assert (session.num_reused, session.generated) == (reused, plain_answer(prompt, 2))
+
+
+def test_snapshots_take_only_memory_that_nobody_needs() -> None:
+    rows = 1000 + 5
+    for budget, snapshots in ((rows + 3, ()), (rows + 8, (300,)), (rows + 13, (300, 900))):  # of 10 bytes, rows of 2
+        rig = Rig(num_stages=1, keep=True, chunk=500, cuttable=0, budget=budget)
+        assert rig.answer(LONG[:1000], 5, turn_ends=(300, 900)).snapshots == snapshots
+        rig.end()
+    rig.answer(prompt_of(1005, seed=3), 5)  # and give way to those who do
+    assert rig.scheduler.slots.num_kept == 1
+
+
+def test_a_slot_has_at_most_8_snapshots_and_ends_of_turns_go_last() -> None:
+    session = make_session(LONG, 5, turn_ends=(300, 700, 8990))
+    session.take_slot(0)
+    session.snapshots = (300, 700, 2000, 2600, 3000, 4096, 8192)
+    assert session.snapshots_with(8990) == (300, 700, 2000, 2600, 3000, 4096, 8192, 8990)
+    session.snapshots = (300, 700, 2000, 2600, 3000, 3900, 4096, 8192)
+    assert session.snapshots_with(8990) == (300, 700, 2000, 2600, 3000, 3900, 8192, 8990)
+    session = make_session(LONG, 5, turn_ends=(*range(300, 2700, 300), 8990))
+    session.snapshots = tuple(range(300, 2700, 300))
+    assert session.snapshots_with(8990) == (*range(600, 2700, 300), 8990)
+
+
 def test_a_kept_slot_that_another_covers_is_dropped() -> None:
     rig = Rig(keep=True, chunk=256)
     rig.answer(TEXT[:60], 1)

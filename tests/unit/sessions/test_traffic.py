@@ -2,6 +2,7 @@
 
 import random
 from operator import le
+from unittest.mock import patch
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -138,4 +139,5 @@ class Traffic:
 @settings(max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.randoms(use_true_random=True))
 def test_any_traffic_keeps_within_memory_and_gives_everyone_their_own_tokens(numbers: random.Random) -> None:
-    Traffic(numbers).run(120)
+    with patch.multiple("coordinator.sessions.session", LEAST_SAVED=4, SNAPSHOT_EVERY=24):
+        Traffic(numbers).run(120)
