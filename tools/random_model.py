@@ -86,11 +86,16 @@ def main(
         config["quantization"] = {"group_size": _GROUP, "bits": bits}
     _write(folder, config, dict(tree_flatten(model.parameters())))
     if chats:
-        settings = json.loads((DEMO / "tokenizer_config.json").read_text(encoding="utf-8"))
-        settings |= {"chat_template": _TEMPLATE, "model_max_length": context}
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-        (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "eos_token_id": [2, 0]}))
-        shutil.copy(DEMO / "tokenizer.json", folder)
+        add_tokenizer(folder, _TEMPLATE, context)
+
+
+def add_tokenizer(folder: Path, template: str, context: int) -> None:
+    """Give a model of 2,048 tokens the bundled one's tokenizer, with a chat template."""
+    settings = json.loads((DEMO / "tokenizer_config.json").read_text(encoding="utf-8"))
+    settings |= {"chat_template": template, "model_max_length": context}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "eos_token_id": [2, 0]}))
+    shutil.copy(DEMO / "tokenizer.json", folder)
 
 
 def _shorten_answers(model: qwen3.Model, hidden: int) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,16 @@ def make_type(
     dtype: mx.Dtype = mx.float32,
     quantize: Settings | None = None,
     changed_layer: int | None = None,
+    changes: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a tiny random model of a type, or of a variant (`hunyuan:cla`); equal arguments make equal files.
 
     Args:
         quantize: as `mlx_lm.convert` quantises.
+        changes: of the configuration.
         changed_layer: a layer whose numbers are all 1 % larger, for a control.
     """
-    config, model = build_type(name, unit)
+    config, model = build_type(name, unit, changes)
     cast = getattr(model, "cast_predicate", lambda path: True)
     model.update(_mapped(model, lambda path, array: array.astype(dtype) if cast(path) else array))
     if quantize:
@@ -47,9 +49,11 @@ def make_type(
     return folder
 
 
-def build_type(name: str, unit: int = 16) -> tuple[dict[str, Any], Any]:
-    """The configuration and mlx-lm's own model of it, with random numbers."""
+def build_type(name: str, unit: int = 16, changes: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], Any]:
+    """The configuration, with changes, and mlx-lm's own model of it, with random numbers."""
     config = config_of(name, unit)
+    for place in (config, config.get("text_config", {})):
+        place |= {field: value for field, value in (changes or {}).items() if field in place}
     code = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     mx.random.seed(1)
     model = code.Model(code.ModelArgs.from_dict(json.loads(json.dumps(config)))).eval()

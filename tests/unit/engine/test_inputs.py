@@ -224,5 +224,7 @@ def test_where_caches_cannot_be_cut_a_request_tells_where_later_ones_may_part_fr
     assert one.prompt[:system] == other.prompt[:system] and one.prompt[system] != other.prompt[system]
     assert one.prompt[:end] == later.prompt[:end] and end < len(one.prompt) and end in tool.turn_ends
     assert later.turn_ends[0] == system and len(later.turn_ends) == 2 and tool.turn_ends[-1] < len(tool.prompt)
-    assert front.tokenizer is not None and front.tokenizer.decode(one.prompt[:end]).rstrip().endswith("first thing<|im_end|>")
+    assert front.tokenizer is not None and front.tokenizer.decode(one.prompt[:end]).rstrip().endswith(
+        "first thing<|im_end|>"
+    )
     assert run(front.make_request(asked(first, size=None))).turn_ends == ()
