@@ -257,7 +257,8 @@ class Slots:
     def _num_snapshots_with_room(self, session: Session) -> int:
         """Return for how many more snapshots of the session there is memory, at most as many as it may have."""
         sizes = self._costs.snapshot_bytes(session.request.cache)
-        return min(MOST_SNAPSHOTS, *(free // size for free, size in zip(self._unreserved, sizes, strict=True) if size))
+        rooms = [free // size for free, size in zip(self._unreserved, sizes, strict=True) if size]
+        return min([MOST_SNAPSHOTS, *rooms])
 
     @property
     def _unreserved(self) -> Bytes:
