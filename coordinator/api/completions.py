@@ -14,7 +14,7 @@ from coordinator.api.server import Server
 from coordinator.decoding.decode_options import Decode
 from coordinator.engine.inputs import InputProcessor, numbered, prepare_choices
 from coordinator.sessions.output import Output, Scored, Token
-from coordinator.sessions.request import Request, RequestSpec
+from coordinator.sessions.request import Request, RequestSpec, most_prompt
 from coordinator.sessions.text import TextParser
 from worker.errors import InputError
 from worker.platform.text import Json
@@ -119,7 +119,7 @@ class CompletionAnswer(OpenAIAnswer):
         for number, (prompt, spec) in enumerate(zip(body.prompt, body.to_specs(), strict=True)):
             with numbered(number, body.prompt):
                 if body.scores_prompts:
-                    ids = await inputs.prompt_ids(prompt, most=inputs.spec.context - 1)
+                    ids = await inputs.prompt_ids(prompt, most=most_prompt(inputs.spec, spec.max_tokens))
                     decode = Decode("ar") if body.decode == "auto" else spec.decode
                     spec = replace(spec, prompt=ids, decode=decode, score_from=1 if len(ids) > 1 else None)
                 group = await prepare_choices(inputs, spec, body.n)

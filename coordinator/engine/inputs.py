@@ -27,6 +27,7 @@ from coordinator.sessions.request import (
     check_token_ids,
     eos_ids,
     make_sampling,
+    most_prompt,
     require_utf8,
     sampling_defaults,
 )
@@ -142,7 +143,7 @@ class InputProcessor:
         refines = decode.training is not None and decode.training.refinement is not None
         without = (*PENALTIES, *FILTERS) if refines else PENALTIES if decode.kind == "canvas" else ()
         sampling = self._sampling(asked.sampling, without=without)
-        prompt = await self.prompt_ids(asked.prompt, most=self.spec.context - 1, calls=asked.calls)
+        prompt = await self.prompt_ids(asked.prompt, most=most_prompt(spec, asked.max_tokens), calls=asked.calls)
         is_offered = not asked.is_constrained and bool(asked.tools) and self._has_generic_calls(asked.calls)
         not_enforced: list[str] = []
         if asked.is_constrained or (is_offered and decode.kind not in LOSSY and not sampling.min_tokens):

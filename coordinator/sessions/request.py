@@ -287,10 +287,9 @@ def check_request(request: Request, spec: ModelSpec) -> None:
         raise InputError("min_tokens", "expected none with a grammar, which says itself when the answer may end")
     if request.repeat_guard == 1 or request.repeat_guard < 0:  # one token is not repeated
         raise InputError("repeat_guard", f"expected 0 for none or at least 2 times, got {request.repeat_guard}")
-    if num_prompt >= spec.context:
-        found = f"{spec.name} has room for, found {num_prompt}; shorten it"
-        reason = f"expected less than the {spec.context} tokens that {found}"
-        raise ContextExceeded("prompt", reason, num_tokens=num_prompt, most=spec.context - 1)
+    if num_prompt > (most := most_prompt(spec, request.max_tokens)):
+        reason = f"expected at most the {most} tokens that {spec.name} has room for, found {num_prompt}; shorten it"
+        raise ContextExceeded("prompt", reason, num_tokens=num_prompt, most=most)
 
 
 def _check_canvas(request: Request, spec: ModelSpec) -> None:
@@ -314,6 +313,11 @@ def check_token_ids(name: str, tokens: Sequence[int], vocab_size: int) -> None:
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         outside = next(token for token in tokens if not 0 <= token < vocab_size)
         raise InputError(name, f"expected token ids from 0 to {vocab_size - 1}, found {outside}")
+
+
+def most_prompt(spec: ModelSpec, max_tokens: int | None) -> int:
+    """Return how many tokens a prompt may have: all of the context where nothing is generated."""
+    return spec.context - (max_tokens != 0)
 
 
 def most_rows(request: Request, context: int) -> int:

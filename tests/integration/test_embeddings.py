@@ -26,6 +26,7 @@ from worker.model.checkpoint import open_folder
 PROMPT = tokens_of(150)
 CHUNK = 64  # rows, so that a prompt goes in several chunks
 CLOSE = 1e-5
+CONTEXT = 256  # tokens
 MEAN, LAST = 0, len(PROMPT) - 1
 TEXTS = ["the quick brown fox", "Zürich", "one two three four five " * 9]
 
@@ -106,7 +107,8 @@ def write_pooling(folder: Path, modes: dict[str, Any] | None, *types: str, **con
 async def test_embeddings_by_http_follow_the_models_own_files(tmp_path: Path) -> None:
     modes = {"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": False, "word_embedding_dimension": 64}
     types = ("Transformer", "Pooling", "Normalize")
-    folder = write_pooling(make_talker(tmp_path / "model"), modes, *types, matryoshka_dimensions=[16, 32])
+    config = {"matryoshka_dimensions": [16, 32], "max_position_embeddings": CONTEXT}
+    folder = write_pooling(make_talker(tmp_path / "model"), modes, *types, **config)
     model, words = Whole(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = [words.encode(text).ids for text in TEXTS]
     means = [states(model, each).mean(axis=0) for each in ids]
@@ -116,6 +118,8 @@ async def test_embeddings_by_http_follow_the_models_own_files(tmp_path: Path) ->
         ]  # fmt: skip
         plain, by_id, cut = [(await client.post("/v1/embeddings", json=body)).json() for body in bodies]
         one = (await client.post("/v1/embeddings", json={"input": TEXTS[0], "model": "tiny"})).json()
+        full = await client.post("/v1/embeddings", json={"input": CONTEXT * [5]})
+        over = await client.post("/v1/embeddings", json={"input": (CONTEXT + 1) * [5]})
         odd = await client.post("/v1/embeddings", json={"input": TEXTS, "dimensions": 17})
         long = await client.post("/v1/embeddings", json={"input": "a b " * 40_000})
         none = await client.post("/v1/embeddings", json={"input": [[]]})
@@ -124,12 +128,14 @@ async def test_embeddings_by_http_follow_the_models_own_files(tmp_path: Path) ->
     assert by_id["data"] == plain["data"] and one["data"][0]["embedding"] == pytest.approx(
         plain["data"][0]["embedding"], abs=CLOSE
     )
+    whole = states(model, CONTEXT * [5]).mean(axis=0)
+    assert full.json()["data"][0]["embedding"] == pytest.approx(whole / np.linalg.norm(whole), abs=CLOSE)
     for number, mean in enumerate(means):
         assert plain["data"][number]["index"] == number
         assert plain["data"][number]["embedding"] == pytest.approx(mean / np.linalg.norm(mean), abs=CLOSE)
         short = np.frombuffer(base64.b64decode(cut["data"][number]["embedding"]), "<f4")
         assert short == pytest.approx(mean[:16] / np.linalg.norm(mean[:16]), abs=CLOSE)
-    for refused, param in ((odd, "dimensions"), (long, "input"), (none, "input"), (second, "input.1")):
+    for refused, param in ((odd, "dimensions"), (long, "input"), (over, "input"), (none, "input"), (second, "input.1")):
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
