@@ -259,15 +259,18 @@ def _describe(errors: Sequence[ErrorDetails]) -> str:
         return first["msg"].removeprefix("Value error, ")
     known = [each for each in errors if each["type"] in _EXPECTED]
     expected = dict.fromkeys(_EXPECTED[each["type"]].format_map(each.get("ctx", {})) for each in known)
-    value, length = first["input"], first.get("ctx", {}).get("actual_length")
-    if first["type"] == "missing" or length is not None:
-        found = str(length or "none")
-    elif isinstance(value, dict | list | tuple):
-        found = "an object" if isinstance(value, dict) else "a list"
-    else:
-        found = json.dumps(value, ensure_ascii=False)
-        found = found if len(found) <= MOST_SHOWN else f"{len(found) - 2} characters"
+    length = first.get("ctx", {}).get("actual_length")
+    is_counted = first["type"] == "missing" or length is not None
+    found = str(length or "none") if is_counted else shown(first["input"])
     return f"expected {' or '.join(expected)}, found {found}"
+
+
+def shown(value: Any) -> str:
+    """Return what an error says was found: a JSON value, or what it is where that is too long."""
+    if isinstance(value, dict | list | tuple):
+        return "an object" if isinstance(value, dict) else "a list"
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MOST_SHOWN else f"{len(text) - 2} characters"
 
 
 def require_one(body: BaseModel, first: str, second: str) -> None:
@@ -367,7 +370,7 @@ def _parse(kind: type[Body], body: bytes) -> tuple[Body, list[str]]:
     except (ValueError, RecursionError) as error:
         raise HttpError(400, f"expected JSON, found something else ({error})", "invalid_json") from None
     if not isinstance(found, dict):
-        raise HttpError(400, f"expected a JSON object, found {type(found).__name__}", "invalid_json")
+        raise HttpError(400, f"expected a JSON object, found {shown(found)}", "invalid_json")
     known = {field.alias or name for name, field in kind.model_fields.items()}
     return read(kind, found), sorted(found.keys() - known - getattr(kind, "unsupported", {}).keys())
 

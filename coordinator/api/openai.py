@@ -11,7 +11,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from coordinator.api.answers import AnswerStats, answer_stats, usage_of
-from coordinator.api.body import MOST_SHOWN, UNSUPPORTED, Limit, ModelName, OpenAISampled, Section, Unsupported
+from coordinator.api.body import MOST_SHOWN, UNSUPPORTED, Limit, ModelName, OpenAISampled, Section, Unsupported, shown
 from coordinator.api.conversations import Conversing, leave_out_tool, parse_arguments, text_of, thoughts_of
 from coordinator.api.server import Server
 from coordinator.api.sse import DONE, ApiAnswer, Event, renaming
@@ -152,7 +152,8 @@ class ChatBody(OpenAIBody, Conversing):
                 return Calls(are_forced=True, is_parallel=is_parallel)
             case {"type": "function", "function": {"name": str(name)}}:
                 return Calls(are_forced=True, only=name)
-        raise InputError("tool_choice", 'expected "auto", "none", "required" or a function by its name')
+        expected = 'expected "auto", "none", "required" or a function by its name'
+        raise InputError("tool_choice", f"{expected}, found {shown(self.tool_choice)}")
 
 
 def _is_function(tool: Json) -> bool:

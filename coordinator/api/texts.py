@@ -14,6 +14,7 @@ from coordinator.api.body import ModelName, Section, TokenIds, require_one
 from coordinator.api.errors import HttpError
 from coordinator.api.openai import Message
 from coordinator.api.server import Server
+from coordinator.api.sse import renaming
 from coordinator.engine.scores import score_continuations
 from coordinator.sessions.output import Scored
 from coordinator.sessions.request import Conversation, Prompt
@@ -29,7 +30,7 @@ class TokenizeBody(Section):
     model: ModelName | None = None
     prompt: str | None = None
     add_special_tokens: bool = True  # around a text; templates add their own
-    messages: list[Message] | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
     tools: list[Json] = Field(default_factory=list)
     add_generation_prompt: bool = True
     chat_template_kwargs: Json = Field(default_factory=dict)
@@ -85,7 +86,8 @@ async def bounded_ids(server: Server, prompt: Prompt, field: str, *, special: bo
     """Return a prompt's token ids. Raises HttpError (413) for far more than the model's context."""
     most = _most_tokens(server)
     try:
-        tokens = list(await server.inputs.prompt_ids(prompt, most=most, special=special))
+        with renaming({"prompt": field}):
+            tokens = list(await server.inputs.prompt_ids(prompt, most=most, special=special))
     except ContextExceeded as error:  # the length of the text alone shows that it is too long
         raise HttpError(413, f"{field}: {error.message}", "too_many_tokens", param=field) from None
     _require_at_most(most, tokens, field)

@@ -36,8 +36,11 @@ class Pooling:
     def require_dimensions(self, wanted: int) -> None:
         """Raise InputError unless the model's embeddings may be cut to so many numbers."""
         if wanted not in self.dimensions:
-            allowed = f"one of {self.dimensions}" if self.dimensions else "none: the model does not say that they can"
-            raise InputError("dimensions", f"expected {allowed}, got {wanted}")
+            if not self.dimensions:
+                raise InputError("dimensions", f"this model's embeddings cannot be cut, found {wanted}; leave it out")
+            sizes = self.dimensions
+            allowed = f"1 to {sizes[-1]}" if isinstance(sizes, range) else f"one of {', '.join(map(str, sizes))}"
+            raise InputError("dimensions", f"expected {allowed}, found {wanted}")
 
     def finish(self, total: Vector, num_rows: int, dimensions: int | None) -> Vector:
         """Return the embedding, of D numbers or fewer, from the sum [D] of so many rows. Raises ModelError for NaN."""

@@ -100,6 +100,7 @@ REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     *((CompletionBody, {"max_tokens": 0} | more, "max_tokens") for more in ({}, {"echo": True}, {"logprobs": 1})),
     (TokenizeBody, {"prompt": None}, ""),
     (TokenizeBody, HELLO, ""),
+    (TokenizeBody, {"prompt": None, "messages": []}, "messages"),
 
     (ScoreBody, {"prompt": None}, ""),
     (ScoreBody, {"prompt_tokens": [1]}, ""),

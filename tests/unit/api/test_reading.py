@@ -7,6 +7,7 @@ from coordinator.api.app import OPERATIONS, make_app
 from coordinator.api.server import Server
 from coordinator.engine.inputs import InputProcessor
 from tests.unit.api.fakes import app, ask, served
+from worker.errors import InputError
 
 POSTED = [each.path for each in OPERATIONS if each.method == "POST"]
 JSON = {"Content-Type": "application/json"}
@@ -49,6 +50,12 @@ def test_what_no_shape_can_take_is_refused(
     assert found.headers["x-should-retry"] == "false"
 
 
+@pytest.mark.parametrize(("content", "found"), [("null", "null"), ("5", "5"), ("[]", "a list"), ('"a"', '"a"')])
+def test_a_body_that_is_no_object_is_told_in_words_of_json(content: str, found: str) -> None:
+    refused = ask(app(), "POST", "/v1/completions", content=content, headers=JSON)
+    assert refused.json()["error"]["message"] == f"expected a JSON object, found {found}"
+
+
 def test_a_right_request_is_told_that_no_model_will_be_loaded() -> None:
     body, stopped = {"messages": [{"role": "user", "content": "hi"}]}, served()
     stopped.stop()
@@ -71,6 +78,19 @@ class Words(InputProcessor):
 
     async def prompt_ids(self, prompt: Any, *, most: int | None = None, special: bool = True) -> tuple[int, ...]:
         return (0,) * len(prompt)
+
+
+class Refusing(Words):
+    """A chat template that takes no conversation."""
+
+    async def prompt_ids(self, prompt: Any, *, most: int | None = None, special: bool = True) -> tuple[int, ...]:
+        raise InputError("prompt", "the chat template refuses this conversation")
+
+
+def test_a_conversation_that_cannot_be_tokenized_is_refused_by_its_own_field() -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    refused = ask(make_app(Server(Refusing(), ("talker",))), "POST", "/tokenize", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
 
 
 def test_more_tokens_than_anybody_has_a_use_for_are_refused() -> None:
