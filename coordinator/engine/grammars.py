@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -166,13 +166,27 @@ def text_or_calls_grammar(
 
 def _functions(calls: Calls, tools: Sequence[Mapping[str, Any]]) -> tuple[list[str], dict[str, str]]:
     """Return the names of the functions that may be called, and the grammars of their arguments."""
-    functions = [tool["function"] for tool in tools]
-    chosen = [function for function in functions if calls.only in (None, function.get("name"))]
-    if not chosen:
-        found = f"found no tool {calls.only!r}" if calls.only else "found no tools"
-        raise InputError("tool_choice", f"expected tools that can be called, {found}")
-    arguments = {f"arguments_{n}": _arguments(function) for n, function in enumerate(chosen)}
-    return [_name(function) for function in chosen], arguments
+    found = list(arguments_grammars(calls, tools))
+    if not found:
+        what = f"found no tool {calls.only!r}" if calls.only else "found no tools"
+        raise InputError("tool_choice", f"expected tools that can be called, {what}")
+    return [name for _, name, _ in found], {f"arguments_{n}": grammar for n, (_, _, grammar) in enumerate(found)}
+
+
+def arguments_grammars(calls: Calls, tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
+    """Yield the field, the name and the grammar of the parameters of each tool that may be called.
+
+    Raises:
+        InputError: its name or schema is unsuitable.
+    """
+    for number, tool in enumerate(tools):
+        function = tool["function"]
+        if calls.only in (None, name := function.get("name")):
+            if not isinstance(name, str) or not _NAME.fullmatch(name):
+                reason = f"expected letters, digits, _ and - where a call is forced, found {name!r}"
+                raise InputError(f"tools.{number}.function.name", reason)
+            field = f"tools.{number}.function.parameters"
+            yield field, name, _arguments(function, field)
 
 
 def _format(markers: Markers, spell: Spell) -> _Format:
@@ -199,19 +213,15 @@ def _call(rule: str, form: _Format, names: Sequence[str], spell: Spell) -> str:
     return f"{rule}: {spell(form.before_name)} ({named}) {spell(form.after_arguments)}"
 
 
-def _name(function: Mapping[str, Any]) -> str:
-    name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InputError("tools", f"expected names of letters, digits, _ and - where a call is forced, found {name!r}")
-    return name
-
-
-def _arguments(function: Mapping[str, Any]) -> str:
+def _arguments(function: Mapping[str, Any], field: str) -> str:
     schema = function.get("parameters") or _NO_ARGUMENTS
     kind = schema.get("type", "object") if isinstance(schema, dict) else None
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        raise InputError("tools", f"expected parameters of {function['name']} as a JSON schema of an object")
-    return json_grammar(schema | {"type": "object"}, is_strict=function.get("strict") is True, field="tools")
+        raise InputError(field, f"tool {function['name']}: expected a JSON schema of an object")
+    try:
+        return json_grammar(schema | {"type": "object"}, is_strict=function.get("strict") is True)
+    except InputError as error:
+        raise InputError(field, f"tool {function['name']}: {error.message}") from error
 
 
 def _literal(text: str) -> str:

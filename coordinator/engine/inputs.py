@@ -1,5 +1,6 @@
 """InputProcessor: makes checked requests of what clients ask, with a model's configuration, tokenizer and template."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -10,7 +11,13 @@ from typing import Any, Self, TypedDict, TypeVar, Unpack
 from coordinator.cluster.open import read_model
 from coordinator.decoding.decode_options import LOSSY, rotating, suit
 from coordinator.engine.bounded import GrammarTrials
-from coordinator.engine.grammars import after_thought, calls_grammar, regex_grammar, text_or_calls_grammar
+from coordinator.engine.grammars import (
+    after_thought,
+    arguments_grammars,
+    calls_grammar,
+    regex_grammar,
+    text_or_calls_grammar,
+)
 from coordinator.engine.one_at_a_time import OneAtATime
 from coordinator.engine.tokenizer import Tokenizer, find_tokenizer
 from coordinator.sessions.request import (
@@ -35,13 +42,14 @@ from coordinator.sessions.text import Markers, TextParser
 from protos.brigade_pb2 import Grammar, Sampling
 from worker.compute.grammar import Grammars
 from worker.compute.header import check_grammar
-from worker.errors import FrameError, InputError, ModelError, SamplingError
+from worker.errors import BrigadeError, FrameError, InputError, ModelError, SamplingError
 from worker.model.checkpoint import Checkpoint
 from worker.model.model_spec import ModelSpec
 
 T = TypeVar("T")
 
 _ANY_USER = {"role": "user", "content": "a"}
+_SEARCH_S = 3.0  # for the tool at fault among many: other grammars wait meanwhile
 _LONG = 1 << 18  # letters: a longer prompt is tokenized in another process, in a turn of its own
 
 
@@ -314,8 +322,27 @@ class InputProcessor:
         ):
             text = after_thought(text, markers, spell)
         grammar = Grammar(text=text, begins=len(prompt), eos=eos)
-        check_grammar(grammar)
-        return grammar, [f"schema.{keyword}" for keyword in self._trials.require(text)]
+        try:
+            check_grammar(grammar)
+            return grammar, [f"schema.{keyword}" for keyword in self._trials.require(text)]
+        except (FrameError, SamplingError) as error:
+            if asked.calls.are_forced:
+                raise self._refusal_of_tools(asked, error) from error
+            raise
+
+    def _refusal_of_tools(self, asked: RequestSpec, error: BrigadeError) -> InputError:
+        """Return the refusal of the first tool whose schema is at fault by itself, if it is found soon, or of all."""
+        found = list(arguments_grammars(asked.calls, asked.tools))
+        if len(found) == 1:
+            [(field, name, _)] = found
+            return InputError(field, f"tool {name}: {error.message}")
+        until = time.monotonic() + _SEARCH_S
+        for field, name, grammar in takewhile(lambda _: time.monotonic() < until, found):
+            try:
+                self._trials.require(grammar)
+            except SamplingError as alone:
+                return InputError(field, f"tool {name}: {alone.message}")
+        return InputError("tools", f"the schemas of {len(found)} tools together: {error.message}")
 
     def _has_generic_calls(self, calls: Calls) -> bool:
         return self.tokenizer is not None and self.tokenizer.has_generic_calls(calls)

@@ -157,5 +157,5 @@ async def test_tools_whose_calls_no_grammar_can_keep_to_are_offered_without_one(
     for spec in (RequestSpec(prompt), *(ask(**each) for each in without)):
         request = await inputs.make_request(spec)
         assert request.not_enforced == ("schema",) and not request.sampling.HasField("grammar")
-    with pytest.raises(InputError, match=r"^tools: "):
+    with pytest.raises(InputError, match=r"^tools\.0\.function\.name: "):
         await inputs.make_request(RequestSpec(prompt, calls=FORCED))

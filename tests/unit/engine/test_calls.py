@@ -114,10 +114,15 @@ def test_one_call_is_one_call(calls: Calls) -> None:
     [
         ("json_tools", [], None, "^tool_choice: .*found no tools"),
         ("json_tools", TOOLS, "walk", "^tool_choice: .*found no tool 'walk'"),
-        ("json_tools", [{"function": {"name": "a b"}}], None, "^tools: .*found 'a b'"),
-        ("json_tools", [{"function": {}}], None, "^tools: .*found None"),
+        ("json_tools", [{"function": {"name": "a b"}}], None, r"^tools\.0\.function\.name: .*'a b'"),
+        ("json_tools", [{"function": {}}], None, r"^tools\.0\.function\.name: "),
         *(
-            ("json_tools", [{"function": {"name": "a", "parameters": parameters}}], None, "^tools: .* a .*an object")
+            (
+                "json_tools",
+                [{"function": {"name": "a", "parameters": parameters}}],
+                None,
+                r"^tools\.0\.function\.parameters: tool a: ",
+            )
             for parameters in ([1], {"type": "string"}, {"type": ["array", "null"]})
         ),
     ],

@@ -16,7 +16,8 @@ from coordinator.engine import inputs
 from coordinator.engine.bounded import Bounds, GrammarTrials, LongTexts
 from coordinator.engine.grammars import json_grammar, lark_grammar, regex_grammar
 from coordinator.engine.tokenizer import Tokenizer
-from coordinator.sessions.request import Conversation, RequestSpec
+from coordinator.sessions.request import Calls, Conversation, RequestSpec
+from worker.compute.header import MOST_GRAMMAR
 from worker.errors import ContextExceeded, InputError, SamplingError
 from worker.model.checkpoint import Checkpoint
 
@@ -79,6 +80,25 @@ def test_a_grammar_that_takes_too_much_time_or_memory_is_refused_and_the_next_on
         with pytest.raises(SamplingError, match=said):
             trials.require(grammar)
     trials.require(regex_grammar("[a-z]"))  # within the time that a slow machine needs to read it
+
+
+@pytest.mark.parametrize(
+    ("tools", "field", "name"),
+    [
+        ([("a", {}), ("b", {"properties": {"x": {"$ref": "#/$defs/none"}}})], "tools.1.function.parameters", "b"),
+        ([("a", {"description": "x" * MOST_GRAMMAR}), ("b", {})], "tools.0.function.parameters", "a"),
+        ([(f"f{n}", {"description": "x" * 400}) for n in range(3000)], "tools", "3000 tools"),
+    ],
+    ids=["wrong", "too large", "too many"],
+)
+def test_a_tool_whose_schema_cannot_be_enforced_is_refused_by_its_place_and_name(
+    front: inputs.InputProcessor, run: Run, tools: list[tuple[str, Any]], field: str, name: str
+) -> None:
+    given = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in tools]
+    prompt = Conversation(({"role": "user", "content": "hi"},), tuple(given))
+    with pytest.raises(InputError, match=rf"\b{name}\b") as refused:
+        run(front._grammar(RequestSpec(prompt, calls=Calls(are_forced=True)), ()))
+    assert refused.value.field == field
 
 
 def test_a_long_text_is_tokenized_elsewhere_and_a_chat_beside_it_is_read_at_once(
