@@ -19,13 +19,16 @@ from coordinator.api.answers import (
 from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, Limit, ModelName, Section, Texts, Unsupported, text_or_list
 from coordinator.api.conversations import (
     Conversing,
+    OfferedTool,
     OtherTool,
     Part,
+    Parts,
     ToolName,
     call_part,
     function_tool,
     join_turns,
-    leave_out_tool,
+    naming_tools,
+    offered,
     text_of,
 )
 from coordinator.api.errors import AnthropicError, HttpError
@@ -76,7 +79,7 @@ class ToolResultBlock(Section):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[list[Part], _OneText] = Field(default_factory=list)
+    content: Parts = Field(default_factory=list)
 
 
 _BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
@@ -114,19 +117,22 @@ class Turn(Section):
                 case ToolUseBlock():
                     yield {**call_part(block.id, block.name, block.input), "role": self.role}
                 case Part():
-                    yield {"role": self.role, "content": text_of([block.model_dump()], "messages")}
+                    yield {"role": self.role, "content": text_of([block])}
                 case ToolResultBlock():
-                    text = text_of((part.model_dump() for part in block.content), "messages")
-                    yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+                    yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content)}
 
 
-class CustomTool(Section):
+class CustomTool(OfferedTool):
     """A tool that the client runs. Tools that Anthropic runs have other types."""
 
+    names: ClassVar = {"function.name": "name", "function.parameters": "input_schema"}
     type: Literal["custom"] | None = None
     name: ToolName
     description: str | None = None
     input_schema: Json
+
+    def to_template(self) -> Json:
+        return function_tool(self.name, self.description, self.input_schema)
 
 
 def _tool_type(tool: Any) -> str:
@@ -180,17 +186,15 @@ class CountBody(Conversing):
     output_config: OutputConfig = OutputConfig()
 
     def conversation(self) -> Conversation:
-        """Return the conversation."""
+        """Return the conversation. Raises InputError for tools of the same name."""
+        tools = offered(self.tools)
         system = ({"role": "system", "content": block.text} for block in self.system)
         parts = [*system, *(part for turn in self.messages for part in turn.parts())]
-        return Conversation(join_turns(parts), tuple(self._tools()), self.template_arguments(self.output_config.effort))
-
-    def _tools(self) -> Iterator[Json]:
-        for tool in self.tools:
-            if isinstance(tool, OtherTool):
-                leave_out_tool(tool.type)
-            elif self.tool_choice.type != "none":
-                yield function_tool(tool.name, tool.description, tool.input_schema)
+        return Conversation(
+            join_turns(parts),
+            () if self.tool_choice.type == "none" else tools,
+            self.template_arguments(self.output_config.effort),
+        )
 
 
 class MessagesBody(CountBody):
@@ -294,7 +298,9 @@ class MessageAnswer(BlockAnswer):
 
     async def prepare(self, inputs: InputProcessor) -> Sequence[Request]:
         with renaming(_NAMES):
-            request = await inputs.make_request(self._body.to_spec())
+            spec = self._body.to_spec()
+        with renaming(_NAMES), naming_tools(self._body.tools):
+            request = await inputs.make_request(spec)
         self.answer["usage"]["input_tokens"] = len(request.prompt)
         return [request]
 

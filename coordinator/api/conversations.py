@@ -4,12 +4,13 @@ What a model cannot read, such as an image, stays in an agent's history for good
 """
 
 import json
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
-from coordinator.api.body import MOST_SHOWN, Sampled, Section
+from coordinator.api.body import Sampled, Section, shown, text_or_list
 from coordinator.api.left_out import leave_out
 from worker.errors import InputError
 from worker.platform.text import Json
@@ -23,6 +24,19 @@ class Part(Section):
 
     model_config = ConfigDict(extra="allow")
     type: str
+
+    @model_validator(mode="after")
+    def _has_its_text(self) -> Self:
+        name = "text" if self.type in _TEXT else self.type
+        if name in ("text", "refusal") and not isinstance(found := getattr(self, name, None), str):
+            raise ValueError(f"expected a text as its {name}, found {'none' if found is None else shown(found)}")
+        return self
+
+
+Parts = Annotated[
+    list[Part],
+    text_or_list(lambda text: {"type": "text", "text": text}, json_schema_input_type=str | list[Part]),
+]
 
 
 class Reasoning(Section):
@@ -63,19 +77,20 @@ class Conversing(Sampled):
 # --- parts of messages ------------------------------------------------------------------------------------------------
 
 
-def text_of(parts: Iterable[Json], field: str) -> str:
-    """Return the text of a message's parts. Raises InputError, with the field's name, for what is no part."""
-    found = (_text_in(part, field) for part in parts)
+def text_of(parts: Iterable[Part]) -> str:
+    """Return the text of a message's parts."""
+    found = (_text_in(part.model_dump()) for part in parts)
     return "\n".join(text for text in found if text is not None)
 
 
-def thoughts_of(parts: Iterable[Json]) -> str:
+def thoughts_of(parts: Iterable[Part]) -> str:
     """Return the thoughts among a message's parts."""
-    given = (part.get("thinking", part.get("text")) for part in parts if part.get("type") in _THOUGHTS)
+    thoughts = (part.model_dump() for part in parts if part.type in _THOUGHTS)
+    given = (thought.get("thinking", thought.get("text")) for thought in thoughts)
     return "\n".join(text for text in given if isinstance(text, str))
 
 
-def _text_in(part: Json, field: str) -> str | None:
+def _text_in(part: Json) -> str | None:
     """Return the text of a part; None for thoughts, which are no part of the text."""
     match part:
         case {"type": kind, "text": str(text)} if kind in _TEXT:
@@ -86,10 +101,8 @@ def _text_in(part: Json, field: str) -> str | None:
             return text
         case {"type": kind} if kind in _THOUGHTS:
             return None
-        case {"type": str(kind)} if kind not in (*_TEXT, "refusal"):
-            name = leave_out(kind.removeprefix("input_").removesuffix("_url"))
-            return f"[{name} left out: this model reads text only]"
-    raise InputError(field, f"expected parts with a type and its content, found {json.dumps(part)[:MOST_SHOWN]}")
+    name = leave_out(part["type"].removeprefix("input_").removesuffix("_url"))
+    return f"[{name} left out: this model reads text only]"
 
 
 def join_turns(parts: Iterable[Json]) -> tuple[Json, ...]:
@@ -123,9 +136,50 @@ class OtherTool(Section):
     type: str
 
 
-def leave_out_tool(kind: Any) -> None:
-    """Note that a tool of this type is not offered to the model."""
-    leave_out(f"tools.{kind if isinstance(kind, str) else 'unknown'}")
+class OfferedTool(Section):
+    """A tool that the client runs."""
+
+    names: ClassVar[Mapping[str, str]] = {}  # of fields of a template's tool, what the API calls them
+
+    def to_template(self) -> Json:
+        """Return the tool as chat templates take it."""
+        raise NotImplementedError
+
+
+def offered(tools: Sequence[OfferedTool | OtherTool]) -> tuple[Json, ...]:
+    """Return the tools that the model can be offered as chat templates take them, and note the others.
+
+    Raises:
+        InputError: two have the same name.
+    """
+    found = dict[str, Json]()
+    for number, tool in enumerate(tools):
+        if not isinstance(tool, OfferedTool):
+            leave_out(f"tools.{tool.type}")
+            continue
+        each = tool.to_template()
+        if (name := each["function"]["name"]) in found:
+            field = "function.name"
+            place = f"tools.{number}.{tool.names.get(field, field)}"
+            raise InputError(place, f"expected a name that no other tool has, found {shown(name)} again; rename one")
+        found[name] = each
+    return tuple(found.values())
+
+
+@contextmanager
+def naming_tools(tools: Sequence[OfferedTool | OtherTool]) -> Iterator[None]:
+    """Raise InputErrors of this block about `tools.N.FIELD`, of those offered, by their place and name in the body."""
+    try:
+        yield
+    except InputError as error:
+        name, _, place = error.field.partition(".")
+        number, _, field = place.partition(".")
+        if name != "tools" or not number:
+            raise
+        at, tool = [(at, tool) for at, tool in enumerate(tools) if isinstance(tool, OfferedTool)][int(number)]
+        renamed = error.again()
+        renamed.field = f"tools.{at}.{tool.names.get(field, field)}"
+        raise renamed from error
 
 
 def function_tool(name: str, description: str | None, parameters: Json | None) -> Json:

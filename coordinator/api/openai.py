@@ -1,18 +1,28 @@
 """`POST /v1/chat/completions`, and what OpenAI's chats and completions have in common."""
 
-import json
 import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Literal, NotRequired
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import Field
+from pydantic import ConfigDict, Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
 from coordinator.api.answers import AnswerStats, answer_stats, usage_of
-from coordinator.api.body import MOST_SHOWN, UNSUPPORTED, Limit, ModelName, OpenAISampled, Section, Unsupported, shown
-from coordinator.api.conversations import Conversing, leave_out_tool, parse_arguments, text_of, thoughts_of
+from coordinator.api.body import UNSUPPORTED, Limit, ModelName, OpenAISampled, Section, Unsupported, shown
+from coordinator.api.conversations import (
+    Conversing,
+    OfferedTool,
+    OtherTool,
+    Parts,
+    ToolName,
+    naming_tools,
+    offered,
+    parse_arguments,
+    text_of,
+    thoughts_of,
+)
 from coordinator.api.server import Server
 from coordinator.api.sse import DONE, ApiAnswer, Event, renaming
 from coordinator.engine.grammars import json_grammar, lark_grammar, regex_grammar
@@ -74,7 +84,7 @@ class Message(Section):
     """One turn. Texts are joined; a note takes the place of a part that is no text."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Json] | None = None
+    content: Parts | None = None
     name: str | None = None
     tool_calls: list[Json] | None = None
     tool_call_id: str | None = None
@@ -82,11 +92,11 @@ class Message(Section):
     reasoning_content: str | None = None
 
     def to_template(self) -> Json:
-        """Return the message as chat templates take it. Raises InputError for content that is no list of parts."""
+        """Return the message as chat templates take it. Raises InputError for a call without a function."""
         message = self.model_dump(exclude_none=True, exclude={"reasoning", "content"})
         message["role"] = "system" if self.role == "developer" else self.role  # templates do not know developers
-        parts = [{"type": "text", "text": self.content}] if isinstance(self.content, str) else self.content or []
-        message["content"] = text_of(parts, "messages")
+        parts = self.content or []
+        message["content"] = text_of(parts)
         if reasoning := self.reasoning_content or self.reasoning or thoughts_of(parts):
             message["reasoning_content"] = reasoning
         if self.tool_calls:
@@ -111,6 +121,35 @@ def _past_call(call: Json) -> Json:
     return call | {"function": function | {"arguments": arguments}}
 
 
+class ChatFunction(Section):
+    """A function. Templates may read further fields of it."""
+
+    model_config = ConfigDict(extra="allow")
+    name: ToolName
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class ChatTool(OfferedTool):
+    """A tool that the client runs."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal["function"]
+    function: ChatFunction
+
+    def to_template(self) -> Json:
+        return self.model_dump(exclude_unset=True)
+
+
+def _tool_type(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "function" if kind == "function" else "other"
+
+
+Tool = Annotated[Annotated[ChatTool, Tag("function")] | Annotated[OtherTool, Tag("other")], Discriminator(_tool_type)]
+
+
 class ChatBody(OpenAIBody, Conversing):
     """The body of `/v1/chat/completions`."""
 
@@ -128,16 +167,16 @@ class ChatBody(OpenAIBody, Conversing):
     max_completion_tokens: Limit = None
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[Json] | None = None
+    tools: list[Tool] = Field(default_factory=list)
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
 
     def to_spec(self) -> RequestSpec:
         """Return the engine's request. Raises InputError for messages, tools and choices that cannot be served."""
         messages = tuple(message.to_template() for message in self.messages)
-        tools = [tool for tool in self.tools or () if _is_function(tool)]
+        tools = offered(self.tools)
         return self.make_spec(
-            Conversation(messages, () if self.tool_choice == "none" else tuple(tools), self.template_arguments()),
+            Conversation(messages, () if self.tool_choice == "none" else tools, self.template_arguments()),
             logprobs=1 + (self.top_logprobs or 0) if self.logprobs else 0,
             max_tokens=self.max_completion_tokens or self.max_tokens,
             calls=self._calls(),
@@ -154,18 +193,6 @@ class ChatBody(OpenAIBody, Conversing):
                 return Calls(are_forced=True, only=name)
         expected = 'expected "auto", "none", "required" or a function by its name'
         raise InputError("tool_choice", f"{expected}, found {shown(self.tool_choice)}")
-
-
-def _is_function(tool: Json) -> bool:
-    """Return whether the model can be offered the tool; note one that it cannot. Raises InputError for a wrong one."""
-    if tool.get("type") == "function":
-        match tool.get("function"):
-            case {"name": str(name), **others} if name and isinstance(others.get("parameters") or {}, dict):
-                return True
-        expected = "expected a function with a name, and its parameters as an object, in each tool of type function"
-        raise InputError("tools", f"{expected}, found {json.dumps(tool.get('function'))[:MOST_SHOWN]}")
-    leave_out_tool(tool.get("type"))
-    return False
 
 
 class PromptDetails(TypedDict):
@@ -349,8 +376,9 @@ class ChatAnswer(OpenAIAnswer):
 
     async def prepare(self, inputs: InputProcessor) -> Sequence[Request]:
         self.token_text, self.token_bytes = inputs.token_text, inputs.token_bytes
-        with renaming({"prompt": "messages"}):
-            return await prepare_choices(inputs, self._body.to_spec(), self._body.n)
+        spec = self._body.to_spec()
+        with renaming({"prompt": "messages"}), naming_tools(self._body.tools):
+            return await prepare_choices(inputs, spec, self._body.n)
 
     def events(self, index: int, output: Output) -> Iterator[Json]:
         if index not in self._calls:

@@ -28,13 +28,15 @@ from coordinator.api.body import (
 )
 from coordinator.api.conversations import (
     Conversing,
+    OfferedTool,
     OtherTool,
-    Part,
+    Parts,
     ToolName,
     call_part,
     function_tool,
     join_turns,
-    leave_out_tool,
+    naming_tools,
+    offered,
     parse_arguments,
     text_of,
     thoughts_of,
@@ -67,9 +69,6 @@ _REFUSED = {
 
 class ReasoningPart(Section):
     text: str
-
-
-Parts = Annotated[list[Part], text_or_list(lambda text: {"type": "text", "text": text})]
 
 
 class MessageItem(Section):
@@ -142,13 +141,17 @@ Item = Annotated[
 Items = Annotated[list[Item], text_or_list(lambda text: {"role": "user", "content": text})]
 
 
-class FunctionTool(Section):
+class FunctionTool(OfferedTool):
     """A tool that the client runs. This server has none of its own."""
 
+    names: ClassVar = {"function.name": "name", "function.parameters": "parameters"}
     type: Literal["function"]
     name: ToolName
     description: str | None = None
     parameters: Json | None = None
+
+    def to_template(self) -> Json:
+        return function_tool(self.name, self.description, self.parameters)
 
 
 def _tool_type(tool: Any) -> str:
@@ -265,17 +268,10 @@ class ResponsesBody(Conversing):
         return [tool for tool in self.tools if isinstance(tool, FunctionTool)]
 
     def _conversation(self) -> Conversation:
-        for tool in self.tools:
-            if isinstance(tool, OtherTool):
-                leave_out_tool(tool.type)
+        tools = offered(self.tools)
         instructions = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         parts = [*instructions, *(part for item in self.input for part in _parts_of(item))]
-        tools = () if self.tool_choice == "none" else self._functions()
-        return Conversation(
-            join_turns(parts),
-            tuple(function_tool(tool.name, tool.description, tool.parameters) for tool in tools),
-            self.template_arguments(),
-        )
+        return Conversation(join_turns(parts), () if self.tool_choice == "none" else tools, self.template_arguments())
 
 
 def _parts_of(
@@ -285,9 +281,8 @@ def _parts_of(
     match item:
         case MessageItem():
             role = "system" if item.role == "developer" else item.role  # templates do not know developers
-            parts = [part.model_dump() for part in item.content]
-            thoughts = thoughts_of(parts)
-            yield {"role": role, "content": text_of(parts, "input")} | (
+            thoughts = thoughts_of(item.content)
+            yield {"role": role, "content": text_of(item.content)} | (
                 {"reasoning_content": thoughts} if thoughts else {}
             )
         case CallItem():
@@ -295,8 +290,7 @@ def _parts_of(
         case CustomCallItem():
             yield call_part(item.call_id, item.name, {"input": item.input})
         case CallOutputItem():
-            text = text_of((part.model_dump() for part in item.output), "input")
-            yield {"role": "tool", "tool_call_id": item.call_id, "content": text}
+            yield {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}
         case ReasoningItem():
             for thought in item.content or item.summary:
                 yield {"role": "assistant", "reasoning_content": thought.text}
@@ -455,7 +449,7 @@ class ResponsesAnswer(BlockAnswer):
     async def prepare(self, inputs: InputProcessor) -> Sequence[Request]:
         with renaming(_FORMAT):  # a `prompt` that is refused here is the body's own
             spec = self._body.to_spec()
-        with renaming(_NAMES):
+        with renaming(_NAMES), naming_tools(self._body.tools):
             request = await inputs.make_request(spec)
         about = self.answer
         self.answer = self._body.response(about["id"], about["model"], about["created_at"], request.sampling)

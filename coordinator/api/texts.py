@@ -11,8 +11,9 @@ from pydantic import Field, model_validator
 from typing_extensions import TypedDict
 
 from coordinator.api.body import ModelName, Section, TokenIds, require_one
+from coordinator.api.conversations import offered
 from coordinator.api.errors import HttpError
-from coordinator.api.openai import Message
+from coordinator.api.openai import Message, Tool
 from coordinator.api.server import Server
 from coordinator.api.sse import renaming
 from coordinator.engine.scores import score_continuations
@@ -31,7 +32,7 @@ class TokenizeBody(Section):
     prompt: str | None = None
     add_special_tokens: bool = True  # around a text; templates add their own
     messages: list[Message] | None = Field(None, min_length=1)
-    tools: list[Json] = Field(default_factory=list)
+    tools: list[Tool] = Field(default_factory=list)
     add_generation_prompt: bool = True
     chat_template_kwargs: Json = Field(default_factory=dict)
     return_token_strs: bool = False
@@ -46,7 +47,7 @@ class TokenizeBody(Section):
         messages = tuple(message.to_template() for message in self.messages or ())
         # without it, a conversation that ends with an answer continues that
         arguments = {} if self.add_generation_prompt else {"add_generation_prompt": False}
-        return Conversation(messages, tuple(self.tools), arguments | self.chat_template_kwargs)
+        return Conversation(messages, offered(self.tools), arguments | self.chat_template_kwargs)
 
 
 class DetokenizeBody(Section):

@@ -94,6 +94,27 @@ def test_what_was_left_out_is_named_by_streams_too_and_no_name_breaks_a_header()
     assert "brigade-left-out" not in posted("chat", {}).headers
 
 
+class Unenforceable(ScriptedModel):
+    """Cannot enforce the schema of the first tool that it is offered."""
+
+    async def make_request(self, ask: RequestSpec) -> Any:
+        raise InputError("tools.0.function.parameters", "expected a JSON schema")
+
+
+@pytest.mark.parametrize(
+    ("api", "field"),
+    [
+        ("chat", "tools.1.function.parameters"), ("responses", "tools.1.parameters"),
+        ("messages", "tools.1.input_schema"),
+    ],
+)  # fmt: skip
+def test_a_schema_that_cannot_be_enforced_is_named_by_its_place_in_the_body(api: str, field: str) -> None:
+    found = posted(api, {"tools": [{"type": "web_search"}, NAMED[api]]}, Unenforceable([]))
+    error = found.json()["error"]
+    assert found.status_code == 400 and error.get("param", field) == field
+    assert error["message"].startswith(f"{field}: ")
+
+
 NOTE = "[image left out: this model reads text only]"
 IMAGES = [
     ("chat", {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}, "user"),

@@ -56,6 +56,11 @@ def test_whatever_a_body_holds_is_read_or_refused(data: st.DataObject) -> None:
                 make_sampling(**spec.sampling)
 
 
+RESULT = {"type": "tool_result", "tool_use_id": "t"}
+PARTS = [{"type": "text", "text": "a"}, {"type": "text"}]
+LOOK = {"type": "function", "function": {"name": "look"}}
+
+
 def said(*parts: dict[str, Any]) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": list(parts)}]}
 
@@ -64,12 +69,21 @@ REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (ChatBody, {"messages": []}, "messages"),
     (ChatBody, {"messages": None}, "messages"),
     (ChatBody, {"messages": [{"role": "wizard"}]}, "messages.0.role"),
-    (ChatBody, said({"text": 5}), "messages"),
+    (ChatBody, said({"text": 5}), "messages.0.content.0.type"),
+    (ChatBody, said(*PARTS), "messages.0.content.1"),
+    (ResponsesBody, {"input": [{"role": "user", "content": PARTS}]}, "input.0.content.1"),
+    (MessagesBody, said(RESULT | {"content": PARTS}), "messages.0.content.0.content.1"),
     (ChatBody, {"max_tokens": 1.5}, "max_tokens"),
-    (ChatBody, {"tools": [{"type": "function"}]}, "tools"),
-    (ChatBody, {"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
-    (ChatBody, {"tools": [{"type": "function", "function": {"name": 5}}]}, "tools"),
-    (ChatBody, {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}, "tools"),
+    (ChatBody, {"tools": [{}], "tool_choice": "required"}, "tools.0.type"),
+    (ChatBody, {"tools": [{"type": "function"}]}, "tools.0.function"),
+    *(
+        (shape, {"tools": [LOOK, LOOK | {"function": {"name": "f"} | wrong}]}, f"tools.1.function.{next(iter(wrong))}")
+        for shape in (ChatBody, TokenizeBody)
+        for wrong in ({"name": ""}, {"name": 5}, {"description": 5}, {"parameters": 5}, {"parameters": []})
+    ),
+    (ChatBody, {"tools": [{"type": "search"}, LOOK, LOOK]}, "tools.2.function.name"),
+    (MessagesBody, {"tools": [{"name": "f", "input_schema": {}}] * 2}, "tools.1.name"),
+    (ResponsesBody, {"tools": [{"type": "function", "name": "f"}] * 2}, "tools.1.name"),
     (ChatBody, {"stop": 5}, "stop"),
     (MessagesBody, {"max_tokens": 1.5}, "max_tokens"),
 
@@ -209,7 +223,7 @@ def test_a_null_is_as_good_as_nothing(shape: type[Any]) -> None:
 def test_a_null_within_a_field_is_as_good_as_nothing_but_a_schema_keeps_its_own() -> None:
     assert read(ChatBody, HELLO | {"stream_options": {"include_usage": None}}) == read(ChatBody, HELLO)
     tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": [None], "default": None}}}
-    assert read(ChatBody, HELLO | {"tools": [tool]}).tools == [tool]
+    assert read(ChatBody, HELLO | {"tools": [tool]}).to_spec().tools == (tool,)
     more = {"max_tokens": 5, "tool_choice": {"type": "auto", "disable_parallel_tool_use": None}}
     found = read(MessagesBody, said({"type": "text", "text": "hi", "cache_control": None}) | more)
     assert found.to_spec() == read(MessagesBody, WHOLE[MessagesBody]).to_spec()
@@ -238,9 +252,6 @@ def test_probabilities_are_over_the_labels() -> None:
     answers = [[Scored(Token(1, -1000.0), False)], [Scored(Token(2, -500.0), True), Scored(Token(3, -500.0), False)]]
     told = classification("m", ["no", "yes"], answers)
     assert told["label"] == "no" and [each["probability"] for each in told["labels"]] == [0.5, 0.5]
-
-
-LOOK = {"type": "function", "function": {"name": "look"}}
 
 
 @pytest.mark.parametrize(
