@@ -55,7 +55,7 @@ def test_the_generated_code_is_that_of_the_proto(tmp_path: Path) -> None:
         ("uint32 base = 2;", "uint32 base = 99;"),
         ("uint32 base = 2;", "uint32 start = 2;"),
         ("repeated uint32 tokens = 4;", "uint32 tokens = 4;"),
-        ("DTYPE_BFLOAT16 = 3;", "DTYPE_BFLOAT16 = 4;"),
+        ("DTYPE_BFLOAT16 = 3;", "DTYPE_BFLOAT16 = 9;"),
         ("rpc Relay(stream Part)", "rpc Relay(Part)"),
     ):
         assert compiled(source.replace(old, new)) != checked_in, new

@@ -37,7 +37,7 @@ from worker.compute.shard import Shard
 from worker.compute.slot import Slot
 from worker.errors import BrigadeError, CacheMismatch, FrameError, ModelError, SamplingError
 from worker.memory.history import History
-from worker.memory.slot_caches import close_all
+from worker.memory.slot_caches import CacheSegment, close_all
 from worker.model.cache_spec import ROW_BLOCK
 from worker.model.describe import DTYPES
 from worker.model.model_spec import most_head_rows
@@ -51,6 +51,7 @@ _SHORT_STEP_NS = 20_000_000
 _COUNT_NS = 50_000_000  # between two counts of cache bytes while no slot opens, closes or grows
 _LONG_PROMPT = 2048  # rows: the buffers that shorter ones leave to the next frames are few
 _SCORED_ROWS = 128  # whose logits exist at the same time
+_SEGMENT_BYTES = 1 << 22  # of a cache in one message: each takes milliseconds of both event loops
 _WEIGHT = 0.2  # of a new observation in the running mean
 
 
@@ -69,6 +70,8 @@ class Executor:
         node: str = "",
         *,
         checks_finite: bool = False,
+        prompt_end: int | None = None,
+        returns_segments: bool = False,
         drafter: Drafter | None = None,
         drafter_bytes: int = 0,
         drop_drafter: Callable[[], object] = lambda: None,
@@ -78,6 +81,9 @@ class Executor:
         Args:
             node: this worker's name, which failures carry; empty on the coordinator.
             checks_finite: whether a window fails if its output holds NaN or infinities, before another stage sees it.
+            prompt_end: of the layers that this stage runs for frames that do not stay, though it holds all; None: all
+                frames pass all of its layers.
+            returns_segments: whether the coordinator gets what prompt chunks leave in the caches.
             drafter: of the last stage.
             drafter_bytes: of the weights that this stage holds for drafting.
             drop_drafter: frees those weights, if the drafter fails.
@@ -87,6 +93,8 @@ class Executor:
         self._dtype = dtype
         self._node = node
         self._checks_finite = checks_finite
+        self._prompt_end = prompt_end
+        self.returns_segments = returns_segments
         self._drafter = drafter
         self._drop_drafter = drop_drafter
         self.weight_bytes = shard.nbytes + drafter_bytes
@@ -186,7 +194,10 @@ class Executor:
         Raises:
             FrameError: a slot is not open.
         """
-        step = Step(frame, Timing(stage=self._stage, received=received, taken=taken, started=time.monotonic_ns()))
+        goes_on = not self._shard.is_last or (self._prompt_end is not None and not frame.stays)
+        step = Step(
+            frame, goes_on, Timing(stage=self._stage, received=received, taken=taken, started=time.monotonic_ns())
+        )
         ready = self._ahead.take(frame, x)
         if {window.slot for window in self._last} & {window.slot for window in frame.windows}:
             self._last = ()  # this is the step that follows
@@ -199,19 +210,23 @@ class Executor:
                 [[id for w in step.windows for id in (*w.tokens, *w.canvas, *[mask] * w.masks)]], mx.int32
             )  # [1, sum L]
             soft = self._soft_rows(step.windows) if x is None else None
-            h = self._shard(ids if x is None else rows_of(step.windows, step.frame.windows, x), places, ids, soft)
+            rows = ids if x is None else rows_of(step.windows, step.frame.windows, x)
+            h = self._shard(rows, places, ids, soft, None if frame.stays else self._prompt_end)
             if self._checks_finite:
                 hidden = h[..., : self._shard.info.hidden_size]  # wrong features of a drafter make bad drafts only
                 step.checks = [(w.slot, mx.isfinite(rows_of([w], step.windows, hidden)).all()) for w in step.windows]
             held = [array for w in step.windows for array in self._slots[w.slot].caches.state_arrays()]
             held += [a for w in step.windows if w.snapshots for a in self._slots[w.slot].caches.take_snapshot()]
             states = list({id(array): array for array in held}.values())  # slots may share them
-            if self._shard.is_last:
+            if self.returns_segments:
+                step.segments = list(self._segments(step))
+                states += [array for _, segment in step.segments for array in segment.arrays]
+            if not step.goes_on:
                 self._begin_sampling(step, h, states)
             else:
                 step.pending = [h, *states]
                 mx.async_eval(step.pending)
-        if self._shard.is_last and any(window.drafts or self._slots[window.slot].is_drafted for window in step.windows):
+        if not step.goes_on and any(window.drafts or self._slots[window.slot].is_drafted for window in step.windows):
             step.slots = {window.slot: self._slots[window.slot] for window in step.windows}
             step.has_drafting = any(window.drafts or is_chunk(window) for window in step.windows)
         if step.windows and not step.is_under_way:
@@ -258,8 +273,8 @@ class Executor:
         step.timing.started += at_another
         step.timing.taken += at_another
         self._step_ns = step.timing.computed - step.timing.started
-        output = result_of(step) if self._shard.is_last else next_frame(step)
-        step.timing.sampled = time.monotonic_ns() if self._shard.is_last else step.timing.computed
+        output = next_frame(step) if step.goes_on else result_of(step)
+        step.timing.sampled = step.timing.computed if step.goes_on else time.monotonic_ns()
         step.timing.drafted = step.timing.sampled
         if step.slots and step.rows is not None and isinstance(output, Result):
             self._add_drafts(step, step.rows, output)
@@ -274,7 +289,20 @@ class Executor:
         self._last = [window for window in step.windows if window.slot not in failed]
         if step.ends_long_prompt:
             mx.clear_cache()  # decoding would never use these buffers
-        return output, step.pending[0] if step.windows and not self._shard.is_last else None
+        return output, step.pending[0] if step.windows and step.goes_on else None
+
+    def _segments(self, step: Step) -> Iterator[tuple[int, CacheSegment]]:
+        """Yield by slot what a step leaves in the caches of this stage."""
+        for window in step.windows:
+            begin, end = window.base, window.base + num_rows(window)
+            for each in self._slots[window.slot].caches.segments(begin, end, _SEGMENT_BYTES):
+                keys, values = (tuple(map(mx.contiguous, parts)) for parts in (each.keys, each.values))
+                yield window.slot, replace(each, keys=keys, values=values)
+
+    def put_segment(self, number: int, segment: CacheSegment) -> None:
+        """Write what another stage made of a prompt chunk to the caches of this slot, unless it has been closed."""
+        if slot := self._slots.get(number):
+            mx.async_eval(slot.caches.put_segment(segment))
 
     def _add_drafts(self, step: Step, rows: mx.array, output: Result) -> None:
         """Add the drafts to a result. A drafter that fails is dropped: drafts change no token."""
@@ -477,7 +505,7 @@ class Executor:
         step.scores = [(window, scores) for window, scores in step.scores if window.slot not in bad]
         step.pooled = [(window, total) for window, total in step.pooled if window.slot not in bad]
         if bad and step.windows:
-            if self._shard.is_last:
+            if not step.goes_on:
                 step.rows = step.rows if step.rows is None else rows_of(step.windows, windows, step.rows)
             else:
                 step.pending = [rows_of(step.windows, windows, step.pending[0])]
@@ -519,6 +547,7 @@ class Step:
     """A frame that has begun: its layers are done once `pending` is evaluated; draws and scores follow."""
 
     frame: Frame
+    goes_on: bool  # to another stage
     timing: Timing
     begun: int = 0  # when `begin` returned, nanoseconds
     computed: int = 0  # likewise: when the layers were done, if the head began before `finish`
@@ -534,6 +563,7 @@ class Step:
     pending: list[mx.array] = field(default_factory=list)
     draws: list[tuple[Window, Draws]] = field(default_factory=list)
     scores: list[tuple[Window, TokenScores]] = field(default_factory=list)
+    segments: Sequence[tuple[int, CacheSegment]] = ()  # by slot, that the coordinator gets
     pooled: list[tuple[Window, mx.array]] = field(default_factory=list)  # [D] float32 each
     checks: list[tuple[int, mx.array]] = field(default_factory=list)  # slots, and whether their values are finite
 

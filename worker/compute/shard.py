@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -89,6 +90,7 @@ class Shard(HeldTensors):
         places: Sequence[LaneWindow],
         ids: mx.array | None = None,
         soft: mx.array | None = None,
+        end: int | None = None,
     ) -> mx.array:
         """Run the layers over a lane, one window each of several slots, and append each window to its slot's caches.
 
@@ -98,9 +100,14 @@ class Shard(HeldTensors):
             ids: token ids [1, sum L] on the other shards, for models whose layers look at them; 0 by default.
             soft: on the first shard of a model that `refines`, what the step before made of canvas rows, else zeros
                 [1, sum L, D]; None: nothing.
+            end: of the layers that run, where segments from elsewhere bring the rows of the others.
         Returns:
             Rows [1, sum L, W].
         """
+        with self._cut.ending_at(end):
+            return self._run(x, places, ids, soft)
+
+    def _run(self, x: mx.array, places: Sequence[LaneWindow], ids: mx.array | None, soft: mx.array | None) -> mx.array:
         ids = mx.zeros(x.shape[:2], mx.int32) if ids is None else ids
         if self.refines:
             return run_windows(places, partial(self._cut.run, x, ids, canvas=canvas_rows(places), soft=soft))
@@ -190,7 +197,7 @@ class _StageGate:
 
     def __init__(self, start: int, end: int, info: ModelInfo) -> None:
         self.incoming: mx.array | None = None
-        self._start, self._end = start, end
+        self._start, self.end = start, end
         self._info = info
         self.is_past = False  # whether only norm and head run
         self.is_before = False  # whether only the embedding runs
@@ -209,7 +216,7 @@ class _StageGate:
             _replay_and_record(run, args, kwargs)
         result = run(*args, **kwargs) if index in self.open else self.unit(index, run, args, kwargs)
         self.on_result(index, result)
-        if index == self._end - 1:
+        if index == self.end - 1:
             raise _Left(result)
         return result
 
@@ -354,6 +361,16 @@ class CutModel:
                 squares = rows.astype(mx.float32).square().mean(axis=-1, keepdims=True)  # float16 would overflow
                 found = mx.concatenate([found, squares], axis=-1)
             features[0] = features[0] + found.astype(rows.dtype)
+
+    @contextmanager
+    def ending_at(self, end: int | None) -> Iterator[None]:
+        """Leave the forward after layer `end` - 1 meanwhile; None: after the stage's last one."""
+        last = self._gate.end
+        self._gate.end = end or last
+        try:
+            yield
+        finally:
+            self._gate.end = last
 
     def behind(self, h: mx.array, caches: Sequence[Any], mode: str = _NormGate.RUN) -> mx.array:
         """Run what stands behind the layers on hidden states [1, N, D] of the last one: norm, head and the like.

@@ -165,6 +165,27 @@ class KVCache:
         other._move(self.length - self.dropped - out_of_sight, out_of_sight)
         return other
 
+    def segment(self, begin: int, end: int) -> tuple[Parts, Parts]:
+        """Return the keys and values of tokens [begin, end), which are all held."""
+        assert not self.dropped
+        keys, values = (
+            tuple(part[self._slot : self._slot + 1, :, begin:end] for part in rows.parts)
+            for rows in (self._keys, self._values)
+        )
+        return keys, values
+
+    def put_segment(self, begin: int, keys: Parts, values: Parts) -> None:
+        """Write the keys and values of tokens from `begin` on. Raises CacheMismatch unless these are held."""
+        for rows, parts in ((self._keys, keys), (self._values, values)):
+            ends = {begin + part.shape[2] for part in parts if part.ndim == 4}
+            if self.dropped or len(ends) != 1 or max(ends) > self.length:
+                found = f"got {[list(part.shape) for part in parts]} from {begin}"
+                raise CacheMismatch(f"expected keys and values of the {self.length} tokens held, {found}")
+            try:
+                rows.write(parts, self._slot, begin)
+            except ValueError as error:
+                raise CacheMismatch(f"expected a segment like the cache: {error}") from error
+
     def _capacity_for(self, num_rows: int) -> int:
         return pack_capacity(num_rows) if self.can_be_packed else whole_blocks(num_rows, self.step)
 

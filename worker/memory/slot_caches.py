@@ -8,17 +8,42 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from protos.brigade_pb2 import Cache
 from worker.errors import CacheMismatch
-from worker.memory.layer_cache import KVCache, LayerCache, RecurrentState, StateStack, is_sparse, join, make_cache
+from worker.memory.layer_cache import (
+    KVCache,
+    LayerCache,
+    Parts,
+    RecurrentState,
+    StateStack,
+    is_sparse,
+    join,
+    make_cache,
+)
 from worker.model.cache_spec import pack_capacity
 from worker.model.probe_pass import Entry
 
 Listed = LayerCache | tuple[LayerCache, ...]  # a layer with several caches indexes them by number
+
+
+@dataclass(frozen=True)
+class CacheSegment:
+    """What one cache holds of some tokens: its number in the model's list, and in its layer if that has several."""
+
+    number: int
+    part: int
+    base: int  # the first token
+    keys: Parts  # [1, H, L, ...] each, as they are stored
+    values: Parts
+
+    @property
+    def arrays(self) -> Parts:
+        return (*self.keys, *self.values)
 
 
 class Caches:
@@ -148,6 +173,24 @@ class Caches:
         if missing := [length for length in lengths if length not in self.snapshots]:
             raise CacheMismatch(f"expected snapshots at {missing} tokens, found those at {list(self.snapshots)}")
         self.snapshots = {length: self.snapshots[length] for length in lengths}
+
+    def segments(self, begin: int, end: int, most_bytes: int) -> Iterator[CacheSegment]:
+        """Yield what its own caches hold of tokens [begin, end), in parts of so many bytes at most, or of one row."""
+        for number in self.own_numbers:
+            for part, cache in enumerate(members(self.listed[number])):
+                assert isinstance(cache, KVCache)
+                rows = max(1, most_bytes * cache.capacity // cache.nbytes) if cache.nbytes else end - begin
+                for at in range(begin, end, rows):
+                    yield CacheSegment(number, part, at, *cache.segment(at, min(at + rows, end)))
+
+    def put_segment(self, segment: CacheSegment) -> list[mx.array]:
+        """Write a segment; return the buffers, to be evaluated. Raises CacheMismatch if it fits no cache of these."""
+        caches = members(self.listed[segment.number]) if segment.number in self.own_numbers else ()
+        cache = caches[segment.part] if segment.part < len(caches) else None
+        if not isinstance(cache, KVCache):
+            raise CacheMismatch(f"expected a segment of one of its caches, got one of {segment.number}")
+        cache.put_segment(segment.base, segment.keys, segment.values)
+        return cache.arrays()
 
     def fork(self, length: int, snapshots: Sequence[int] = ()) -> Caches:
         """Return another slot's caches that continue from the first `length` tokens, and share these snapshots.

@@ -225,6 +225,11 @@ class ModelSpec:
             for memory in layer.memories
         )
 
+    def segment_row_bytes(self, start: int, end: int) -> int:
+        """Return the bytes of one token in the caches of layers [start, end)."""
+        memories = (memory for layer in self.layers[start:end] for memory in layer.memories)
+        return sum(cache_spec(memory, self.cache).row_bytes(memory) for memory in memories)
+
     def snapshot_bytes(self, start: int, end: int) -> int:
         """Return the most bytes that one snapshot of a session takes in layers [start, end)."""
         memories = (memory for layer in self.layers[start:end] for memory in layer.memories)

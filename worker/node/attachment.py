@@ -59,6 +59,7 @@ class Attachment:
         executor = Executor(
             *(shard, request.stage, request.loaded.dtype, name),
             checks_finite=request.check_finite,
+            returns_segments=request.returns_segments,
             drafter=drafter,
             drafter_bytes=part.nbytes if part else 0,
             drop_drafter=partial(asyncio.get_running_loop().call_soon_threadsafe, drop_drafter),

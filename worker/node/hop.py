@@ -6,12 +6,14 @@ The streams live on the MLX threads' event loops, at both ends.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from math import prod
 
 import grpc
 import grpc.aio
 import mlx.core as mx
 
-from protos.brigade_pb2 import DESCRIPTOR, Credit, Frame, Held, Result, ResultsRequest
+from protos.brigade_pb2 import DESCRIPTOR, Credit, DType, Frame, Held, Report, ResultsRequest, Segment, Tensor
 from protos.brigade_pb2_grpc import (
     HopServicer,
     HopStub,
@@ -21,6 +23,7 @@ from protos.brigade_pb2_grpc import (
 )
 from worker.compute.ahead import Placeholder
 from worker.errors import FrameError, StageLost
+from worker.memory.slot_caches import CacheSegment
 from worker.model.describe import DTYPES
 from worker.node.framing import PLAIN, Wire, check_seal, checksum_seed, cut, write_part
 from worker.node.network import Network, hop_address
@@ -32,6 +35,8 @@ _IN_ORDER_S = 2.0  # for the coordinator to detach this node too, if it has deta
 
 _NODE, _HOP = (DESCRIPTOR.services_by_name[name].full_name for name in ("Node", "Hop"))
 _ENUMS = {dtype: enum for enum, dtype in DTYPES.items()}
+_SEGMENT_DTYPES = {**DTYPES, DType.DTYPE_UINT32: mx.uint32}
+_SEGMENT_ENUMS = {dtype: enum for enum, dtype in _SEGMENT_DTYPES.items()}
 
 
 def pack(header: Frame, array: mx.array | None, wire: Wire = PLAIN) -> list[bytes]:
@@ -71,6 +76,31 @@ def unpack(header: Frame, payload: Sequence[memoryview], placeholder: Placeholde
         placeholder = Placeholder(header.hidden.shape, DTYPES[header.hidden.dtype])
     placeholder.fill(payload)
     return placeholder.array
+
+
+def pack_segment(epoch: int, step: int, slot: int, held: CacheSegment) -> Segment:
+    """Return the message of a segment whose arrays are evaluated. Call on the MLX thread."""
+    segment = Segment(epoch=epoch, step=step, slot=slot, base=held.base, cache=held.number, part=held.part)
+    segment.num_keys = len(held.keys)
+    for array in held.arrays:
+        segment.tensors.append(Tensor(dtype=_SEGMENT_ENUMS[array.dtype], shape=array.shape))
+        segment.data.append(bytes(_bytes_of(array)))
+    return segment
+
+
+def unpack_segment(segment: Segment) -> CacheSegment:
+    """Return a received segment. Call on the MLX thread. Raises FrameError if sizes and bytes do not fit together."""
+    arrays = []
+    for tensor, data in zip_longest(segment.tensors, segment.data):
+        dtype = _SEGMENT_DTYPES.get(tensor.dtype) if tensor else None
+        size = dtype.size * prod(tensor.shape) if dtype else 0
+        if dtype is None or data is None or len(data) != size:
+            raise FrameError(f"expected {size} bytes of a cache, got {len(data or b'')} (step {segment.step})")
+        placeholder = Placeholder(tensor.shape, dtype)
+        placeholder.fill([data])
+        arrays.append(placeholder.array)
+    keys, values = tuple(arrays[: segment.num_keys]), tuple(arrays[segment.num_keys :])
+    return CacheSegment(segment.cache, segment.part, segment.base, keys, values)
 
 
 def _bytes_of(array: mx.array) -> memoryview:
@@ -160,15 +190,15 @@ def open_push(channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall[bytes, Hel
 
 
 async def results(
-    network: Network, node: str, address: str, epoch: int, coordinator_id: str, deliver: Callable[[Result], None]
+    network: Network, node: str, address: str, epoch: int, coordinator_id: str, deliver: Callable[[Report], None]
 ) -> None:
-    """Deliver the results of the last stage, the node at this address, until it is lost. Raises the reason."""
+    """Deliver the results and segments of the node at this address until it is lost. Raises the reason."""
     async with network.channel(node, hop_address(address)) as channel:
         request = ResultsRequest(epoch=epoch, coordinator_id=coordinator_id)
         try:
             async for report in HopStub(channel).Results(request):
                 check_seal(report, node)
-                deliver(report.result)
+                deliver(report)
         except grpc.RpcError as error:
             raise error_of(error, node) from error
     raise StageLost("left the chain", node=node)

@@ -30,6 +30,7 @@ from protos.brigade_pb2 import (
     ProbePart,
     ProbeReply,
     Report,
+    Result,
     ResultsRequest,
     Speed,
     StatusReply,
@@ -234,10 +235,11 @@ class HopService(HopServicer):
     async def Results(self, request: ResultsRequest, context: Context) -> None:
         async with reporting(context, self._node.name, self._node.log):
             with refusals_logged(self._node.log, "to report results"):
-                results = self._stage_of(request, context).results()
-            async with contextlib.aclosing(results):
-                async for result in results:
-                    await context.write(seal(Report(result=result)))
+                outcomes = self._stage_of(request, context).outcomes()
+            async with contextlib.aclosing(outcomes):
+                async for each in outcomes:
+                    report = Report(result=each) if isinstance(each, Result) else Report(segment=each)
+                    await context.write(seal(report))
 
     def _stage_after(self, context: Context) -> Stage:
         """Return the stage that this hop leads to. Raises FrameError unless it comes from the stage before."""

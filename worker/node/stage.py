@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
-from protos.brigade_pb2 import Credit, Frame, Result, StatusReply
+from protos.brigade_pb2 import Credit, Frame, Result, Segment, StatusReply
 from worker.compute.ahead import StepOutputs
 from worker.compute.executor import Executor, Step
 from worker.errors import BrigadeError, FrameError, StageLost, without_trace
 from worker.node.framing import PLAIN, Arrival, FrameAssembler, Wire
-from worker.node.hop import pack, unpack
+from worker.node.hop import pack, pack_segment, unpack
 from worker.platform.mlx_memory import forget_peak, memory_errors_named, memory_held
 from worker.platform.tasks import shielded
 from worker.platform.threads import MlxThread
@@ -88,7 +88,7 @@ class Stage:
         self._idle.set()
         # sending
         self._outputs: asyncio.Queue[Outgoing] = asyncio.Queue()
-        self._outcomes: asyncio.Queue[Result | None] = asyncio.Queue()  # None at the end of the stage
+        self._outcomes: asyncio.Queue[Result | Segment | None] = asyncio.Queue()  # None at the end of the stage
         self._sent_bytes = 0
 
     # From any thread
@@ -299,6 +299,10 @@ class Stage:
             ahead.evaluate()
         self._builds_beside = self.executor.runs_ahead and self.executor.build_ahead()  # while the device computes
         header, array = self.executor.finish(step)
+        for slot, segment in step.segments:
+            self.deliver(pack_segment(step.frame.epoch, step.frame.step, slot, segment))
+        if step.goes_on and self.executor.returns_segments:
+            self.deliver(Result(epoch=step.frame.epoch, step=step.frame.step))
         output = header if isinstance(header, Result) else Outgoing(step.frame.step, pack(header, array, self._wire))
         self._busy_since = None if self._begun is None else time.monotonic()
         is_last = self._begun is None and self._frames.empty()  # what comes from now on answers this output
@@ -330,8 +334,8 @@ class Stage:
 
     # Send
 
-    async def next_result(self) -> Result:
-        """Return the next result, in order. Raises the reason of the stage's end, also in all later calls."""
+    async def next_result(self) -> Result | Segment:
+        """Return the next result or segment, in order. Raises the reason of the stage's end, also in later calls."""
         outcome = await self._outcomes.get()
         if outcome is None:
             self._outcomes.put_nowait(None)  # for the next call
@@ -339,17 +343,17 @@ class Stage:
         assert outcome is not None
         return outcome
 
-    async def results(self) -> AsyncGenerator[Result, None]:
-        """Yield the results as they come. Raises the reason of the stage's end."""
+    async def outcomes(self) -> AsyncGenerator[Result | Segment, None]:
+        """Yield results and segments as they come. Raises the reason of the stage's end."""
         while True:
             yield await self.next_result()
 
-    def deliver(self, result: Result) -> None:
-        """Add a result, made here or received from the last worker, which may send too many."""
+    def deliver(self, outcome: Result | Segment) -> None:
+        """Add a result or a segment, made here or received from a worker, which may send too many."""
         if self._failure is None and self._outcomes.qsize() >= _MOST_RESULTS:
             self.fail(FrameError(f"expected at most {_MOST_RESULTS} unread results, got one more"))
         if self._failure is None:
-            self._outcomes.put_nowait(result)
+            self._outcomes.put_nowait(outcome)
 
     async def _send_outputs(self, link: Outlet) -> NoReturn:
         while True:

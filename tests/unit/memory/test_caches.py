@@ -1,14 +1,16 @@
 """All caches of a slot on one stage: its own, those that stand for layers elsewhere, and layers that have several."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from protos.brigade_pb2 import CACHE_INT8, Cache
+from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, Cache, CacheKind
 from worker.errors import CacheMismatch
 from worker.memory.layer_cache import KVCache, QuantisedCache, RecurrentState
-from worker.memory.slot_caches import Caches, members
+from worker.memory.slot_caches import Caches, CacheSegment, members
 from worker.model.cache_spec import Memory
 from worker.model.probe_pass import Entry
 
@@ -164,6 +166,54 @@ def test_a_snapshot_holds_only_what_later_rows_push_out_and_goes_with_what_is_cu
     assert only_full.take_snapshot() == []
     only_full.cut(19)
     assert not only_full.snapshots
+
+
+@pytest.mark.parametrize("kind", [CACHE_FULL, CACHE_INT8])
+@pytest.mark.parametrize("begin", [0, 5])
+def test_what_one_node_holds_of_some_tokens_another_one_goes_on_with(kind: CacheKind, begin: int) -> None:
+    """In parts as small as rows, between slots of other capacities."""
+    wide = Memory(None, H, 32, 32, 4)
+    entries: tuple[Entry, ...] = (wide, (wide, wide), wide)
+    one, other = (Caches(entries, own, Cache(kind=kind)) for own in ((1, 2), (0, 1, 2)))
+
+    def fed(caches: Caches, tokens: range, own: Sequence[Any]) -> None:
+        caches.begin()
+        caches.reserve(len(tokens), None)
+        for cache in own:
+            keys = mx.broadcast_to(mx.array(list(tokens), mx.float32)[None, None, :, None], (1, H, len(tokens), 32))
+            cache.update_and_fetch(keys, -keys)
+        caches.settle(tokens.stop)
+
+    fed(one, range(300), one.own)
+    fed(other, range(300), other.own[:1])  # which has its first layer only
+    segments = list(one.segments(begin, 300, 1))
+    assert len(segments) == 3 * (300 - begin)
+    for segment in [*one.segments(0, begin, 1 << 20), *segments] if begin else segments:
+        mx.eval(other.put_segment(segment))
+    for cache, expected in zip(other.own[1:], one.own, strict=True):
+        pairs = zip(cache.arrays(), expected.arrays(), strict=True)
+        assert all(mx.array_equal(a[:, :, :300], b[:, :, :300]) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"number": 0}, "expected a segment of one of its caches, got one of 0"),
+        ({"part": 1}, "expected a segment of one of its caches"),
+        ({"number": 4}, "expected a segment of one of its caches"),
+        ({"base": 1}, "expected keys and values of the 9 tokens held"),
+        ({"keys": ()}, "expected keys and values of the 9 tokens held"),
+        ({"values": (mx.zeros((1, H + 1, 9, K)),)}, "expected a segment like the cache"),
+        ({"values": (mx.zeros((9, K)),)}, "expected keys and values"),
+    ],
+)
+def test_a_segment_that_fits_no_cache_is_refused(changes: dict[str, Any], said: str) -> None:
+    caches = Caches(ENTRIES, [1, 4], Cache())
+    feed(caches, range(9))
+    keys = rows(range(9))
+    caches.put_segment(CacheSegment(1, 0, 0, (keys,), (keys,)))
+    with pytest.raises(CacheMismatch, match=said):
+        caches.put_segment(replace(CacheSegment(1, 0, 0, (keys,), (keys,)), **changes))
 
 
 def test_several_caches_of_a_layer_are_asked_for_by_their_numbers_and_all_are_one() -> None:

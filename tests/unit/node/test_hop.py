@@ -6,11 +6,22 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, DTYPE_UNSPECIFIED, DType, Frame, Timing
+from protos.brigade_pb2 import (
+    DTYPE_BFLOAT16,
+    DTYPE_FLOAT16,
+    DTYPE_FLOAT32,
+    DTYPE_UINT32,
+    DTYPE_UNSPECIFIED,
+    DType,
+    Frame,
+    Segment,
+    Timing,
+)
 from worker.compute.header import dtype_name
 from worker.errors import FrameError
+from worker.memory.slot_caches import CacheSegment
 from worker.node.framing import PLAIN, Arrival, FrameAssembler
-from worker.node.hop import pack, unpack
+from worker.node.hop import pack, pack_segment, unpack, unpack_segment
 
 DTYPES = {DTYPE_FLOAT32: mx.float32, DTYPE_FLOAT16: mx.float16, DTYPE_BFLOAT16: mx.bfloat16}
 
@@ -96,6 +107,31 @@ def test_only_the_dtypes_of_hidden_states_travel_and_each_has_a_name() -> None:
     for dtype in (mx.int32, mx.uint8, mx.bool_, mx.complex64):
         with pytest.raises(FrameError, match=r"expected float32, float16 or bfloat16"):
             sent(mx.zeros((2, 2), dtype))
-    named = {dtype_name(number) for number in DType.values() if number != DTYPE_UNSPECIFIED}
+    others = DTYPE_UINT32, DTYPE_UNSPECIFIED  # of quantised caches
+    named = {dtype_name(number) for number in DType.values() if number not in others}
     assert named == {"float32", "float16", "bfloat16"} == {str(dtype).rpartition(".")[2] for dtype in DTYPES.values()}
     assert dtype_name(99) == "dtype 99"  # type: ignore[arg-type]
+
+
+def test_a_segment_of_a_cache_survives_and_one_whose_bytes_do_not_fit_is_refused() -> None:
+    keys, values = (
+        (mx.arange(12, dtype=mx.uint32).reshape(1, 2, 3, 2), mx.ones((1, 2, 3, 1))),
+        (mx.zeros((1, 2, 3, 4)),),
+    )
+    held = CacheSegment(3, 1, 40, keys, values)
+    message = pack_segment(2, 7, 5, held)
+    found = unpack_segment(Segment.FromString(message.SerializeToString()))
+    assert (message.epoch, message.step, message.slot) == (2, 7, 5)
+    assert (found.number, found.part, found.base, len(found.keys)) == (3, 1, 40, 2)
+    assert all(a.dtype == b.dtype and mx.array_equal(a, b) for a, b in zip(found.arrays, held.arrays, strict=True))
+    for spoil in (
+        lambda m: m.data.pop(),
+        lambda m: m.tensors.pop(),
+        lambda m: m.data.__setitem__(0, m.data[0][:-1]),
+        lambda m: m.tensors[0].shape.append(2),
+        lambda m: setattr(m.tensors[0], "dtype", 9),
+    ):
+        broken = Segment.FromString(message.SerializeToString())
+        spoil(broken)
+        with pytest.raises(FrameError, match=r"bytes of a cache, got \d+ \(step 7\)"):
+            unpack_segment(broken)
