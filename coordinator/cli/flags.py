@@ -44,8 +44,9 @@ ObjectiveFlag = Annotated[
     Goal,
     _cluster(
         "--objective",
-        help="What the plan minimises where the nodes' speeds are known: `latency`, one request's time per token, or "
-        f"`throughput`, that of all --concurrency requests together ({USUAL_REQUESTS} by default).",
+        help="What the plan minimises where the nodes' speeds are known: `latency`, one request's time per token; "
+        f"`throughput`, that of all --concurrency requests together ({USUAL_REQUESTS} by default); `prompt`: this "
+        "machine holds the whole model and makes answers, while all compute prompts.",
     ),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-m", help="The most tokens to generate.")]

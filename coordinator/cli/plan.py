@@ -327,6 +327,7 @@ class _PlanView:
             "fits": chosen.fits,
             "objective": self.objective.goal,
             "layers": chosen.layers,
+            "prompt_end": chosen.prompt_end,
             "nodes": nodes,
             "left_out": list(self.report.left_out),
             "ms_per_token": times.ms_per_token,
@@ -394,12 +395,12 @@ class _PlanView:
     def _alternatives(self) -> Table:
         """Return a row per alternative: its times for one request or several, and whether it fits."""
         most = self.objective.requests_at_once
-        table = plain_table(
-            "instead", "layers", "per token", *([f"tok/s of {most}"] if most > 1 else []), "fits", gap=2
-        )
+        several = [f"tok/s of {most}"] if most > 1 else []
+        table = plain_table("instead", "layers", "per token", *several, f"prompt of {_PROMPT}", "fits", gap=2)
         for each in self.report.alternatives:
-            ms, several = each.times.ms_per_token, each.times.tokens_per_s(most)
-            speeds = ["-" if ms is None else format_ms(ms), "-" if several is None else f"{several:.1f}"]
+            ms, rate, prompt_s = each.times.ms_per_token, each.times.tokens_per_s(most), each.times.prefill_s(_PROMPT)
+            speeds = ["-" if ms is None else format_ms(ms), "-" if rate is None else f"{rate:.1f}"]
             layers, fits = "+".join(map(str, each.plan.layers)), "yes" if each.plan.fits else "NO"
-            table.add_row(each.name, layers, *speeds[: 1 + (most > 1)], fits)
+            prompt = "-" if prompt_s is None else f"{prompt_s:.1f} s"
+            table.add_row(each.name, layers, *speeds[: 1 + (most > 1)], prompt, fits)
         return table

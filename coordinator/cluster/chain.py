@@ -17,7 +17,7 @@ from coordinator.cluster.peer import Peer
 from coordinator.cluster.progress import NodeProgress
 from coordinator.cluster.step_timeouts import ArrivedResult, Flight, SuspendWatch
 from coordinator.planning.costs import ChainCosts
-from protos.brigade_pb2 import AttachRequest, Frame, Grammar, LoadProgress, Opening, Result, StatusReply, Window
+from protos.brigade_pb2 import AttachRequest, Frame, Grammar, LoadProgress, Opening, Report, Result, StatusReply, Window
 from worker.compute.executor import Executor
 from worker.compute.header import check_pooled, check_result, check_soft
 from worker.drafters.kinds import prepare_drafting
@@ -33,6 +33,7 @@ from worker.errors import (
 from worker.memory.history import History
 from worker.model.model_spec import ModelSpec
 from worker.node.framing import PLAIN
+from worker.node.hop import unpack_segment
 from worker.node.stage import Stage, Work
 from worker.platform.tasks import background
 from worker.platform.text import printable
@@ -83,6 +84,10 @@ class Chain:
         self._say = say
         self._suspends = SuspendWatch()
         self._flight = Flight(costs or ChainCosts(self.num_stages), self._suspends)
+        # Of the frames that stay on the first node, if that makes answers alone: they and prompts overtake each other.
+        self._own_flight = self._flight if self.plan.prompt_end is None else Flight(ChainCosts(1), self._suspends)
+        self._num_missing: dict[int, int] = {}  # by step of a prompt: the nodes whose segments have not all come
+        self._held_back: dict[int, Result] = {}  # and its result
         self._stack = AsyncExitStack()
         self._stage: Stage | None = None
         self._main = asyncio.get_running_loop()
@@ -113,13 +118,23 @@ class Chain:
         except TimeoutError:
             if self._stage is None:
                 raise EngineHung(f"did not join the chain within {within_s:.1f} s", node=joining) from None
-            await self._diagnose(within_s or 0.0, allowed_s=0.0)
+            await self._diagnose(self._flight, within_s or 0.0, allowed_s=0.0)
             raise StageLost(f"the chain was not ready within {within_s:.1f} s") from None
         self._is_warm = True
 
     @property
+    def answers_alone(self) -> bool:
+        """Whether the first node makes answers alone, and the others compute prompts only."""
+        return self.plan.prompt_end is not None
+
+    @property
+    def answer_costs(self) -> ChainCosts:
+        """The times of the frames that make answers, learned from each result."""
+        return self._own_flight.costs
+
+    @property
     def costs(self) -> ChainCosts:
-        """The times of its frames, learned from each result."""
+        """The times of its frames, learned from each result; of prompts only if it `answers_alone`."""
         return self._flight.costs
 
     @costs.setter
@@ -143,12 +158,17 @@ class Chain:
     @property
     def still_since(self) -> float | None:
         """Since when the frames in flight have brought no result, seconds, monotonic; None without any."""
-        return self._flight.still_since
+        still = [each for flight in self._flights if (each := flight.still_since) is not None]
+        return min(still, default=None)
 
     @property
     def idle_s(self) -> float:
         """For how long nothing has been in flight, seconds."""
-        return self._flight.idle_s
+        return min(flight.idle_s for flight in self._flights)
+
+    @property
+    def _flights(self) -> list[Flight]:
+        return [self._flight, *([self._own_flight] if self.answers_alone else [])]
 
     @property
     def num_stages(self) -> int:
@@ -171,7 +191,11 @@ class Chain:
         """Hand a frame to stage 0."""
         assert self._stage is not None
         self.last_step = frame.step
-        self._flight.send(frame)
+        for flight in self._flights:
+            flight.open(frame)
+        (self._own_flight if frame.stays else self._flight).send(frame)
+        if self.answers_alone and not frame.stays:
+            self._num_missing[frame.step] = len(self.peers)
         self._stage.submit(frame)
 
     async def receive(self) -> ArrivedResult:
@@ -183,13 +207,15 @@ class Chain:
         """
         assert self._stage is not None
         try:
-            return self._arrived(await self._stage.next_result())
+            found = await self._stage.next_result()
+            assert isinstance(found, Result)
+            return self._arrived(found)
         except StageLost as error:
             raise self._suspends.blame() or error from error.__cause__
 
     def learn(self, arrival: ArrivedResult) -> None:
         """Learn the costs of frames from this one. Call it for each result, once the next frame is on its way."""
-        self._flight.learn(arrival)
+        (self._flight if len(arrival.result.timings) == self.num_stages else self._own_flight).learn(arrival)
 
     # On the main loop
 
@@ -216,7 +242,7 @@ class Chain:
 
     async def compile(self, grammar: Grammar) -> None:
         """Have the last stage prepare a grammar while steps go on. Raises BrigadeError if it cannot."""
-        if self.peers:
+        if self.peers and not self.answers_alone:
             await self.peers[-1].compile(grammar)
         else:
             assert self._own.shard is not None
@@ -224,16 +250,18 @@ class Chain:
 
     def _arrived(self, result: Result) -> ArrivedResult:
         """Check and note a result. Raises FrameError if it does not answer the oldest frame."""
-        found = result.epoch, [timing.stage for timing in result.timings[: self.num_stages + 1]]
-        expected = self.epoch, list(range(self.num_stages))
-        node = self.peers[-1].name if self.peers else ""
-        if result.step != self._flight.oldest_step or found != expected:
+        stays = self.answers_alone and len(result.timings) == 1
+        flight, num_stages = (self._own_flight, 1) if stays else (self._flight, self.num_stages)
+        found = result.epoch, [timing.stage for timing in result.timings[: num_stages + 1]]
+        expected = self.epoch, list(range(num_stages))
+        node = self.peers[-1].name if self.peers and not stays else ""
+        if result.step != flight.oldest_step or found != expected:
             raise FrameError(
                 f"expected a result of a step in flight, the oldest, (epoch, stages passed) {expected}, "
                 f"got {found} of step {result.step}",
                 node=node,
             )
-        sent = self._flight.take(result.step)
+        sent = flight.take(result.step)
         vocab_size = self.spec.vocab_size
         check_result(result, sent.asked, vocab_size, node, sent.alternatives)
         check_soft(result, sent.softened, self.spec.hidden_size, self.spec.dtype, vocab_size, node)
@@ -250,11 +278,12 @@ class Chain:
     async def _watch_frames(self) -> NoReturn:
         """Report that the oldest frame seems to compile. Raises the cause once it is overdue."""
         while True:
-            await asyncio.sleep(self._flight.left_s)
-            if (overdue := self._flight.overdue()) is not None:
-                await self._diagnose(*overdue)
-            if self._flight.begins_to_compile():
-                self._say("compiling: the first step of its kind on this chain, which may take a minute")
+            await asyncio.sleep(min(flight.left_s for flight in self._flights))
+            for flight in self._flights:
+                if (overdue := flight.overdue()) is not None:
+                    await self._diagnose(flight, *overdue)
+                if flight.begins_to_compile():
+                    self._say("compiling: the first step of its kind on this chain, which may take a minute")
 
     async def _start(self) -> None:
         """Start stage 0 and the hop to the first worker, and watch every part of the chain."""
@@ -265,6 +294,7 @@ class Chain:
         engine = Executor(
             *(own.shard, 0, self.spec.dtype),
             checks_finite=self.deployment.check_finite,
+            prompt_end=self.plan.prompt_end,
             drafter=drafter,
             drafter_bytes=own.part.nbytes if own.part else 0,
             drop_drafter=partial(self._main.call_soon_threadsafe, own.drop_part),
@@ -276,13 +306,40 @@ class Chain:
         if self.peers:
             first, last = self.peers[0], self.peers[-1]
             link = partial(first.link, self.epoch, 0, self.plan.assignments[0].name)
-            watched.append(partial(last.results, self.epoch, stage.deliver))
+            reporting = self.peers if self.answers_alone else [last]
+            watched += [
+                partial(peer.results, self.epoch, partial(self._take_report, peer, stage)) for peer in reporting
+            ]
         await stage.start(self.thread, link, *watched)
         self._stage = stage
         works = [stage.wait_ended(), self._watch_frames(), self._suspends.watch(), self._measure_clocks()]
         works += [peer.watch(partial(self._begin_draining, peer)) for peer in self.peers]
         for work in works:
             await self._stack.enter_async_context(background(work, self._part_ended))
+
+    def _take_report(self, peer: Peer, stage: Stage, report: Report) -> None:
+        """Take a result of the last node, or a part of what a node made of a prompt. On the MLX thread's loop.
+
+        The result of a prompt's frame counts once all segments of it are here.
+        """
+        if report.HasField("segment"):
+            segment = report.segment
+            if segment.epoch != self.epoch or segment.step not in self._num_missing:
+                raise FrameError(f"expected segments of a prompt in flight, got step {segment.step}", node=peer.name)
+            stage.executor.put_segment(segment.slot, unpack_segment(segment))
+            return
+        result = report.result
+        if not self.answers_alone:
+            stage.deliver(result)
+            return
+        if result.step not in self._num_missing:
+            raise FrameError(f"expected results of a prompt in flight, got step {result.step}", node=peer.name)
+        self._num_missing[result.step] -= 1
+        if peer is self.peers[-1]:
+            self._held_back[result.step] = result
+        if not self._num_missing[result.step]:
+            del self._num_missing[result.step]
+            stage.deliver(self._held_back.pop(result.step))
 
     def _part_ended(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()):
@@ -313,9 +370,12 @@ class Chain:
         num_rows = max(grid, min(_WARM_UP_ROWS, self.spec.context) // grid * grid)
         chunk = Window(slot=0, prefix_hash=prefix_hash, tokens=[0] * num_rows, wanted=1)
         row = Window(slot=0, prefix_hash=prefix_hash, tokens=[0] * grid, wanted=1)
-        windows = (row,) if self._is_awaited else (chunk, chunk, row, row)
+        windows = [row] if self._is_awaited else [chunk, chunk, row, row]
+        if self.answers_alone:
+            chunk.wanted = 0
+            windows = [chunk, row] if self._is_awaited else windows
         frames = [Frame(opened=[Opening(slot=0)])]
-        frames += [Frame(windows=[window]) for window in windows]
+        frames += [Frame(windows=[window], stays=self.answers_alone and window is row) for window in windows]
         frames.append(Frame(closed=[0]))
         for step, frame in enumerate(frames):
             report = LoadProgress(phase="warm-up", done=step, total=len(frames))
@@ -324,7 +384,7 @@ class Chain:
             self.send(frame)
             self.learn(await self.receive())
 
-    async def _diagnose(self, waited_s: float, allowed_s: float) -> None:
+    async def _diagnose(self, flight: Flight, waited_s: float, allowed_s: float) -> None:
         """Ask every node, since a stage that waits for a result cannot know the cause.
 
         An engine that has been at its step for less than `allowed_s` is left the rest of that time.
@@ -333,9 +393,9 @@ class Chain:
             StageLost: a node does not answer, an engine hangs, or none is at work.
         """
         assert self._stage is not None
-        oldest = self._flight.awaited
+        oldest = flight.awaited
         replies = await self._worker_statuses()
-        if self._flight.awaited != oldest:  # a result arrived in the meantime
+        if flight.awaited != oldest:  # a result arrived in the meantime
             return
         busy = [("", self._stage.busy_s)]
         for peer, reply in zip(self.peers, replies, strict=True):
@@ -345,13 +405,13 @@ class Chain:
             busy.append((peer.name, reply.busy_s))
         node, busy_s = max(busy, key=lambda each: each[1])
         if 0.0 < busy_s < allowed_s:
-            self._flight.began(busy_s)
+            flight.began(busy_s)
         elif node:
             raise EngineHung(f"its engine has been at one step for {busy_s:.1f} s", node=node)
         else:
             for _ in range(_TURNS if not busy_s else 1):  # a result may be on its way through the loop of this engine
                 await self._wait_own_engine()
-            if busy_s or self._flight.awaited != oldest:
+            if busy_s or flight.awaited != oldest:
                 return
             raise StageLost(
                 f"no result for {waited_s:.1f} s though every worker answers (last step {self._stage.last_step})"
@@ -378,6 +438,7 @@ class Chain:
             loaded=self.deployment.load_request(stage),
             check_finite=self.deployment.check_finite,
             num_features=self.spec.num_features,
+            returns_segments=self.answers_alone,
         )
         if stage < len(self.peers):
             successor = self.peers[stage]

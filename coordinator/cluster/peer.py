@@ -28,7 +28,6 @@ from protos.brigade_pb2 import (
     LoadRequest,
     MeasureRequest,
     Report,
-    Result,
     Speed,
     StatusReply,
     StatusRequest,
@@ -164,8 +163,8 @@ class Peer:
         """
         return Link(self._network, self.name, self.address, epoch, stage, sender)
 
-    async def results(self, epoch: int, deliver: Callable[[Result], None]) -> None:
-        """Deliver the results of the attached worker, the last one, until it is lost. Raises the reason.
+    async def results(self, epoch: int, deliver: Callable[[Report], None]) -> None:
+        """Deliver the results and segments of the attached worker until it is lost. Raises the reason.
 
         Run it on the MLX thread's loop.
         """

@@ -74,8 +74,7 @@ class StepTimeouts:
 
         Notes the sessions that the frame opens; to be called once per frame, in order.
         """
-        for session in frame.opened:
-            self._traits[session.slot] = _traits(session)
+        self.open(frame)
         rows = sum(map(num_rows, frame.windows))
         drafts = max((window.drafts for window in frame.windows), default=0)
         kind: set[Hashable] = {("rows", rows.bit_length()), ("windows", len(frame.windows).bit_length())}
@@ -85,6 +84,11 @@ class StepTimeouts:
             asked = (window.wanted + window.guessed).bit_length()
             kind |= {(asked, trait) for trait in self._traits.get(window.slot, ())}
         return frozenset(kind) if rows else frozenset()
+
+    def open(self, frame: Frame) -> None:
+        """Note the sessions that a frame opens."""
+        for session in frame.opened:
+            self._traits[session.slot] = _traits(session)
 
     def done(self, kind: StepKind) -> None:
         """Note that a step of this kind came back."""
@@ -177,13 +181,18 @@ class Flight:
         self._compiling_step = -1  # reported to compile
         self._logprobs: dict[int, int] = {}  # of the session in each slot, as its sampling says
 
+    def open(self, frame: Frame) -> None:
+        """Note the sessions that a frame of another flight opens: frames of this one may go on with them."""
+        self._timeouts.open(frame)
+        self._logprobs |= {session.slot: session.sampling.logprobs for session in frame.opened}
+
     def send(self, frame: Frame) -> None:
         """Note that the frame is on its way."""
         for sent in self._sent.values():
             sent.is_alone = False
+        self.open(frame)
         kind = self._timeouts.kind_of(frame)
         rows, asked = sum(map(num_rows, frame.windows)), {w.slot: asked_of(w) for w in frame.windows}
-        self._logprobs |= {session.slot: session.sampling.logprobs for session in frame.opened}
         alternatives = {slot: logprobs - 1 for slot in asked if (logprobs := self._logprobs.get(slot))}
         drafts = [window.drafts for window in frame.windows if window.drafts]
         self._sent[frame.step] = Sent(

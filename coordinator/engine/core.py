@@ -120,7 +120,7 @@ class EngineCore:
 
     def _make_decoder(self, request: Request) -> Decoder:
         """Return a decoder that chooses by the costs of the present chain."""
-        costs, most_drafts = self.chain.costs, lambda: self.chain.most_drafts
+        costs, most_drafts = self.chain.answer_costs, lambda: self.chain.most_drafts
         seed = request.sampling.seed
         return request.decode.make_decoder(request.eos, costs, self._ended_texts, most_drafts, seed=seed)
 
@@ -186,10 +186,21 @@ class EngineCore:
         self._send_all()
 
     def _fit(self, session: Session) -> None:
-        """Cut the answer to what the context and the memory of the present nodes hold."""
+        """Cut the answer to what the context and the memory of the present nodes hold, and feed it as they need it."""
+        session.feeds_apart = self._pays_apart(session)
         session.max_tokens = room_for_answer(session.request, self.chain.spec.context)
         rows = session.most_rows
         session.max_tokens = max(1, session.max_tokens - rows + self.costs.most_rows(session.request.cache, rows))
+
+    def _pays_apart(self, session: Session) -> bool:
+        """Return whether all nodes are to compute the prompt of a session whose answer the first one makes alone."""
+        prompt_end, cache = self.chain.plan.prompt_end, session.request.cache
+        if prompt_end is None or self.costs.rows_that_can_be_cut(cache) < self.chain.spec.context:
+            return False
+        unfed = {}
+        for session.feeds_apart in (False, True):
+            unfed[session.feeds_apart] = len(session.history) - self.scheduler.slots.num_shared(session)
+        return self.chain.costs.pays_apart(unfed[False], unfed[True], prompt_end / self.chain.spec.num_layers)
 
     def _chunk_rows(self, session: Session, num_unfed: int, beside_streams: bool) -> int:
         """Return the most rows of a prompt frame with this session; all ready prompts have `num_unfed` to feed."""
@@ -328,7 +339,8 @@ class EngineCore:
 
     def _begin_epoch(self, chain: Chain) -> None:
         self.chain = chain
-        lanes = LaneChooser(chain.num_stages, chain.costs.stages_s, chain.costs.hops_s)
+        num_stages = 1 if chain.answers_alone else chain.num_stages  # that answers pass
+        lanes = LaneChooser(num_stages, chain.answer_costs.stages_s, chain.answer_costs.hops_s)
         self.costs: CacheCosts = cache_costs(chain.plan, chain.spec)
         self._route = Route(chain.plan.assignments, chain.clock_offsets)
         self.scheduler = Scheduler(
@@ -337,6 +349,7 @@ class EngineCore:
             chunk_rows=self._chunk_rows,
             last_step=chain.last_step,
             most_lane_rows=most_lane_rows(chain.spec),
+            answers_alone=chain.answers_alone,
         )
         self._idle.clear()
         self._has_chain = True

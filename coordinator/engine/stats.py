@@ -319,7 +319,7 @@ class StageTimes:
         self._spend(between, left)
         before = self._until
         worked = []
-        for totals, moments, offset in zip(self._now, passage.timings, route.offsets, strict=True):
+        for totals, moments, offset in zip(self._now, passage.timings, route.offsets, strict=False):  # it may stay
             here = Moments(*(moment - offset for moment in moments))
             compute = "coordinator compute" if totals.stage == 0 else "worker compute"
             self._spend("wire", min(here.received, passage.returned))
@@ -333,6 +333,7 @@ class StageTimes:
             left = here.sent
         self._spend("return", passage.returned)
         self._now[0].wire += max(0, passage.returned - left)
+        worked += [0] * (len(self._now) - len(worked))
         for totals, at_work in zip(self._now, worked, strict=True):
             totals.bubble += max(0, self._until - before - at_work)
         self._mark(passage.returned)

@@ -208,6 +208,19 @@ class ChainCosts:
             return _TRIED
         return chunk_size(num_unfed, self.stages_s, beside_streams=beside_streams)
 
+    def pays_apart(self, num_alone: int, num_apart: int, share: float) -> bool:
+        """Return whether all stages compute a prompt sooner than the first one would alone.
+
+        Args:
+            num_alone, num_apart: rows to feed in either case: nodes may hold others of them already.
+            share: of the layers that the first stage computes of a prompt here.
+        """
+        times = self.stages_s(rows := min(num_apart, self.chunk_size(num_apart, beside_streams=False)))
+        if not times:
+            return True
+        alone_s = times[0] / share * num_alone / rows
+        return (-(-num_apart // rows) + len(times) - 1) * max(times) + self.hops_s(rows) < alone_s
+
     def passage_s(self, num_rows: int) -> float:
         """Return the seconds that a frame may take through the whole chain, alone; 0 without rows, or while not known.
 

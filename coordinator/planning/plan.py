@@ -12,7 +12,7 @@ from worker.errors import ConfigError
 from worker.model.model_spec import ModelSpec
 from worker.platform.text import format_bytes
 
-Goal = Literal["latency", "throughput"]  # one request's time per token, or many requests' tokens per second
+Goal = Literal["latency", "throughput", "prompt"]  # one request's tokens, many requests' tokens, or their prompts
 USUAL_REQUESTS = 8  # at once, for throughput, by default
 
 
@@ -32,7 +32,7 @@ class Objective:
     @property
     def requests_at_once(self) -> int:
         """The number of requests for which the goal is judged."""
-        return 1 if self.goal == "latency" else self.num_requests
+        return self.num_requests if self.goal == "throughput" else 1
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,16 @@ class Plan:
     context: int
     num_sessions: int = 1
     has_drafter: bool = False  # the last node holds one beside its layers
+    # The first node holds all layers and makes answers alone: of prompts it computes the layers up to this one. Others
+    # hold copies of layers and send it what these remember. None: every frame passes all nodes.
+    prompt_end: int | None = None
+
+    @property
+    def prompt_parts(self) -> list[tuple[int, int]]:
+        """The layers [start, end) that each node computes of a prompt."""
+        ends = [assignment.end for assignment in self.assignments]
+        ends[0] = self.prompt_end or ends[0]
+        return list(zip([assignment.start for assignment in self.assignments], ends, strict=True))
 
     @property
     def fits(self) -> bool:
@@ -104,19 +114,38 @@ class Plan:
 
     @property
     def layers(self) -> list[int]:
-        return [assignment.end - assignment.start for assignment in self.assignments]
+        return [end - start for start, end in self.prompt_parts]
 
     @property
     def names(self) -> list[str]:
         return [assignment.name for assignment in self.assignments]
 
+    @property
+    def answer_parts(self) -> list[tuple[int, int]]:
+        """The layers [start, end) that each node computes of a frame that makes answers."""
+        parts = [(assignment.start, assignment.end) for assignment in self.assignments]
+        return parts if self.prompt_end is None else [parts[0], *((end, end) for _, end in parts[1:])]
+
     def __str__(self) -> str:
         return ", ".join(f"{each.name} [{each.start}, {each.end})" for each in self.assignments)
 
 
-def assign(spec: ModelSpec, nodes: Sequence[Node], layers: Sequence[int], context: int, num_sessions: int) -> Plan:
-    """Return the plan that gives each node, in this order, so many layers, whether or not it fits."""
+def assign(
+    spec: ModelSpec,
+    nodes: Sequence[Node],
+    layers: Sequence[int],
+    context: int,
+    num_sessions: int,
+    *,
+    answers_alone: bool = False,
+) -> Plan:
+    """Return the plan that gives each node, in this order, so many layers, whether or not it fits.
+
+    Args:
+        answers_alone: the first one holds all layers and makes answers, and `layers` are those that compute prompts.
+    """
     ends = list(accumulate(layers))
+    held = [spec.num_layers, *ends[1:]] if answers_alone else ends
     assignments = (
         Assignment(
             node.name,
@@ -127,9 +156,10 @@ def assign(spec: ModelSpec, nodes: Sequence[Node], layers: Sequence[int], contex
             node.memory_bytes,
             spec.scratch_bytes(end),
         )
-        for node, start, end in zip(nodes, [0, *ends], ends, strict=False)
+        for node, start, end in zip(nodes, [0, *ends], held, strict=False)
     )
-    return Plan(tuple(assignments), context, num_sessions, has_drafter=spec.drafter is not None)
+    prompt_end = layers[0] if answers_alone else None
+    return Plan(tuple(assignments), context, num_sessions, spec.drafter is not None, prompt_end)
 
 
 def check_split(spec: ModelSpec, num_nodes: int, layers: Sequence[int] | None) -> None:
@@ -192,6 +222,12 @@ def split_by_bytes(spec: ModelSpec, nodes: Sequence[Node], context: int, num_ses
         largest, _ = sweep(weight, max)
         _, ends = sweep(_where(lambda *stage: weight(*stage) ** 2, weight, largest), operator.add)
     return [end - start for start, end in zip((0, *ends), ends, strict=False)]
+
+
+def fastest_split(num_nodes: int, num_layers: int, cost: "_Cost") -> tuple[float, list[int]]:
+    """Return the least cost of the most expensive stage, and the layers of each node, in this order, at that cost."""
+    largest, ends = _sweep(num_nodes, num_layers, cost, max)
+    return largest, [end - start for start, end in zip((0, *ends), ends, strict=False)]
 
 
 _Cost = Callable[[int, int, int], float]  # of node i holding layers [start, end)

@@ -16,6 +16,7 @@ from coordinator.planning.plan import (
     assign,
     check_split,
     excess_cost,
+    fastest_split,
     some_split_fits,
     split_by_bytes,
 )
@@ -41,6 +42,8 @@ def plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Obje
 
     * `latency`: among the plans whose time per token is within LATENCY_SLACK of the best, the one with the fastest
       prompts, then with the fastest steps of many requests. Both are judged by the slowest stage or link.
+    * `prompt`: the first node makes answers alone, and computes prompts with the others, if it holds the model with a
+      session and if that makes prompts faster; otherwise as `latency`.
     * `throughput`: the plan that gives all `num_requests` their next token soonest, with memory for all of them if
       there is enough, else for `num_sessions`.
 
@@ -54,6 +57,8 @@ def plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Obje
     if objective.context < 1:
         raise ConfigError(f"context: expected at least 1 token, found {objective.context}")
     layers, num_sessions = objective.layers, objective.num_sessions
+    if objective.goal == "prompt" and (apart := _plan_apart(spec, nodes, speeds, objective)):
+        return apart
     if layers is None and speeds.covers(node.name for node in nodes):
         wanted = max(objective.num_requests, num_sessions) if objective.goal == "throughput" else num_sessions
         for count in dict.fromkeys((wanted, num_sessions)):
@@ -69,6 +74,49 @@ def plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Obje
 
     context = _largest_context(objective, fits)
     return assign(spec, nodes, layers or split_by_bytes(spec, nodes, context, num_sessions), context, num_sessions)
+
+
+def _plan_apart(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Objective) -> Plan | None:
+    """Return the plan with the fastest prompts in which the first node makes answers alone.
+
+    None if it cannot (there is a drafter, caches drop tokens or are states, it does not fit) or is as fast by itself.
+    """
+    if len(nodes) < 2 or spec.drafter or spec.rows_that_can_be_cut < spec.context or len(nodes) > spec.num_layers:
+        return None
+    is_known = speeds.covers(node.name for node in nodes)
+
+    def planned(layers: Sequence[int], context: int) -> Plan:
+        return assign(spec, nodes, layers, context, objective.num_sessions, answers_alone=True)
+
+    layers = objective.layers
+    if layers is None:
+        excess = excess_cost(spec, nodes, objective.context, objective.num_sessions)
+        rows_ms = [_rows_ms(spec, node, speeds, objective) if is_known else None for node in nodes]
+        back = [speeds.link(node.name, nodes[0].name) for node in nodes]
+
+        def cost(i: int, start: int, end: int) -> float:
+            if excess(i, start if i else 0, end if i else spec.num_layers):
+                return math.inf
+            up_to = rows_ms[i]
+            if up_to is None:
+                return end - start
+            segments = PROMPT_ROWS * spec.segment_row_bytes(start, end) if i else 0
+            return max(up_to[end] - up_to[start], back[i].occupied_ms(segments) if i else 0.0)
+
+        slowest, layers = fastest_split(len(nodes), spec.num_layers, cost)
+        alone = rows_ms[0]
+        if math.isinf(slowest) or (alone is not None and slowest >= alone[-1]):
+            return None
+    check_split(spec, len(nodes), layers)
+    context = _largest_context(objective, lambda context: planned(layers, context).fits)
+    found = planned(layers, context)
+    return found if found.fits or objective.layers is not None else None
+
+
+def _rows_ms(spec: ModelSpec, node: Node, speeds: Survey, objective: Objective) -> Sequence[float]:
+    """Return the milliseconds of a prompt chunk on a node, by the end of its layers."""
+    speed = speeds.speeds[node.name]
+    return speed.ms_up_to(spec, PROMPT_ROWS if speed.knows(PROMPT_ROWS) else 1, 0, objective.context)
 
 
 @dataclass
@@ -97,7 +145,7 @@ class Planner:
     def without_growth(self, present: Plan, best: Plan) -> Plan | None:
         """Return a plan over the nodes of `best` in which no node of the present plan holds a layer that it lacks."""
         layers = _layers_without_growth(present, best)
-        if layers is None:
+        if layers is None or present.prompt_end is not None or best.prompt_end is not None:
             return None
         nodes = [Node(each.name, each.memory_bytes) for each in best.assignments]
         return self._fitting(nodes, NO_SPEEDS, Objective(present.context, layers=layers))

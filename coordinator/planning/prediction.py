@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from coordinator.planning.costs import chunk_size
 from coordinator.planning.plan import Node, Objective, Plan
@@ -13,6 +14,7 @@ from worker.model.model_spec import ModelSpec
 from worker.platform.text import format_bytes
 
 _MOST_SAMPLED = 64  # rows of the longest frame in which every row is sampled
+_PROMPT = 2000  # tokens of the prompt by which advice is given
 _LONG_HOPS = 0.1  # of a token's time: longer hops are worth a line of advice
 
 
@@ -56,7 +58,7 @@ class Prediction:
     def chunks_s(self) -> dict[int, list[float]]:
         """The seconds of each stage by the rows of a prompt chunk, as far as all nodes have measured them."""
         sizes = [rows for rows in self.sizes if rows >= _MOST_SAMPLED and self._know(rows)]
-        return {rows: [ms / 1e3 for ms in self._stages_ms(rows, 1)] for rows in sizes}
+        return {rows: [ms / 1e3 for ms in self._stages_ms(rows, 1, of_prompt=True)] for rows in sizes}
 
     @property
     def ms_per_token(self) -> float | None:
@@ -73,14 +75,37 @@ class Prediction:
         """Return the seconds from a prompt of so many tokens to its first token, without the cost of long attention."""
         if not self._know(num_prompt):
             return None
-        chunk = min(num_prompt, chunk_size(num_prompt, lambda rows: [ms / 1e3 for ms in self._stages_ms(rows, 0)]))
-        num_before, last_ms = -(-num_prompt // chunk) - 1, sum(self._stages_ms(chunk, 1)) + sum(self._hops_ms(chunk))
-        return (num_before * self.slowest_ms(chunk) + last_ms) / 1e3
+        stages_ms = partial(self._stages_ms, of_prompt=True)
+        chunk = min(num_prompt, chunk_size(num_prompt, lambda rows: [ms / 1e3 for ms in stages_ms(rows, 0)]))
+        num_before, last_ms = -(-num_prompt // chunk) - 1, sum(stages_ms(chunk, 1)) + sum(self._prompt_hops_ms(chunk))
+        if self._plan.prompt_end is not None:  # and then the last token on the first node
+            last_ms += self._stages_ms(1, 1)[0]
+        return (num_before * self.slowest_ms(chunk, of_prompt=True) + last_ms) / 1e3
 
-    def slowest_ms(self, num_rows: int, num_sampled: int = 0) -> float:
+    def slowest_ms(self, num_rows: int, num_sampled: int = 0, *, of_prompt: bool = False) -> float:
         """Return the longest time of a stage or link, each of which does one frame at a time, if they are known."""
+        stages_ms = self._stages_ms(num_rows, num_sampled, of_prompt=of_prompt)
+        if self._plan.prompt_end is not None:
+            return max(*stages_ms, *(self._segments_ms(num_rows) if of_prompt else ()), 0.0)
         occupied_ms = (way.occupied_ms(num_rows * self._spec.row_bytes) for way in self.links[:-1])
-        return max(*self._stages_ms(num_rows, num_sampled), *occupied_ms, 0.0)
+        return max(*stages_ms, *occupied_ms, 0.0)
+
+    def _segments_ms(self, num_rows: int) -> list[float]:
+        """Return the times for which what each node but the first remembers of so many rows occupies its link."""
+        back = self.links[1:] or self.links
+        return [
+            way.occupied_ms(num_rows * self._spec.segment_row_bytes(start, end))
+            for way, (start, end) in zip(back, self._plan.prompt_parts[1:], strict=False)
+        ]
+
+    def _prompt_hops_ms(self, num_rows: int) -> list[float]:
+        """Return the times of all hops of a prompt chunk, and of what the last node remembers of it on the way back."""
+        num_bytes = num_rows * self._spec.row_bytes
+        if self._plan.prompt_end is None:
+            return self._hops_ms(num_rows)
+        start, end = self._plan.prompt_parts[-1]
+        back = self.links[-1].ms(num_rows * self._spec.segment_row_bytes(start, end))
+        return [*(way.ms(num_bytes) for way in self.links[:-1]), back]
 
     def _round_ms(self, num_requests: int, lanes: int) -> float | None:
         """Return the time of a round: one frame's way, or a frame of every lane on the slowest stage."""
@@ -92,16 +117,19 @@ class Prediction:
     def _know(self, num_rows: int) -> bool:
         return all(speed is not None and speed.knows(num_rows) for speed in self._speeds)
 
-    def _stages_ms(self, num_rows: int, num_sampled: int) -> list[float]:
+    def _stages_ms(self, num_rows: int, num_sampled: int, *, of_prompt: bool = False) -> list[float]:
         """Return the milliseconds of each stage; 0 for a stage of unknown speed."""
         found = []
-        for speed, held in zip(self._speeds, self._plan.assignments, strict=True):
+        parts = self._plan.prompt_parts if of_prompt else self._plan.answer_parts
+        for speed, (start, end) in zip(self._speeds, parts, strict=True):
             up_to = speed.ms_up_to(self._spec, num_rows, num_sampled, self._plan.context) if speed else None
-            found.append(up_to[held.end] - up_to[held.start] if up_to else 0.0)
+            found.append(up_to[end] - up_to[start] if up_to else 0.0)
         return found
 
     def _hops_ms(self, num_rows: int) -> list[float]:
-        """Return the times of all hops. The hop back carries token ids, whose bytes do not count."""
+        """Return the times of all hops of a frame that makes answers. The hop back carries token ids only."""
+        if self._plan.prompt_end is not None:
+            return [0.0] * len(self.links)
         num_bytes = num_rows * self._spec.row_bytes
         return [way.ms(num_bytes) for way in self.links[:-1]] + [back.ms() for back in self.links[-1:]]
 
@@ -148,6 +176,10 @@ def _alternatives(
     if len(nodes) == 1:
         return
     free = replace(objective, layers=None)
+    if objective.goal != "prompt" and speeds.covers(node.name for node in nodes):
+        apart = plan(spec, nodes, speeds, replace(free, goal="prompt"))
+        if apart.prompt_end is not None:
+            yield "--objective prompt", apart
     for node in nodes:
         yield f"{node.name} alone", plan(spec, [node], speeds, replace(objective, layers=[spec.num_layers]))
     if speeds.covers(node.name for node in nodes):
@@ -193,6 +225,16 @@ def _advice(report: PlanReport, objective: Objective, first: str) -> Iterator[st
             yield f"{assignment.name} alone would be faster, {figures}{how}."
             break
         yield f"{assignment.name} alone would make {figures}, but lacks {format_bytes(assignment.missing_bytes)}."
+    apart = [each for each in (chosen, *report.alternatives) if each.plan.prompt_end is not None]
+    with_alone = [each for each in alone if each.plan.names[0] == first and each.plan.fits]
+    if apart and with_alone:
+        alone_s, apart_s = (each.times.prefill_s(_PROMPT) or 0.0 for each in (with_alone[0], apart[0]))
+        if apart_s and alone_s / apart_s > LATENCY_SLACK:
+            how = f"{alone_s / apart_s:.1f} x faster than by {first} alone, and answers as fast as there"
+            if apart[0] is chosen:
+                yield f"Prompts are computed by all nodes, {how}."
+            else:
+                yield f"With --objective prompt, prompts would be computed by all nodes, {how}."
     whole, hops = chosen.times.ms_per_token, [ms or 0.0 for ms in chosen.times.hop_ms]
     if whole and sum(hops) > _LONG_HOPS * whole:
         longest = hops.index(max(hops))
@@ -206,6 +248,6 @@ def _rate(predicted: PredictedPlan, objective: Objective) -> float:
 
 def _figure(predicted: PredictedPlan, objective: Objective) -> str:
     """Format the plan's speed by the objective's goal."""
-    if objective.goal == "latency":
+    if objective.goal != "throughput":
         return f"{format_ms(predicted.times.ms_per_token or 0.0)} per token"
     return f"{_rate(predicted, objective):.1f} tok/s of {objective.num_requests} requests"

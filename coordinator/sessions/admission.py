@@ -201,6 +201,11 @@ class Slots:
             self._admit()  # a slot that was taken over may have held more than its session needs
         return openings
 
+    def num_shared(self, session: Session) -> int:
+        """Return how many of the session's tokens a slot on the stages has, as it would be fed now."""
+        source, shared = self._closest(session, [*self.active, *self._in(SlotState.KEPT)])
+        return shared if source else 0
+
     def next_snapshot(self, slot: SessionSlot, most_rows: int | None) -> int | None:
         """Return the length at which the slot's next prompt chunk should end for a snapshot, if there is memory for it.
 
@@ -317,6 +322,8 @@ class Slots:
             slot.enter(SlotState.TAKEN_OVER)
         else:
             used = {each.number for each in self._slots.values() if each.state is not SlotState.WAITING}
+            if session.feeds_apart:  # a frame that stays on the first node frees none on the others
+                used.update(self.closed)
             session.take_slot(next(number for number in count() if number not in used))
             slot.promised = needed
             slot.enter(SlotState.PROMISED)
@@ -369,6 +376,8 @@ class Slots:
         """Return whether every request that could begin with the rows of `kept` can begin with those of `session`."""
         if kept.request.cache != session.request.cache or session.history.num_shared(kept.history, kept.fed) < kept.fed:
             return False
+        if session.fed_apart < kept.fed_apart:
+            return False
         cuttable = self._costs.rows_that_can_be_cut(session.request.cache)
         is_longer = kept.fed > cuttable and {kept.fed, *kept.snapshots} <= {session.fed, *session.snapshots}
         return session.fed <= cuttable or is_longer
@@ -381,7 +390,8 @@ class Slots:
             holder = slot.session
             if holder is session or holder.request.cache != session.request.cache or slot.state not in ON_STAGES:
                 continue
-            shared = session.history.num_shared(holder.history, min(holder.fed, session.most_reused))
+            held = holder.fed_apart if session.feeds_apart else holder.held
+            shared = session.history.num_shared(holder.history, min(held, session.most_reused))
             shared -= shared % session.grid
             if shared < holder.fed > self._costs.rows_that_can_be_cut(holder.request.cache):
                 session.branch = max(session.branch, shared)

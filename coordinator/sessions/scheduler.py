@@ -37,6 +37,7 @@ class Scheduler:
         chunk_rows: Callable[[Session, int, bool], int] | None = None,
         last_step: int = 0,
         most_lane_rows: int | None = None,
+        answers_alone: bool = False,
     ) -> None:
         """
         Args:
@@ -45,6 +46,7 @@ class Scheduler:
             chunk_rows: (session, rows of all prompts to feed, whether others stream) -> most rows of the next prompt
                 frame; None: the session's own.
             last_step: the last step that the chain has seen.
+            answers_alone: only prompt frames pass all stages; the first one holds all layers.
             most_lane_rows: what the windows of a lane may have together; None: any number.
         """
         self.slots = Slots(costs, max_waiting)
@@ -53,6 +55,7 @@ class Scheduler:
         self._chunk_rows = chunk_rows or (lambda session, num_unfed, beside_streams: session.chunk or session.num_unfed)
         self._epoch = epoch
         self._most_lane_rows = most_lane_rows
+        self._answers_alone = answers_alone
         self._lanes: dict[int, list[SessionSlot]] = {}  # in flight, by step
         self._prompts: dict[int, list[SessionSlot]] = {}  # likewise; [] for a frame that only closes slots
         self._background: dict[int, list[SessionSlot]] = {}  # likewise, one at most
@@ -104,15 +107,17 @@ class Scheduler:
         if not chosen and (not self.slots.closed or [] in self._prompts.values()):
             return None  # only one frame in flight may carry nothing but closed slots
         self._step += 1
-        frame = Frame(epoch=self._epoch, step=self._step)
+        stays = self._answers_alone and any(not slot.session.is_fed_apart_next for slot in chosen)
+        frame = Frame(epoch=self._epoch, step=self._step, stays=stays)
         # Open all slots before any window is made: a slot is copied in its state before this frame.
         frame.opened.extend(self.slots.open(chosen))
         for slot in chosen:
             snapshot = self.slots.next_snapshot(slot, chunk) if slot.session.is_prefilling else None
             frame.windows.append(slot.session.next_window(len(chosen), chunk, snapshot))
             slot.last_step = self._step
-        frame.closed.extend(self.slots.closed)
-        self.slots.closed.clear()
+        if not stays:  # every stage frees them
+            frame.closed.extend(self.slots.closed)
+            self.slots.closed.clear()
         in_flight[frame.step] = chosen
         return frame
 
@@ -200,6 +205,7 @@ class Scheduler:
             return [], 0
         self._turn += 1
         first = ready[0] if self._turn % 2 else min(ready, key=lambda slot: slot.session.num_unfed)
+        ready = [slot for slot in ready if slot.session.feeds_apart == first.session.feeds_apart]
         num_unfed = sum(slot.session.num_unfed for slot in ready)
         chunk = self._chunk_rows(first.session, num_unfed, beside_streams)
         chosen, room = [first], chunk - first.session.num_unfed

@@ -1,5 +1,6 @@
 """Session: the life of one request: its tokens, how many of them the chain was fed, and its state. Pure."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
@@ -83,6 +84,11 @@ class Session:
         self.chunk = chunk
         self.is_paused = False  # the reader is far behind
         self.begun = 0  # when its first frame was sent
+        # Whether prompt chunks pass all nodes, and the last token goes with a proposal to the one that makes answers,
+        # once that has the segments of all chunks.
+        self.feeds_apart = False
+        self.fed_apart = 0  # leading tokens of chunks whose results have come then
+        self._chunk_ends: deque[int] = deque()  # of chunks whose results have not come
         self.history = History(request.prompt)
         self._preempted_at: int | None = None  # tokens that it had generated when it was preempted last
         self._decoder = decoder or Verified()
@@ -132,9 +138,24 @@ class Session:
         return self._decoder.grid
 
     @property
+    def held(self) -> int:
+        """Leading tokens whose rows the first node has, if it makes answers alone; else those that were fed."""
+        return self.fed_apart if self._chunk_ends else self.fed
+
+    @property
     def is_prefilling(self) -> bool:
         """Whether there are more tokens to feed than one decoding step takes."""
-        return self.num_unfed > 1 and self.num_unfed > self._decoder.tail
+        return self.num_unfed > 1 and self.num_unfed > self._tail
+
+    @property
+    def is_fed_apart_next(self) -> bool:
+        """Whether its next window passes all nodes though the first one makes answers alone."""
+        return self.feeds_apart and self.is_prefilling
+
+    @property
+    def _tail(self) -> int:
+        """The most unfed tokens that go with a proposal; 0 if any number may."""
+        return max(self.feeds_apart, self._decoder.tail)
 
     @property
     def is_streaming(self) -> bool:
@@ -144,7 +165,8 @@ class Session:
     @property
     def is_ready(self) -> bool:
         """Whether its next window can be sent. Prompt chunks need not wait for each other's result; a proposal does."""
-        return self._proposal is None and not self.is_paused and self.state is not SessionState.FINISHED
+        is_free = self._proposal is None and not self.is_paused and self.state is not SessionState.FINISHED
+        return is_free and (self.is_prefilling or not self._chunk_ends)
 
     @property
     def num_unread(self) -> int:
@@ -177,8 +199,12 @@ class Session:
 
     @property
     def most_reused(self) -> int:
-        """Most leading tokens to reuse from another session: the next window needs a row to sample, score or pool."""
-        return min(len(self.history), self._known_scores, self._known_rows + 1) - 1
+        """Most leading tokens to reuse from another session: the next window needs a row to sample, score or pool.
+
+        If it `feeds_apart`, a chunk comes first, so that all nodes open its slot.
+        """
+        chunk = self._tail if self.feeds_apart else 0
+        return max(0, min(len(self.history), self._known_scores, self._known_rows + 1) - 1 - chunk)
 
     @property
     def fills(self) -> list[tuple[int, Token]]:
@@ -237,6 +263,8 @@ class Session:
             self.fed += chunk
             window = self._window(base, tokens[base : self.fed])
             window.targets.extend(self._targets(self.fed + 1))
+            if self.feeds_apart:
+                self._chunk_ends.append(self.fed)
             if snapshot:
                 self.snapshots = self.snapshots_with(snapshot)
                 window.snapshots.extend(self.snapshots)
@@ -262,7 +290,7 @@ class Session:
         unfed = self.num_unfed
         if unfed <= 1:
             return 0  # the decoder need not be asked
-        tail = self._decoder.tail
+        tail = self._tail
         chunk = min(unfed - (tail > 0), most_rows)  # the last token goes with the proposal
         chunk = max(self.grid, chunk - chunk % self.grid)
         return chunk if unfed > (tail or chunk) else 0
@@ -323,6 +351,8 @@ class Session:
         self._new_pooled += [each.sum for each in pooled]
         self._known_rows += sum(each.rows for each in pooled)
         if not (samples or guesses):
+            if self._chunk_ends:
+                self.fed_apart = self._chunk_ends.popleft()
             return []
         assert self._proposal is not None
         accepted = self._decoder.accept(self._proposal, samples, guesses)
@@ -372,7 +402,8 @@ class Session:
             self.enter(SessionState.REPLAYING if self.num_rows else SessionState.WAITING)
         assert self.state is not SessionState.FINISHED
         self.slot = None
-        self.fed = self.num_reused = self.rows_written = 0
+        self.fed = self.num_reused = self.rows_written = self.fed_apart = 0
+        self._chunk_ends.clear()
         self.snapshots = ()
         self._soft = None
         self._proposal = None

@@ -19,7 +19,7 @@ from coordinator.cluster.open import joined, with_drafter
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.step_timeouts import ArrivedResult
 from coordinator.engine.engine import generate_once
-from coordinator.planning.plan import Node, Objective
+from coordinator.planning.plan import Goal, Node, Objective
 from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS
 from coordinator.quality.reference import Reference
@@ -154,6 +154,7 @@ async def deployed(
     nodes: Sequence[RunningNode],
     network: Network = NETWORK,
     drafter: Path | None = None,
+    goal: Goal = "latency",
 ) -> AsyncIterator[Deployment]:
     """The plan of the model's layers over a coordinator and these nodes, perhaps with a drafter."""
     checkpoint, spec = opened_folder(folder, drafter)
@@ -162,7 +163,9 @@ async def deployed(
         for peer in peers:
             stack.push_async_callback(peer.close)
         memory = [Node(name, 1 << 40) for name in ("coordinator", *(peer.name for peer in peers))]
-        yield Deployment(checkpoint, spec, plan(spec, memory, NO_SPEEDS, Objective(128, layers=layers)), peers)
+        yield Deployment(
+            checkpoint, spec, plan(spec, memory, NO_SPEEDS, Objective(128, layers=layers, goal=goal)), peers
+        )
 
 
 @asynccontextmanager
@@ -172,16 +175,19 @@ async def opened(
     nodes: Sequence[RunningNode],
     network: Network = NETWORK,
     drafter: Path | None = None,
+    goal: Goal = "latency",
 ) -> AsyncIterator[Chain]:
     """The same joined and warm."""
-    async with deployed(folder, layers, nodes, network, drafter) as deployment, joined(deployment) as chain:
+    async with deployed(folder, layers, nodes, network, drafter, goal) as deployment, joined(deployment) as chain:
         yield chain
 
 
 @asynccontextmanager
-async def running(folder: Path, layers: Sequence[int], drafter: Path | None = None) -> AsyncIterator[Chain]:
+async def running(
+    folder: Path, layers: Sequence[int], drafter: Path | None = None, goal: Goal = "latency"
+) -> AsyncIterator[Chain]:
     """The model's layers over a coordinator and fresh nodes."""
-    async with serving(len(layers) - 1) as nodes, opened(folder, layers, nodes, drafter=drafter) as chain:
+    async with serving(len(layers) - 1) as nodes, opened(folder, layers, nodes, drafter=drafter, goal=goal) as chain:
         yield chain
 
 

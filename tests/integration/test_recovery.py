@@ -5,7 +5,7 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from coordinator.decoding.decode_options import Decode
 from coordinator.deploy.authority import Authority
 from coordinator.engine.engine import Engine
 from coordinator.planning.costs import ChainCosts
-from coordinator.planning.plan import Node, Objective
+from coordinator.planning.plan import Goal, Node, Objective
 from coordinator.planning.planner import plan
 from coordinator.planning.recovery import Limits
 from coordinator.planning.speeds import NO_SPEEDS
@@ -104,6 +104,7 @@ async def supervised(
     *,
     reaching: Callable[[Place], AbstractAsyncContextManager[Sequence[str]]] = directly,
     network_of: Callable[[str], Network] = lambda name: NETWORK,
+    goal: Goal = "latency",
 ) -> AsyncIterator[Rig]:
     """`reaching` gives the addresses at which a place is reached, for as long as it is used."""
     checkpoint = open_folder(folder)
@@ -122,9 +123,9 @@ async def supervised(
         there = await stack.enter_async_context(Nodes(peers, config))
         own = await stack.enter_async_context(OwnNode())
         nodes = [Node(name, memory) for name in ("coordinator", *(place.name for place in places))]
-        objective = Objective(context, layers=layers)
+        objective = Objective(context, layers=layers, goal=goal)
         deployment = Deployment(checkpoint, spec, plan(spec, nodes, NO_SPEEDS, objective), peers)
-        cluster = Cluster(own, there, deployment, limits, say=said.append)
+        cluster = Cluster(own, there, deployment, limits, objective=replace(objective, layers=None), say=said.append)
         await stack.enter_async_context(cluster)
         await cluster.open()
         yield Rig(places, cluster, said)
@@ -173,18 +174,28 @@ def assert_equal(found: Sequence[Answer], expected: Sequence[Answer]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "after"),
+    ("limits", "goal", "after"),
     [
-        pytest.param(limits, after, marks=() if after in chosen else pytest.mark.matrix, id=f"{after}-{name}")
-        for limits, name, chosen in ((COMES_BACK, "comes back", (15,)), (IS_GONE, "is planned around", (0,)))
+        pytest.param(
+            limits, goal, after, marks=() if after in chosen else pytest.mark.matrix, id=f"{after}-{name}-{goal}"
+        )
+        for limits, name, goal, chosen in (
+            (COMES_BACK, "comes back", "latency", (15,)),
+            (IS_GONE, "is planned around", "latency", (0,)),
+            (COMES_BACK, "comes back", "prompt", (0,)),
+            (IS_GONE, "is planned around", "prompt", (10,)),
+        )
         for after in (0, 1, 10, 15)
     ],
 )
-async def test_every_stream_is_that_of_the_unfailed_run(folder: Path, limits: Limits, after: int) -> None:
+async def test_every_stream_is_that_of_the_unfailed_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, limits: Limits, goal: Goal, after: int
+) -> None:
     """Every decoder, greedy, sampled and penalised, in lanes and forked: a worker is lost at several moments."""
+    monkeypatch.setattr(ChainCosts, "pays_apart", lambda costs, num_alone, *rest: num_alone % 3 > 0)
     asked = [*ASKED, *FORKED]
     expected = await unfailed(folder, asked)
-    async with supervised(folder, limits) as rig, rig.engine() as engine:
+    async with supervised(folder, limits, goal=goal) as rig, rig.engine() as engine:
         live = [Live(engine, each) for each in asked]
         await live[0].wait_pieces(after)
         await lose(rig, after % 2, comes_back=limits is COMES_BACK)

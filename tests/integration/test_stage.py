@@ -35,7 +35,8 @@ class Begun:
 
     def __init__(self, header: Frame) -> None:
         self.frame = header
-        self.has_drafting = False
+        self.has_drafting = self.goes_on = False
+        self.segments: list[Any] = []
 
 
 class FakeEngine:

@@ -169,7 +169,8 @@ class WorldChain:
         self.peers: Any = deployment.peers
         self.num_stages = 1 + len(self.peers)
         self.clock_offsets = [0] * self.num_stages
-        self.costs = costs or ChainCosts(self.num_stages)
+        self.costs = self.answer_costs = costs or ChainCosts(self.num_stages)
+        self.answers_alone = False
         self.last_step = 0
         self.can_spare = can_spare
         self.begins_draining = asyncio.Event()

@@ -41,7 +41,8 @@ class Chains:
         plan = assign(SPEC, nodes, split_by_bytes(SPEC, nodes, 1, 1), 1, 1)
         deployment: Any = types.SimpleNamespace(plan=plan, spec=SPEC, peers=[])
         chain: Any = network.WorldChain(self._own, deployment, self._epoch)
-        chain.num_stages, chain.clock_offsets, chain.costs = 2, [0, 0], ChainCosts(2)
+        chain.num_stages, chain.clock_offsets, chain.answers_alone = 2, [0, 0], False
+        chain.costs = chain.answer_costs = ChainCosts(2)
         return chain
 
     async def reopen(self, error: BrigadeError) -> Any:

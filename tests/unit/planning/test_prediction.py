@@ -4,7 +4,7 @@ import pytest
 
 from coordinator.planning.plan import Node, Objective, Plan
 from coordinator.planning.planner import plan
-from coordinator.planning.prediction import Prediction
+from coordinator.planning.prediction import Prediction, report_plan
 from coordinator.planning.speeds import NO_SPEEDS, LinkSpeed, NodeSpeed, Survey
 from protos.brigade_pb2 import Cache
 from tests.unit.planning.test_planner import GB, ROOMY, model, surveyed
@@ -78,3 +78,43 @@ def test_what_further_rows_cost_is_not_known_of_assumed_speeds_and_without_speed
     found = Prediction(SPEC, split(2, 2), NO_SPEEDS)
     assert found.stage_ms == [None, None]
     assert found.ms_per_token is found.tokens_per_s() is found.tokens_per_s(8) is found.prefill_s(2000) is None
+
+
+@pytest.mark.parametrize(
+    ("fast", "per_token", "bytes_per_s", "budgets", "layers"),
+    [
+        (1.0, 1000, 1e9, (ROOMY, ROOMY), [4, 4]),
+        (3.0, 1000, 1e9, (ROOMY, ROOMY), [6, 2]),
+        (1.0, 1000, 1e9, (ROOMY, 3 * GB), [6, 2]),  # the other one has memory for two layers and their caches
+        (1.0, 1000, 1e9, (7 * GB, ROOMY), None),  # the first one does not hold all
+        (1.0, 100_000, 1e6, (ROOMY, ROOMY), None),  # the link would take longer than all of it
+    ],
+)
+def test_prompts_are_computed_by_all_where_that_is_faster_and_answers_by_the_first_node_alone(
+    fast: float, per_token: int, bytes_per_s: float, budgets: tuple[int, int], layers: list[int] | None
+) -> None:
+    spec = model([GB] * 8, per_token=per_token)
+    quick = NodeSpeed((tuple((rows, ms / fast) for rows, ms in FLAT),), MEASURED.head, 500)
+    link = LinkSpeed(rtt_ms=0.1, bytes_per_s=bytes_per_s)
+    survey = Survey({"n0": quick, "n1": MEASURED}, {"n1": link})
+    where = [Node(f"n{i}", budget) for i, budget in enumerate(budgets)]
+    found = plan(spec, where, survey, Objective(1, goal="prompt"))
+    assert (found.layers if found.prompt_end else None) == layers
+    if layers is None:
+        return
+    alone = Prediction(spec, plan(spec, where[:1], survey, Objective(1)), survey)
+    apart = Prediction(spec, found, survey)
+    assert [(each.start, each.end) for each in found.assignments] == [(0, 8), (layers[0], 8)]
+    assert found.assignments[0].weight_bytes == 8 * GB and found.fits
+    assert apart.ms_per_token == alone.ms_per_token and apart.hop_ms == [0.0, 0.0]
+    alone_s, apart_s = alone.prefill_s(4000), apart.prefill_s(4000)
+    assert alone_s and apart_s and alone_s / apart_s == pytest.approx(8 / layers[0], rel=0.15)
+    report = report_plan(spec, where, survey, Objective(1))
+    assert "--objective prompt" in {each.name for each in report.alternatives}
+    assert ("With --objective prompt" in report.advice) == (layers == [4, 4])  # else not for 2,000 tokens
+
+
+def test_a_model_whose_caches_cannot_be_moved_by_rows_is_planned_as_usual() -> None:
+    spec = model([GB] * 8, window=512)
+    where = [Node(f"n{i}", ROOMY) for i in range(2)]
+    assert plan(spec, where, NO_SPEEDS, Objective(1, goal="prompt")).prompt_end is None

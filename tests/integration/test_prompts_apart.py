@@ -1,0 +1,58 @@
+"""Prompts on all nodes, answers on the first one: parts of caches move, and tokens are those of that node alone."""
+
+from typing import Any
+
+import pytest
+
+from coordinator.decoding.decode_options import Decode, make_cache_choice
+from coordinator.engine.engine import Engine
+from coordinator.planning.costs import ChainCosts
+from tests.integration.conftest import CHUNK, Models, running
+from tests.integration.many import request, solo, together, tokens_of
+from tests.integration.windows import MASKED
+
+KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "full": ("qwen3", MASKED, make_cache_choice("full", None)),
+    "int8": (
+        "qwen3",
+        {"config": {"mask_token_id": 90, "head_dim": 32}, "sharpen": 4.0},
+        make_cache_choice("int8", None),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that are shorter than it pays, too."""
+    monkeypatch.setattr(ChainCosts, "pays_apart", lambda *args: True)
+
+
+@pytest.mark.parametrize("layers", [(2, 2), (1, 2, 1)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_turns_and_requests_side_by_side_get_the_tokens_of_one_node(
+    models: Models, kind: str, layers: tuple[int, ...]
+) -> None:
+    family, arguments, cache = KINDS[kind]
+    folder = models(family, **arguments).folder
+    first = request(tokens_of(90), 9, cache=cache)
+    asked = [
+        first,
+        *(
+            request(tokens_of(20 + 9 * n, n), 8, Decode("ngram"), cache=cache, seed=n, temperature=1.0)
+            for n in range(5)
+        ),
+    ]
+    asked += [request(tokens_of(1), 6, cache=cache), request(tokens_of(2), 6, cache=cache)]
+    async with running(folder, (4,)) as chain:
+        alone = await solo(chain, asked)
+        text = (*first.prompt, *alone[0].tokens, *tokens_of(7, 5))
+        follow_up = request(text, 9, cache=cache)
+        again = await solo(chain, [follow_up])
+    async with running(folder, layers, goal="prompt") as chain:
+        assert chain.answers_alone
+        found = await together(chain, asked)
+        async with Engine(chain) as engine:
+            turns = [await engine.answer(each, chunk=CHUNK) for each in (first, follow_up, follow_up)]
+    assert [each.tokens for each in found] == [each.tokens for each in alone]
+    assert [each.tokens for each in turns] == [alone[0].tokens, again[0].tokens, again[0].tokens]
+    assert [each.usage.num_reused for each in turns] == [0, 89, len(text) - 2]
