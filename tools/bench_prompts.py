@@ -1,6 +1,6 @@
 """Prompts on two nodes and answers on the first one, beside one process that does both.
 
-python -m tools.bench_prompts [--model demo] [--prompt 1900] [--tokens 32] [--rounds 7]
+python -m tools.bench_prompts [--model demo] [--prompt 1900] [--tokens 32] [--rounds 7] [--config cluster.yaml]
 
 Two servers take turns with the same prompts, each a new one; ratios are of medians of one run. Exits with 1 if an
 answer differs.
@@ -8,6 +8,7 @@ answer differs.
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -28,13 +29,17 @@ def main(
     tokens: Annotated[int, typer.Option(min=2, help="Of an answer.")] = 32,
     rounds: Annotated[int, typer.Option(min=1)] = 7,
     layers: Annotated[str | None, typer.Option(help="Layers of each node that compute prompts.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A cluster.yaml with the other nodes, instead of one here.")
+    ] = None,
 ) -> None:
     """Compare times to the first token and between tokens."""
-    raise typer.Exit(0 if uvloop.run(_compare(model, prompt, tokens, rounds, layers)) else 1)
+    others = ("--config", config) if config else ("--local", "1")
+    flags = (*others, "--objective", "prompt", *(("--layers", layers) if layers else ()))
+    raise typer.Exit(0 if uvloop.run(_compare(model, prompt, tokens, rounds, flags)) else 1)
 
 
-async def _compare(model: str, prompt: int, tokens: int, rounds: int, layers: str | None) -> bool:
-    flags = ("--local", "1", "--objective", "prompt", *(("--layers", layers) if layers else ()))
+async def _compare(model: str, prompt: int, tokens: int, rounds: int, flags: Sequence[str | Path]) -> bool:
     with brigade("--model", model, "--local", "0") as one, brigade("--model", model, *flags) as two:
         outcomes: list[list[Outcome]] = [[], []]
         for number in range(rounds + 1):  # the first is not counted: it compiles
