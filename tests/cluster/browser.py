@@ -40,6 +40,8 @@ class Browser:
         self.asked: list[str] = []  # URLs
         self.complaints: list[str] = []  # uncaught errors, and what its policy forbade
         self._to, self._from = to_chromium, from_chromium
+        self._readable = select.poll()  # select() takes no descriptor above 1,023
+        self._readable.register(self._from, select.POLLIN)
         self._read = b""
         self._number = 0
         self._session: str | None = None
@@ -97,7 +99,7 @@ class Browser:
     def _next(self) -> dict[str, Any]:
         deadline = time.monotonic() + _WAIT_S
         while b"\0" not in self._read:
-            ready, _, _ = select.select([self._from], [], [], max(0.0, deadline - time.monotonic()))
+            ready = self._readable.poll(1e3 * max(0.0, deadline - time.monotonic()))
             assert ready, f"Chromium said nothing for {_WAIT_S:.0f} s"
             piece = os.read(self._from, 1 << 16)
             assert piece, "Chromium has ended"
