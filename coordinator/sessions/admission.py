@@ -374,7 +374,7 @@ class Slots:
 
     def _is_covered(self, kept: Session, session: Session) -> bool:
         """Return whether every request that could begin with the rows of `kept` can begin with those of `session`."""
-        if kept.request.cache != session.request.cache or session.history.num_shared(kept.history, kept.fed) < kept.fed:
+        if not kept.may_share(session) or session.history.num_shared(kept.history, kept.fed) < kept.fed:
             return False
         if session.fed_apart < kept.fed_apart:
             return False
@@ -388,7 +388,7 @@ class Slots:
         most = _MIN_SHARED - 1
         for slot in holders:
             holder = slot.session
-            if holder is session or holder.request.cache != session.request.cache or slot.state not in ON_STAGES:
+            if holder is session or not holder.may_share(session) or slot.state not in ON_STAGES:
                 continue
             held = holder.fed_apart if session.feeds_apart else holder.held
             shared = session.history.num_shared(holder.history, min(held, session.most_reused))

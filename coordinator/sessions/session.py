@@ -56,6 +56,7 @@ class Session:
         put: "Callable[[Session, Output | BaseException], object]" = lambda session, item: None,
         started: int = 0,
         is_traced: bool = False,
+        owner: str = "",
     ) -> None:
         """
         Args:
@@ -65,8 +66,10 @@ class Session:
                 proposal.
             put: takes the outputs for the reader; an exception is the last of them.
             is_traced: keep the timing records of every frame.
+            owner: the holder of its API key: no session of another one begins with its rows.
         """
         self.request = request
+        self.owner = owner
         self.state = SessionState.WAITING
         self.finish_reason: str | None = None  # once it is finished
         self.slot: int | None = None  # its number on the stages, once it has one
@@ -215,6 +218,10 @@ class Session:
         """Change the state."""
         assert state in _NEXT[self.state], f"a session that is {self.state.value} cannot become {state.value}"
         self.state = state
+
+    def may_share(self, other: "Session") -> bool:
+        """Whether either may begin with rows of the other: even the time that this saves would tell who said what."""
+        return self.request.cache == other.request.cache and self.owner == other.owner
 
     def take_slot(self, number: int, num_reused: int = 0, snapshots: Iterable[int] = ()) -> None:
         """Take a slot with memory on every stage that already holds `num_reused` leading tokens, and snapshots."""

@@ -222,6 +222,7 @@ def make_session(
     known: KnownTokens = NO_TOKENS,
     priority: int = 0,
     turn_ends: tuple[int, ...] = (),
+    owner: str = "",
 ) -> Session:
     """The session of a request with these fields."""
     request = Request(
@@ -236,7 +237,7 @@ def make_session(
         priority=priority,
         turn_ends=turn_ends,
     )
-    return Session(request, decoder, chunk=chunk)
+    return Session(request, decoder, chunk=chunk, owner=owner)
 
 
 class Rig:
@@ -275,6 +276,7 @@ class Rig:
         cache: Cache | None = None,
         priority: int = 0,
         turn_ends: tuple[int, ...] = (),
+        owner: str = "",
     ) -> Session:
         sampling = Sampling(seed=seed, temperature=temperature)
         session = make_session(
@@ -284,6 +286,7 @@ class Rig:
             cache=cache,
             priority=priority,
             turn_ends=turn_ends,
+            owner=owner,
         )
         self.scheduler.submit(session)
         return session

@@ -158,6 +158,15 @@ def test_where_a_cache_cannot_be_cut_only_what_goes_on_where_it_ends_is_reused()
         assert rig.answer([*TEXT[:40], 1, 2], 2).num_reused == reused
 
 
+def test_nobody_begins_with_what_was_fed_under_another_api_key() -> None:
+    rig = Rig(keep=True, chunk=64)
+    for owner, reused in (("ada", 0), ("bob", 0), ("ada", 49), ("bob", 49)):
+        session = rig.answer(TEXT[:50], 2, owner=owner)
+        assert (session.num_reused, session.generated) == (reused, plain_answer(TEXT[:50], 2))
+    assert rig.scheduler.slots.num_kept == 2
+    rig.end()
+
+
 LONG = prompt_of(9000, seed=5)
 
 
