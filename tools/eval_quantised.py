@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from mlx_lm.quant.awq import AWQ_MODEL_CONFIGS
 
 from coordinator.quality.accuracy import wilson
 from coordinator.quality.questions import BUILT_IN
@@ -45,7 +46,11 @@ def main(
         "4 bits, 8 where it suffers": ("--recipe", "sensitivity", "--target-bpw", str(target), *text),
         "4 bits, embedding kept": ("--keep", "embed_tokens,lm_head"),
         "4 bits": (),
+        "4 bits, gptq": ("--method", "gptq", *text),
+        "4 bits, 8 where gradients say so": ("--method", "dynamic", "--target-bpw", str(target), *text),
     }
+    if open_checkpoint(model).config["model_type"] in AWQ_MODEL_CONFIGS:
+        ways["4 bits, awq"] = ("--method", "awq", *text)
     with tempfile.TemporaryDirectory() as place:
         folder = work or Path(place)
         models = {"as published": model} | {name: str(folder / f"copy-{n}") for n, name in enumerate(ways)}

@@ -59,8 +59,16 @@ def quantize(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="The text that the parts are measured on. (default: a small one)",
+            help="The text that --recipe and --method look at. (default: a small one)",
             rich_help_panel=_mixed,
+        ),
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            metavar="awq|gptq|dynamic",
+            help="affine: quantise by mlx_lm's method of this name, which looks at a text.",
+            rich_help_panel=_panel,
         ),
     ] = None,
     as_json: flags.JsonFlag = False,
@@ -73,25 +81,32 @@ def quantize(
     --recipe sensitivity holds the whole model in memory: it quantises each part alone, a kind of module in a quarter of
     the layers, and measures the loss on a text and, if the model was trained for windows, how many drafts hold.
 
+    --method holds the model in memory, too: awq scales and clips each layer's weights by their inputs, gptq corrects
+    what it rounds, dynamic gives 8 bits to modules by their gradients, to about --target-bpw. A longer text in
+    --calibration helps. A run that is interrupted begins anew.
+
     brigade quantize Qwen/Qwen3-8B qwen3-8b-4bit --q-bits 4 --keep lm_head,embed_tokens
 
     brigade quantize demo mixed --recipe sensitivity --target-bpw 5.5
+
+    brigade quantize Qwen/Qwen3-8B qwen3-8b-awq --method awq --calibration texts.txt
     """
     from coordinator.quality.quantize import QuantizedModel, begun_parts, quantize_options, write_model
     from coordinator.quality.sensitivity import read_text
     from worker.node.loading import open_checkpoint
 
+    kept = [name.strip() for name in (keep or "").split(",") if name.strip()]
+    options = quantize_options(q_mode, q_bits, q_group_size, kept)
+    if method is not None:
+        _quantize_by(method, model, out, options, recipe, target_bpw, calibration, as_json=as_json)
+        return
     if (recipe is None) != (target_bpw is None) or (recipe is None and calibration is not None):
         raise InputError("recipe", "expected --recipe sensitivity with --target-bpw, and --calibration with these only")
     if recipe is not None and (recipe != _SENSITIVITY or q_mode != "affine"):
         raise InputError("recipe", f"expected {_SENSITIVITY} with affine, got {recipe} with {q_mode}")
-    kept = [name.strip() for name in (keep or "").split(",") if name.strip()]
-    options = quantize_options(q_mode, q_bits, q_group_size, kept)
     text = read_text(calibration) if recipe else ""
     checkpoint = open_checkpoint(model)
-    if lacking := checkpoint.lacking(checkpoint.tensors):
-        say(f"downloading {len(lacking)} files of {checkpoint.name} ...")
-        checkpoint.fetch(checkpoint.tensors, lambda nbytes: None)
+    _fetch(checkpoint)
     state: dict[str, Any] = {
         "model": checkpoint.fingerprint.tensors,
         "config": checkpoint.fingerprint.config,
@@ -112,6 +127,34 @@ def quantize(
     elif parts:
         _print_parts(parts)
     say(f"{out}: {format_bytes(found.nbytes)}, {found.bits_per_weight:.2f} bits per weight")
+
+
+def _quantize_by(
+    method: str, model: str, out: Path, options: QuantizeOptions, recipe: str | None, target_bpw: float | None,
+    calibration: Path | None, *, as_json: bool,
+) -> None:  # fmt: skip
+    """Quantise by a method of mlx_lm."""
+    from coordinator.quality.methods import MethodRun, require_method
+    from coordinator.quality.quantize import require_new
+    from coordinator.quality.sensitivity import read_text
+    from worker.node.loading import open_checkpoint
+
+    require_method(method, options, recipe, target_bpw)
+    require_new(out)
+    text = read_text(calibration)
+    checkpoint = open_checkpoint(model)
+    run = MethodRun(checkpoint, method, options, target_bpw, text)
+    _fetch(checkpoint)
+    found = run.run(out)
+    if as_json:
+        print(to_json({"bytes": found.nbytes, "bits_per_weight": found.bits_per_weight, "parts": []}), flush=True)
+    say(f"{out}: {format_bytes(found.nbytes)}, {found.bits_per_weight:.2f} bits per weight")
+
+
+def _fetch(checkpoint: Checkpoint) -> None:
+    if lacking := checkpoint.lacking(checkpoint.tensors):
+        say(f"downloading {len(lacking)} files of {checkpoint.name} ...")
+        checkpoint.fetch(checkpoint.tensors, lambda nbytes: None)
 
 
 def _measured_parts(checkpoint: Checkpoint, options: QuantizeOptions, text: str, target: float) -> list[Json]:

@@ -99,7 +99,7 @@ def show_steps(total: int) -> Iterator[Begin]:
 
 @contextmanager
 def show_tokens(what: str, total: int, done: int = 0) -> Iterator[TokenReport]:
-    """Draw one bar with the speed in tokens per second. Outside a terminal write lines, less and less often."""
+    """Draw one bar with the speed, if items have tokens. Outside a terminal write lines, less and less often."""
     console = Console(stderr=True)
     began, due_s, num_tokens, first = time.monotonic(), _TOKENS_FIRST_S, 0, done
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Speed(), TimeRemainingColumn()
@@ -114,7 +114,8 @@ def show_tokens(what: str, total: int, done: int = 0) -> Iterator[TokenReport]:
             if not console.is_terminal and took_s >= due_s and done < total:
                 due_s = took_s + min(took_s, _TOKENS_MOST_S)
                 left = timedelta(seconds=round(took_s * (total - done) / (done - first))) if done > first else "?"
-                say(f"{what} {done} of {total}, {num_tokens / took_s:.0f} tok/s, {left} left ...")
+                speed = f", {num_tokens / took_s:.0f} tok/s" if num_tokens else ""
+                say(f"{what} {done} of {total}{speed}, {left} left ...")
 
         yield report
 
@@ -216,7 +217,7 @@ class _Speed(ProgressColumn):
     """Tokens per second since the bar was drawn."""
 
     def render(self, task: Task) -> Text:
-        return Text(f"{task.fields['tokens'] / task.elapsed:.0f} tok/s" if task.elapsed else "")
+        return Text(f"{num / task.elapsed:.0f} tok/s" if (num := task.fields["tokens"]) and task.elapsed else "")
 
 
 def _pace(bytes_per_s: float, left_s: float) -> str:

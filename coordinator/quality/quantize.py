@@ -38,7 +38,7 @@ from worker.platform.text import format_bytes
 
 Mode = Literal["affine", "mxfp4", "mxfp8", "nvfp4"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-_AFFINE_BITS, _AFFINE_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+AFFINE_BITS, _AFFINE_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 _FIXED = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}  # bits, weights per group
 
 _STATE = "quantize.json"  # in the folder until it is whole: which conversion it is of
@@ -68,13 +68,25 @@ def quantize_options(mode: str, bits: int | None, group_size: int | None, keep: 
         raise InputError("q_mode", f"expected {', '.join(MODES)}, got {mode!r}")
     fixed = _FIXED.get(mode)
     for name, value, known in (
-        ("q_bits", bits, (fixed[0],) if fixed else _AFFINE_BITS),
+        ("q_bits", bits, (fixed[0],) if fixed else AFFINE_BITS),
         ("q_group_size", group_size, (fixed[1],) if fixed else _AFFINE_GROUPS),
     ):
         if value is not None and value not in known:
             raise InputError(name, f"expected {', '.join(map(str, known))} with {mode}, got {value}")
     usual_bits, usual_size = fixed or (4, 64)
     return QuantizeOptions(mode, bits or usual_bits, group_size or usual_size, tuple(keep))
+
+
+def require_unquantised(checkpoint: Checkpoint) -> None:
+    """Raise InputError if the checkpoint is quantised already."""
+    if quantisation_of(checkpoint).parameters is not None:
+        raise InputError("", f"expected weights that are not quantised, found those of {checkpoint.name}")
+
+
+def require_new(folder: Path) -> None:
+    """Raise InputError if the folder holds anything."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError("", f"{folder} exists already; give another folder")
 
 
 def quantised_modules(model: Any, options: QuantizeOptions) -> Callable[[str, Any], Any]:
@@ -102,8 +114,7 @@ class QuantizedModel:
         Raises:
             ModelError: the model cannot be built. InputError: it is quantised already, or has no module to keep.
         """
-        if quantisation_of(checkpoint).parameters is not None:
-            raise InputError("", f"expected weights that are not quantised, found those of {checkpoint.name}")
+        require_unquantised(checkpoint)
         model: Any = build(checkpoint, TensorReader(checkpoint, list(checkpoint.tensors)))
         config = load_config(checkpoint.folder)
         _cast(model, config)
@@ -234,6 +245,14 @@ def write_model(
             raise BrigadeError(f"cannot write {folder}: {error.strerror}; the same command continues") from error
 
 
+def copy_small_files(checkpoint: Checkpoint, folder: Path) -> None:
+    """Copy what a quantised copy has from its source: tokenizer, chat template, generation settings, code."""
+    for path in sorted(checkpoint.folder.iterdir()):
+        is_small = any(fnmatchcase(path.name, pattern) for pattern in (*SMALL_FILES, "*.py"))
+        if is_small and path.is_file() and path.name not in _OWN_FILES:
+            shutil.copyfile(path, folder / path.name)
+
+
 def begun_parts(folder: Path, state: Mapping[str, Any]) -> list[Any]:
     """Return the parts that an unfinished conversion of this `state` has measured; none without one."""
     try:
@@ -248,8 +267,8 @@ def begun_parts(folder: Path, state: Mapping[str, Any]) -> list[Any]:
 def _opened(folder: Path, state: Mapping[str, Any]) -> Iterator[None]:
     """Hold the folder for this conversion, and mark it as whole in the end."""
     path, wanted = folder / _STATE, json.dumps(state, sort_keys=True)
-    if folder.exists() and not path.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError("", f"{folder} exists already; give another folder")
+    if not path.exists():
+        require_new(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = path.open("a+", encoding="utf-8")
@@ -277,10 +296,7 @@ def _write_rest(model: QuantizedModel, checkpoint: Checkpoint, folder: Path) -> 
     metadata = {"total_size": total, "total_parameters": model.num_parameters}
     index = {"metadata": metadata, "weight_map": dict(sorted(places.items()))}
     (folder / _INDEX).write_text(json.dumps(index, indent=4), encoding="utf-8")
-    for path in sorted(checkpoint.folder.iterdir()):
-        is_small = any(fnmatchcase(path.name, pattern) for pattern in (*SMALL_FILES, "*.py"))
-        if is_small and path.is_file() and path.name not in _OWN_FILES:
-            shutil.copyfile(path, folder / path.name)
+    copy_small_files(checkpoint, folder)
     save_config(model.config, folder / "config.json", keep_vision_config=model.keeps_vision)
 
 

@@ -77,6 +77,15 @@ def read_text(path: Path | None) -> str:
         raise InputError("calibration", f"cannot read {path}: {reason}") from error
 
 
+def read_sequences(checkpoint: Checkpoint, text: str) -> mx.array:
+    """Return the text's tokens [N, LENGTH], without the rest. Raises InputError if the text is too short."""
+    tokens = Tokenizer(checkpoint).encode(text, special=False)
+    num = len(tokens) // LENGTH
+    if not num:
+        raise InputError("calibration", f"expected a text of at least {LENGTH} tokens, found {len(tokens)}")
+    return mx.array(tokens[: num * LENGTH]).reshape(num, LENGTH)
+
+
 class MeasuredModel:
     """A model that is whole in memory, and a text."""
 
@@ -85,16 +94,12 @@ class MeasuredModel:
         Raises:
             InputError: the text is too short, or the model does not fit in memory. ModelError: it cannot be built.
         """
-        tokens = Tokenizer(checkpoint).encode(text, special=False)
-        num = len(tokens) // LENGTH
-        if not num:
-            raise InputError("calibration", f"expected a text of at least {LENGTH} tokens, found {len(tokens)}")
+        self._tokens = read_sequences(checkpoint, text)
         spec = describe(checkpoint)
         needed = sum(info.nbytes for info in checkpoint.tensors.values()) + 4 * _BATCH * LENGTH * spec.vocab_size
         if needed > (budget := memory_budget()):
             expected = f"expected {format_bytes(needed)} of memory for the whole model, found {format_bytes(budget)}"
             raise InputError("recipe", f"{expected}; give --keep NAME,... instead")
-        self._tokens = mx.array(tokens[: num * LENGTH]).reshape(num, LENGTH)
         self._mask_token = spec.mask_token
         self._model: Any = build(checkpoint, TensorReader(checkpoint, list(checkpoint.tensors)))
 
