@@ -88,6 +88,7 @@ class Chain:
         self._own_flight = self._flight if self.plan.prompt_end is None else Flight(ChainCosts(1), self._suspends)
         self._num_missing: dict[int, int] = {}  # by step of a prompt: the nodes whose segments have not all come
         self._held_back: dict[int, Result] = {}  # and its result
+        self._returned_at = 0  # when the last of these came, nanoseconds
         self._stack = AsyncExitStack()
         self._stage: Stage | None = None
         self._main = asyncio.get_running_loop()
@@ -262,6 +263,8 @@ class Chain:
                 node=node,
             )
         sent = flight.take(result.step)
+        if self.answers_alone and not stays and sent.num_rows:
+            self._observe_return(result, sent.num_rows)
         vocab_size = self.spec.vocab_size
         check_result(result, sent.asked, vocab_size, node, sent.alternatives)
         check_soft(result, sent.softened, self.spec.hidden_size, self.spec.dtype, vocab_size, node)
@@ -274,6 +277,12 @@ class Chain:
             self._has_made_token = True
             self._main.call_soon_threadsafe(self.has_token.set)
         return ArrivedResult(result, time.monotonic_ns(), sent)
+
+    def _observe_return(self, result: Result, num_rows: int) -> None:
+        """Learn for how long segments were on their way here: since the last node was done, or since those before."""
+        now, done = time.monotonic_ns(), result.timings[-1].computed - self.clock_offsets[-1]
+        self.costs.observe_return(num_rows, max(0, now - max(done, self._returned_at)) / 1e9)
+        self._returned_at = now
 
     async def _watch_frames(self) -> NoReturn:
         """Report that the oldest frame seems to compile. Raises the cause once it is overdue."""

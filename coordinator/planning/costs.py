@@ -171,6 +171,7 @@ class ChainCosts:
         self.drafting = DraftingCosts()  # by the drafter
         self.masks = DraftingCosts()
         self._stages = [StepCosts({rows: found[stage] for rows, found in by_rows}) for stage in range(num_stages)]
+        self._returns = StepCosts()  # of what prompt chunks leave in caches, on its way to the first stage
         self._hops_s: dict[int, float] = {}  # of all hops together, by number of rows: long prompts take longer
         self._lately_s: dict[int, float] = {}  # of recent passages, by the bits of their number of rows
 
@@ -218,8 +219,21 @@ class ChainCosts:
         times = self.stages_s(rows := min(num_apart, self.chunk_size(num_apart, beside_streams=False)))
         if not times:
             return True
+        return_s = self._return_s(rows)
+        last_s = sum(times) + self.hops_s(rows) + return_s
         alone_s = times[0] / share * num_alone / rows
-        return (-(-num_apart // rows) + len(times) - 1) * max(times) + self.hops_s(rows) < alone_s
+        return (-(-num_apart // rows) - 1) * max(*times, return_s) + last_s < alone_s
+
+    def observe_return(self, num_rows: int, seconds: float) -> None:
+        """Learn for how long what a chunk of so many rows left in caches kept the way to the first stage busy."""
+        self._returns.observe(num_rows, seconds)
+
+    def _return_s(self, num_rows: int) -> float:
+        """Return the seconds that `observe_return` would learn; beyond known sizes they grow as the bytes do."""
+        if not self._returns.is_known:
+            return 0.0
+        most = self._returns.most_rows
+        return self._returns.seconds(min(num_rows, most)) * max(1.0, num_rows / most)
 
     def passage_s(self, num_rows: int) -> float:
         """Return the seconds that a frame may take through the whole chain, alone; 0 without rows, or while not known.

@@ -212,3 +212,17 @@ def test_frames_among_others_count_as_steps_without_their_waits() -> None:
     for _ in range(2):
         costs.observe(8, [0.020, 0.030], 0.5, 0.1, was_alone=False)
     assert costs.steps.seconds(1) == pytest.approx(0.035) and costs.steps.seconds(8) == pytest.approx(0.055)
+
+
+def test_a_prompt_is_computed_by_all_where_that_pays_though_what_it_leaves_has_to_come_back() -> None:
+    costs = ChainCosts(2)
+    assert costs.pays_apart(100, 100, 0.5), "nothing is known: it is tried"
+    for _ in range(3):
+        for rows in (1, 512):
+            costs.observe(rows, [rows * 1e-3] * 2, rows * 2e-3, was_alone=True)
+    assert costs.pays_apart(5000, 5000, 0.5) and not costs.pays_apart(32, 32, 0.5), "one chunk overlaps with nothing"
+    assert not costs.pays_apart(1000, 5000, 0.5), "the first node holds most of it already"
+    for return_ms, pays in ((0.5, True), (3.0, False)):
+        for _ in range(20):
+            costs.observe_return(64, 64 * return_ms * 1e-3)
+        assert costs.pays_apart(5000, 5000, 0.5) == pays
