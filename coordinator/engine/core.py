@@ -206,7 +206,8 @@ class EngineCore:
     def _chunk_rows(self, session: Session, num_unfed: int, beside_streams: bool) -> int:
         """Return the most rows of a prompt frame with this session; all ready prompts have `num_unfed` to feed."""
         chain = self.chain
-        rows = session.chunk or chain.costs.chunk_size(num_unfed, beside_streams=beside_streams)
+        costs = chain.costs if session.feeds_apart else chain.answer_costs
+        rows = session.chunk or costs.chunk_size(num_unfed, beside_streams=beside_streams)
         longest = replace(chain.spec, cache=session.request.cache).longest_chunk or rows
         return min(rows, longest, most_chunk_rows(chain.spec.row_bytes))
 

@@ -206,9 +206,8 @@ class Executor:
             self._begin_ready(step, ready)
         elif places := self._begin_windows(step):
             mask = self._shard.mask_token or 0  # without a MASK token these rows are padding
-            ids = mx.array(
-                [[id for w in step.windows for id in (*w.tokens, *w.canvas, *[mask] * w.masks)]], mx.int32
-            )  # [1, sum L]
+            fed = [[token for w in step.windows for token in (*w.tokens, *w.canvas, *[mask] * w.masks)]]
+            ids = mx.array(fed, mx.int32)  # [1, sum L]
             soft = self._soft_rows(step.windows) if x is None else None
             rows = ids if x is None else rows_of(step.windows, step.frame.windows, x)
             h = self._shard(rows, places, ids, soft, None if frame.stays else self._prompt_end)

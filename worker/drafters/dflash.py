@@ -116,7 +116,7 @@ class DFlashDrafter(HeadDrafter):
         self._read(texts)
         mask = self._part.spec.mask_token
         lengths = [1 + request.count for request in requests]
-        ids = [id for request in requests for id in (request.tokens[-1], *[mask] * request.count)]
+        ids = [token for request in requests for token in (request.tokens[-1], *[mask] * request.count)]
         h = self._module(self._embed(mx.array([ids], mx.int32)), lengths, [text.caches.own for text in texts])
         starts = [end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
         drafted = [start + place for start, length in zip(starts, lengths, strict=True) for place in range(1, length)]
