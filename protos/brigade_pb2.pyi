@@ -234,19 +234,21 @@ class ResultsRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., coordinator_id: _Optional[str] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("result", "draining", "segment", "checksum")
+    __slots__ = ("result", "draining", "segment", "data", "checksum")
     RESULT_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     result: Result
     draining: Draining
     segment: Segment
+    data: bytes
     checksum: int
-    def __init__(self, result: _Optional[_Union[Result, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., checksum: _Optional[int] = ...) -> None: ...
+    def __init__(self, result: _Optional[_Union[Result, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Segment(_message.Message):
-    __slots__ = ("epoch", "step", "slot", "base", "cache", "part", "tensors", "data", "num_keys")
+    __slots__ = ("epoch", "step", "slot", "base", "cache", "part", "tensors", "num_keys")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
@@ -254,7 +256,6 @@ class Segment(_message.Message):
     CACHE_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
     NUM_KEYS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
@@ -263,9 +264,8 @@ class Segment(_message.Message):
     cache: int
     part: int
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
-    data: _containers.RepeatedScalarFieldContainer[bytes]
     num_keys: int
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., slot: _Optional[int] = ..., base: _Optional[int] = ..., cache: _Optional[int] = ..., part: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., data: _Optional[_Iterable[bytes]] = ..., num_keys: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., slot: _Optional[int] = ..., base: _Optional[int] = ..., cache: _Optional[int] = ..., part: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., num_keys: _Optional[int] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ()

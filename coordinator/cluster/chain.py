@@ -326,7 +326,7 @@ class Chain:
         for work in works:
             await self._stack.enter_async_context(background(work, self._part_ended))
 
-    def _take_report(self, peer: Peer, stage: Stage, report: Report) -> None:
+    def _take_report(self, peer: Peer, stage: Stage, report: Report, data: memoryview) -> None:
         """Take a result of the last node, or a part of what a node made of a prompt. On the MLX thread's loop.
 
         The result of a prompt's frame counts once all segments of it are here.
@@ -335,7 +335,7 @@ class Chain:
             segment = report.segment
             if segment.epoch != self.epoch or segment.step not in self._num_missing:
                 raise FrameError(f"expected segments of a prompt in flight, got step {segment.step}", node=peer.name)
-            stage.executor.put_segment(segment.slot, unpack_segment(segment))
+            stage.executor.put_segment(segment.slot, unpack_segment(segment, data))
             return
         result = report.result
         if not self.answers_alone:

@@ -163,8 +163,8 @@ class Peer:
         """
         return Link(self._network, self.name, self.address, epoch, stage, sender)
 
-    async def results(self, epoch: int, deliver: Callable[[Report], None]) -> None:
-        """Deliver the results and segments of the attached worker until it is lost. Raises the reason.
+    async def results(self, epoch: int, deliver: Callable[[Report, memoryview], None]) -> None:
+        """Deliver the reports of the attached worker, with their data, until it is lost. Raises the reason.
 
         Run it on the MLX thread's loop.
         """

@@ -143,7 +143,9 @@ async def test_results_are_reported_only_to_the_coordinator_that_has_attached_th
     async def refused(epoch: int = 5, coordinator_id: str = COORDINATOR_ID) -> str:
         found: list[Result] = []
         with pytest.raises(FrameError) as caught:
-            await results(NETWORK, node.name, node.address, epoch, coordinator_id, found.append)
+            await results(
+                NETWORK, node.name, node.address, epoch, coordinator_id, lambda report, data: found.append(report)
+            )
         assert not found
         return str(caught.value)
 
@@ -154,7 +156,7 @@ async def test_results_are_reported_only_to_the_coordinator_that_has_attached_th
             assert await refused(epoch=4) == await refused(epoch=6) == expected
             assert await refused(coordinator_id="another") == await refused(coordinator_id="") == expected
             reporting = asyncio.create_task(
-                results(NETWORK, node.name, node.address, 5, COORDINATOR_ID, lambda result: None)
+                results(NETWORK, node.name, node.address, 5, COORDINATOR_ID, lambda report, data: None)
             )
             _, waiting = await asyncio.wait([reporting], timeout=0.05)
             assert waiting == {reporting}

@@ -121,7 +121,7 @@ async def test_only_a_coordinator_may_ask_load_attach_and_measure(models: Models
             peer.status(1.0),
             peer.digests(),
             peer.unload(Coordinator()),
-            peer.results(1, lambda result: None),
+            peer.results(1, lambda report, data: None),
             peer.measure(MeasureRequest(model=load_request(folder, 2, 4))),
             peer.measure_link(peer),
         )

@@ -29,7 +29,9 @@ class Upstream:
         self._link = link
         self._results: asyncio.Queue[Result] = asyncio.Queue()
         self._has_reported = False
-        self._reporting = asyncio.create_task(peer.results(1, lambda report: self._results.put_nowait(report.result)))
+        self._reporting = asyncio.create_task(
+            peer.results(1, lambda report, data: self._results.put_nowait(report.result))
+        )
 
     async def send(self, frame: Frame, num_bytes: int | None = None) -> None:
         """Send a header and zeros, as many as it announces or another number."""

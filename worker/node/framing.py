@@ -30,6 +30,8 @@ _PART_CHECKSUM, _CHUNK_CHECKSUM = (
     bytes([message.DESCRIPTOR.fields_by_name["checksum"].number << 3 | _FIXED32]) for message in (Part, Feeding)
 )
 _CHECKSUM_BYTES = 1 + 4
+_REPORT_DATA = bytes([Report.DESCRIPTOR.fields_by_name["data"].number << 3 | _BYTES])
+_REPORT_CHECKSUM = bytes([Report.DESCRIPTOR.fields_by_name["checksum"].number << 3 | _FIXED32])
 _CHUNK_DATA = bytes([Feeding.DESCRIPTOR.fields_by_name["data"].number << 3 | _BYTES])
 _LENGTH_BYTES = 4  # of 7 bits each, whatever the length
 _HEAD_BYTES = len(_CHUNK_DATA) + _LENGTH_BYTES
@@ -274,6 +276,34 @@ def _head(length: int) -> bytes:
     """Return the field key and the length that precede so many bytes of data."""
     sizes = [length >> 7 * i & 0x7F for i in range(_LENGTH_BYTES)]
     return _CHUNK_DATA + bytes([*(size | 0x80 for size in sizes[:-1]), sizes[-1]])
+
+
+def write_report(report: Report, blocks: Sequence[bytes | memoryview] = ()) -> bytes:
+    """Serialise a report with its checksum. The blocks become its data; they are copied once."""
+    data = (_REPORT_DATA, _varint(sum(map(len, blocks))), *blocks) if blocks else ()
+    fields = (report.SerializeToString(), *data)
+    return b"".join((*fields, _REPORT_CHECKSUM, checksum_of(fields, 0).to_bytes(4, "little")))
+
+
+def read_report(message: bytes, node: str) -> tuple[Report, memoryview]:
+    """Return a report and its data, without a copy. Raises FrameError if it differs from what `node` wrote."""
+    view = memoryview(message)
+    content, checksum = view[:-_CHECKSUM_BYTES], view[-_CHECKSUM_BYTES:]
+    if checksum != _REPORT_CHECKSUM + zlib.crc32(content).to_bytes(4, "little"):
+        raise FrameError("expected a report as it was sent, got one with a wrong checksum", node=node)
+    at = end = 0
+    data = view[:0]
+    try:
+        while at < len(content):  # all fields are of bytes
+            is_data = content[at : at + 1] == _REPORT_DATA
+            length, begin = _read_varint(content, at + 1)
+            if is_data:
+                data, end = content[begin : begin + length], at
+                break
+            at = end = begin + length
+        return Report.FromString(content[:end]), data  # type: ignore[arg-type]
+    except (DecodeError, IndexError):
+        raise FrameError(f"expected a report, got {len(message)} malformed bytes", node=node) from None
 
 
 def seal(report: Report) -> Report:

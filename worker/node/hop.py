@@ -6,7 +6,6 @@ The streams live on the MLX threads' event loops, at both ends.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 from math import prod
 
 import grpc
@@ -16,7 +15,6 @@ import mlx.core as mx
 from protos.brigade_pb2 import DESCRIPTOR, Credit, DType, Frame, Held, Report, ResultsRequest, Segment, Tensor
 from protos.brigade_pb2_grpc import (
     HopServicer,
-    HopStub,
     NodeServicer,
     add_HopServicer_to_server,
     add_NodeServicer_to_server,
@@ -25,7 +23,7 @@ from worker.compute.ahead import Placeholder
 from worker.errors import FrameError, StageLost
 from worker.memory.slot_caches import CacheSegment
 from worker.model.describe import DTYPES
-from worker.node.framing import PLAIN, Wire, check_seal, checksum_seed, cut, write_part
+from worker.node.framing import PLAIN, Wire, checksum_seed, cut, read_report, write_part, write_report
 from worker.node.network import Network, hop_address
 from worker.node.rpc_errors import error_of
 
@@ -78,27 +76,31 @@ def unpack(header: Frame, payload: Sequence[memoryview], placeholder: Placeholde
     return placeholder.array
 
 
-def pack_segment(epoch: int, step: int, slot: int, held: CacheSegment) -> Segment:
-    """Return the message of a segment whose arrays are evaluated. Call on the MLX thread."""
+def pack_segment(epoch: int, step: int, slot: int, held: CacheSegment) -> bytes:
+    """Return the report of a segment whose arrays are evaluated; they are copied once. Call on the MLX thread."""
     segment = Segment(epoch=epoch, step=step, slot=slot, base=held.base, cache=held.number, part=held.part)
     segment.num_keys = len(held.keys)
     for array in held.arrays:
         segment.tensors.append(Tensor(dtype=_SEGMENT_ENUMS[array.dtype], shape=array.shape))
-        segment.data.append(bytes(_bytes_of(array)))
-    return segment
+    return write_report(Report(segment=segment), [*map(_bytes_of, held.arrays)])
 
 
-def unpack_segment(segment: Segment) -> CacheSegment:
-    """Return a received segment. Call on the MLX thread. Raises FrameError if sizes and bytes do not fit together."""
-    arrays = []
-    for tensor, data in zip_longest(segment.tensors, segment.data):
-        dtype = _SEGMENT_DTYPES.get(tensor.dtype) if tensor else None
-        size = dtype.size * prod(tensor.shape) if dtype else 0
-        if dtype is None or data is None or len(data) != size:
-            raise FrameError(f"expected {size} bytes of a cache, got {len(data or b'')} (step {segment.step})")
-        placeholder = Placeholder(tensor.shape, dtype)
-        placeholder.fill([data])
+def unpack_segment(segment: Segment, data: memoryview) -> CacheSegment:
+    """Return a received segment, whose data are copied once. Call on the MLX thread.
+
+    Raises:
+        FrameError: sizes and bytes do not fit together.
+    """
+    known = [tensor for tensor in segment.tensors if tensor.dtype in _SEGMENT_DTYPES]
+    sizes = [_SEGMENT_DTYPES[tensor.dtype].size * prod(tensor.shape) for tensor in known]
+    if len(known) < len(segment.tensors) or sum(sizes) != len(data):
+        raise FrameError(f"expected {sum(sizes)} bytes of a cache, got {len(data)} (step {segment.step})")
+    arrays, at = [], 0
+    for tensor, size in zip(known, sizes, strict=True):
+        placeholder = Placeholder(tensor.shape, _SEGMENT_DTYPES[tensor.dtype])
+        placeholder.fill([data[at : at + size]])
         arrays.append(placeholder.array)
+        at += size
     keys, values = tuple(arrays[: segment.num_keys]), tuple(arrays[segment.num_keys :])
     return CacheSegment(segment.cache, segment.part, segment.base, keys, values)
 
@@ -190,15 +192,20 @@ def open_push(channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall[bytes, Hel
 
 
 async def results(
-    network: Network, node: str, address: str, epoch: int, coordinator_id: str, deliver: Callable[[Report], None]
+    network: Network,
+    node: str,
+    address: str,
+    epoch: int,
+    coordinator_id: str,
+    deliver: Callable[[Report, memoryview], None],
 ) -> None:
-    """Deliver the results and segments of the node at this address until it is lost. Raises the reason."""
+    """Deliver the reports of the node at this address, with their data, until it is lost. Raises the reason."""
     async with network.channel(node, hop_address(address)) as channel:
         request = ResultsRequest(epoch=epoch, coordinator_id=coordinator_id)
         try:
-            async for report in HopStub(channel).Results(request):
-                check_seal(report, node)
-                deliver(report)
+            call = channel.unary_stream(f"/{_HOP}/Results", ResultsRequest.SerializeToString, None)
+            async for message in call(request):
+                deliver(*read_report(message, node))
         except grpc.RpcError as error:
             raise error_of(error, node) from error
     raise StageLost("left the chain", node=node)
@@ -212,7 +219,8 @@ def add_node(service: NodeServicer, server: grpc.aio.Server) -> None:
 
 
 def add_hops(service: HopServicer, server: grpc.aio.Server) -> None:
-    """Add this node's hops to a server. Relay gets its messages as bytes, which framing.py reads."""
+    """Add this node's hops to a server. Relay gets and Results sends bytes, which framing.py reads and writes."""
     add_HopServicer_to_server(service, server)
     relay = grpc.stream_stream_rpc_method_handler(service.Relay, response_serializer=Credit.SerializeToString)
-    server.add_registered_method_handlers(_HOP, {"Relay": relay})  # type: ignore[attr-defined]
+    sent = grpc.unary_stream_rpc_method_handler(service.Results, request_deserializer=ResultsRequest.FromString)
+    server.add_registered_method_handlers(_HOP, {"Relay": relay, "Results": sent})  # type: ignore[attr-defined]

@@ -30,7 +30,6 @@ from protos.brigade_pb2 import (
     ProbePart,
     ProbeReply,
     Report,
-    Result,
     ResultsRequest,
     Speed,
     StatusReply,
@@ -41,7 +40,7 @@ from protos.brigade_pb2_grpc import HopServicer, NodeServicer
 from worker.errors import BrigadeError, FrameError, ModelError, ModelLacking, StageLost
 from worker.node.attachment import Attachment
 from worker.node.facts import read_facts
-from worker.node.framing import seal
+from worker.node.framing import write_report
 from worker.node.lifecycle import Worker, WorkerState
 from worker.node.links import answer_probe, measure_link, open_port
 from worker.node.log import worker_log
@@ -238,8 +237,7 @@ class HopService(HopServicer):
                 outcomes = self._stage_of(request, context).outcomes()
             async with contextlib.aclosing(outcomes):
                 async for each in outcomes:
-                    report = Report(result=each) if isinstance(each, Result) else Report(segment=each)
-                    await context.write(seal(report))
+                    await context.write(each if isinstance(each, bytes) else write_report(Report(result=each)))
 
     def _stage_after(self, context: Context) -> Stage:
         """Return the stage that this hop leads to. Raises FrameError unless it comes from the stage before."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
-from protos.brigade_pb2 import Credit, Frame, Result, Segment, StatusReply
+from protos.brigade_pb2 import Credit, Frame, Result, StatusReply
 from worker.compute.ahead import StepOutputs
 from worker.compute.executor import Executor, Step
 from worker.errors import BrigadeError, FrameError, StageLost, without_trace
@@ -88,7 +88,7 @@ class Stage:
         self._idle.set()
         # sending
         self._outputs: asyncio.Queue[Outgoing] = asyncio.Queue()
-        self._outcomes: asyncio.Queue[Result | Segment | None] = asyncio.Queue()  # None at the end of the stage
+        self._outcomes: asyncio.Queue[Result | bytes | None] = asyncio.Queue()  # None at the end of the stage
         self._sent_bytes = 0
 
     # From any thread
@@ -334,8 +334,8 @@ class Stage:
 
     # Send
 
-    async def next_result(self) -> Result | Segment:
-        """Return the next result or segment, in order. Raises the reason of the stage's end, also in later calls."""
+    async def next_result(self) -> Result | bytes:
+        """Return the next result, or a segment's report. Raises the reason of the stage's end, also in later calls."""
         outcome = await self._outcomes.get()
         if outcome is None:
             self._outcomes.put_nowait(None)  # for the next call
@@ -343,12 +343,12 @@ class Stage:
         assert outcome is not None
         return outcome
 
-    async def outcomes(self) -> AsyncGenerator[Result | Segment, None]:
+    async def outcomes(self) -> AsyncGenerator[Result | bytes, None]:
         """Yield results and segments as they come. Raises the reason of the stage's end."""
         while True:
             yield await self.next_result()
 
-    def deliver(self, outcome: Result | Segment) -> None:
+    def deliver(self, outcome: Result | bytes) -> None:
         """Add a result or a segment, made here or received from a worker, which may send too many."""
         if self._failure is None and self._outcomes.qsize() >= _MOST_RESULTS:
             self.fail(FrameError(f"expected at most {_MOST_RESULTS} unread results, got one more"))

@@ -1,5 +1,7 @@
 """Results and reports of the last stage: as they were sent and as they were asked for, or refused by its name."""
 
+import zlib
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -19,13 +21,14 @@ from protos.brigade_pb2 import (
     Result,
     Sample,
     Score,
+    Segment,
     Soft,
     Timing,
 )
 from tests.unit.fuzz import fuzzed, nearly, within
 from worker.compute.header import check_pooled, check_result, check_soft
 from worker.errors import FrameError
-from worker.node.framing import check_seal, seal
+from worker.node.framing import check_seal, read_report, seal, write_report
 
 MANY = 1 << 18  # more than any result has of anything
 RESULT = Result(
@@ -51,6 +54,28 @@ def test_no_flipped_bit_of_a_report_changes_what_it_says(what: Report) -> None:
                 continue
             with pytest.raises(FrameError, match=r"^worker last: expected a report as it was sent"):
                 check_seal(found, "last")
+
+
+@pytest.mark.parametrize(
+    ("what", "data"), [(Report(result=RESULT), b""), (Report(segment=Segment(step=9, slot=1)), bytes(range(200)))]
+)
+def test_no_flipped_bit_of_a_report_with_data_changes_what_it_says(what: Report, data: bytes) -> None:
+    message = write_report(what, [data[:70], data[70:]] if data else ())
+    assert read_report(message, "last") == (what, data)
+    assert Report.FromString(message).data == data, "protobuf reads it, too"
+    for at in range(len(message)):
+        for bit in range(8):
+            flipped = bytearray(message)
+            flipped[at] ^= 1 << bit
+            with pytest.raises(FrameError, match=r"^worker last: expected a report as it was sent"):
+                read_report(bytes(flipped), "last")
+
+
+@given(st.binary(max_size=40))
+def test_any_bytes_with_a_checksum_are_a_report_or_refused(content: bytes) -> None:
+    message = content + bytes([3 << 3 | 5]) + zlib.crc32(content).to_bytes(4, "little")
+    with suppress(FrameError):
+        read_report(message, "last")
 
 
 ASKED = {1: (2, 0, 0), 4: (0, 3, 0), 5: (0, 0, 0), 6: (1, 0, 2)}
