@@ -91,8 +91,8 @@ def quantize(
 
     brigade quantize Qwen/Qwen3-8B qwen3-8b-awq --method awq --calibration texts.txt
     """
-    from coordinator.quality.quantize import QuantizedModel, begun_parts, quantize_options, write_model
-    from coordinator.quality.sensitivity import read_text
+    from coordinator.quality.quantize import QuantizedModel, begun_parts, quantize_options, require_new, write_model
+    from coordinator.quality.sensitivity import HIGH_BITS, read_text
     from worker.node.loading import open_checkpoint
 
     kept = [name.strip() for name in (keep or "").split(",") if name.strip()]
@@ -104,6 +104,8 @@ def quantize(
         raise InputError("recipe", "expected --recipe sensitivity with --target-bpw, and --calibration with these only")
     if recipe is not None and (recipe != _SENSITIVITY or q_mode != "affine"):
         raise InputError("recipe", f"expected {_SENSITIVITY} with affine, got {recipe} with {q_mode}")
+    if recipe is not None and q_bits is not None and q_bits >= HIGH_BITS:
+        raise InputError("q_bits", f"expected fewer than the {HIGH_BITS} of other parts, got {q_bits}")
     text = read_text(calibration) if recipe else ""
     checkpoint = open_checkpoint(model)
     _fetch(checkpoint)
@@ -116,7 +118,11 @@ def quantize(
     parts = list[Json]()
     if target_bpw is not None:
         state["recipe"] = [target_bpw, hashlib.sha256(text.encode()).hexdigest()]
-        parts = begun_parts(out, state) or _measured_parts(checkpoint, options, text, target_bpw)
+        parts = begun_parts(out, state)
+        if not parts:
+            require_new(out)
+            QuantizedModel(checkpoint, options)  # what it refuses, it refuses before the model is measured
+            parts = _measured_parts(checkpoint, options, text, target_bpw)
         state["parts"] = parts
         options = replace(options, bits_of={path: part["bits"] for part in parts for path in part["modules"]})
     found = QuantizedModel(checkpoint, options)

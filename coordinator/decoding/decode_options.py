@@ -47,6 +47,7 @@ _CANVAS_THRESHOLDS = {"confidence": (0.95, 0.8, 8), "entropy": (0.1, 0.1, 1)}
 FILL_WINDOW = 16  # of diffusion-fast, whose text depends on it: never chosen by measurement
 LARGEST_WINDOW = LENGTHS[-1] // 2  # MASK rows and as many drafts still make one of the lengths
 _LONG_MATCH = 8  # tokens that must have stood in the text for its drafts to be tried before a drafter's
+_MOST_DIGITS = 11  # of a number of tokens
 _KEEP = 4  # tokens at the beginning that a rotating cache never drops, as in mlx-lm
 _LEAST_RECENT = 5  # tokens beside them
 SYSTEM = "system"
@@ -228,8 +229,8 @@ def make_cache_choice(kind: str, max_kv_size: int | None = None, keep: int | str
         return Cache(kind=_CACHES[kind])
     if keep in (None, SYSTEM):
         keep = _KEEP
-    if not (isinstance(keep, int) or keep.isdecimal()):
-        raise InputError("kv_keep", f"expected a number of tokens from 0 or {SYSTEM}, got {keep!r}")
+    if not (isinstance(keep, int) or (keep.isdecimal() and len(keep) < _MOST_DIGITS)):
+        raise InputError("kv_keep", f"expected a number of tokens from 0 or {SYSTEM}, got {keep[:_MOST_DIGITS]!r}")
     return rotating(max_kv_size, int(keep))
 
 

@@ -117,7 +117,7 @@ class QuantizedModel:
         require_unquantised(checkpoint)
         model: Any = build(checkpoint, TensorReader(checkpoint, list(checkpoint.tensors)))
         config = load_config(checkpoint.folder)
-        _cast(model, config)
+        cast(model, config)
         known = {step for path, _ in model.named_modules() for step in path.split(".")}
         if unknown := [name for name in options.keep if name not in known | {_HEAD}]:
             named = ", ".join(sorted(name for name in known if name and not name.isdigit()))
@@ -285,6 +285,7 @@ def _opened(folder: Path, state: Mapping[str, Any]) -> Iterator[None]:
         if not found:
             file.write(wanted)
             file.flush()
+            os.fsync(file.fileno())
         yield
         path.unlink()
 
@@ -300,17 +301,17 @@ def _write_rest(model: QuantizedModel, checkpoint: Checkpoint, folder: Path) -> 
     save_config(model.config, folder / "config.json", keep_vision_config=model.keeps_vision)
 
 
-def _cast(model: Any, config: Mapping[str, Any]) -> None:
+def cast(model: Any, config: Mapping[str, Any]) -> None:
     """Give the parameters the dtype of the configuration, as mlx-lm's `convert` does."""
     name = config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype")
     if name not in MODEL_CONVERSION_DTYPES:
         return
     dtype, may_cast = getattr(mx, name), getattr(model, "cast_predicate", lambda name: True)
 
-    def cast(name: str, array: mx.array) -> mx.array:
+    def of_dtype(name: str, array: mx.array) -> mx.array:
         return array.astype(dtype) if may_cast(name) and mx.issubdtype(array.dtype, mx.floating) else array
 
-    model.update(tree_map_with_path(cast, model.parameters()))
+    model.update(tree_map_with_path(of_dtype, model.parameters()))
 
 
 def _bytes_of(array: mx.array) -> memoryview:

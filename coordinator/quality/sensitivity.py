@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from coordinator.engine.tokenizer import Tokenizer
-from coordinator.quality.quantize import QuantizeOptions, quantised_modules
+from coordinator.quality.quantize import QuantizeOptions, cast, quantised_modules
 from worker.compute.held_tensors import TensorReader
 from worker.errors import InputError
 from worker.model.build import build, tensors_of_module
@@ -102,6 +102,7 @@ class MeasuredModel:
             raise InputError("recipe", f"{expected}; give --keep NAME,... instead")
         self._mask_token = spec.mask_token
         self._model: Any = build(checkpoint, TensorReader(checkpoint, list(checkpoint.tensors)))
+        cast(self._model, checkpoint.config)
 
     def measure(self) -> Measure:
         """Return what the model does on the text."""
@@ -207,7 +208,9 @@ def choose_bits(
     saved = item_bits - low - 2 * item_bits / options.group_size  # per weight: groups have a scale and a bias
     num_bits = 8 * nbytes - sum(each.group.num_weights * saved for each in found)
     if num_bits > target * num:
-        raise InputError("target_bpw", f"expected at least {num_bits / num:.2f} with {low} low bits, got {target:g}")
+        raise InputError(
+            "target_bpw", f"expected at least {num_bits / num:.2f} with {low} bits for all, got {target:g}"
+        )
     losses, drafts = (_shares([getattr(each, name) or 0.0 for each in found]) for name in ("loss", "drafts"))
     harms = [(loss + lost) / each.group.num_weights for each, loss, lost in zip(found, losses, drafts, strict=True)]
     high = list[Sensitivity]()

@@ -194,7 +194,7 @@ def test_a_cache_that_makes_no_sense_is_refused_and_all_others_are_made() -> Non
     for kind, max_kv_size, keep, field in (
         ("int2", None, None, "kv"), ("", None, None, "kv"),
         ("full", 100, None, "max_kv_size"), ("int4", 100, None, "max_kv_size"), ("int4", None, 4, "kv_keep"),
-        *(("rotating", 100, keep, "kv_keep") for keep in (-1, "-1", "all", "", "1.5", 1 << 32)),
+        *(("rotating", 100, keep, "kv_keep") for keep in (-1, "-1", "all", "", "1.5", "9" * 5000, 1 << 32)),
         *(("rotating", size, None, "max_kv_size") for size in (None, 8, 1, 0, -5, 1 << 32)),
         ("rotating", 20, 16, "max_kv_size"),
     ):  # fmt: skip
