@@ -111,12 +111,14 @@ async def disturbed(server: Server, work: Awaitable[T], kills: int, every_s: flo
             await asyncio.sleep(_WATCHED_S)
 
     watching, killing = asyncio.create_task(watch()), asyncio.create_task(_kill(process, kills, every_s))
-    found = await work
-    watching.cancel()
-    if not killing.done():
+    try:
+        found = await work
+        if not killing.done():
+            raise RuntimeError(f"expected {kills} kills before the work ended")
+        await killing
+    finally:
+        watching.cancel()
         killing.cancel()
-        raise RuntimeError(f"expected {kills} kills before the work ended")
-    await killing
     return found, memory
 
 

@@ -53,7 +53,7 @@ PAGES = (
     Page("latency.png", _LATENCY, _CHAIN, "latency.json"),
     Page("models.md", _MODELS, ("worker/compute", "worker/memory", "worker/model", "tools/model_types"), "models.json"),
     Page("overhead.md", "python -m tools.bench_overhead --rounds 4", _CHAIN),
-    Page("quality.md", "python -m tools.eval_quantised", ("coordinator/quality",)),
+    Page("quality.md", "python -m tools.eval_quantised", ("coordinator/quality", "coordinator/decoding")),
     Page("serve.md", "python -m tools.bench_serve", (*_CHAIN, "coordinator/api")),
     Page("tls.md", "python -m tools.bench_tls", ("worker/node",)),
     Page("windows.md", _WINDOWS, _DECODING, "windows.json"),

@@ -1,7 +1,7 @@
 """`brigade calibrate`: thresholds of `diffusion-fast` for the user's own model and tasks."""
 
 import json
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -52,7 +52,7 @@ def calibrate(
     `diffusion-fast` upon that answer, where every guess is logged with its entropy, its distance, and whether it holds.
     Half of a file's questions choose its threshold, the others check it: the lower bound of 95 % of their agreement
     must reach --agreement. The best guess of a step counts at every threshold: it is kept in any case. A file is one
-    kind of task. Exit code 1 and no file if no kind reaches it.
+    kind of task, named like the file without its ending. Exit code 1 and no file if no kind reaches it.
 
     brigade calibrate --questions facts --questions code --agreement 0.99 --local 2
 
@@ -62,18 +62,31 @@ def calibrate(
     require_writable("output", output)
     chosen = {"temperature": 0.0, "seed": 0} | sampling.chosen()
     spec = RequestSpec((), max_tokens, chosen, **sampling.tokens())
-    sets = replace(questions, check="contains").read(Texts())  # no answer is judged, and none needs a check
-    for each in sets:
-        if len(each.questions) < 2 or any(question.continuations for question in each.questions):
-            expected = "expected two questions or more, each answered by a text"
-            raise InputError("questions", f"{expected}, found others in {each.name}")
+    sets = _by_kind(replace(questions, check="contains").read(Texts()))  # no answer is judged, and none needs a check
     TEMPLATES.start()  # in parallel to imports that take a second
     return run_calibrate(cluster.options(), sets, questions, spec, agreement, output, concurrency, as_json=as_json)
 
 
+def _by_kind(sets: Sequence[QuestionSet]) -> dict[str, QuestionSet]:
+    """Return the questions of each kind of task. Raises InputError for sets that cannot be told apart or halved."""
+    found: dict[str, QuestionSet] = {}
+    for each in sets:
+        if len(each.questions) < 2:
+            raise InputError("questions", f"expected at least 2 questions in {each.name}, found {len(each.questions)}")
+        if any(question.continuations for question in each.questions):
+            expected = "expected questions that are answered by a text"
+            raise InputError("questions", f"{expected}, found choices that are scored in {each.name}")
+        kind = Path(each.name).stem
+        if ":" in kind or kind in found:
+            expected = "expected a file name of its own without ':', as it names the kind of task"
+            raise InputError("questions", f"{expected}, found {each.name}; rename the file")
+        found[kind] = each
+    return found
+
+
 async def run_calibrate(
     options: ClusterOptions,
-    sets: Sequence[QuestionSet],
+    sets: Mapping[str, QuestionSet],
     questions: QuestionFlags,
     spec: RequestSpec,
     agreement: float,
@@ -84,11 +97,11 @@ async def run_calibrate(
 ) -> int:
     """Answer, print a row per kind of task, and write the file. Return the exit code: 1 if no kind reaches it."""
     cases = {
-        each.name: [
+        kind: [
             questions.case(each, question, "diffusion", replace(spec, stops=question.stops, decode=Decode("diffusion")))
             for question in each.questions
         ]
-        for each in sets
+        for kind, each in sets.items()
     }
     asked = [case for of_set in cases.values() for case in of_set]
     found: dict[str, Calibration | None] = {}

@@ -79,7 +79,8 @@ def quantize(
     was interrupted.
 
     --recipe sensitivity holds the whole model in memory: it quantises each part alone, a kind of module in a quarter of
-    the layers, and measures the loss on a text and, if the model was trained for windows, how many drafts hold.
+    the layers, and measures the loss on a text and, if the model was trained for windows, how many drafts hold. An
+    interrupted measurement begins anew.
 
     --method holds the model in memory, too: awq scales and clips each layer's weights by their inputs, gptq corrects
     what it rounds, dynamic gives 8 bits to modules by their gradients, to about --target-bpw. A longer text in

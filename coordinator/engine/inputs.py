@@ -232,13 +232,21 @@ class InputProcessor:
     async def _num_system(self, asked: RequestSpec) -> int:
         """Return with how many tokens the conversation begins whatever its user says. Raises InputError for none."""
         prompt = asked.prompt
-        system = _system_of(prompt) if isinstance(prompt, Conversation) else ()
-        if not (system and isinstance(prompt, Conversation)):
+        if not isinstance(prompt, Conversation) or not (system := _system_of(prompt)):
             expected = "expected a conversation that begins with a system prompt, found none"
             raise InputError("kv_keep", f"{expected}; give a number of tokens")
-        others = (replace(prompt, messages=(*system, {"role": "user", "content": text})) for text in "ab")
-        one, other = [await self.prompt_ids(each, most=self.spec.context - 1, calls=asked.calls) for each in others]
-        return _num_alike(one, other)
+
+        async def ids(*messages: Mapping[str, Any]) -> Sequence[int]:
+            some = replace(prompt, messages=messages)
+            return await self.prompt_ids(some, most=self.spec.context - 1, calls=asked.calls)
+
+        one, other = [await ids(*system, {"role": "user", "content": text}) for text in "ab"]
+        num = min(_num_alike(one, other), _num_alike(one, await ids(*prompt.messages)))
+        texts = [await ids({"role": "system", "content": text}, _ANY_USER) for text in "ab"]
+        if _num_alike(*texts) >= num:  # some templates put the system prompt before the last message of the user
+            expected = "expected a chat template that begins with the system prompt, found another"
+            raise InputError("kv_keep", f"{expected}; give a number of tokens")
+        return num
 
     async def _turn_ends(self, asked: RequestSpec, ids: Sequence[int]) -> tuple[int, ...]:
         """Return the lengths at which later prompts may part from these ids of a conversation, ascending.

@@ -133,28 +133,29 @@ def read_thresholds(path: Path, kind: str) -> tuple[str, float, float]:
 
 
 def find_thresholds(guesses: Sequence[Guess], held_out: Sequence[Guess], agreement: float) -> Calibration | None:
-    """Return the rule that keeps most of `guesses`, made smaller until `held_out` agrees; None if there is none.
+    """Return the rule that keeps most guesses, or None if no rule is shown to reach the agreement.
 
-    The lower bound (Wilson's, of 95 %) of the share of kept guesses that hold is at least `agreement` for both.
+    `guesses` choose the penalty, and order the thresholds from the one they trust most upwards. `held_out` tests the
+    thresholds in this fixed order up to the first that fails (Learn then Test, arXiv 2110.01052, section 2.2), so that
+    the number of tests does not weaken their bound: Wilson's lower one of 95 % must be at least `agreement`.
     """
-    chosen, penalty = list[float](), PENALTIES[0]
-    most = 0
+    order, penalty, most = list[float](), PENALTIES[0], 0
     for each in PENALTIES:
         ranked = _ranked(guesses, each)
         reached = [number for number, (_, kept) in enumerate(ranked) if kept.interval[0] >= agreement]
         if reached and (num := ranked[reached[-1]][1].num) > most:
             values = [*(value for value, _ in ranked), ranked[-1][0] + 1e-6]
-            chosen = [(values[number] + values[number + 1]) / 2 for number in reached]
+            safest = max(reached, key=lambda number: ranked[number][1].interval[0])
+            order = [(values[number] + values[number + 1]) / 2 for number in reached if number >= safest]
             most, penalty = num, each
     others = _ranked(held_out, penalty)
-    values = [value for value, _ in others]
-    while chosen:
-        if below := bisect_left(values, chosen[-1]):
-            kept = others[below - 1][1]
-            if kept.interval[0] >= agreement:
-                return Calibration(chosen[-1], penalty, len(held_out), kept)
-        del chosen[-max(1, len(chosen) // 200) :]
-    return None
+    values, found = [value for value, _ in others], None
+    for threshold in order:
+        below = bisect_left(values, threshold)
+        if not below or (kept := others[below - 1][1]).interval[0] < agreement:
+            break
+        found = Calibration(threshold, penalty, len(held_out), kept)
+    return found
 
 
 def _ranked(guesses: Sequence[Guess], penalty: float) -> list[tuple[float, Kept]]:

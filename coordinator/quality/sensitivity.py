@@ -30,6 +30,7 @@ _BLOCKS = 4  # of layers
 _DRAFTS = 8  # MASK rows of a window
 _PLACES = 2  # of a sequence at which a window begins
 _BATCH = 8  # sequences at once
+_LOGIT_BYTES = 2 + 4 + 4  # in bf16, in float32, and within the loss
 
 Takes = Callable[[str, Any], bool]  # whether a module is quantised, by its path
 
@@ -96,7 +97,8 @@ class MeasuredModel:
         """
         self._tokens = read_sequences(checkpoint, text)
         spec = describe(checkpoint)
-        needed = sum(info.nbytes for info in checkpoint.tensors.values()) + 4 * _BATCH * LENGTH * spec.vocab_size
+        logits = _LOGIT_BYTES * _BATCH * LENGTH * spec.vocab_size
+        needed = sum(info.nbytes for info in checkpoint.tensors.values()) + logits
         if needed > (budget := memory_budget()):
             expected = f"expected {format_bytes(needed)} of memory for the whole model, found {format_bytes(budget)}"
             raise InputError("recipe", f"{expected}; give --keep NAME,... instead")

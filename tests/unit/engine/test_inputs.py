@@ -223,6 +223,29 @@ def test_a_rotating_cache_keeps_the_system_prompt_and_nothing_of_what_the_user_s
         assert refused.value.field == field
 
 
+def test_no_system_prompt_is_kept_where_the_template_puts_it_before_the_last_question(
+    front: inputs.InputProcessor, run: Run, tmp_path: Path
+) -> None:
+    shutil.copy(front.checkpoint.folder / "tokenizer.json", tmp_path)
+    template = (
+        "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set messages = messages[1:] %}"
+        "{% endif %}{% for m in messages %}[{% if loop.last %}{{ system }} {% endif %}{{ m.content }}]{% endfor %}"
+    )
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    told = inputs.InputProcessor(front.checkpoint, front.spec, Tokenizer(Checkpoint("", tmp_path, {}, {})))
+    said = [{"role": role, "content": "word"} for role in ("user", "assistant", "user")]
+    for messages, is_kept in ((said[:1], True), (said, False)):
+        cache = make_cache_choice("rotating", 100, "system")
+        asked = RequestSpec(Conversation((SYSTEM, *messages)), cache=cache, keeps_system=True)
+        if is_kept:
+            assert run(told.make_request(asked)).cache.keep > 1
+            continue
+        with pytest.raises(InputError) as refused:
+            run(told.make_request(asked))
+        assert refused.value.field == "kv_keep"
+
+
 def test_where_caches_cannot_be_cut_a_request_tells_where_later_ones_may_part_from_it(
     front: inputs.InputProcessor, run: Run
 ) -> None:
