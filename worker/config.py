@@ -211,6 +211,7 @@ class ClusterConfig(_Section):
     context: Count | None = None  # tokens that the plan reserves cache for
     layers: Annotated[tuple[Count, ...], _FromList] | None = None  # per node, coordinator first
     order: Literal["free", "fixed"] = "free"  # whether the plan may reorder the workers
+    objective: Literal["latency", "throughput", "prompt", "auto"] = "latency"  # of a plan by speed
     coordinator: CoordinatorConfig = CoordinatorConfig()
     workers: Annotated[tuple[WorkerConfig, ...], _FromList] = ()
     _file: str = PrivateAttr("cluster.yaml")

@@ -91,7 +91,7 @@ def bench(
     decodes = tuple(make_decode(kind.strip()) for kind in decode.split(","))
     refuse_drafter(ctx, [each.kind for each in decodes])
     counts = parse_counts("concurrency", concurrency, most=MOST_WAITING)
-    options = replace(options, objective=cluster.objective, num_requests=counts[-1])
+    options = replace(options, objective=cluster.objective or options.objective, num_requests=counts[-1])
     if plot is not None and len(counts) == 1:
         raise InputError("plot", f"expected several --concurrency to draw a line through, found {counts[0]} only")
     splits = tuple(dict.fromkeys(map(parse_layers, layers or []))) or (options.cluster.layers,)

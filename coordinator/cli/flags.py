@@ -41,12 +41,13 @@ Model = Annotated[
     ),
 ]
 ObjectiveFlag = Annotated[
-    Goal,
+    Goal | None,
     _cluster(
         "--objective",
         help="What the plan minimises where the nodes' speeds are known: `latency`, one request's time per token; "
         f"`throughput`, that of all --concurrency requests together ({USUAL_REQUESTS} by default); `prompt`: this "
-        "machine holds the whole model and makes answers, while all compute prompts.",
+        "machine holds the whole model and makes answers, while all compute prompts; `auto`: `prompt` where `latency` "
+        "would leave all workers out. (default: cluster.yaml's or latency)",
     ),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-m", help="The most tokens to generate.")]
@@ -95,7 +96,7 @@ class ClusterFlags:
     layers: Annotated[
         str | None, _cluster(metavar="3,2,1", help="Layers per node, coordinator first. (default: planned)")
     ] = None
-    objective: ObjectiveFlag = "latency"
+    objective: ObjectiveFlag = None
     context: Annotated[
         int | None, _cluster(min=1, help="Tokens per session that the plan reserves memory for. (default: 4096)")
     ] = None
@@ -148,7 +149,7 @@ class ClusterFlags:
             Limits(self.rejoin_timeout, self.recovery_timeout),
             self.draft_model,
         )
-        return replace(options, objective=self.objective)
+        return replace(options, objective=self.objective or options.objective)
 
 
 MODEL = ("config", "model", "draft_model")  # fields of ClusterFlags, for commands that do not take all of them

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # they import numpy or mlx, for which --help should not wait
     from coordinator.bench.forecast import Assumed
     from coordinator.planning.prediction import PlanReport, Prediction
 
-_PROMPT = 2000  # tokens of the prompt for which a time is predicted
+_PROMPTS = (2000, 16000, 64000)  # tokens of prompts for which times are predicted
 _COLUMNS = 16  # of the bar that shows a node's layers
 _USUAL_COLUMNS = 80
 _TIMES = ("row_ms", "hop_ms", "gbps")
@@ -164,11 +164,11 @@ def plan(
         _check_write(ctx, cluster.config, options.cluster)
     counts = simulation.counts()
     if not simulation.simulate:
-        is_loaded = simulation.concurrency or cluster.objective == "throughput"
+        is_loaded = simulation.concurrency or options.objective == "throughput"
         wanted = Objective(
             options.context,
             num_sessions=counts[-1] if is_loaded else 1,
-            goal=cluster.objective,
+            goal=options.objective,
             num_requests=counts[-1],
         )
         to_write = cluster.config if write else None
@@ -315,8 +315,7 @@ class _PlanView:
             {
                 "name": each.name, "nodes": each.plan.names, "layers": each.plan.layers, "fits": each.plan.fits,
                 "ms_per_token": each.times.ms_per_token, "tokens_per_s_at": self._rates(each.times),
-                "prefill_s_2000": each.times.prefill_s(_PROMPT),
-            }
+            } | _prefills(each.times)
             for each in self.report.alternatives
         ]  # fmt: skip
         return {
@@ -333,7 +332,7 @@ class _PlanView:
             "ms_per_token": times.ms_per_token,
             "tokens_per_s": times.tokens_per_s(),
             "tokens_per_s_at": self._rates(times),
-            "prefill_s_2000": times.prefill_s(_PROMPT),
+            **_prefills(times),
             "alternatives": alternatives,
             "advice": self.report.advice,
         }
@@ -384,23 +383,33 @@ class _PlanView:
         is_measured = all(self.speeds.speeds[name].is_measured for name in chosen.names)
         least = "" if is_measured else "at least "  # the times of frames of several rows are not known
         several = ", ".join(f"{least}{times.tokens_per_s(n) or 0.0:.1f} of {n} at once" for n in self.counts if n > 1)
-        prefill_s = times.prefill_s(_PROMPT)
-        prompt = "unknown" if prefill_s is None else f"{prefill_s:.1f} s"
+        prompts = "" if self.spec.context < _PROMPTS[0] else "prompts: unknown"
+        known = ", ".join(
+            f"{num} tokens in {took:.1f} s ({num / took:.0f} tok/s)"
+            for num in _PROMPTS
+            if (took := times.prefill_s(num)) is not None
+        )
         each = f"{format_ms(times.ms_per_token or 0.0)} per token after {chosen.context} tokens"
         return (
             f"{each}: {times.tokens_per_s():.1f} tok/s of one request"
-            f"{several and f', {several}'}; a prompt of {_PROMPT} tokens: {prompt}"
+            f"{several and f', {several}'}\n{f'prompts: {known}' if known else prompts}"
         )
 
     def _alternatives(self) -> Table:
         """Return a row per alternative: its times for one request or several, and whether it fits."""
         most = self.objective.requests_at_once
         several = [f"tok/s of {most}"] if most > 1 else []
-        table = plain_table("instead", "layers", "per token", *several, f"prompt of {_PROMPT}", "fits", gap=2)
+        prompts = [num for num in _PROMPTS if num <= self.spec.context]
+        heads = [f"{'prompt ' * (num == prompts[0])}{num // 1000}k" for num in prompts]
+        table = plain_table("instead", "layers", "per token", *several, *heads, "fits", gap=2)
         for each in self.report.alternatives:
-            ms, rate, prompt_s = each.times.ms_per_token, each.times.tokens_per_s(most), each.times.prefill_s(_PROMPT)
+            ms, rate = each.times.ms_per_token, each.times.tokens_per_s(most)
             speeds = ["-" if ms is None else format_ms(ms), "-" if rate is None else f"{rate:.1f}"]
             layers, fits = "+".join(map(str, each.plan.layers)), "yes" if each.plan.fits else "NO"
-            prompt = "-" if prompt_s is None else f"{prompt_s:.1f} s"
-            table.add_row(each.name, layers, *speeds[: 1 + (most > 1)], prompt, fits)
+            prefills = ["-" if (took := each.times.prefill_s(num)) is None else f"{took:.1f} s" for num in prompts]
+            table.add_row(each.name, layers, *speeds[: 1 + (most > 1)], *prefills, fits)
         return table
+
+
+def _prefills(times: "Prediction") -> dict[str, float | None]:
+    return {f"prefill_s_{num}": times.prefill_s(num) for num in _PROMPTS}

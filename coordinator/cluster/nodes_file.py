@@ -26,6 +26,7 @@ _EXPECTED = {  # by key
     "order": "free or fixed",
     "name": NAME_RULE,
     "memory": SIZE_RULE,
+    "tflops": f"a number of 10^12 operations per second from {_LEAST} to {_MOST} such as 30",
     "gbps": f"a number of GB/s from {_LEAST} to {_MOST} such as 546",
     "link": "keys and values such as {rtt_ms: 0.3, gbit: 20}",
     "rtt_ms": f"a number of milliseconds, there and back, from 0 to {_MOST} such as 0.3",
@@ -48,11 +49,15 @@ class _Link(_Section):
 
 
 class _Mac(_Section):
-    """An assumed Mac. `memory` is the budget for weights and caches, as in cluster.yaml; `gbps` its speed in GB/s."""
+    """An assumed Mac. `memory` is the budget for weights and caches, as in cluster.yaml; `gbps` its speed in GB/s.
+
+    `tflops` are its 10^12 operations per second in matrix products, which prompts take.
+    """
 
     name: Name
     memory: Size
     gbps: _Rate
+    tflops: _Rate | None = None
     link: _Link = _Link()
 
 
@@ -80,7 +85,7 @@ class AssumedNodes:
         ports = {mac.name: mac.link.known() for mac in self.macs[1:]}
         pairs = zip(self.macs, self.macs[1:], strict=False)
         links = {(before.name, mac.name): ports[mac.name] for before, mac in pairs}
-        return Survey({mac.name: NodeSpeed.assumed(spec, mac.gbps) for mac in self.macs}, ports, links)
+        return Survey({mac.name: NodeSpeed.assumed(spec, mac.gbps, mac.tflops) for mac in self.macs}, ports, links)
 
 
 def read_nodes(path: Path) -> AssumedNodes:

@@ -94,6 +94,7 @@ def cluster_options(
         trust_remote_code,
         check_finite,
         limits,
+        objective=cluster.objective,
         given_context=given_context,
         draft_model=draft_model or cluster.draft_model,
     )

@@ -12,7 +12,8 @@ from worker.errors import ConfigError
 from worker.model.model_spec import ModelSpec
 from worker.platform.text import format_bytes
 
-Goal = Literal["latency", "throughput", "prompt"]  # one request's tokens, many requests' tokens, or their prompts
+# One request's tokens, many requests' tokens, their prompts, or latency first and then prompts.
+Goal = Literal["latency", "throughput", "prompt", "auto"]
 USUAL_REQUESTS = 8  # at once, for throughput, by default
 
 

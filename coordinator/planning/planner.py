@@ -44,6 +44,7 @@ def plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Obje
       prompts, then with the fastest steps of many requests. Both are judged by the slowest stage or link.
     * `prompt`: the first node makes answers alone, and computes prompts with the others, if it holds the model with a
       session and if that makes prompts faster; otherwise as `latency`.
+    * `auto`: as `latency`; if that leaves all nodes but the first out, as `prompt`.
     * `throughput`: the plan that gives all `num_requests` their next token soonest, with memory for all of them if
       there is enough, else for `num_sessions`.
 
@@ -56,7 +57,7 @@ def plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Obje
     assert nodes
     if objective.context < 1:
         raise ConfigError(f"context: expected at least 1 token, found {objective.context}")
-    layers, num_sessions = objective.layers, objective.num_sessions
+    given, layers, num_sessions = nodes, objective.layers, objective.num_sessions
     if objective.goal == "prompt" and (apart := _plan_apart(spec, nodes, speeds, objective)):
         return apart
     if layers is None and speeds.covers(node.name for node in nodes):
@@ -65,6 +66,13 @@ def plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Obje
             if (found := _Search(spec, nodes, speeds, objective, count).best()).members:
                 nodes, layers = [nodes[i] for i in found.members], found.layers
                 break
+    if (
+        objective.goal == "auto"
+        and layers
+        and len(layers) == 1 < len(given)
+        and (apart := _plan_apart(spec, given, speeds, objective))
+    ):
+        return apart
     check_split(spec, len(nodes), layers)
 
     def fits(context: int) -> bool:
@@ -250,7 +258,7 @@ class _Search:
 
     def best(self) -> _Chain:
         """Return the best chain for the objective, or one without members if none fits."""
-        if self._objective.goal == "latency":
+        if self._objective.goal != "throughput":
             return self._lowest_latency() if self._know(1) else _Chain()
         best, num_requests = _Chain(), self._objective.num_requests
         for lanes in range(1, num_requests + 1):

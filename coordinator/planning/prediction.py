@@ -72,19 +72,20 @@ class Prediction:
         return 1e3 * num_requests / min(known) if known else None
 
     def prefill_s(self, num_prompt: int) -> float | None:
-        """Return the seconds from a prompt of so many tokens to its first token, without the cost of long attention."""
-        if not self._know(num_prompt):
+        """Return the seconds from a prompt of so many tokens to its first token; None if unknown or too long."""
+        if num_prompt > self._spec.context or not self._know(num_prompt):
             return None
         stages_ms = partial(self._stages_ms, of_prompt=True)
         chunk = min(num_prompt, chunk_size(num_prompt, lambda rows: [ms / 1e3 for ms in stages_ms(rows, 0)]))
-        num_before, last_ms = -(-num_prompt // chunk) - 1, sum(stages_ms(chunk, 1)) + sum(self._prompt_hops_ms(chunk))
+        *befores, last = range(0, num_prompt, chunk)
+        last_ms = sum(stages_ms(chunk, 1, num_before=last)) + sum(self._prompt_hops_ms(chunk))
         if self._plan.prompt_end is not None:  # and then the last token on the first node
             last_ms += self._stages_ms(1, 1)[0]
-        return (num_before * self.slowest_ms(chunk, of_prompt=True) + last_ms) / 1e3
+        return (sum(self.slowest_ms(chunk, of_prompt=True, num_before=n) for n in befores) + last_ms) / 1e3
 
-    def slowest_ms(self, num_rows: int, num_sampled: int = 0, *, of_prompt: bool = False) -> float:
+    def slowest_ms(self, num_rows: int, num_sampled: int = 0, *, of_prompt: bool = False, num_before: int = 0) -> float:
         """Return the longest time of a stage or link, each of which does one frame at a time, if they are known."""
-        stages_ms = self._stages_ms(num_rows, num_sampled, of_prompt=of_prompt)
+        stages_ms = self._stages_ms(num_rows, num_sampled, of_prompt=of_prompt, num_before=num_before)
         if self._plan.prompt_end is not None:
             return max(*stages_ms, *(self._segments_ms(num_rows) if of_prompt else ()), 0.0)
         occupied_ms = (way.occupied_ms(num_rows * self._spec.row_bytes) for way in self.links[:-1])
@@ -117,12 +118,15 @@ class Prediction:
     def _know(self, num_rows: int) -> bool:
         return all(speed is not None and speed.knows(num_rows) for speed in self._speeds)
 
-    def _stages_ms(self, num_rows: int, num_sampled: int, *, of_prompt: bool = False) -> list[float]:
+    def _stages_ms(
+        self, num_rows: int, num_sampled: int, *, of_prompt: bool = False, num_before: int = 0
+    ) -> list[float]:
         """Return the milliseconds of each stage; 0 for a stage of unknown speed."""
         found = []
         parts = self._plan.prompt_parts if of_prompt else self._plan.answer_parts
         for speed, (start, end) in zip(self._speeds, parts, strict=True):
-            up_to = speed.ms_up_to(self._spec, num_rows, num_sampled, self._plan.context) if speed else None
+            context = self._plan.context
+            up_to = speed.ms_up_to(self._spec, num_rows, num_sampled, context, num_before) if speed else None
             found.append(up_to[end] - up_to[start] if up_to else 0.0)
         return found
 
@@ -163,20 +167,20 @@ def report_plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objectiv
     left_out = tuple(node.name for node in nodes if node.name not in chosen.names)
     alternatives = tuple(
         PredictedPlan(name, other, Prediction(spec, other, speeds))
-        for name, other in _alternatives(spec, nodes, speeds, objective)
+        for name, other in _alternatives(spec, nodes, speeds, objective, chosen)
     )
     report = PlanReport(PredictedPlan("", chosen, Prediction(spec, chosen, speeds)), left_out, alternatives, "")
     return replace(report, advice=" ".join(_advice(report, objective, nodes[0].name)))
 
 
 def _alternatives(
-    spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Objective
+    spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Objective, chosen: Plan
 ) -> Iterator[tuple[str, Plan]]:
     """Yield by name: each node alone, the best chain of several, that without the slowest node, and an even split."""
     if len(nodes) == 1:
         return
     free = replace(objective, layers=None)
-    if objective.goal != "prompt" and speeds.covers(node.name for node in nodes):
+    if objective.goal != "prompt" and chosen.prompt_end is None and speeds.covers(node.name for node in nodes):
         apart = plan(spec, nodes, speeds, replace(free, goal="prompt"))
         if apart.prompt_end is not None:
             yield "--objective prompt", apart

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from coordinator.planning.costs import on_lines
-from worker.model.model_spec import ModelSpec
+from worker.model.model_spec import LayerSpec, ModelSpec
 
+_COMPUTED_ROWS = 512  # of a frame whose time, and that per row of longer ones, is assumed
 TimesByRows = tuple[tuple[int, float], ...]  # milliseconds by rows of a frame, ascending
 
 
@@ -21,12 +22,14 @@ class NodeSpeed:
     is_measured: bool = True
 
     @classmethod
-    def assumed(cls, spec: ModelSpec, gbps: float) -> "NodeSpeed":
-        """Return the speed of a node that reads weights at so many GB/s; only frames of one row are known."""
+    def assumed(cls, spec: ModelSpec, gbps: float, tflops: float | None = None) -> "NodeSpeed":
+        """Return the speed of a node that reads weights at so many GB/s.
+
+        It computes so many 10^12 operations per second; without that number only frames of one row are known.
+        """
         head_bytes = spec.head_bytes + (spec.embed_bytes if spec.tied else 0)
-        sizes = [*(kind.read_bytes for kind in spec.kinds), head_bytes]
-        *kinds, head = (((1, size / gbps / 1e6),) for size in sizes)
-        return cls(tuple(kinds), head, gbps, is_measured=False)
+        kinds = [_roofline(kind, gbps, tflops) for kind in spec.kinds]
+        return cls(tuple(kinds), _roofline(LayerSpec(head_bytes), gbps, tflops), gbps, is_measured=False)
 
     def knows(self, num_rows: int) -> bool:
         """Return whether the times of frames of so many rows are known or can be extrapolated."""
@@ -41,18 +44,39 @@ class NodeSpeed:
         sizes = sorted(set.intersection(*({rows for rows, _ in times} for times in self.kinds)))
         return {rows: num_bytes / max(self.ms_up_to(spec, rows)[-1], 1e-6) / 1e6 for rows in sizes}
 
-    def ms_up_to(self, spec: ModelSpec, num_rows: int, num_sampled: int = 0, context: int = 0) -> list[float]:
+    def ms_up_to(
+        self, spec: ModelSpec, num_rows: int, num_sampled: int = 0, context: int = 0, num_before: int = 0
+    ) -> list[float]:
         """Return the milliseconds of a frame in the layers before each layer of the model, and in all of them.
 
         The frame takes the difference of two of these times on a stage that holds the layers between them. Sampled rows
-        also read a session's caches of `context` tokens, and pass the head behind the last layer.
+        also read a session's caches of `context` tokens, and pass the head behind the last layer. Every row attends to
+        the `num_before` tokens before the frame, at the rate at which the layer's matrices are multiplied.
         """
-        row_ms = {kind: on_lines(times, num_rows) for kind, times in zip(spec.kinds, self.kinds, strict=True)}
+        row_ms = {}
+        for kind, times in zip(spec.kinds, self.kinds, strict=True):
+            row_ms[kind] = ms = on_lines(times, num_rows)
+            if kind.num_products:
+                row_ms[kind] += ms * kind.num_attended * num_before / kind.num_products
         cache_ms = {kind: spec.remembered_bytes(kind, context) / self.gbps / 1e6 for kind in spec.kinds}
         found = list(accumulate((row_ms[kind] + num_sampled * cache_ms[kind] for kind in spec.layers), initial=0.0))
         if num_sampled:
             found[-1] += on_lines(self.head, num_sampled)
         return found
+
+
+def _roofline(layer: LayerSpec, gbps: float, tflops: float | None) -> TimesByRows:
+    """Return the times of frames that read a layer's weights or multiply by them, whichever takes longer.
+
+    Each further row reads as much as one row, other experts, until all weights are read.
+    """
+    read_ms, whole_ms = layer.read_bytes / gbps / 1e6, layer.weight_bytes / gbps / 1e6
+    if tflops is None:
+        return ((1, read_ms),)
+    row_ms = 2 * layer.num_products / tflops / 1e9
+    bends = (1, layer.weight_bytes // max(1, layer.read_bytes), int(whole_ms / max(row_ms, 1e-9)), _COMPUTED_ROWS)
+    sizes = sorted({min(max(1, rows), _COMPUTED_ROWS) for rows in bends})
+    return tuple((rows, max(min(rows * read_ms, whole_ms), rows * row_ms)) for rows in sizes)
 
 
 @dataclass(frozen=True)

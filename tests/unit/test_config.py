@@ -94,7 +94,7 @@ TEXT = "expected text (in quotes, if YAML takes it for something else)"
 UNIQUE = "expected one that no other node has"
 KEYS = (
     "expected one of model, draft_model, models, pull, pull_limit, announce, insecure, tls, context, layers, order, "
-    "coordinator, workers"
+    "objective, coordinator, workers"
 )
 HOST_LIKE = "expected a name like that of a host, as certificates carry it"
 COUNT = "expected a whole number above 0"

@@ -118,7 +118,13 @@ def _layout(checkpoint: Checkpoint) -> CheckpointLayout:
     spec = ModelSpec(
         name=checkpoint.name,
         family=config["model_type"],
-        layers=tuple(LayerSpec(sizes[i], info.memories_of(i), idle[i]) for i in range(info.num_layers)),
+        layers=tuple(
+            LayerSpec(
+                sizes[i], memories, idle[i], _num_products(tree.layers[i], num_chosen), _num_attended(config, memories)
+            )
+            for i in range(info.num_layers)
+            for memories in [info.memories_of(i)]
+        ),
         embed_bytes=sizes[FRONT],
         head_bytes=sizes[BACK],
         tied=info.tied,
@@ -190,6 +196,25 @@ def _idle_bytes(layer: Any, num_chosen: int) -> int:
             held = sum(array.nbytes for array in module.parameters().values())
             idle += held * max(0, num_experts - num_chosen) // num_experts
     return idle
+
+
+def _num_products(layer: Any, num_chosen: int) -> int:
+    """Return the multiplications per row by a layer's matrices, each token being sent to `num_chosen` experts."""
+    found = 0
+    for module in layer.modules():
+        if "weight" in module and (weight := module.weight).ndim > 1:
+            num = weight.size * 32 // module.bits if "scales" in module else weight.size
+            experts = weight.shape[0] if isinstance(module, SwitchLinear | QuantizedSwitchLinear) else 1
+            found += num * min(num_chosen or experts, experts) // experts
+    return found
+
+
+def _num_attended(config: dict[str, Any], memories: Sequence[Memory]) -> int:
+    """Return the multiplications of attention per row and earlier token, by the configuration's sizes of a head."""
+    heads = _first_count(config, ("num_attention_heads", "n_head", "num_heads"), 0)
+    whole = [memory.key_size + memory.value_size for memory in memories if memory.window is None and memory.heads]
+    latent = [_first_count(config, (name,), 0) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    return heads * (sum(latent) if all(latent) and whole else sum(whole))
 
 
 def _first_count(config: dict[str, Any], keys: Sequence[str], default: int) -> int:

@@ -100,6 +100,8 @@ class LayerSpec:
     weight_bytes: int
     memories: tuple[Memory, ...] = ()
     idle_bytes: int = 0  # weights that one token does not read: experts that it is not sent to
+    num_products: int = 0  # multiplications per row by weights
+    num_attended: int = 0  # multiplications per row and token that attention looks back to without a window
 
     @property
     def read_bytes(self) -> int:

@@ -37,8 +37,10 @@ def test_memory_speed_and_link_are_read(tmp_path: Path) -> None:
     assert found.is_order_fixed
     assert survey.link("mini", "old") == survey.link("max", "old") == LinkSpeed(0.2, 1.25e8)
     assert survey.link("old", "max") == LinkSpeed(0.2, 1.25e8)
-    text = "nodes: [{name: a, memory: 1GiB, gbps: 100}, {name: b, memory: 1GiB, gbps: 100}]"
+    text = "nodes: [{name: a, memory: 1GiB, gbps: 100, tflops: 2.5}, {name: b, memory: 1GiB, gbps: 100}]"
     assert read_nodes(written(tmp_path, text)).survey(SEED_MODEL).link("a", "b") == LinkSpeed()
+    speeds = read_nodes(written(tmp_path, text)).survey(SEED_MODEL).speeds
+    assert speeds["a"].knows(512) and not speeds["b"].knows(512)
     with pytest.raises(ConfigError, match=r"none\.yaml does not exist; expected a file of Macs such as `nodes: "):
         read_nodes(tmp_path / "none.yaml")
 

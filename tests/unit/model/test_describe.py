@@ -40,7 +40,10 @@ def test_a_shard_needs_its_layers_and_the_parts_at_its_ends(
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_description_counts_bytes(tied: bool) -> None:
     spec = describe(synthetic(tied=tied))
-    assert spec.layers == (LayerSpec(LAYER_BYTES, (Memory(None, 2, 2, 2, 2),)),) * 3
+    assert (
+        spec.layers
+        == (LayerSpec(LAYER_BYTES, (Memory(None, 2, 2, 2, 2),), 0, spec.layers[0].num_products, 4 * (2 + 2)),) * 3
+    )
     assert (spec.embed_bytes, spec.head_bytes, spec.tied) == (160, 16 if tied else 16 + 160, tied)
     assert spec.shard_bytes(0, 3) == 3 * LAYER_BYTES + 16 + (160 if tied else 2 * 160)
     assert (spec.name, spec.family, spec.hidden_size, spec.vocab_size) == ("synthetic", "qwen3", 8, 10)
@@ -62,6 +65,9 @@ def test_experts_that_a_token_is_not_sent_to_are_idle(tmp_path: Path, quantize: 
     assert [layer.idle_bytes for layer in spec.layers] == [nbytes // 2, 0, nbytes // 2, nbytes // 2]
     assert all(layer.read_bytes == layer.weight_bytes - layer.idle_bytes for layer in spec.layers)
     dense = describe(open_folder(make_model(tmp_path / "dense", quantize=quantize), "tiny"))
+    attention, router = 2 * 64 * 64 + 2 * 64 * 32, 4 * 64
+    assert spec.layers[0].num_products == attention + router + numbers // 2
+    assert dense.layers[0].num_products == attention + 3 * 64 * 96
     assert all(layer.read_bytes == layer.weight_bytes > 0 for layer in dense.layers)
 
 

@@ -1,5 +1,7 @@
 """What a plan's times are, by what is known of rows; what is not known is None."""
 
+from dataclasses import replace
+
 import pytest
 
 from coordinator.planning.plan import Node, Objective, Plan
@@ -9,6 +11,7 @@ from coordinator.planning.speeds import NO_SPEEDS, LinkSpeed, NodeSpeed, Survey
 from protos.brigade_pb2 import Cache
 from tests.unit.planning.test_planner import GB, ROOMY, model, surveyed
 from worker.model.cache_spec import Memory, cache_spec
+from worker.model.model_spec import LayerSpec
 
 SPEC = model([GB] * 4, hidden=500)  # 1000 bytes per row
 FLAT = ((1, 2.0), (8, 2.0), (512, 20.0))  # milliseconds of a layer by rows
@@ -42,6 +45,26 @@ def test_a_prompt_goes_in_chunks_over_its_links_and_is_sampled_once() -> None:
     assert predicted(4).prefill_s(2048) == pytest.approx(4 * 0.080 + 0.001, rel=0.05)
     found = predicted(2, 2).prefill_s(2000)
     assert found is not None and found > 2.0, "a millisecond per row on the link, which no chunk avoids"
+
+
+def test_assumed_operations_per_second_give_times_of_prompts_whose_attention_grows() -> None:
+    """A layer multiplies 10^6 times per row, and 100 times per row and earlier token; 2 operations each, 10^12/s."""
+    layers = (LayerSpec(GB, num_products=10**6, num_attended=100),) * 4
+    spec = replace(SPEC, layers=layers, context=10**6)
+    speeds = Survey({"n0": NodeSpeed.assumed(spec, 1000, tflops=1)})
+    found = Prediction(spec, plan(spec, [Node("n0", ROOMY)], NO_SPEEDS, Objective(1)), speeds)
+    per_row_s = 4 * 2 * 10**6 / 1e12
+    for num in (2048, 65536):
+        attended_s = 4 * 2 * 100 * num / 2 / 1e12  # a row sees half of the prompt on average
+        assert found.prefill_s(num) == pytest.approx(num * (per_row_s + attended_s), rel=0.1)
+    assert found.prefill_s(10**6 + 1) is None, "longer than its context"
+    assert found.ms_per_token == pytest.approx(4.0), "reading 1 GB takes as long as 500 rows"
+
+
+def test_further_rows_read_further_experts_until_all_are_read() -> None:
+    spec = replace(SPEC, layers=(LayerSpec(8 * GB, idle_bytes=7 * GB, num_products=10**6),))
+    times = NodeSpeed.assumed(spec, 1000, tflops=1).ms_up_to
+    assert [times(spec, rows)[-1] for rows in (1, 4, 8, 100)] == pytest.approx([1, 4, 8, 8])
 
 
 def test_a_chain_begins_with_what_its_nodes_measured_of_prompt_chunks() -> None:
@@ -112,6 +135,28 @@ def test_prompts_are_computed_by_all_where_that_is_faster_and_answers_by_the_fir
     report = report_plan(spec, where, survey, Objective(1))
     assert "--objective prompt" in {each.name for each in report.alternatives}
     assert ("With --objective prompt" in report.advice) == (layers == [4, 4])  # else not for 2,000 tokens
+
+
+def test_an_automatic_objective_gives_prompts_to_nodes_that_make_tokens_no_faster() -> None:
+    spec = model([GB] * 8, per_token=1000)
+    where = [Node(f"n{i}", ROOMY) for i in range(2)]
+    for first_gb, alone in ((ROOMY, True), (7 * GB, False)):
+        where[0] = Node("n0", first_gb)
+        survey = Survey({"n0": MEASURED, "n1": MEASURED}, {"n1": LinkSpeed(rtt_ms=2.0, bytes_per_s=1e9)})
+        latency, found = (plan(spec, where, survey, Objective(1, goal=goal)) for goal in ("latency", "auto"))
+        assert (latency.names == ["n0"]) is alone is (found.prompt_end is not None)
+        assert found.names == ["n0", "n1"]
+        assert "--objective prompt" not in {
+            each.name for each in report_plan(spec, where, survey, Objective(1, goal="auto")).alternatives
+        }
+
+
+def test_where_prompts_cannot_be_shared_they_are_planned_by_latency() -> None:
+    spec = model([GB] * 8, window=512)
+    where = [Node(f"n{i}", 5 * GB) for i in range(3)]
+    survey = Survey({f"n{i}": MEASURED for i in range(3)}, {f"n{i}": LinkSpeed(rtt_ms=5.0) for i in (1, 2)})
+    prompt, latency = (plan(spec, where, survey, Objective(1, goal=goal)) for goal in ("prompt", "latency"))
+    assert prompt.names == latency.names and len(latency.names) == 2
 
 
 def test_a_model_whose_caches_cannot_be_moved_by_rows_is_planned_as_usual() -> None:
