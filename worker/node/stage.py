@@ -300,7 +300,9 @@ class Stage:
         self._builds_beside = self.executor.runs_ahead and self.executor.build_ahead()  # while the device computes
         header, array = self.executor.finish(step)
         for slot, segment in step.segments:
-            self.deliver(pack_segment(step.frame.epoch, step.frame.step, slot, segment))
+            report = pack_segment(step.frame.epoch, step.frame.step, slot, segment)
+            self._sent_bytes += len(report)
+            self.deliver(report)
         if step.goes_on and self.executor.returns_segments:
             self.deliver(Result(epoch=step.frame.epoch, step=step.frame.step))
         output = header if isinstance(header, Result) else Outgoing(step.frame.step, pack(header, array, self._wire))
