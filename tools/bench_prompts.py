@@ -4,13 +4,13 @@ python -m tools.bench_prompts [--model demo] [--prompt 1900] [--tokens 32] [--ro
 
 Two servers take turns with the same prompts, each a new one; ratios are of medians of one run. No prompt can be faster
 than the slower side computes its layers, or than the link carries what the other side's layers remember: this bound is
-printed with its parts. Exits with 1 if an answer differs.
+printed with its parts, and the number of prompts that went to both nodes, which measured costs decide. Exits with 1 if
+an answer differs.
 """
 
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -46,22 +46,6 @@ def main(
     raise typer.Exit(0 if uvloop.run(_compare(options, prompt, tokens, rounds, flags)) else 1)
 
 
-@dataclass(frozen=True)
-class _OtherNode:
-    """What the node behind the first one has done so far."""
-
-    num_frames: float
-    compute_s: float
-    sent_bytes: float
-
-    @classmethod
-    async def of(cls, server: Server) -> "_OtherNode":
-        async with server.client() as client:
-            text = (await client.get("/metrics")).text
-        names = ("stage_frames_total", "stage_compute_seconds_total", "hop_sent_bytes")
-        return cls(*(sum(map(float, re.findall(rf'brigade_{name}{{.*stage="1".*}} (.*)', text))) for name in names))
-
-
 async def _compare(options: ClusterOptions, prompt: int, tokens: int, rounds: int, flags: Sequence[str | Path]) -> bool:
     model = options.model
     _, spec = await read_model(model)
@@ -69,14 +53,16 @@ async def _compare(options: ClusterOptions, prompt: int, tokens: int, rounds: in
         link = await peers[0].measure_link()
     with brigade("--model", model, "--local", "0") as one, brigade("--model", model, *flags) as two:
         outcomes: list[list[Outcome]] = [[], []]
-        others = list[_OtherNode]()
+        num_frames = list[float]()  # that went to both nodes, before each round
         for number in range(rounds + 1):  # the first is not counted: it compiles
-            others.append(await _OtherNode.of(two))
+            num_frames.append(await _num_frames(two))
             for server, found in zip((one, two), outcomes, strict=True):
                 found.append(await _ask(server, _prompt(number, prompt), tokens))
-        others.append(await _OtherNode.of(two))
+        num_frames.append(await _num_frames(two))
         async with two.client() as client:
             start = (await client.get("/cluster")).json()["nodes"][1]["start"]
+            counted = await client.post("/tokenize", json={"prompt": _prompt(0, prompt)})
+            num_tokens = counted.json()["count"]
     alone, apart = (found[1:] for found in outcomes)
     is_equal = [each.text for each in alone] == [each.text for each in apart]
     first, between = (_first_s(alone) / _first_s(apart), _token_s(alone) / _token_s(apart))
@@ -86,20 +72,24 @@ async def _compare(options: ClusterOptions, prompt: int, tokens: int, rounds: in
         f"{1e3 * _token_s(alone):.1f} ms, {1e3 * _token_s(apart):.1f} ms ({between:.2f} x); "
         f"answers {'equal' if is_equal else 'DIFFER'}"
     )
-    shared = [(a, b) for a, b in pairwise(others[1:]) if b.num_frames > a.num_frames + 1]  # else only opened
-    print(f"{len(shared)} of {rounds} prompts went to both nodes")
-    if shared:
-        sides_s = (
-            _first_s(alone) * start / spec.num_layers,
-            median(after.compute_s - before.compute_s for before, after in shared),
-            median(after.sent_bytes - before.sent_bytes for before, after in shared) / link.bytes_per_s,
-        )
-        print(
-            f"bound: {max(sides_s):.3f} s, of the first node's {start} layers {sides_s[0]:.3f} s, of the other's "
-            f"{spec.num_layers - start} {sides_s[1]:.3f} s, of the link at {link.bytes_per_s / 1e9:.2f} GB/s "
-            f"{sides_s[2]:.3f} s; reached: {max(sides_s) / _first_s(apart):.2f} of it"
-        )
+    num_shared = sum(after > before + 1 for before, after in pairwise(num_frames[1:]))  # one frame only opens a slot
+    sides = start, spec.num_layers - start
+    first_s, other_s = (_first_s(alone) * num / spec.num_layers for num in sides)
+    link_s = num_tokens * spec.segment_row_bytes(start, spec.num_layers) / link.bytes_per_s
+    bound_s = max(first_s, other_s, link_s)
+    print(
+        f"{num_shared} of {rounds} prompts of {num_tokens} tokens went to both nodes; bound: {bound_s:.3f} s, of the "
+        f"first node's {sides[0]} layers {first_s:.3f} s, of the other's {sides[1]} {other_s:.3f} s, of the link at "
+        f"{link.bytes_per_s / 1e9:.2f} GB/s {link_s:.3f} s; reached: {bound_s / _first_s(apart):.2f} of it"
+    )
     return is_equal
+
+
+async def _num_frames(server: Server) -> float:
+    """Return how many frames the node behind the first one has computed."""
+    async with server.client() as client:
+        text = (await client.get("/metrics")).text
+    return sum(map(float, re.findall(r'brigade_stage_frames_total{.*stage="1".*} (.*)', text)))
 
 
 async def _ask(server: Server, prompt: str, tokens: int) -> Outcome:
