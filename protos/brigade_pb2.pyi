@@ -483,7 +483,7 @@ class Tensor(_message.Message):
     def __init__(self, dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Timing(_message.Message):
-    __slots__ = ("stage", "received", "taken", "started", "computed", "sampled", "drafted", "sent")
+    __slots__ = ("stage", "received", "taken", "started", "computed", "sampled", "drafted", "sent", "scratch_bytes")
     STAGE_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
@@ -492,6 +492,7 @@ class Timing(_message.Message):
     SAMPLED_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
     SENT_FIELD_NUMBER: _ClassVar[int]
+    SCRATCH_BYTES_FIELD_NUMBER: _ClassVar[int]
     stage: int
     received: int
     taken: int
@@ -500,7 +501,8 @@ class Timing(_message.Message):
     sampled: int
     drafted: int
     sent: int
-    def __init__(self, stage: _Optional[int] = ..., received: _Optional[int] = ..., taken: _Optional[int] = ..., started: _Optional[int] = ..., computed: _Optional[int] = ..., sampled: _Optional[int] = ..., drafted: _Optional[int] = ..., sent: _Optional[int] = ...) -> None: ...
+    scratch_bytes: int
+    def __init__(self, stage: _Optional[int] = ..., received: _Optional[int] = ..., taken: _Optional[int] = ..., started: _Optional[int] = ..., computed: _Optional[int] = ..., sampled: _Optional[int] = ..., drafted: _Optional[int] = ..., sent: _Optional[int] = ..., scratch_bytes: _Optional[int] = ...) -> None: ...
 
 class Result(_message.Message):
     __slots__ = ("epoch", "step", "samples", "timings", "guesses", "failures", "scores", "drafter_failure", "soft", "pooled")

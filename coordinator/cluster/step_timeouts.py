@@ -123,6 +123,7 @@ class Sent:
     """A frame in flight."""
 
     num_rows: int
+    length: int  # tokens of the longest slot once it has these rows
     asked: dict[int, tuple[int, ...]]  # by slot, as `asked_of` counts
     kind: StepKind
     at: float  # seconds, monotonic
@@ -197,6 +198,7 @@ class Flight:
         drafts = [window.drafts for window in frame.windows if window.drafts]
         self._sent[frame.step] = Sent(
             num_rows=rows,
+            length=max((window.base + num_rows(window) for window in frame.windows), default=0),
             asked=asked,
             kind=kind,
             at=time.monotonic(),
@@ -234,6 +236,9 @@ class Flight:
             # else a chain that drafts would take its steps without drafts for slow, and never try them again
             beside_s = drafting_s + lost_s
             self.costs.observe(sent.num_rows, stages_s, arrival.took_s, beside_s, was_alone=sent.is_alone)
+            for scratch, timing in zip(self.costs.scratch, arrival.result.timings, strict=True):
+                if timing.scratch_bytes:
+                    scratch.observe(sent.num_rows, sent.length, timing.scratch_bytes)
             if sent.num_drafts and sent.num_rows <= (1 + MOST_DRAFTS) * sent.num_drafting:  # else it read a prompt
                 self.costs.drafting.observe(sent.num_drafts, sent.num_drafting, drafting_s)
         self._publish()

@@ -8,7 +8,8 @@ StagesSeconds = Callable[[int], Sequence[float]]  # seconds of each stage by a f
 
 _MOST_LANES = 32  # in flight: stages take 64 frames, those of prompts included
 _RECHECK = 16  # choices after which the costs are looked at again
-_CHUNKS = (32, 128, 512, 2048)  # rows: far apart, so that noise does not decide and runs are reproducible
+LEAST_CHUNK = 32  # rows
+_CHUNKS = (LEAST_CHUNK, 128, 512, 2048)  # rows: far apart, so that noise does not decide and runs are reproducible
 _CHUNK_GAIN = 1.1  # factor by which a larger chunk has to be faster
 _TRIED = 512  # rows: a size up to which costs are tried, since the rows of a mixture of experts share their weights
 _BESIDE_STREAMS_S = 0.5  # for a chunk of more than 32 rows through the whole chain, beside streams
@@ -161,6 +162,35 @@ class DraftingCosts:
         return costs.seconds(num_drafts) * (num_drafts / costs.most_rows if costs.num_sizes == 1 else 1)
 
 
+class ScratchCosts:
+    """The memory that prompt chunks take on one stage beside weights and caches: bytes per row, by length.
+
+    Without a fused kernel, as over quantised caches, attention holds a score per row, head and token.
+    """
+
+    def __init__(self) -> None:
+        self._row_bytes: dict[int, float] = {}  # by tokens of the longest slot
+
+    def observe(self, num_rows: int, length: int, num_bytes: int) -> None:
+        """Learn from a chunk of so many rows, the last of which is token number `length` of its slot."""
+        self._row_bytes[_rounded(length)] = num_bytes / num_rows
+
+    def most_rows(self, num_before: int, num_bytes: int) -> int:
+        """Return how many rows after so many tokens fit in half of these bytes: a power of two, at least LEAST_CHUNK.
+
+        Beyond the known lengths all of the memory may grow as the length does.
+        """
+        known, rows = sorted(self._row_bytes.items()), _CHUNKS[-1]
+        while known and rows > LEAST_CHUNK:
+            length = num_before + rows
+            longest, row_bytes = known[-1]
+            row_bytes = on_lines(known, length) if length < longest else row_bytes * length / longest
+            if rows * row_bytes <= num_bytes / 2:
+                break
+            rows //= 2
+        return rows
+
+
 class ChainCosts:
     """The costs of one chain: of steps, of each stage, and of all hops together."""
 
@@ -170,6 +200,7 @@ class ChainCosts:
         self.steps = StepCosts()  # as if each were alone in the chain, without drafting
         self.drafting = DraftingCosts()  # by the drafter
         self.masks = DraftingCosts()
+        self.scratch = [ScratchCosts() for _ in range(num_stages)]
         self._stages = [StepCosts({rows: found[stage] for rows, found in by_rows}) for stage in range(num_stages)]
         self._returns = StepCosts()  # of what prompt chunks leave in caches, on its way to the first stage
         self._hops_s: dict[int, float] = {}  # of all hops together, by number of rows: long prompts take longer

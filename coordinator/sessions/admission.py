@@ -262,11 +262,12 @@ class Slots:
     def _num_snapshots_with_room(self, session: Session) -> int:
         """Return for how many more snapshots of the session there is memory, at most as many as it may have."""
         sizes = self._costs.snapshot_bytes(session.request.cache)
-        rooms = [free // size for free, size in zip(self._unreserved, sizes, strict=True) if size]
+        rooms = [free // size for free, size in zip(self.unreserved, sizes, strict=True) if size]
         return min([MOST_SNAPSHOTS, *rooms])
 
     @property
-    def _unreserved(self) -> Bytes:
+    def unreserved(self) -> Bytes:
+        """The memory of each stage's budget that no session and no kept slot is promised."""
         return tuple(map(sub, self._costs.budgets, self.promised))
 
     def _grow(self, slot: SessionSlot) -> bool:
@@ -276,7 +277,7 @@ class Slots:
         newer = reversed(self.active[self.active.index(slot) + 1 :])
         takeable = [*self._in(SlotState.KEPT), *(other for other in newer if other.session.may_be_preempted)]
         more = tuple(max(0, need - had) for need, had in zip(needed, slot.promised, strict=True))
-        room = make_room(more, self._unreserved, [other.promised for other in takeable])
+        room = make_room(more, self.unreserved, [other.promised for other in takeable])
         if room is None:
             return False
         slot.rows, slot.promised = rows, tuple(map(max, needed, slot.promised))
@@ -306,7 +307,7 @@ class Slots:
         takeable = [*kept, *(each for each in worse if each.session.may_be_preempted)]
         room = make_room(
             needed,
-            self._unreserved,
+            self.unreserved,
             [each.promised for each in takeable],
             kept.index(source) if source else None,
             extends=source is not None and shared == source.session.fed,

@@ -3,6 +3,7 @@
 import io
 import weakref
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -10,12 +11,25 @@ import pytest
 
 from coordinator.cluster.deployment import Deployment, OwnNode
 from coordinator.cluster.local import LocalWorker
+from coordinator.decoding.decode_options import make_cache_choice
+from coordinator.engine.engine import Engine
 from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS
 from protos.brigade_pb2 import Coordinator, LoadProgress
-from tests.integration.conftest import Models, RunningNode, answer, attach, load, load_request, opened, peer_of, serving
-from tests.integration.many import until
+from tests.integration.conftest import (
+    Models,
+    RunningNode,
+    answer,
+    attach,
+    load,
+    load_request,
+    opened,
+    peer_of,
+    running,
+    serving,
+)
+from tests.integration.many import request, tokens_of, until
 from tests.integration.upstream import attach_request
 from tests.tiny import make_model
 from worker.compute.shard import Shard
@@ -25,7 +39,7 @@ from worker.model.contents import contents_of
 from worker.model.describe import describe
 from worker.node import lifecycle
 from worker.node.lifecycle import WorkerState
-from worker.platform.mlx_memory import give_back
+from worker.platform.mlx_memory import give_back, memory_held
 from worker.platform.threads import MlxThread
 
 PROMPT = (1, 2, 3)
@@ -222,3 +236,23 @@ async def test_a_worker_of_our_own_runs_no_code_of_the_folder_it_is_started_in(
         monkeypatch.setenv("PYTHONPATH", search_path)
     worker = await LocalWorker.start("worker-1", "demo")
     await worker.stop()
+
+
+@pytest.mark.parametrize("kind", ["full", "int8"])
+async def test_prompt_chunks_shrink_as_attention_over_a_longer_prompt_takes_more_memory(
+    models: Models, kind: str
+) -> None:
+    cache = make_cache_choice(kind, None)
+    config = {"num_attention_heads": 32, "num_hidden_layers": 2, "head_dim": 32, "max_position_embeddings": 2048}
+    folder = models("qwen3", config=config).folder
+    asked, peaks, found = request(tokens_of(1300), 2, cache=cache), [], []
+    for memory_bytes in (1 << 40, 40 << 20):
+        async with running(folder, (1, 1)) as chain:
+            nodes = [replace(node, memory_bytes=memory_bytes) for node in chain.plan.assignments]
+            chain.plan = replace(chain.plan, assignments=nodes)
+            async with Engine(chain) as engine:
+                held = memory_held().active
+                found.append((await engine.answer(asked, chunk=2048)).tokens)
+                peaks.append(memory_held().peak - held)
+    assert found[0] == found[1]
+    assert peaks[1] < 2 * 40 << 20 < peaks[0] / 3  # two stages are in this process

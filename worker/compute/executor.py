@@ -42,6 +42,7 @@ from worker.model.cache_spec import ROW_BLOCK
 from worker.model.describe import DTYPES
 from worker.model.model_spec import most_head_rows
 from worker.model.quantisation import MISFITS
+from worker.platform.mlx_memory import begin_step_peak, step_peak
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ _SHORT_BEGIN = 0.5  # the share of a step's time below which `begin` counts as s
 _STILL_BUSY = 0.1  # a shorter wait, as a share of the time since `begin`, says that the device was done earlier
 _SHORT_STEP_NS = 20_000_000
 _COUNT_NS = 50_000_000  # between two counts of cache bytes while no slot opens, closes or grows
+_CHUNK = 32  # rows of a window whose memory is measured
 _LONG_PROMPT = 2048  # rows: the buffers that shorter ones leave to the next frames are few
 _SCORED_ROWS = 128  # whose logits exist at the same time
 _SEGMENT_BYTES = 1 << 22  # of a cache in one message: each takes milliseconds of both event loops
@@ -205,6 +207,8 @@ class Executor:
         if ready:
             self._begin_ready(step, ready)
         elif places := self._begin_windows(step):
+            if max(map(num_rows, step.windows)) >= _CHUNK:
+                step.held_bytes = begin_step_peak()
             mask = self._shard.mask_token or 0  # without a MASK token these rows are padding
             fed = [[token for w in step.windows for token in (*w.tokens, *w.canvas, *[mask] * w.masks)]]
             ids = mx.array(fed, mx.int32)  # [1, sum L]
@@ -261,6 +265,8 @@ class Executor:
         waits_since = time.monotonic_ns()
         mx.eval(step.pending)
         evaluated = time.monotonic_ns()
+        if step.held_bytes is not None:
+            step.timing.scratch_bytes = max(0, step_peak() - step.held_bytes)
         if step.checks:
             self._fail_infinite(step)
         step.timing.computed = step.computed or evaluated
@@ -550,6 +556,7 @@ class Step:
     timing: Timing
     begun: int = 0  # when `begin` returned, nanoseconds
     computed: int = 0  # likewise: when the layers were done, if the head began before `finish`
+    held_bytes: int | None = None  # of a prompt chunk: the active memory before it
     is_under_way: bool = False  # launched before its frame arrived
     has_drafting: bool = False  # a drafter has work with it: no later step may begin before it is finished
     rows: mx.array | None = None  # on the last stage: [1, sum L, W] of its windows

@@ -280,7 +280,7 @@ class WorldChain:
         if result.samples:
             self.has_token.set()
         num_sent_rows = sum(map(num_rows, frame.windows))
-        sent = Sent(num_sent_rows, {}, frozenset(), sent_at, is_alone=True, alternatives={})
+        sent = Sent(num_sent_rows, 0, {}, frozenset(), sent_at, is_alone=True, alternatives={})
         return ArrivedResult(result, time.monotonic_ns(), sent)
 
     def learn(self, arrival: ArrivedResult) -> None:
