@@ -67,8 +67,8 @@ async def answering(
     If uvicorn ends by itself, the block is cancelled and its error is raised; the task is done then.
     """
     config = uvicorn.Config(
-        app, http=BoundedProtocol, ws="none", log_config=None, access_log=False, lifespan="off", server_header=False,
-        timeout_keep_alive=_IDLE_S, timeout_graceful_shutdown=_CLOSE_S,
+        app, http=BoundedProtocol, ws="none", log_config=None, log_level="error", access_log=False, lifespan="off",
+        server_header=False, timeout_keep_alive=_IDLE_S, timeout_graceful_shutdown=_CLOSE_S,
         ssl_context_factory=(lambda config, default: tls) if tls else None,
     )  # fmt: skip
     server = _Uvicorn(config)

@@ -94,7 +94,11 @@ class ClusterFlags:
         ),
     ] = None
     layers: Annotated[
-        str | None, _cluster(metavar="3,2,1", help="Layers per node, coordinator first. (default: planned)")
+        str | None,
+        _cluster(
+            metavar="3,2,1",
+            help="Layers per node, coordinator first; with --objective prompt, of prompts. (default: planned)",
+        ),
     ] = None
     objective: ObjectiveFlag = None
     context: Annotated[

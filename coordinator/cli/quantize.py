@@ -101,8 +101,11 @@ def quantize(
     if method is not None:
         _quantize_by(method, model, out, options, recipe, target_bpw, calibration, as_json=as_json)
         return
-    if (recipe is None) != (target_bpw is None) or (recipe is None and calibration is not None):
-        raise InputError("recipe", "expected --recipe sensitivity with --target-bpw, and --calibration with these only")
+    if recipe is None and (target_bpw, calibration) != (None, None):
+        field = "calibration" if target_bpw is None else "target_bpw"
+        raise InputError(field, "expected --recipe sensitivity or --method with it, got neither")
+    if recipe is not None and target_bpw is None:
+        raise InputError("target_bpw", "expected bits per weight with --recipe, such as 5, got none")
     if recipe is not None and (recipe != _SENSITIVITY or q_mode != "affine"):
         raise InputError("recipe", f"expected {_SENSITIVITY} with affine, got {recipe} with {q_mode}")
     if recipe is not None and q_bits is not None and q_bits >= HIGH_BITS:

@@ -84,12 +84,30 @@ def plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Obje
     return assign(spec, nodes, layers or split_by_bytes(spec, nodes, context, num_sessions), context, num_sessions)
 
 
+def why_not_shared(spec: ModelSpec, nodes: Sequence[Node], chosen: Plan) -> str:
+    """Return why a plan whose objective is prompts leaves them to the nodes that make answers; "" if it does not."""
+    if chosen.prompt_end is not None:
+        return ""
+    return _obstacle(spec, nodes) or f"{nodes[0].name} lacks memory for all layers, or is faster alone"
+
+
+def _obstacle(spec: ModelSpec, nodes: Sequence[Node]) -> str:
+    """Return why these nodes cannot compute prompts for the first one, or "" if they can."""
+    if len(nodes) < 2:
+        return "there is no other node"
+    if spec.drafter:
+        return "a drafter reads prompts where tokens are drawn; --draft-model none leaves it out"
+    if spec.rows_that_can_be_cut < spec.context:
+        return "caches of this model, or of this kind, drop tokens or are states, which do not move by tokens"
+    return "there are more nodes than layers" if len(nodes) > spec.num_layers else ""
+
+
 def _plan_apart(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Objective) -> Plan | None:
     """Return the plan with the fastest prompts in which the first node makes answers alone.
 
-    None if it cannot (there is a drafter, caches drop tokens or are states, it does not fit) or is as fast by itself.
+    None if there is an obstacle, if it does not fit, or if the first node is as fast by itself.
     """
-    if len(nodes) < 2 or spec.drafter or spec.rows_that_can_be_cut < spec.context or len(nodes) > spec.num_layers:
+    if _obstacle(spec, nodes):
         return None
     is_known = speeds.covers(node.name for node in nodes)
 

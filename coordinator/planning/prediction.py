@@ -7,7 +7,7 @@ from functools import partial
 
 from coordinator.planning.costs import chunk_size
 from coordinator.planning.plan import Node, Objective, Plan
-from coordinator.planning.planner import LATENCY_SLACK, plan
+from coordinator.planning.planner import LATENCY_SLACK, plan, why_not_shared
 from coordinator.planning.speeds import LinkSpeed, Survey, format_ms
 from worker.errors import ConfigError
 from worker.model.model_spec import ModelSpec
@@ -170,7 +170,10 @@ def report_plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objectiv
         for name, other in _alternatives(spec, nodes, speeds, objective, chosen)
     )
     report = PlanReport(PredictedPlan("", chosen, Prediction(spec, chosen, speeds)), left_out, alternatives, "")
-    return replace(report, advice=" ".join(_advice(report, objective, nodes[0].name)))
+    advice = [*_advice(report, objective, nodes[0].name)]
+    if objective.goal == "prompt" and (why := why_not_shared(spec, nodes, chosen)):
+        advice.insert(0, f"Planned by latency, not for prompts: {why}.")
+    return replace(report, advice=" ".join(advice))
 
 
 def _alternatives(
@@ -211,6 +214,10 @@ def _advice(report: PlanReport, objective: Objective, first: str) -> Iterator[st
         yield f"It does not fit: {lacking}."
         yield from (f"{each.plan.names[0]} alone would hold it: run it there." for each in alone if each.plan.fits)
         return
+    if chosen.plan.prompt_end is not None:
+        pairs = zip(chosen.plan.names, chosen.plan.prompt_parts, strict=True)
+        parts = ", ".join(f"{name} layers [{start}, {end})" for name, (start, end) in pairs)
+        yield f"{first} makes answers alone; of prompts it and the others compute a part each: {parts}."
     if rate is None:
         yield "How fast these nodes are is not known, so the split is by bytes, as if they were equally fast."
         return

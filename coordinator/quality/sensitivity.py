@@ -204,7 +204,7 @@ def choose_bits(
     Args:
         num, nbytes: of all weights before.
     Raises:
-        InputError: not even the low bits reach the target.
+        InputError: not even the low bits reach the target, or it is beyond HIGH_BITS for all.
     """
     low, item_bits = options.bits, 8 * nbytes / num
     saved = item_bits - low - 2 * item_bits / options.group_size  # per weight: groups have a scale and a bias
@@ -212,6 +212,11 @@ def choose_bits(
     if num_bits > target * num:
         raise InputError(
             "target_bpw", f"expected at least {num_bits / num:.2f} with {low} bits for all, got {target:g}"
+        )
+    most_bits = num_bits + sum((HIGH_BITS - low) * each.group.num_weights for each in found)
+    if most_bits < target * num:
+        raise InputError(
+            "target_bpw", f"expected at most {most_bits / num:.2f}, as with {HIGH_BITS} bits for all, got {target:g}"
         )
     losses, drafts = (_shares([getattr(each, name) or 0.0 for each in found]) for name in ("loss", "drafts"))
     harms = [(loss + lost) / each.group.num_weights for each, loss, lost in zip(found, losses, drafts, strict=True)]

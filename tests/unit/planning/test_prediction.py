@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from coordinator.planning.plan import Node, Objective, Plan
-from coordinator.planning.planner import plan
+from coordinator.planning.planner import plan, why_not_shared
 from coordinator.planning.prediction import Prediction, report_plan
 from coordinator.planning.speeds import NO_SPEEDS, LinkSpeed, NodeSpeed, Survey
 from protos.brigade_pb2 import Cache
@@ -151,12 +151,15 @@ def test_an_automatic_objective_gives_prompts_to_nodes_that_make_tokens_no_faste
         }
 
 
-def test_where_prompts_cannot_be_shared_they_are_planned_by_latency() -> None:
+def test_where_prompts_cannot_be_shared_they_are_planned_by_latency_and_the_reason_is_given() -> None:
     spec = model([GB] * 8, window=512)
     where = [Node(f"n{i}", 5 * GB) for i in range(3)]
     survey = Survey({f"n{i}": MEASURED for i in range(3)}, {f"n{i}": LinkSpeed(rtt_ms=5.0) for i in (1, 2)})
     prompt, latency = (plan(spec, where, survey, Objective(1, goal=goal)) for goal in ("prompt", "latency"))
     assert prompt.names == latency.names and len(latency.names) == 2
+    assert "caches" in report_plan(spec, where, survey, Objective(1, goal="prompt")).advice
+    assert why_not_shared(spec, where[:1], prompt) != why_not_shared(spec, where, prompt) != ""
+    assert why_not_shared(SPEC, where, replace(prompt, prompt_end=1)) == ""
 
 
 def test_a_model_whose_caches_cannot_be_moved_by_rows_is_planned_as_usual() -> None:

@@ -35,7 +35,8 @@ def test_drafts_that_no_longer_hold_count_like_the_loss() -> None:
     assert names(found, 6.0) == {"drafts"}
 
 
-def test_a_target_below_the_low_bits_is_refused() -> None:
+@pytest.mark.parametrize("target", [4.4, 8.6])
+def test_a_target_beyond_the_low_or_the_high_bits_is_refused(target: float) -> None:
     with pytest.raises(InputError) as refusal:
-        names([part("all", 640, 0.1)], 4.4)
+        names([part("all", 640, 0.1)], target)
     assert refusal.value.field == "target_bpw"
