@@ -36,7 +36,7 @@ from worker.node.weights_cache import WeightsCache
 FAMILIES = ("qwen3", "llama", "gemma3_text", "qwen3_moe", "qwen3_5")
 SPLITS = ((4,), (1, 3), (2, 1, 1))
 COUNTS = (1, 3, 7, 15)
-FEWER = ("greedy", "penalties", "of the field")  # of `SAMPLINGS`; all of them in the matrix
+FEWER = ("greedy", "of the field")  # of `SAMPLINGS`; all of them in the matrix
 N = 33
 cases = pytest.mark.parametrize(
     ("family", "layers", "names"),
@@ -96,7 +96,7 @@ async def test_a_drafter_that_is_the_model_has_every_draft_accepted(
         for name in names:
             sampling = SAMPLINGS[name]
             expected = await answer(chain, Decode("ar"), sampling)
-            for count in COUNTS:
+            for count in COUNTS if len(names) > len(FEWER) or name == "greedy" else (7,):
                 found = await answer(chain, Decode("draft", num_drafts=count), sampling)
                 assert_same_samples(found, expected, f"{name} {count}")
                 assert found.usage.num_steps == least_steps(len(expected.tokens), count), (name, count)
@@ -134,7 +134,7 @@ async def test_auto_drafts_and_stops_where_that_does_not_pay(models: Models) -> 
     folder = model_of(models, "qwen3")
     for drafter in (folder, foreign(models)):
         async with running(folder, (1, 3), drafter=drafter) as chain:
-            for name in ("greedy", "biased", "penalties"):
+            for name in ("biased", "penalties"):
                 expected = await answer(chain, Decode("ar"), SAMPLINGS[name])
                 assert_same_samples(await answer(chain, Decode("draft"), SAMPLINGS[name]), expected, name)
 
@@ -155,8 +155,14 @@ async def assert_equal_side_by_side(chain: Chain, requests: Sequence[Request] = 
 
 
 @pytest.mark.usefixtures("two_lanes")
-@pytest.mark.parametrize("drafter", ["itself", "foreign"])
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_5", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    ("family", "drafter"),
+    [
+        ("qwen3", "foreign"),
+        pytest.param("qwen3", "itself", marks=pytest.mark.matrix),
+        *(pytest.param("qwen3_5", each, marks=pytest.mark.matrix) for each in ("itself", "foreign")),
+    ],
+)
 async def test_sessions_with_other_numbers_of_drafts_share_a_lane(
     models: Models, passes: list[Pass], family: str, drafter: str
 ) -> None:
