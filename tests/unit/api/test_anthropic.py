@@ -237,15 +237,3 @@ def test_fields_become_those_of_a_request() -> None:
     assert asked.grammar == json_grammar(TOOL, is_strict=False)
     assert spec(output_config={"effort": "low"}).grammar is None
     assert read(CountBody, {"messages": HELLO}).conversation() == conversation()  # without max_tokens
-
-
-def test_thinking_is_the_templates_argument() -> None:
-    off = {"thinking": {"type": "disabled"}}
-    for fields, arguments in (
-        ({}, {}),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"enable_thinking": True}),
-        (off, {"enable_thinking": False}),
-        ({"thinking": {"type": "adaptive"}}, {}),
-        (off | {"chat_template_kwargs": {"enable_thinking": 1}}, {"enable_thinking": 1}),
-    ):
-        assert conversation(**fields).template_arguments == arguments

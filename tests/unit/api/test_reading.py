@@ -50,12 +50,6 @@ def test_what_no_shape_can_take_is_refused(
     assert found.headers["x-should-retry"] == "false"
 
 
-@pytest.mark.parametrize(("content", "found"), [("null", "null"), ("5", "5"), ("[]", "a list"), ('"a"', '"a"')])
-def test_a_body_that_is_no_object_is_told_in_words_of_json(content: str, found: str) -> None:
-    refused = ask(app(), "POST", "/v1/completions", content=content, headers=JSON)
-    assert refused.json()["error"]["message"] == f"expected a JSON object, found {found}"
-
-
 def test_a_right_request_is_told_that_no_model_will_be_loaded() -> None:
     body, stopped = {"messages": [{"role": "user", "content": "hi"}]}, served()
     stopped.stop()

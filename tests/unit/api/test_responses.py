@@ -238,8 +238,6 @@ def test_fields_become_those_of_a_request_and_the_rest_is_ignored() -> None:
     function = {"type": "function", "function": {"name": "add", "parameters": TOOL}}
     assert conversation(tools=tools).tools == (function,)
     assert conversation(tools=tools, tool_choice="none").tools == ()
-    for effort, arguments in ((None, {}), ("low", {"reasoning_effort": "low"}), ("none", {"enable_thinking": False})):
-        assert conversation(reasoning={"effort": effort, "summary": "auto"}).template_arguments == arguments
     ignored = {"store": True, "truncation": "auto", "service_tier": "flex", "user": "x", "prompt_cache_key": "y"}
     asked = spec(max_output_tokens=9, temperature=0.5, presence_penalty=1.5, kv="int8", **ignored)
     assert asked.max_tokens == 9 and asked.sampling == {"temperature": 0.5, "presence_penalty": 1.5}
