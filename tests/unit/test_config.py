@@ -11,6 +11,7 @@ from worker.config import (
     CoordinatorConfig,
     TlsConfig,
     WorkerConfig,
+    hop_port,
     is_loopback,
     load_cluster,
     split_address,
@@ -271,3 +272,26 @@ def test_only_this_machine_is_loopback() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "127.255.255.254", "::1", "localhost", "LOCALHOST")))
     for host in ("128.0.0.1", "0.0.0.0", "::", "fe80::1", "127.0.0.1.example.org", "mini.local", ""):
         assert not is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "met"), [(50070, 60070, 60070), (40070, 50070, 50070), (60070, 40070, 50070)]
+)
+def test_two_workers_of_one_host_whose_ports_meet_are_refused_by_the_port_that_both_need(
+    tmp_path: Path, first: int, second: int, met: int
+) -> None:
+    """Each takes its own, and one of its hops."""
+
+    def second_at(address: str) -> str:
+        workers = [{"name": "a", "address": f"127.0.0.1:{first}"}, {"name": "b", "address": address}]
+        return "workers: " + json.dumps(workers)
+
+    [line] = problems(tmp_path, second_at(f"127.0.0.1:{second}"))
+    assert line.startswith("workers[1].address: ") and f"both need port {met}" in line
+    assert load(tmp_path, second_at(f"127.0.0.2:{second}")) and load(tmp_path, second_at(f"127.0.0.1:{second + 1}"))
+
+
+def test_each_port_has_another_one_for_hops() -> None:
+    assert all(
+        1 <= hop_port(port) < 2**16 and abs(hop_port(port) - port) == 10_000 for port in (1, 55535, 55536, 65535)
+    )

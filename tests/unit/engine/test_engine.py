@@ -2,13 +2,15 @@
 
 import asyncio
 import types
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import tests.unit.cluster.fake_network as network
+from coordinator.decoding.decode_options import Decode
+from coordinator.decoding.decoders import Proposal, Verified
 from coordinator.engine.core import EngineCore
 from coordinator.engine.engine import Engine
 from coordinator.engine.quarantine import MOST_LOSSES
@@ -260,5 +262,34 @@ def test_a_reader_that_catches_up_just_as_its_session_pauses_is_not_waited_for(
         begun = clock.now
         assert (await engine.answer(asked, chunk=2)).tokens == expected(asked)
         assert clock.now - begun < 30, "the session stood still until its reader was given up"
+
+    run(clock, Chains(WIDE), work)
+
+
+def test_a_session_chooses_by_the_costs_of_the_chain_on_which_it_goes_on(
+    clock: VirtualTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[ChainCosts] = []
+
+    class Noting(Verified):
+        def __init__(self, costs: ChainCosts) -> None:
+            super().__init__()
+            self._costs = costs
+
+        def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int = 1) -> Proposal:
+            used.append(self._costs)
+            return super().propose(tokens, num_unfed, room, num_together)
+
+    monkeypatch.setattr(Decode, "make_decoder", lambda decode, eos, costs, *_, **__: Noting(costs))
+    request = Request((4, 5), 30)
+
+    async def work(engine: Engine) -> None:
+        [task], chains = asked(engine, request), [engine.chain]
+        while len(used) < 5:  # noqa: ASYNC110 - in virtual time
+            await asyncio.sleep(STEP_S)
+        await lose(engine, StageLost("closed", node="a"))
+        chains.append(engine.chain)
+        assert await task == expected(request)
+        assert list(dict.fromkeys(map(id, used))) == [id(chain.costs) for chain in chains]
 
     run(clock, Chains(WIDE), work)
