@@ -11,7 +11,6 @@ from worker.config import (
     CoordinatorConfig,
     TlsConfig,
     WorkerConfig,
-    hop_port,
     is_loopback,
     load_cluster,
     split_address,
@@ -289,9 +288,3 @@ def test_two_workers_of_one_host_whose_ports_meet_are_refused_by_the_port_that_b
     [line] = problems(tmp_path, second_at(f"127.0.0.1:{second}"))
     assert line.startswith("workers[1].address: ") and f"both need port {met}" in line
     assert load(tmp_path, second_at(f"127.0.0.2:{second}")) and load(tmp_path, second_at(f"127.0.0.1:{second + 1}"))
-
-
-def test_each_port_has_another_one_for_hops() -> None:
-    assert all(
-        1 <= hop_port(port) < 2**16 and abs(hop_port(port) - port) == 10_000 for port in (1, 55535, 55536, 65535)
-    )

@@ -253,9 +253,11 @@ def test_a_damaged_file_can_be_issued_anew(common: Authority, sound: bytes, part
         keys_of(common).read()
 
 
-def test_a_damaged_authority_is_refused(common: Authority, tmp_path: Path) -> None:
+def test_no_authority_and_a_damaged_one_are_refused(common: Authority, tmp_path: Path) -> None:
     sound = (common.folder / AUTHORITY_FILE).read_bytes()
-    for content in (b"", sound[:200], sound[:-80], b"\xff" * 500, sound.replace(b"M", b"N")):
+    with pytest.raises(ConfigError, match="brigade keys init makes one"):
+        Authority.open(tmp_path)
+    for content in (b"", sound[:200], sound[:-80], b"\xff" * 500, sound.replace(b"M", b"N"), b"x"):
         (tmp_path / AUTHORITY_FILE).write_bytes(content)
         with pytest.raises(ConfigError):
             Authority.open(tmp_path)
