@@ -121,9 +121,7 @@ def test_a_key_has_only_so_many_requests_at_once(tmp_path: Path, *, streamed: bo
     asyncio.run(check())
 
 
-def test_requests_and_tokens_are_counted_and_logged_by_the_name_of_their_key(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_requests_and_tokens_are_counted_and_logged_by_the_name_of_their_key(capfd: pytest.CaptureFixture[str]) -> None:
     stats = Stats(log_request)
     with log_as_json(True):
         for name in ("alice", ""):

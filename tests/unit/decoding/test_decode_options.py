@@ -6,13 +6,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.decoding.decode_options import (
-    KINDS,
-    Decode,
-    make_cache_choice,
-    make_decode,
-    suit,
-)
+from coordinator.decoding.decode_options import KINDS, Decode, make_cache_choice, make_decode, suit
 from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import CACHE_FULL, CACHE_INT4, CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
 from worker.errors import InputError
@@ -55,10 +49,7 @@ def test_a_threshold_is_one_number_or_two_and_the_step_of_the_second(
         ("canvas_steps", [-1]),
         ("conditioning", ["top-32"]),
         ("canvas_sampler", ["best"]),
-        (
-            "canvas_threshold",
-            ["", "x", "0.9,0.8", "0.9,0.8,2.5", "0.9,0.8,0", "nan", "-1", "1,2,3,4", "inf"],
-        ),
+        ("canvas_threshold", ["", "x", "0.9,0.8", "0.9,0.8,2.5", "0.9,0.8,0", "nan", "-1", "1,2,3,4", "inf"]),
     ],
 )
 def test_a_value_that_no_decoder_can_have_is_refused_by_the_name_of_its_parameter(field: str, values: list) -> None:

@@ -5,13 +5,7 @@ import pytest
 from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS
-from coordinator.sessions.admission import (
-    Bytes,
-    Room,
-    Slots,
-    cache_costs,
-    make_room,
-)
+from coordinator.sessions.admission import Bytes, Room, Slots, cache_costs, make_room
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
 from tests.unit.fake_chain import Rig, decoders, make_session, plain_answer, prompt_of
 from worker.errors import InputError, QueueFull
