@@ -341,3 +341,33 @@ def test_digests_are_kept_until_a_file_changes(
     for file in copy.files_of(piece.order):
         os.utime(copy.folder / file, (1, 1))
     assert found(stop) == first and len(made) == 3
+
+
+CONTENT = b"x" * 600
+
+
+def receive_small(cache: WeightsCache, number: int, name: str = "tokenizer.json") -> Path:
+    model = Fingerprint(config=f"{number:064x}", tokenizer="0" * 64, tensors="0" * 64)
+    found = cache.begin_file(model, name, len(CONTENT), blake3(CONTENT).hexdigest())
+    assert isinstance(found, PartialFile)
+    found.write([CONTENT])
+    found.finish()
+    return found.path
+
+
+def test_small_files_count_and_those_of_models_without_pieces_are_evicted(tmp_path: Path) -> None:
+    cache = WeightsCache(tmp_path, limit=2000)
+    paths = [receive_small(cache, number) for number in range(6)]
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= 2000
+    assert [path.exists() for path in paths] == [False] * 3 + [True] * 3
+    assert [path.parent.exists() for path in paths] == [False] * 3 + [True] * 3
+
+
+def test_the_small_files_of_the_model_that_is_received_stay(tmp_path: Path) -> None:
+    cache = WeightsCache(tmp_path, limit=1500)
+    other, first = receive_small(cache, 1), receive_small(cache, 2)
+    second = receive_small(cache, 2, "config.json")
+    assert not other.exists() and first.exists() and second.exists()
+    with pytest.raises(ModelError, match="pull_limit"):
+        receive_small(cache, 2, "tokenizer_config.json")
+    assert first.exists() and second.exists()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from coordinator.decoding.decoders import Verified
 from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS
@@ -150,6 +151,19 @@ def test_where_a_cache_cannot_be_cut_only_what_goes_on_where_it_ends_is_reused()
         rig = Rig(keep=True, chunk=64, cuttable=55)
         rig.answer(TEXT[:length], 2)
         assert rig.answer([*TEXT[:40], 1, 2], 2).num_reused == reused
+
+
+class OnGrid(Verified):
+    grid = 4
+
+
+@pytest.mark.parametrize(("num_shared", "num_reused"), [(39, 36), (36, 36), (35, 32), (17, 16), (16, 16), (15, 0)])
+def test_tokens_of_a_grid_are_reused_in_whole_blocks(num_shared: int, num_reused: int) -> None:
+    rig = Rig(num_stages=2, chunk=256, keep=True)
+    rig.answer(TEXT[:60], 1)
+    second = rig.submit([*TEXT[:num_shared], TEXT[num_shared] ^ 1, 2, 3], 1, decoder=OnGrid())
+    assert rig.scheduler.schedule() is not None
+    assert second.num_reused == num_reused
 
 
 def test_nobody_begins_with_what_was_fed_under_another_api_key() -> None:
