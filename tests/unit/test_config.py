@@ -220,7 +220,7 @@ def test_addresses_keep_the_order_of_the_file_and_keys_may_be_anywhere(tmp_path:
         (None, "does not exist"),
     ],
 )
-def test_a_file_that_is_no_mapping_or_cannot_be_read_is_refused_with_its_name(
+def test_a_file_that_is_no_mapping_or_unreadable_is_refused(
     tmp_path: Path, content: bytes | None, message: str
 ) -> None:
     path = tmp_path / "cluster.yaml"
@@ -258,9 +258,7 @@ def test_only_this_machine_is_loopback() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "met"), [(50070, 60070, 60070), (40070, 50070, 50070), (60070, 40070, 50070)]
 )
-def test_two_workers_of_one_host_whose_ports_meet_are_refused_by_the_port_that_both_need(
-    tmp_path: Path, first: int, second: int, met: int
-) -> None:
+def test_workers_of_one_host_whose_ports_meet_are_refused(tmp_path: Path, first: int, second: int, met: int) -> None:
     """Each takes its own, and one of its hops."""
 
     def second_at(address: str) -> str:

@@ -35,7 +35,7 @@ from worker.errors import (
         (BrigadeError("else"), 503, "cluster_failed", "5"),
     ],
 )
-def test_every_error_has_its_status_and_says_whether_to_try_again(
+def test_every_error_has_its_status_and_retry(
     error: Exception, status: int, code: str, retry_after: str | None
 ) -> None:
     found = http_error(error)

@@ -265,7 +265,7 @@ def test_a_response_tells_what_held_for_it_not_what_was_asked() -> None:
     ],
     ids=["prompt", "length", "format", "stored", "too large"],
 )
-def test_a_refusal_names_the_fields_of_a_response(
+def test_refusals_name_own_fields(
     monkeypatch: pytest.MonkeyPatch, field: str, body: dict[str, Any], param: str
 ) -> None:
     class Refusing(FakeEngine):

@@ -80,9 +80,7 @@ def test_a_stream_lives_while_the_model_is_read_again_and_then_answers(path: str
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_failure_while_a_stream_waits_is_told_in_it_and_an_earlier_one_has_a_status(
-    path: str, clock: VirtualTime
-) -> None:
+def test_a_failure_while_a_stream_waits_is_an_event_and_an_earlier_one_a_status(path: str, clock: VirtualTime) -> None:
     status, bodies = clock.run(asked(path, lambda shared: shared.fail("worker mini is away"), after=2))
     assert (status, bodies[0]) == (200, LIVES) and b"recovering: worker mini is away" in b"".join(bodies[1:])
     assert clock.run(asked(path, lambda shared: shared.fail("worker mini is away"), after=0))[0] == 503

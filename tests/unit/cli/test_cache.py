@@ -27,7 +27,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", ["owner/first", "owner/first@1234", KEYS[0], KEYS[0][:8]])
-def test_a_model_is_removed_by_name_or_key(
+def test_models_are_removed_by_name(
     brigade: Command, kept: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     brigade("cache", "rm", name)
@@ -35,9 +35,7 @@ def test_a_model_is_removed_by_name_or_key(
     assert [path.name for path in kept.iterdir()] == [KEYS[1]]
 
 
-def test_the_last_part_of_a_name_will_do_where_only_one_has_it(
-    brigade: Command, kept: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_last_part_of_a_name_may_do(brigade: Command, kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (kept / KEYS[1] / "called").write_text("/Users/anna/models/first/")
     with pytest.raises(InputError, match=r"^'first' may be any of: .*owner/first@1234"):
         brigade("cache", "rm", "first")

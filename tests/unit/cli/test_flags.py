@@ -138,9 +138,7 @@ def test_a_prompt_is_an_argument_a_flag_or_standard_input(opened: Command, monke
         ("generate a --model nowhere --repetition-penalty -3", "repetition_penalty"),
     ],
 )
-def test_flags_that_contradict_each_other_and_values_that_none_can_have_are_refused(
-    brigade: Command, arguments: str, field: str
-) -> None:
+def test_contradictory_flags_and_impossible_values_are_refused(brigade: Command, arguments: str, field: str) -> None:
     with pytest.raises(InputError) as refusal:
         brigade(*arguments.split())
     assert refusal.value.field == field
@@ -243,9 +241,7 @@ def test_commands_that_open_no_cluster_take_it_too(
     assert capsys.readouterr().err.count(USING) == 1
 
 
-def test_a_server_gets_a_zero_that_is_a_value_and_none_that_means_off(
-    brigade: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_gets_zeros_that_are_values_only(brigade: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     bodies: list[dict[str, Any]] = []
     monkeypatch.setattr(remote, "run_remote", lambda given, body, asked: bodies.append(body))
     brigade("generate", "a", "--server", "http://here", "--temp", "0", "--seed", "0", "--top-p", "0")

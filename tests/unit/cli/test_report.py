@@ -22,7 +22,7 @@ def tables(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_every_row_is_one_line_with_all_its_figures(
+def test_no_row_is_cut_or_wrapped(
     width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = tables(width, monkeypatch, capsys)

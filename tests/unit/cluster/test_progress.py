@@ -49,9 +49,7 @@ def test_where_nobody_watches_only_long_work_is_a_line_per_phase(
     assert capsys.readouterr() == ("", said)
 
 
-def test_where_nobody_watches_what_comes_from_afar_is_told_again_and_again_with_its_speed(
-    virtual: VirtualTime, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_terminal_a_feed_tells_its_speed(virtual: VirtualTime, capsys: pytest.CaptureFixture[str]) -> None:
     async def show() -> None:
         with show_progress() as report:
             report("mini", load(0, phase="feed"))
@@ -93,7 +91,7 @@ def test_a_terminal_shows_every_phase_with_its_node(monkeypatch: pytest.MonkeyPa
     assert "load" not in screen.getvalue(), "once all nodes warm up, none of them loads"
 
 
-def test_tokens_write_a_line_less_and_less_often_and_none_for_short_work(
+def test_tokens_write_a_line_ever_less_often(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = 100.0

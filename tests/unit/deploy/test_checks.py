@@ -158,7 +158,7 @@ LOST = StageLost("nothing answers")
         (ModelError("speaks protocol 2"), {}, "Darwin", Kind.BRIGADE, "protocol 2", "same version"),
     ],
 )  # fmt: skip
-def test_a_worker_that_cannot_be_asked_is_a_finding_with_its_reason(
+def test_silent_workers_are_findings(
     error: Any, way: dict[str, Any], system: str, kind: Kind, words: str, fix: str
 ) -> None:
     studio = node("studio", STUDIO, system=system)
@@ -248,7 +248,7 @@ DRIVE = ThunderboltPort(name="1", gbit=80.0, is_connected=True, id="mini")  # no
         (LAN, LAN, False, OK, "takes Ethernet"),
     ],
 )
-def test_a_link_that_is_no_cable_is_worse_if_there_is_one(
+def test_a_cable_makes_other_links_worse(
     near: Interface, far: Interface, has_cable: bool, level: Level, words: str
 ) -> None:
     findings = over(near, far, **({} if has_cable else {"thunderbolt": []}))

@@ -93,7 +93,7 @@ async def lose(engine: Engine, error: BrigadeError) -> None:
      (StageLost("closed", node="a"), PoisonRequest)],
     ids=["bug", "lost"],
 )  # fmt: skip
-def test_a_request_under_which_an_engine_fails_again_and_again_ends_alone(
+def test_a_request_that_ends_engines_ends_alone(
     clock: VirtualTime, loss: BrigadeError, kind: type[BrigadeError]
 ) -> None:
     poison, sound = Request((7,) * 3000, 5), Request((4, 5), 30)
@@ -140,9 +140,7 @@ def test_handovers_of_drained_workers_are_no_losses_of_a_request(clock: VirtualT
     run(clock, Chains(WIDE), work)
 
 
-def test_a_suspect_that_may_run_since_another_one_ends_is_entered_once(
-    clock: VirtualTime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_suspect_whose_turn_comes_is_entered_once(clock: VirtualTime, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one whose turn it is does not fit on the nodes that are left."""
     requests = [Request((1, 2, 3), 5), Request(tuple(range(40)) * 40, 60), Request((4, 5), 5), Request((6, 7, 8, 9), 5)]
     entered: list[tuple[int, int]] = []
@@ -223,9 +221,7 @@ def test_whatever_ends_one_answer_is_raised_and_ends_the_others(clock: VirtualTi
     run(clock, Chains(WIDE), work)
 
 
-def test_all_answers_of_one_call_come_out_of_one_queue_and_begin_after_the_first_of_their_prompt(
-    clock: VirtualTime,
-) -> None:
+def test_answers_of_one_call_share_a_queue_and_begin_after_the_first_of_their_prompt(clock: VirtualTime) -> None:
     requests = [Request((1, 2, 3), 4), Request((1, 2, 3), 6), Request((5,), 3)]
     begun: list[int] = []
 
@@ -240,9 +236,7 @@ def test_all_answers_of_one_call_come_out_of_one_queue_and_begin_after_the_first
     run(clock, Chains(WIDE), work)
 
 
-def test_a_reader_that_catches_up_just_as_its_session_pauses_is_not_waited_for(
-    clock: VirtualTime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_that_catches_up_at_a_pause_is_seen(clock: VirtualTime, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of a prompt chunk puts no output, so the reader would not look again and never see the pause."""
     asked = Request((1, 2, 3) * 8, 5)
 
@@ -266,9 +260,7 @@ def test_a_reader_that_catches_up_just_as_its_session_pauses_is_not_waited_for(
     run(clock, Chains(WIDE), work)
 
 
-def test_a_session_chooses_by_the_costs_of_the_chain_on_which_it_goes_on(
-    clock: VirtualTime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_chooses_by_the_costs_of_its_new_chain(clock: VirtualTime, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[ChainCosts] = []
 
     class Noting(Verified):

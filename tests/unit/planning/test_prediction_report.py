@@ -48,9 +48,7 @@ THROUGHPUT = {"objective": Objective(1, goal="throughput", num_requests=8)}
         ((400, 100), {"budgets": (GB // 2, 9 * GB)}, [1, 7], "n1 alone would hold it: run it there."),
     ],
 )
-def test_where_one_mac_alone_is_or_would_be_faster_the_plan_says_so(
-    gbps: tuple[float, ...], more: dict[str, Any], layers: list[int], advice: str
-) -> None:
+def test_one_faster_mac_is_told(gbps: tuple[float, ...], more: dict[str, Any], layers: list[int], advice: str) -> None:
     found = looked(*gbps, **more)
     assert found.chosen.plan.layers == layers
     assert advice in found.advice and bool(advice) == bool(found.advice)

@@ -36,9 +36,7 @@ METAL = 11453251584  # what Metal recommends on that Mac
         (2**64 - 1, 5 << 30, CPU, MemoryLimits(16 << 30, 2 << 30, 0)),
     ],
 )
-def test_limits_are_the_plans_and_wired_only_what_metal_wires(
-    memory: int, weights: int, device: dict[str, str | int], expected: MemoryLimits
-) -> None:
+def test_limits_are_the_plans(memory: int, weights: int, device: dict[str, str | int], expected: MemoryLimits) -> None:
     assert limits_of(memory, weights, device, most=16 << 30) == expected
 
 

@@ -334,7 +334,7 @@ def kept(*sizes: int) -> list[Bytes]:
         pytest.param(12, 5, [3, 3], 0, True, None, id="unless that is still too few"),
     ],
 )
-def test_who_gives_way(
+def test_give_way(
     needed: int, free: int, others: list[int], source: int | None, extends: bool, room: Room | None
 ) -> None:
     assert make_room(*kept(needed, free), kept(*others), source, extends=extends) == room
@@ -366,9 +366,7 @@ RECURRENT = LayerSpec(7, (Memory(state_arrays=2, state_bytes=5 * MIB),))
         ((WHOLE, *[RECURRENT] * 3) * 9, FULL, 2100, 9 * 4096 * ROW / MIB + 27 * 2 * 5),
     ],
 )
-def test_what_a_plan_says_fits_is_let_in_and_nothing_else(
-    layers: tuple[LayerSpec, ...], cache: Cache, context: int, mib: float
-) -> None:
+def test_what_a_plan_says_fits_is_let_in(layers: tuple[LayerSpec, ...], cache: Cache, context: int, mib: float) -> None:
     spec = ModelSpec("tiny", "qwen3", layers, 0, 0, False, 64, 99, 8192, DTYPE_BFLOAT16, cache=cache)
     weights, needed = 36 * 7, round(mib * MIB)
     for budget in (weights + needed, weights + needed - 1):

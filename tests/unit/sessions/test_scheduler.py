@@ -161,9 +161,7 @@ def test_while_nobody_streams_a_prompt_fills_the_pipe_and_no_more(num_stages: in
 
 
 @pytest.mark.parametrize(("num_stages", "num_streams"), [(1, 1), (2, 5), (3, 1), (8, 5)])
-def test_while_anyone_streams_a_chunk_per_stage_is_in_flight_and_one_more_a_round(
-    num_stages: int, num_streams: int
-) -> None:
+def test_beside_streams_a_chunk_per_stage_is_in_flight(num_stages: int, num_streams: int) -> None:
     rig = Rig(num_stages=num_stages, chunk=4)
     streams = streaming(rig, num_streams)
     rig.send_all()
