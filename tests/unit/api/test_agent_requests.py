@@ -316,16 +316,13 @@ def test_a_wrong_base_url_is_answered_with_the_path_that_was_meant(method: str, 
     assert "/v1" not in ask(app(), "GET", "/nothing").json()["error"]["message"]
 
 
-def test_a_request_waits_for_a_model_that_is_loaded_for_the_first_time() -> None:
-    async def check() -> None:
-        server, model = served(), Listening()
-        waiting = asyncio.create_task(server.wake_engine())
-        await asyncio.wait([waiting], timeout=0)
-        assert not waiting.done() and server.state is ServerState.LOADING
-        server.open(model)  # type: ignore[arg-type]
-        assert await waiting is model
-
-    asyncio.run(check())
+async def test_a_request_waits_for_a_model_that_is_loaded_for_the_first_time() -> None:
+    server, model = served(), Listening()
+    waiting = asyncio.create_task(server.wake_engine())
+    await asyncio.wait([waiting], timeout=0)
+    assert not waiting.done() and server.state is ServerState.LOADING
+    server.open(model)  # type: ignore[arg-type]
+    assert await waiting is model
 
 
 class Counting(InputProcessor):

@@ -1,6 +1,7 @@
 """Open Responses: an answer's deltas as events and as one response, by the types of the official client."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from coordinator.api.responses import ResponseEvent, ResponseObject, ResponsesAn
 from coordinator.engine import grammars
 from coordinator.engine.grammars import json_grammar
 from coordinator.sessions.output import Output
-from coordinator.sessions.request import Conversation, RequestSpec
+from coordinator.sessions.request import RequestSpec
 from protos.brigade_pb2 import Sampling
+from tests.unit.api import test_agent_requests as agents
 from tests.unit.api.fakes import (
     ALL,
     CALLS,
@@ -195,18 +197,11 @@ def test_a_stream_ends_with_its_last_state_and_done(script: Sequence[Output | Ex
     assert told[-2] == "data: [DONE]" and f"event: response.{end}" == told[-5]
 
 
-def spec(**fields: Any) -> RequestSpec:
-    return read(ResponsesBody, {"input": "Hello"} | fields).to_spec()
+spec, conversation = partial(agents.spec, "responses"), partial(agents.conversation, "responses")
 
 
 def echoed(**fields: Any) -> Any:
     return read(ResponsesBody, {"input": "x"} | fields).response("r", "demo", 0, Sampling(temperature=0.25))
-
-
-def conversation(**fields: Any) -> Conversation:
-    prompt = spec(**fields).prompt
-    assert isinstance(prompt, Conversation)
-    return prompt
 
 
 def test_items_become_a_templates_messages() -> None:
