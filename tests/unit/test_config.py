@@ -220,9 +220,7 @@ def test_addresses_keep_the_order_of_the_file_and_keys_may_be_anywhere(tmp_path:
         (None, "does not exist"),
     ],
 )
-def test_a_file_that_is_no_mapping_or_unreadable_is_refused(
-    tmp_path: Path, content: bytes | None, message: str
-) -> None:
+def test_a_file_of_no_mapping_or_unreadable_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "cluster.yaml"
     if content is not None:
         path.write_bytes(content)

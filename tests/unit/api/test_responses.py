@@ -260,9 +260,7 @@ def test_a_response_tells_what_held_for_it_not_what_was_asked() -> None:
     ],
     ids=["prompt", "length", "format", "stored", "too large"],
 )
-def test_refusals_name_own_fields(
-    monkeypatch: pytest.MonkeyPatch, field: str, body: dict[str, Any], param: str
-) -> None:
+def test_refusals_name_fields(monkeypatch: pytest.MonkeyPatch, field: str, body: dict[str, Any], param: str) -> None:
     class Refusing(FakeEngine):
         async def make_request(self, spec: RequestSpec) -> Any:
             raise InputError(field, "wrong")

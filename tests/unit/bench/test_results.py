@@ -162,9 +162,7 @@ def test_the_plan_s_figures_stand_beside_the_measured_ones() -> None:
         ([split(EVEN, 2, 90), split(FRONT, 8, 100)], []),  # nothing was measured of both
     ],
 )
-def test_the_fastest_splits_with_most_and_one_request(
-    rows: list[BenchRow], expected: list[tuple[int, list[int]]]
-) -> None:
+def test_fastest_splits_with_most_and_one_request(rows: list[BenchRow], expected: list[tuple[int, list[int]]]) -> None:
     alone = [row(ONE_PROCESS, 8, 99, 999), row(MLX_LM, 1, 999, 999)]
     assert [(found.concurrency, found.layers) for found in fastest_splits([*alone, *rows])] == expected
     told = bench_of(*alone, *rows).as_json()["fastest"]

@@ -27,9 +27,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", ["owner/first", "owner/first@1234", KEYS[0], KEYS[0][:8]])
-def test_models_are_removed_by_name(
-    brigade: Command, kept: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_is_found_by_name(brigade: Command, kept: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     brigade("cache", "rm", name)
     assert capsys.readouterr().out == "removed 3-5, 7, head of owner/first@1234, 5.0 MiB\n"
     assert [path.name for path in kept.iterdir()] == [KEYS[1]]

@@ -36,7 +36,7 @@ def print_pieces(pieces: Sequence[str], end: BaseException | None = None, *, is_
         (["a"], BrokenPipeError(), "a"),  # its reader has left
     ],
 )
-def test_no_line_is_left_open(
+def test_what_breaks_off_leaves_no_line_open(
     capsys: pytest.CaptureFixture[str], pieces: list[str], end: BaseException | None, out: str
 ) -> None:
     with contextlib.nullcontext() if end is None else pytest.raises(type(end)):

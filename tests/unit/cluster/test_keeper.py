@@ -81,7 +81,7 @@ def test_pauses_grow_and_each_try_is_one_line(monkeypatch: pytest.MonkeyPatch, e
     ],
     ids=["ends at once", "ends soon", "ran for long"],
 )
-def test_pauses_hold_for_short_lives(
+def test_one_that_ends_as_soon_as_it_runs_is_tried_no_more_often(
     monkeypatch: pytest.MonkeyPatch, lives: tuple[float, ...], expected: list[float]
 ) -> None:
     pauses, _, told = keep(lives, monkeypatch)

@@ -82,9 +82,7 @@ def run(shard: Shard) -> mx.array:
 
 
 @types
-def test_a_shard_takes_the_bytes_of_the_plan_and_is_gone_with_its_name(
-    checkpoint: Checkpoint, without_collector: None
-) -> None:
+def test_a_shard_takes_the_bytes_of_the_plan_and_is_freed(checkpoint: Checkpoint, without_collector: None) -> None:
     """By reference counting alone: a cycle would keep gigabytes until Python looks for cycles."""
 
     def num_modules() -> int:

@@ -232,7 +232,7 @@ def test_a_state_that_stays_keeps_no_memory_of_those_that_ended(is_undone: bool)
     ],
     ids=["a batch", "end to end"],
 )
-def test_reordered_rows_see_so_far(
+def test_reordered_windows_see_as_far_as_their_positions_say(
     bases: tuple[int, int], order: tuple[int, ...], form: LaneForm, window: int | None
 ) -> None:
     together, single = (make(FULL, bases, CHOICES[:1] * 2) for _ in range(2))

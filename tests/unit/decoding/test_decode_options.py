@@ -124,9 +124,7 @@ def test_a_window_of_the_users_is_kept_and_auto_goes_by_what_steps_cost_where_th
         (None, (RECURRENT,), "ar"),
     ],
 )
-def test_auto_is_diffusion_where_the_model_can_else_ar(
-    mask: int | None, layers: tuple[LayerSpec, ...], expected: str
-) -> None:
+def test_auto_is_diffusion_where_it_can_be(mask: int | None, layers: tuple[LayerSpec, ...], expected: str) -> None:
     found = suit(decode("auto", "8"), Cache(), spec(mask, layers))
     assert found == Decode(expected, 8)
 

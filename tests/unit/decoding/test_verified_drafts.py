@@ -26,9 +26,7 @@ from worker.compute.header import num_rows
         ([9, 6, 7], [5, 6, 7, 8], [5], 0),
     ],
 )
-def test_drafts_hold_up_to_the_first_wrong(
-    drafts: list[int], samples: list[int], known: list[int], num_cached: int
-) -> None:
+def test_drafts_hold_until_one_fails(drafts: list[int], samples: list[int], known: list[int], num_cached: int) -> None:
     accepted = verify_drafts(drafts, [Sample(token=token) for token in samples])
     assert [sample.token for sample in accepted.samples] == known
     assert accepted.num_cached == num_cached

@@ -50,9 +50,7 @@ def test_an_answer_that_was_begun_is_continued(runner: asyncio.Runner, inputs: I
     assert rendered(runner, inputs, user, begun, add_generation_prompt=False).endswith("<|im_end|>\n")
 
 
-def test_a_template_without_tools_is_given_them_and_their_results(
-    runner: asyncio.Runner, inputs: InputProcessor
-) -> None:
+def test_a_template_without_tools_gets_them_and_their_results(runner: asyncio.Runner, inputs: InputProcessor) -> None:
     tools = ({"type": "function", "function": {"name": "look", "description": "See the sky."}},)
     user, result = {"role": "user", "content": "Snow?"}, {"role": "tool", "content": "It snows."}
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {"at": 5}}}]}

@@ -2,7 +2,7 @@
 
 import asyncio
 import types
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,11 +53,9 @@ class Chains:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualTime]:
+def clock(virtual: VirtualTime, monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
     monkeypatch.setattr(network, "STEP_S", STEP_S)
-    found = VirtualTime()
-    yield found
-    assert not found.close()
+    return virtual
 
 
 def run(clock: VirtualTime, chains: Chains, work: Callable[[Engine], Awaitable[None]], **more: Any) -> None:
@@ -93,9 +91,7 @@ async def lose(engine: Engine, error: BrigadeError) -> None:
      (StageLost("closed", node="a"), PoisonRequest)],
     ids=["bug", "lost"],
 )  # fmt: skip
-def test_a_request_that_ends_engines_ends_alone(
-    clock: VirtualTime, loss: BrigadeError, kind: type[BrigadeError]
-) -> None:
+def test_requests_that_end_engines_end_alone(clock: VirtualTime, loss: BrigadeError, kind: type[BrigadeError]) -> None:
     poison, sound = Request((7,) * 3000, 5), Request((4, 5), 30)
 
     async def work(engine: Engine) -> None:

@@ -123,9 +123,7 @@ def test_a_text_that_takes_too_long_to_tokenize_or_is_too_long_is_refused(front:
     assert short.encode("encode", text="fox") == front.tokenizer.encode("fox")  # type: ignore[union-attr]
 
 
-def test_a_far_too_long_prompt_is_refused(
-    front: inputs.InputProcessor, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_too_long_prompt_is_refused(front: inputs.InputProcessor, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert front.tokenizer is not None
     run(front.make_request(RequestSpec(LONG[:5000], max_tokens=1)))  # probes the tokenizer
     monkeypatch.setattr(type(front.tokenizer), "encode", None)

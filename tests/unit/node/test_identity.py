@@ -111,9 +111,7 @@ def test_the_file_is_read_again_once_it_has_changed_and_case_does_not_count(auth
         keys_of(authority, "studio", Role.COORDINATOR).read()
 
 
-def test_a_certificate_that_expires_later_is_refused_then(
-    authority: Authority, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_certificate_that_expires_later_is_refused(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
     class Later(datetime):
         @classmethod
         def now(cls, tz: object = None) -> datetime:
@@ -219,9 +217,7 @@ LONG: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("make", LONG.values(), ids=LONG)
-def test_long_files_are_refused_in_little_memory(
-    common: Authority, sound: bytes, make: Callable[[bytes], bytes]
-) -> None:
+def test_long_files_are_refused_cheaply(common: Authority, sound: bytes, make: Callable[[bytes], bytes]) -> None:
     write(common, make(sound))
     with within(1 << 20), pytest.raises(ConfigError, match="expected a key, its certificate"):
         keys_of(common).read()

@@ -157,9 +157,7 @@ def test_what_a_power_failure_left_longer_than_the_file_is_begun_anew(cache: Rec
 
 
 @pytest.mark.parametrize("failing", [(PartialFile, "__init__"), (WeightsCache, "make_room")], ids=["disk", "room"])
-def test_a_file_that_fails_is_not_held(
-    cache: Receiver, monkeypatch: pytest.MonkeyPatch, failing: tuple[type, str]
-) -> None:
+def test_a_failed_file_is_not_held(cache: Receiver, monkeypatch: pytest.MonkeyPatch, failing: tuple[type, str]) -> None:
     """Its descriptor is closed once: the number may be another file's by then."""
     digest = blake3(b"{}").hexdigest()
     model = Fingerprint(config=digest, tokenizer=digest, tensors=digest)

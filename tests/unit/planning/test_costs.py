@@ -57,9 +57,7 @@ def test_lanes_follow_from_costs(num_sessions: int, stages_s: StagesSeconds, hop
         (10_000, stages((300, 0.1), (300, 0.1)), True, 32),
     ],
 )
-def test_chunks_are_as_long_as_pays(
-    num_prompt: int, stages_s: StagesSeconds, beside_streams: bool, expected: int
-) -> None:
+def test_chunks_follow_costs(num_prompt: int, stages_s: StagesSeconds, beside_streams: bool, expected: int) -> None:
     assert chunk_size(num_prompt, stages_s, beside_streams=beside_streams) == expected
 
 

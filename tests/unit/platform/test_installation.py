@@ -22,9 +22,7 @@ def test_the_code_changes_with_the_text_or_name_of_our_files(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("refusal", [PermissionError, NotADirectoryError, OSError])
-def test_a_cache_that_refuses_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: type[OSError]
-) -> None:
+def test_a_refusing_cache_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: type[OSError]) -> None:
     def refuse(*args: object) -> None:
         raise refusal
 

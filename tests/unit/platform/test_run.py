@@ -147,9 +147,7 @@ def test_so_it_is_for_a_single_command(run: Run) -> None:
     assert run(command, "--num-rows", "1", "--num-rows", "2") == (2, "", said)
 
 
-def test_a_reader_that_left_at_the_end_is_no_failure(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reader_that_left_is_no_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     class ClosedPipe(io.StringIO):
         def flush(self) -> None:
             raise BrokenPipeError(errno.EPIPE, "Broken pipe")

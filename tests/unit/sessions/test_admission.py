@@ -334,7 +334,7 @@ def kept(*sizes: int) -> list[Bytes]:
         pytest.param(12, 5, [3, 3], 0, True, None, id="unless that is still too few"),
     ],
 )
-def test_give_way(
+def test_who_gives_way(
     needed: int, free: int, others: list[int], source: int | None, extends: bool, room: Room | None
 ) -> None:
     assert make_room(*kept(needed, free), kept(*others), source, extends=extends) == room
