@@ -2,10 +2,13 @@
 
 import asyncio
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from tests.unit.virtual_time import VirtualTime
 
 settings.register_profile("long", max_examples=10_000)  # pytest tests/unit -k fuzz --hypothesis-profile=long
 
@@ -26,3 +29,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     asyncio.run(bounded())
     assert not logged
     return True
+
+
+@pytest.fixture
+def virtual() -> Iterator[VirtualTime]:
+    """A clock that jumps; no task may be left at the end."""
+    virtual = VirtualTime()
+    yield virtual
+    assert not virtual.close()

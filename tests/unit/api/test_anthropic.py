@@ -1,6 +1,7 @@
 """Anthropic's messages: an answer's deltas as events and as one message, by the types of the official client."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from coordinator.api.errors import HttpError
 from coordinator.engine.grammars import json_grammar
 from coordinator.engine.stats import REQUEST_ID
 from coordinator.sessions.output import Output, ToolCall
-from coordinator.sessions.request import Conversation, RequestSpec
+from tests.unit.api import test_agent_requests as agents
 from tests.unit.api.fakes import ALL, CALLS, TOOL, ScriptedModel, connected, delta, last, leave_in_the_middle
 from worker.errors import QueueFull, StageLost
 
@@ -138,7 +139,8 @@ def test_errors_have_the_type_of_their_status() -> None:
         assert (error.error.type, error.error.message, error.request_id) == (kind, "why", "req_1")
 
 
-HELLO = [{"role": "user", "content": "Hello"}]
+BODY = agents.BODIES["messages"]
+HELLO = BODY["messages"]
 
 
 async def asked(script: Sequence[Output | Exception], *, streamed: bool) -> Message:
@@ -175,17 +177,7 @@ async def test_a_failure_is_an_error_event_or_a_status(streamed: bool) -> None:
     assert (failure.value.type, failure.value.api_message) == ("overloaded_error", "worker b: the worker has gone")
 
 
-BODY = {"messages": HELLO, "max_tokens": 9}
-
-
-def spec(**fields: Any) -> RequestSpec:
-    return read(MessagesBody, BODY | fields).to_spec()
-
-
-def conversation(**fields: Any) -> Conversation:
-    prompt = spec(**fields).prompt
-    assert isinstance(prompt, Conversation)
-    return prompt
+spec, conversation = partial(agents.spec, "messages"), partial(agents.conversation, "messages")
 
 
 def test_a_conversation_with_thoughts_calls_and_results_becomes_a_templates_messages() -> None:
@@ -237,15 +229,3 @@ def test_fields_become_those_of_a_request() -> None:
     assert asked.grammar == json_grammar(TOOL, is_strict=False)
     assert spec(output_config={"effort": "low"}).grammar is None
     assert read(CountBody, {"messages": HELLO}).conversation() == conversation()  # without max_tokens
-
-
-def test_thinking_is_the_templates_argument() -> None:
-    off = {"thinking": {"type": "disabled"}}
-    for fields, arguments in (
-        ({}, {}),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"enable_thinking": True}),
-        (off, {"enable_thinking": False}),
-        ({"thinking": {"type": "adaptive"}}, {}),
-        (off | {"chat_template_kwargs": {"enable_thinking": 1}}, {"enable_thinking": 1}),
-    ):
-        assert conversation(**fields).template_arguments == arguments

@@ -159,9 +159,7 @@ REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("shape", "change", "field"), REFUSED)
-def test_what_is_wrong_or_not_supported_is_refused_by_its_field(
-    shape: type[Any], change: dict[str, Any], field: str
-) -> None:
+def test_wrong_and_unsupported_fields_are_refused(shape: type[Any], change: dict[str, Any], field: str) -> None:
     with pytest.raises(InputError) as refused:
         body = read(shape, {key: value for key, value in (WHOLE[shape] | change).items() if value is not None})
         body.to_specs() if shape is CompletionBody else body.to_spec()

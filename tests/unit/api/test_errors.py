@@ -35,9 +35,7 @@ from worker.errors import (
         (BrigadeError("else"), 503, "cluster_failed", "5"),
     ],
 )
-def test_every_error_has_its_status_and_says_whether_to_try_again(
-    error: Exception, status: int, code: str, retry_after: str | None
-) -> None:
+def test_every_error_has_a_status_and_retry(error: Exception, status: int, code: str, retry_after: str | None) -> None:
     found = http_error(error)
     assert (found.status, found.code) == (status, code)
     assert found.headers == ({"Retry-After": retry_after} if retry_after else {"x-should-retry": "false"})

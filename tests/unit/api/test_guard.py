@@ -65,6 +65,9 @@ def test_keys_of_other_servers_may_be_shorter_and_files_that_others_can_read_are
         ("/v1/models/gpt", {"x-api-key": "key-without-name"}, 404),
         ("/v1/models/gpt", {"Authorization": "Basic key-of-alice"}, 401),
         ("/v1/models/gpt", {"Authorization": "Bearer wrong-key"}, 401),
+        ("/v1/models/gpt", {"Authorization": "Bearer none", "x-api-key": "key-of-alice"}, 404),
+        ("/v1/models/gpt", {"Authorization": "Bearer key-of-alice", "x-api-key": "other"}, 404),
+        ("/v1/models/gpt", {"Authorization": "Bearer none", "x-api-key": "other"}, 401),
         ("/v1/models/gpt", {"Authorization": "Bearer \xff\xfe"}, 401),
     ],
 )

@@ -10,12 +10,11 @@ import pytest
 
 from coordinator.api.app import make_app
 from coordinator.api.auth import KEY_VARIABLE, Keys, first_key, load_keys
-from coordinator.api.server import Server
 from coordinator.cluster.log import log_as_json
 from coordinator.engine.stats import KEY_HOLDER, Stats
 from coordinator.engine.status import log_request
 from coordinator.sessions.request import Request
-from tests.unit.api.fakes import ScriptedModel, app, ask, delta, last
+from tests.unit.api.fakes import ScriptedModel, app, ask, delta, last, served
 from tests.unit.api.test_agent_requests import Listening
 from worker.errors import InputError
 
@@ -81,49 +80,41 @@ def test_a_request_goes_before_others_only_as_far_as_its_key_may(tmp_path: Path)
         ("key-of-batch", None, 5), ("key-of-batch", 4, None), ("key-of-bob", None, 0), ("key-of-bob", -1, None),
     ):  # fmt: skip
         model = Listening()
-        server = Server(model, ["talker"])  # type: ignore[arg-type]
-        server.open(model)  # type: ignore[arg-type]
         body = {"input": "hi", "priority": priority}
-        told = ask(make_app(server, keys=keys), "POST", "/v1/responses", json=body, headers={"x-api-key": key})
+        told = ask(
+            make_app(served(model=model), keys=keys), "POST", "/v1/responses", json=body, headers={"x-api-key": key}
+        )
         assert [spec.priority for spec in model.asked] == ([] if found is None else [found])
         if found is None:
             assert (told.status_code, told.json()["error"]["param"]) == (400, "priority")
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_a_key_has_only_so_many_requests_at_once(tmp_path: Path, *, streamed: bool) -> None:
+async def test_a_key_has_only_so_many_requests_at_once(tmp_path: Path, *, streamed: bool) -> None:
     keys = keys_of(tmp_path, f"alice {SECRET} at_once=2\nbob key-of-bob\n")
     body = {"input": "hi", "stream": streamed}
+    model = Held()
+    transport = httpx2.ASGITransport(make_app(served(model=model), keys=keys), raise_app_exceptions=False)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
 
-    async def check() -> None:
-        model = Held()
-        server = Server(model, ["talker"])  # type: ignore[arg-type]
-        server.open(model)  # type: ignore[arg-type]
-        transport = httpx2.ASGITransport(make_app(server, keys=keys), raise_app_exceptions=False)
-        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        async def post(key: str) -> httpx2.Response:
+            return await client.post("/v1/responses", json=body, headers={"x-api-key": key})
 
-            async def post(key: str) -> httpx2.Response:
-                return await client.post("/v1/responses", json=body, headers={"x-api-key": key})
-
-            running = [asyncio.create_task(post(key)) for key in (SECRET, SECRET, "key-of-bob", "key-of-bob")]
-            while len(model.holders) < 4:  # noqa: ASYNC110 - a few turns of the loop
-                await asyncio.sleep(0)
-            refused = await post(SECRET)
-            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
-            assert refused.headers["retry-after"] and SECRET not in refused.text
-            status = await client.get("/v1/models", headers={"x-api-key": SECRET})
-            assert status.status_code != 429
-            model.may_end.set()
-            assert [(await each).status_code for each in running] == [200] * 4
-            assert (await post(SECRET)).status_code == 200
-            assert sorted(model.holders[:4]) == ["alice", "alice", "bob", "bob"]
-
-    asyncio.run(check())
+        running = [asyncio.create_task(post(key)) for key in (SECRET, SECRET, "key-of-bob", "key-of-bob")]
+        while len(model.holders) < 4:  # noqa: ASYNC110 - a few turns of the loop
+            await asyncio.sleep(0)
+        refused = await post(SECRET)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert refused.headers["retry-after"] and SECRET not in refused.text
+        status = await client.get("/v1/models", headers={"x-api-key": SECRET})
+        assert status.status_code != 429
+        model.may_end.set()
+        assert [(await each).status_code for each in running] == [200] * 4
+        assert (await post(SECRET)).status_code == 200
+        assert sorted(model.holders[:4]) == ["alice", "alice", "bob", "bob"]
 
 
-def test_requests_and_tokens_are_counted_and_logged_by_the_name_of_their_key(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_requests_and_tokens_are_counted_and_logged_by_the_name_of_their_key(capfd: pytest.CaptureFixture[str]) -> None:
     stats = Stats(log_request)
     with log_as_json(True):
         for name in ("alice", ""):

@@ -1,6 +1,7 @@
 """Open Responses: an answer's deltas as events and as one response, by the types of the official client."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from coordinator.api.responses import ResponseEvent, ResponseObject, ResponsesAn
 from coordinator.engine import grammars
 from coordinator.engine.grammars import json_grammar
 from coordinator.sessions.output import Output
-from coordinator.sessions.request import Conversation, RequestSpec
+from coordinator.sessions.request import RequestSpec
 from protos.brigade_pb2 import Sampling
+from tests.unit.api import test_agent_requests as agents
 from tests.unit.api.fakes import (
     ALL,
     CALLS,
@@ -195,18 +197,11 @@ def test_a_stream_ends_with_its_last_state_and_done(script: Sequence[Output | Ex
     assert told[-2] == "data: [DONE]" and f"event: response.{end}" == told[-5]
 
 
-def spec(**fields: Any) -> RequestSpec:
-    return read(ResponsesBody, {"input": "Hello"} | fields).to_spec()
+spec, conversation = partial(agents.spec, "responses"), partial(agents.conversation, "responses")
 
 
 def echoed(**fields: Any) -> Any:
     return read(ResponsesBody, {"input": "x"} | fields).response("r", "demo", 0, Sampling(temperature=0.25))
-
-
-def conversation(**fields: Any) -> Conversation:
-    prompt = spec(**fields).prompt
-    assert isinstance(prompt, Conversation)
-    return prompt
 
 
 def test_items_become_a_templates_messages() -> None:
@@ -238,8 +233,6 @@ def test_fields_become_those_of_a_request_and_the_rest_is_ignored() -> None:
     function = {"type": "function", "function": {"name": "add", "parameters": TOOL}}
     assert conversation(tools=tools).tools == (function,)
     assert conversation(tools=tools, tool_choice="none").tools == ()
-    for effort, arguments in ((None, {}), ("low", {"reasoning_effort": "low"}), ("none", {"enable_thinking": False})):
-        assert conversation(reasoning={"effort": effort, "summary": "auto"}).template_arguments == arguments
     ignored = {"store": True, "truncation": "auto", "service_tier": "flex", "user": "x", "prompt_cache_key": "y"}
     asked = spec(max_output_tokens=9, temperature=0.5, presence_penalty=1.5, kv="int8", **ignored)
     assert asked.max_tokens == 9 and asked.sampling == {"temperature": 0.5, "presence_penalty": 1.5}
@@ -267,9 +260,7 @@ def test_a_response_tells_what_held_for_it_not_what_was_asked() -> None:
     ],
     ids=["prompt", "length", "format", "stored", "too large"],
 )
-def test_a_refusal_names_the_fields_of_a_response(
-    monkeypatch: pytest.MonkeyPatch, field: str, body: dict[str, Any], param: str
-) -> None:
+def test_refusals_name_fields(monkeypatch: pytest.MonkeyPatch, field: str, body: dict[str, Any], param: str) -> None:
     class Refusing(FakeEngine):
         async def make_request(self, spec: RequestSpec) -> Any:
             raise InputError(field, "wrong")

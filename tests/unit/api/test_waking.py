@@ -1,9 +1,8 @@
 """Streams of a model that is asleep: they have begun before it is there."""
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
@@ -37,12 +36,6 @@ class Awake(FakeEngine):
         yield only(num_reused=0)
 
 
-@pytest.fixture
-def clock() -> Iterator[VirtualTime]:
-    with contextlib.closing(VirtualTime()) as found:
-        yield found
-
-
 async def asked(path: str, then: Callable[[Server], None] | None, *, after: int) -> tuple[int, list[bytes]]:
     """Status and bodies of a stream for which something happens after so many messages, or its client leaves."""
     shared = served(model=Awake(), heartbeat_s=10)
@@ -71,18 +64,16 @@ async def asked(path: str, then: Callable[[Server], None] | None, *, after: int)
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_stream_lives_while_the_model_is_read_again_and_then_answers(path: str, clock: VirtualTime) -> None:
-    status, bodies = clock.run(asked(path, lambda shared: shared.open(Awake()), after=4))
+def test_a_stream_lives_while_the_model_is_read_again_and_then_answers(path: str, virtual: VirtualTime) -> None:
+    status, bodies = virtual.run(asked(path, lambda shared: shared.open(Awake()), after=4))
     assert (status, bodies[:3]) == (200, [LIVES] * 3)
     assert bodies[3].startswith((b"data: {", b"event: ")) and b'"a"' in b"".join(bodies) and LIVES not in bodies[3:]
-    assert clock.now >= 1040
-    assert clock.run(asked(path, None, after=3)) == (200, [LIVES, LIVES]), "a client that leaves waits no more"
+    assert virtual.now >= 1040
+    assert virtual.run(asked(path, None, after=3)) == (200, [LIVES, LIVES]), "a client that leaves waits no more"
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_failure_while_a_stream_waits_is_told_in_it_and_an_earlier_one_has_a_status(
-    path: str, clock: VirtualTime
-) -> None:
-    status, bodies = clock.run(asked(path, lambda shared: shared.fail("worker mini is away"), after=2))
+def test_a_failure_while_a_stream_waits_is_an_event_an_earlier_one_a_status(path: str, virtual: VirtualTime) -> None:
+    status, bodies = virtual.run(asked(path, lambda shared: shared.fail("worker mini is away"), after=2))
     assert (status, bodies[0]) == (200, LIVES) and b"recovering: worker mini is away" in b"".join(bodies[1:])
-    assert clock.run(asked(path, lambda shared: shared.fail("worker mini is away"), after=0))[0] == 503
+    assert virtual.run(asked(path, lambda shared: shared.fail("worker mini is away"), after=0))[0] == 503

@@ -45,9 +45,7 @@ def test_the_gap_that_is_wanted_is_made_of_what_could_not_be_avoided() -> None:
     assert (row["gap_s"], row["wanted_gap_s"]) == (2.0, pytest.approx(1.725))
 
 
-def test_the_table_marks_what_took_longer_than_wanted_and_names_other_tokens(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_table_marks_gaps_that_were_too_long_and_other_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     print_failover(FailoverReport("a machine", "demo", [4, 4], [ROW, replace(ROW, context=256, is_equal=False)]))
     out = capsys.readouterr().out
     assert "128 killed, restarted 25 50 0.25 0.25 0.88 1.00 1.00 !2.00 1.73" in " ".join(out.split())

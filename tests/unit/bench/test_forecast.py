@@ -12,14 +12,7 @@ from typing import Any
 import pytest
 
 from coordinator.bench import forecast as forecast_module
-from coordinator.bench.forecast import (
-    Assumed,
-    ForecastTimes,
-    forecast,
-    given_pipeline,
-    profiled_pipeline,
-    read_times,
-)
+from coordinator.bench.forecast import Assumed, ForecastTimes, forecast, given_pipeline, profiled_pipeline, read_times
 from coordinator.cli.app import app
 from coordinator.cli.plan import run_forecast
 from coordinator.cluster import open as open_module

@@ -5,14 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from coordinator.bench.simulate import (
-    Hop,
-    Pipeline,
-    SimulatedLoad,
-    SimulatedStage,
-    aggregate_tokens_per_s,
-    simulate,
-)
+from coordinator.bench.simulate import Hop, Pipeline, SimulatedLoad, SimulatedStage, aggregate_tokens_per_s, simulate
 from coordinator.planning.costs import ChainCosts
 
 FLAT = SimulatedStage(((1, 0.010),))  # a step takes 10 ms however many rows it has

@@ -27,17 +27,13 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", ["owner/first", "owner/first@1234", KEYS[0], KEYS[0][:8]])
-def test_a_model_is_removed_by_name_or_key(
-    brigade: Command, kept: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_is_found_by_name(brigade: Command, kept: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     brigade("cache", "rm", name)
     assert capsys.readouterr().out == "removed 3-5, 7, head of owner/first@1234, 5.0 MiB\n"
     assert [path.name for path in kept.iterdir()] == [KEYS[1]]
 
 
-def test_the_last_part_of_a_name_will_do_where_only_one_has_it(
-    brigade: Command, kept: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_last_part_of_a_name_may_do(brigade: Command, kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (kept / KEYS[1] / "called").write_text("/Users/anna/models/first/")
     with pytest.raises(InputError, match=r"^'first' may be any of: .*owner/first@1234"):
         brigade("cache", "rm", "first")

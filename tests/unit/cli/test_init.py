@@ -66,9 +66,7 @@ def test_each_worker_and_the_model_are_asked_about(init: Init) -> None:
     assert "Take mini at 169.254.10.2:1 by Thunderbolt (bridge0)?" in said
 
 
-def test_a_model_that_cannot_be_one_is_refused_before_any_worker_is_looked_for(
-    brigade: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_odd_model_is_refused_at_once(brigade: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "look_around", None)
     with pytest.raises(InputError) as refused:
         brigade("init", "--yes", "--model", "nope", "--config", str(tmp_path / "cluster.yaml"))

@@ -110,9 +110,7 @@ def test_nodes_on_other_machines_are_measured_and_it_says_so(
         (("--config", "FILE", "--layers", "2,2"), "layers"),
     ],
 )
-def test_only_a_file_without_layers_that_can_be_written_is(
-    brigade: Command, tmp_path: Path, flags: tuple[str, ...], field: str
-) -> None:
+def test_only_some_files_are_written(brigade: Command, tmp_path: Path, flags: tuple[str, ...], field: str) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("{layers: [1, 3], workers: [{name: a, address: '127.0.0.1:1'}]}", encoding="utf-8")
     with pytest.raises(InputError) as refused:

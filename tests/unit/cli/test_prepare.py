@@ -51,9 +51,7 @@ def test_a_prompt_goes_through_the_chat_template(folder: Path, capsys: pytest.Ca
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_base_model_is_given_the_text_as_it_stands_and_that_is_said_once(
-    base: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_base_model_gets_the_text_as_it_stands_with_a_note(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert prepared(base).request.prompt == ids(base, PROMPT)
     out, err = capsys.readouterr()
     assert out == "" and err == "note: this model has no chat template; the prompt is given as it stands\n"

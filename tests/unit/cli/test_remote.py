@@ -65,9 +65,7 @@ def test_a_refusal_is_raised_as_its_text() -> None:
         outputs_of("gateway", status=502)
 
 
-def test_the_first_key_of_a_servers_file_is_brought_else_that_of_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, brigade: Command
-) -> None:
+def test_the_key_is_of_a_file_or_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, brigade: Command) -> None:
     brought: list[Any] = []
     monkeypatch.setattr(status, "ask_server", lambda server, key: brought.append(key) or {})
     monkeypatch.setenv("BRIGADE_API_KEY", "key-of-alice")

@@ -74,11 +74,3 @@ def test_a_renewal_changes_neither_role_nor_case_unnoticed(authority: Authority)
     assert authority.issue("studio", Role.COORDINATOR).read_bytes() != before
     long = f"{'Long.' * 20}name"
     assert authority.issue(long, Role.WORKER) == authority.issue(long, Role.WORKER)
-
-
-@pytest.mark.parametrize(("text", "message"), [(None, "brigade keys init makes one"), (b"x", "--replace")])
-def test_without_a_sound_authority_nothing_is_issued(text: bytes | None, message: str, tmp_path: Path) -> None:
-    if text:
-        (tmp_path / AUTHORITY_FILE).write_bytes(text)
-    with pytest.raises(ConfigError, match=message):
-        Authority.open(tmp_path)

@@ -161,12 +161,7 @@ def test_offsets_stay_right_for_hours(virtual: VirtualTime) -> None:
     ids=["never joins", "hangs at a step", "falls silent", "no engine is at work"],
 )
 def test_the_node_that_holds_up_the_opening_is_named(
-    virtual: VirtualTime,
-    monkeypatch: pytest.MonkeyPatch,
-    a: FakePeer,
-    b: FakePeer,
-    kind: type[BrigadeError],
-    node: str,
+    virtual: VirtualTime, monkeypatch: pytest.MonkeyPatch, a: FakePeer, b: FakePeer, kind: type[BrigadeError], node: str
 ) -> None:
     monkeypatch.setattr(FakeStage, "answers", False)
 

@@ -76,9 +76,7 @@ def test_a_recovery_is_bounded_by_stalls_and_not_by_the_length_of_a_load(cluster
     assert cluster.all_answered and cluster.members == WHOLE
 
 
-def test_of_two_losses_in_a_row_only_the_time_without_a_chain_counts(
-    cluster: Cluster3, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_losses_only_time_without_a_chain_counts(cluster: Cluster3, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between them lies one long replay, without a token for a minute."""
     a = cluster.world.places["a"]
     monkeypatch.setattr(fake_network, "STEP_S", 0.3)
@@ -110,9 +108,7 @@ def test_a_node_whose_engine_stood_still_is_taken_back_once_it_is_idle(cluster: 
     assert cluster.members == WHOLE and cluster.all_answered
 
 
-def test_an_unknown_error_of_an_engine_ends_no_request_and_a_node_that_repeats_it_is_ruled_out(
-    cluster: Cluster3,
-) -> None:
+def test_an_unknown_error_ends_no_request_and_a_node_that_repeats_it_is_ruled_out(cluster: Cluster3) -> None:
     error: BrigadeError = error_named("InternalError", "internal error: RuntimeError('GPU Timeout Error')", "a")
     for i in range(3):
         cluster.submit(Request((i, 2, 3), 60))
@@ -129,9 +125,7 @@ def test_an_unknown_error_of_an_engine_ends_no_request_and_a_node_that_repeats_i
     assert cluster.members == WHOLE and cluster.all_answered
 
 
-def test_a_recovery_is_over_when_the_only_client_leaves_during_the_replay(
-    cluster: Cluster3, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recovery_ends_when_the_only_client_leaves(cluster: Cluster3, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the node that is missing would never be looked for."""
     cluster.submit(Request(tuple(range(40)), 60))
     cluster.wait(1)
@@ -148,9 +142,7 @@ def test_a_recovery_is_over_when_the_only_client_leaves_during_the_replay(
     assert cluster.members == WHOLE
 
 
-def test_workers_that_hand_over_one_after_another_cost_a_request_nothing(
-    cluster: Cluster3, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_that_hand_over_in_turn_cost_nothing(cluster: Cluster3, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prompt is fed while three workers are updated in turn: none of them is a loss under it."""
     monkeypatch.setattr(fake_network, "STEP_S", 3.0)
     monkeypatch.setattr(fake_network, "HUNG_S", 60.0)
@@ -208,9 +200,7 @@ def test_a_node_that_comes_back_with_a_certificate_of_another_authority_is_repor
     assert cluster.members == WHOLE
 
 
-def test_an_error_while_an_open_chain_is_tended_is_told_and_its_nodes_still_come_back(
-    cluster: Cluster3, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_beside_an_open_chain_keeps_no_node_out(cluster: Cluster3, monkeypatch: pytest.MonkeyPatch) -> None:
     note_draining, errors = cluster.cluster._note_draining, [KeyError("odd")]
 
     def fail_once() -> None:
@@ -245,9 +235,7 @@ def test_a_cluster_that_is_closed_while_its_model_is_described_leaves_no_task(cl
     assert begun.is_set()
 
 
-def test_a_chain_that_opens_while_another_node_loads_has_time_for_it_even_at_the_end_of_a_recovery(
-    cluster: Cluster3, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chain_that_opens_beside_a_load_always_has_time(cluster: Cluster3, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a node that joins would be blamed."""
     within: list[float | None] = []
 

@@ -9,9 +9,7 @@ from coordinator.cluster.weights import Allowance
 from worker.node.weights_receive import ACK_BYTES
 
 
-def test_it_is_what_the_link_takes_in_a_tenth_of_a_second_and_never_less_than_a_worker_speaks_of(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_it_is_what_the_link_takes_in_a_tenth_of_a_second_and_never_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of less a sender would wait for a word that never comes; it follows a link that gets slower and quicker."""
     now = 100.0
     monkeypatch.setattr(feed_module, "time", SimpleNamespace(monotonic=lambda: now))

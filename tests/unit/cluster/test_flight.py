@@ -87,9 +87,7 @@ def test_what_began_before_a_frame_says_nothing_of_it(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("asleep", [False, True])
-def test_a_process_that_stood_still_says_for_how_long_and_is_not_at_fault_long_after(
-    clock: Clock, asleep: bool
-) -> None:
+def test_a_process_that_stood_still_says_so_and_only_for_a_while(clock: Clock, asleep: bool) -> None:
     """One that is only busy blames the node that is at fault."""
     watched = SuspendWatch()
     for _ in range(20):
@@ -110,9 +108,7 @@ def test_a_process_that_stood_still_says_for_how_long_and_is_not_at_fault_long_a
     ("still_s", "asleep", "is_lost"),
     [(4, True, False), (5, True, False), (6, True, True), (9000, True, True), (12, False, False)],
 )
-def test_a_coordinator_whose_machine_slept_drops_its_peers_and_one_that_was_only_stopped_does_not(
-    clock: Clock, still_s: float, asleep: bool, is_lost: bool
-) -> None:
+def test_only_a_machine_that_slept_drops_its_peers(clock: Clock, still_s: float, asleep: bool, is_lost: bool) -> None:
     watched = SuspendWatch()
 
     async def watch() -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import io
 import re
-from collections.abc import Iterator
 
 import pytest
 from rich.console import Console
@@ -14,13 +13,6 @@ from protos.brigade_pb2 import LoadProgress
 from tests.unit.virtual_time import VirtualTime
 
 MIB = 2**20
-
-
-@pytest.fixture
-def virtual() -> Iterator[VirtualTime]:
-    virtual = VirtualTime()
-    yield virtual
-    assert not virtual.close()
 
 
 def load(done: int, total: int = 3 * MIB, phase: str = "load") -> LoadProgress:
@@ -49,9 +41,7 @@ def test_where_nobody_watches_only_long_work_is_a_line_per_phase(
     assert capsys.readouterr() == ("", said)
 
 
-def test_where_nobody_watches_what_comes_from_afar_is_told_again_and_again_with_its_speed(
-    virtual: VirtualTime, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_terminal_a_feed_tells_its_speed(virtual: VirtualTime, capsys: pytest.CaptureFixture[str]) -> None:
     async def show() -> None:
         with show_progress() as report:
             report("mini", load(0, phase="feed"))
@@ -93,9 +83,7 @@ def test_a_terminal_shows_every_phase_with_its_node(monkeypatch: pytest.MonkeyPa
     assert "load" not in screen.getvalue(), "once all nodes warm up, none of them loads"
 
 
-def test_tokens_write_a_line_less_and_less_often_and_none_for_short_work(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_token_lines_get_less_frequent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     now = 100.0
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: now)
     with progress_module.show_tokens("scored", 60, done=10) as report:

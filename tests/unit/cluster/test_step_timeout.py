@@ -85,9 +85,7 @@ def test_the_first_step_of_a_size_gets_a_minute_and_sizes_and_lanes_count_by_pow
     ],
     ids=lambda opening: str(opening.ListFields()[-1][1])[:20],
 )  # fmt: skip
-def test_the_first_use_of_a_part_of_the_sampler_or_of_a_cache_gets_a_minute_and_a_seed_is_none(
-    opening: Opening,
-) -> None:
+def test_the_first_use_of_a_sampler_or_a_cache_gets_a_minute(opening: Opening) -> None:
     timeouts = StepTimeouts()
     greedy = rows(1, wanted=1)
     do(timeouts, OPENED, greedy, Frame(opened=[Opening(slot=0, sampling=Sampling(seed=7))]))

@@ -82,9 +82,7 @@ def run(shard: Shard) -> mx.array:
 
 
 @types
-def test_a_shard_takes_the_bytes_of_the_plan_for_its_tensors_and_is_gone_when_nobody_holds_it(
-    checkpoint: Checkpoint, without_collector: None
-) -> None:
+def test_a_shard_takes_the_bytes_of_the_plan_and_is_freed(checkpoint: Checkpoint, without_collector: None) -> None:
     """By reference counting alone: a cycle would keep gigabytes until Python looks for cycles."""
 
     def num_modules() -> int:
@@ -115,9 +113,7 @@ def test_a_prompt_chunk_leaves_nothing_but_its_caches(checkpoint: Checkpoint, is
     assert memory() - before - engine.cache_bytes < len(chunk.tokens) * spec.row_bytes / 4
 
 
-def test_a_pass_that_failed_does_not_keep_the_shard(
-    tmp_path: Path, without_collector: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_pass_keeps_no_shard(tmp_path: Path, without_collector: None, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_folder(make_model(tmp_path / "model"))
     describe(checkpoint)
     before = memory()
@@ -167,9 +163,7 @@ def test_a_shard_that_takes_everything_over_reads_nothing(tmp_path: Path) -> Non
     assert part.digests().items() <= whole.digests().items() and run(part).shape == expected.shape
 
 
-def test_a_shard_never_computes_with_a_tensor_that_it_did_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_shard_computes_with_a_tensor_that_it_did_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Were a tensor's place found wrongly, the shard that needs it would say so instead of answering nonsense."""
     checkpoint = open_folder(make_model(tmp_path / "model"))
     lacking = "model.layers.2.self_attn.k_norm.weight"
@@ -198,9 +192,7 @@ def test_norm_and_head_find_empty_caches_at_every_step(tmp_path: Path, monkeypat
     assert seen == [[], []]
 
 
-def test_experts_that_a_cpu_cannot_multiply_are_refused_before_anything_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_that_a_cpu_cannot_multiply_are_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """MLX itself says so only at the first step. Layers without experts, and quantised experts, are no matter."""
     folder = make_type(tmp_path / "model", "deepseek_v3", dtype=mx.bfloat16)
     monkeypatch.setattr(shard_module, "multiplies_experts", lambda dtype: dtype == mx.float32)

@@ -126,9 +126,7 @@ def test_attention_takes_rows_of_any_lengths_at_once(steps: list[tuple[int, ...]
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("entry", [FULL, STATE, BOTH], ids=["full", "state", "both"])
-def test_a_unit_that_must_not_mix_slots_takes_windows_of_one_length_as_a_batch(
-    entry: Entry, window: int | None
-) -> None:
+def test_a_unit_that_must_not_mix_slots_takes_equal_windows_as_a_batch(entry: Entry, window: int | None) -> None:
     assert check(entry, [ONES, EQUAL, ONES], window=window, form=LaneForm.BATCH) == [1, 1, 1]
     mixed = check(entry, [MIXED, ONES, MIXED], window=window, form=LaneForm.BATCH)
     assert mixed == ([2, 1, 2] if entry is STATE else [3, 1, 3]), "keys and values of neighbours only"

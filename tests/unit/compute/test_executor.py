@@ -15,7 +15,5 @@ from worker.compute.executor import share_of_begin
         ((0, 0, 0, 0), 0.0),
     ],
 )
-def test_a_step_begins_before_the_last_one_is_finished_only_where_the_device_takes_longer(
-    times_us: tuple[int, int, int, int], share: float
-) -> None:
+def test_steps_overlap_where_the_device_takes_longer(times_us: tuple[int, int, int, int], share: float) -> None:
     assert share_of_begin(*(1000 * time for time in times_us)) == pytest.approx(share, abs=0.001)

@@ -55,9 +55,7 @@ def answer(decoder: Canvas, proposal: Proposal, *chances: float) -> list[int]:
         (8, (0.1, 1e300, 0.2), [1]),  # that no distribution has, but a peer may send
     ],
 )
-def test_places_of_enough_probability_are_chosen_and_at_least_one(
-    step: int, chances: tuple[float, ...], chosen: list[int]
-) -> None:
+def test_likely_places_are_chosen_and_at_least_one(step: int, chances: tuple[float, ...], chosen: list[int]) -> None:
     assert TWO_STAGES(guesses(*chances), step) == chosen
 
 
@@ -133,9 +131,7 @@ def test_after_a_loss_a_canvas_begins_again() -> None:
 @pytest.mark.parametrize("num_prompt", [1, 3, 4, 5, 8, 21])
 @pytest.mark.parametrize("training", [CAUSAL, BLOCKS, SHIFTED], ids=["causal", "blocks", "shifted"])
 @pytest.mark.parametrize("chunk", [1, 6, 256])
-def test_windows_keep_to_the_grid_and_hold_every_known_token_once(
-    num_prompt: int, training: CanvasTraining, chunk: int
-) -> None:
+def test_windows_keep_to_the_grid_with_each_token_once(num_prompt: int, training: CanvasTraining, chunk: int) -> None:
     session = opened(range(2, 2 + num_prompt), 11, EOS, canvas(training), chunk=chunk)
     fed: list[int] = []
     while session.finish_reason is None:

@@ -70,9 +70,7 @@ DEVICES = [
 
 @pytest.mark.parametrize("num_slots", [1, 8])
 @pytest.mark.parametrize("prices", DEVICES)
-def test_drafts_that_never_hold_cost_less_than_a_tenth_where_steps_are_computed_ahead(
-    prices: tuple[float, float, float, float], num_slots: int
-) -> None:
+def test_drafts_that_never_hold_cost_little(prices: tuple[float, float, float, float], num_slots: int) -> None:
     assert speed_against_ar(Device(*prices), 0.0, num_slots, num_answers=12) > 0.92
 
 

@@ -6,13 +6,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.decoding.decode_options import (
-    KINDS,
-    Decode,
-    make_cache_choice,
-    make_decode,
-    suit,
-)
+from coordinator.decoding.decode_options import KINDS, Decode, make_cache_choice, make_decode, suit
 from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import CACHE_FULL, CACHE_INT4, CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
 from worker.errors import InputError
@@ -38,9 +32,7 @@ def decode(
 @pytest.mark.parametrize(
     ("text", "expected"), [("0.9", (0.9, 0.9, 1)), ("0.95,0.80,8", (0.95, 0.8, 8)), ("0,1,1", (0.0, 1.0, 1))]
 )
-def test_a_threshold_is_one_number_or_two_and_the_step_of_the_second(
-    text: str, expected: tuple[float, float, int]
-) -> None:
+def test_a_threshold_is_one_number_or_two_and_a_step(text: str, expected: tuple[float, float, int]) -> None:
     assert decode("canvas", canvas_threshold=text).canvas_threshold == expected
 
 
@@ -55,10 +47,7 @@ def test_a_threshold_is_one_number_or_two_and_the_step_of_the_second(
         ("canvas_steps", [-1]),
         ("conditioning", ["top-32"]),
         ("canvas_sampler", ["best"]),
-        (
-            "canvas_threshold",
-            ["", "x", "0.9,0.8", "0.9,0.8,2.5", "0.9,0.8,0", "nan", "-1", "1,2,3,4", "inf"],
-        ),
+        ("canvas_threshold", ["", "x", "0.9,0.8", "0.9,0.8,2.5", "0.9,0.8,0", "nan", "-1", "1,2,3,4", "inf"]),
     ],
 )
 def test_a_value_that_no_decoder_can_have_is_refused_by_the_name_of_its_parameter(field: str, values: list) -> None:
@@ -76,9 +65,7 @@ OF_CANVASES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("given", [*OF_CANVASES.items(), ("entropy_threshold", 0.3), ("position_penalty", 0.1)])
-def test_a_parameter_that_changes_the_answer_is_refused_beside_a_decoder_that_it_is_not_for(
-    given: tuple[str, Any],
-) -> None:
+def test_a_parameter_of_another_decoder_that_changes_the_answer_is_refused(given: tuple[str, Any]) -> None:
     for kind in KINDS:
         if kind in (("auto", "canvas") if given[0] in OF_CANVASES else ("diffusion-fast",)):
             assert make_decode(kind, **dict([given])).kind == kind
@@ -137,9 +124,7 @@ def test_a_window_of_the_users_is_kept_and_auto_goes_by_what_steps_cost_where_th
         (None, (RECURRENT,), "ar"),
     ],
 )
-def test_auto_is_diffusion_where_the_model_can_and_one_token_decoding_elsewhere(
-    mask: int | None, layers: tuple[LayerSpec, ...], expected: str
-) -> None:
+def test_auto_is_diffusion_where_it_can_be(mask: int | None, layers: tuple[LayerSpec, ...], expected: str) -> None:
     found = suit(decode("auto", "8"), Cache(), spec(mask, layers))
     assert found == Decode(expected, 8)
 
@@ -166,9 +151,7 @@ def test_a_kind_that_the_model_cannot_is_refused_with_the_ones_that_it_can() -> 
     [(100, None, False), (128, None, False), (16, 16, False), (17, 16, False), (99, 64, False), (120, 1000, False),
      (99, None, True), (15, 16, True), (1, 9, True)],
 )  # fmt: skip
-def test_a_window_that_does_not_fit_is_refused_and_the_largest_that_does_is_taken(
-    window: int, max_kv_size: int | None, fits: bool
-) -> None:
+def test_only_windows_that_fit_are_taken(window: int, max_kv_size: int | None, fits: bool) -> None:
     cache = make_cache_choice("rotating" if max_kv_size else "full", max_kv_size)
     for kind in (*DIFFUSION, "auto"):
         if fits:

@@ -80,9 +80,7 @@ def test_drafts_cost_a_tenth_at_most_however_few_hold(prices: Prices, held: floa
 @pytest.mark.parametrize("num_together", [1, 2, 4, 8])
 @pytest.mark.parametrize("held", [0.0, 0.3, 0.5])
 @pytest.mark.parametrize("prices", [Prices(), Prices(row_s=0.001), Prices(step_s=0.007, row_s=0.00012)])
-def test_mask_windows_cost_a_tenth_at_most_however_few_guesses_hold(
-    prices: Prices, held: float, num_together: int
-) -> None:
+def test_mask_windows_cost_a_tenth_at_most(prices: Prices, held: float, num_together: int) -> None:
     assert speed_against_ar(prices, held, num_together, kind=MASK_WINDOWS) > 0.9
 
 
@@ -113,9 +111,7 @@ REPEATED = [*range(20)] * 2
     ("text_held", "drafter_held", "takes_text"),
     [(15, 15, True), (15, 0, True), (0, 15, False), (None, 0, True), (None, None, True)],
 )
-def test_the_source_that_is_expected_to_bring_more_makes_the_draft(
-    text_held: int | None, drafter_held: int | None, takes_text: bool
-) -> None:
+def test_the_better_source_makes_the_draft(text_held: int | None, drafter_held: int | None, takes_text: bool) -> None:
     """Drafts from the text cost no drafting."""
     steps, drafting = warmed(Prices(row_s=0.0005)), DraftingCosts()
     for _ in range(2):

@@ -14,9 +14,7 @@ from tests.unit.fake_chain import VOCAB, masked, plain_answer, prompt_of
 @pytest.mark.parametrize(
     ("max_tokens", "eos_at"), [(1, None), (11, None), (50, 0), (50, 1), (50, 10), (11, 10), (50, 17)]
 )
-def test_a_session_ends_at_the_same_token_for_the_same_reason_whatever_the_decoder(
-    kind: str, max_tokens: int, eos_at: int | None
-) -> None:
+def test_a_session_ends_at_the_same_token_with_every_decoder(kind: str, max_tokens: int, eos_at: int | None) -> None:
     """An end-of-sequence token of the prompt ends nothing."""
     prompt = [VOCAB + 1, *prompt_of(6, seed=4)]
     text = plain_answer(prompt, 50)

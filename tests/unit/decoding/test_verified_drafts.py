@@ -26,9 +26,7 @@ from worker.compute.header import num_rows
         ([9, 6, 7], [5, 6, 7, 8], [5], 0),
     ],
 )
-def test_drafts_hold_up_to_the_first_that_differs_and_one_token_comes_on_top(
-    drafts: list[int], samples: list[int], known: list[int], num_cached: int
-) -> None:
+def test_drafts_hold_until_one_fails(drafts: list[int], samples: list[int], known: list[int], num_cached: int) -> None:
     accepted = verify_drafts(drafts, [Sample(token=token) for token in samples])
     assert [sample.token for sample in accepted.samples] == known
     assert accepted.num_cached == num_cached
@@ -57,9 +55,7 @@ def test_windows_that_come_and_go_change_no_token(quality: float) -> None:
 
 @pytest.mark.parametrize("quality", [0.0, 0.3, 0.8, 1.0])
 @pytest.mark.parametrize("window", [1, 2, 3, 8, 13, 32, 64, None])
-def test_lossless_diffusion_gives_the_tokens_of_one_token_decoding_however_good_the_guesses(
-    window: int | None, quality: float
-) -> None:
+def test_lossless_diffusion_gives_the_tokens_of_one_token_decoding(window: int | None, quality: float) -> None:
     """In windows that have no more rows than drafts and about as many masks."""
     W = window or 16
     for num_prompt in (1, 7, W, W + 1, 2 * W, 100):

@@ -158,9 +158,7 @@ LOST = StageLost("nothing answers")
         (ModelError("speaks protocol 2"), {}, "Darwin", Kind.BRIGADE, "protocol 2", "same version"),
     ],
 )  # fmt: skip
-def test_a_worker_that_cannot_be_asked_is_a_finding_with_its_reason(
-    error: Any, way: dict[str, Any], system: str, kind: Kind, words: str, fix: str
-) -> None:
+def test_silence_is_a_finding(error: Any, way: dict[str, Any], system: str, kind: Kind, words: str, fix: str) -> None:
     studio = node("studio", STUDIO, system=system)
     start = Network(file="home.yaml").start_hint("mini")
     mini = ExaminedNode("mini", error=error, ways=[Way(address="a:1", **way)], start=start)
@@ -248,9 +246,7 @@ DRIVE = ThunderboltPort(name="1", gbit=80.0, is_connected=True, id="mini")  # no
         (LAN, LAN, False, OK, "takes Ethernet"),
     ],
 )
-def test_a_link_that_is_no_cable_is_worse_if_there_is_one(
-    near: Interface, far: Interface, has_cable: bool, level: Level, words: str
-) -> None:
+def test_a_cable_degrades_others(near: Interface, far: Interface, has_cable: bool, level: Level, words: str) -> None:
     findings = over(near, far, **({} if has_cable else {"thunderbolt": []}))
     found = said(findings, Kind.WIFI if far is FAR_WIFI else Kind.INTERFACE)
     assert found.level is level and words in found.text

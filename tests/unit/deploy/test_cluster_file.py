@@ -164,9 +164,7 @@ workers:
         ([node("mini", CABLE, WIFI), node("air", LAN, WIFI)], ["mini"], "mini announces 192.168.1.7:1, too"),
     ],
 )
-def test_a_node_that_cannot_be_in_it_is_left_out_with_the_reason(
-    nodes: list[FoundNode], kept: list[str], why: str
-) -> None:
+def test_a_node_that_cannot_take_part_is_left_out(nodes: list[FoundNode], kept: list[str], why: str) -> None:
     found = drafted(*nodes)
     assert names(found) == kept
     assert found.left_out and all(" is left out: " in line for line in found.left_out) and why in found.left_out[0]
@@ -204,9 +202,7 @@ HERE = ("coordinator", "mini")
         (f"{FILE}\n...\n", HERE, r"write there yourself: layers: \[4, 4\]"),
     ],
 )
-def test_a_file_that_cannot_get_this_plan_stays_as_it_is(
-    tmp_path: Path, text: str, names: tuple[str, ...], said: str
-) -> None:
+def test_a_file_that_cannot_take_a_plan_stays(tmp_path: Path, text: str, names: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         written(tmp_path, text, *names)
     assert (tmp_path / "cluster.yaml").read_text(encoding="utf-8") == text

@@ -100,9 +100,7 @@ NOTHING = RemoteState("/h", 1, "daemon")
         (replace(AS_WANTED, versions=frozenset({"v1"})), "start", True, "", True, "installed, restarted"),
     ],
 )
-def test_the_fewest_steps(
-    found: RemoteState, action: str, installs: bool, files: str, restarts: bool, story: str
-) -> None:
+def test_fewest_steps(found: RemoteState, action: str, installs: bool, files: str, restarts: bool, story: str) -> None:
     steps = steps_for(TARGET, found, LaunchMode(action))
     assert (steps.installs, " ".join(sorted(steps.files)), steps.restarts) == (installs, files, restarts)
     assert steps.summary == story and steps.are_none == (story == "unchanged")

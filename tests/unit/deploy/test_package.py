@@ -8,23 +8,12 @@ from packaging.metadata import Metadata
 
 from coordinator.deploy import package as package_module
 from coordinator.deploy.package import Package, files_of, installed, pins, project_at
-from coordinator.deploy.trial import TriedHop, advice, hops_of
+from coordinator.deploy.trial import TriedHop, hops_of
 from coordinator.sessions.waterfall import Leg, Passage, Route
 from tests.unit.deploy.cases import tried
-from worker.errors import ConfigError, ModelError, NodeBusy, OutOfMemory, StageLost
+from worker.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def test_there_is_something_to_do_about_every_failure() -> None:
-    for error, words in (
-        (NodeBusy("serves"), "brigade generate --server"),
-        (OutOfMemory("none"), "brigade plan --config a.yaml"),
-        (ModelError("none"), "brigade plan --config a.yaml tells whether it fits"),
-        (ConfigError("none"), "brigade plan --config a.yaml tells whether it fits"),
-        (StageLost("gone"), "brigade doctor --config a.yaml tells what is wrong"),
-    ):
-        assert words in advice(error, "--config a.yaml")
 
 
 def test_a_file_a_pin_or_a_requirement_makes_another_version() -> None:

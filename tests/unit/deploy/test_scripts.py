@@ -71,9 +71,7 @@ def test_nothing_is_dropped_while_another_installs_and_old_parcels_go_after_an_h
     assert [each.name for each in folder.glob("sent*")] == ["sent-new"]
 
 
-def test_what_a_launch_that_was_cut_off_has_half_made_goes_even_if_nothing_else_is_to_be_done(
-    machine: FakeMachine,
-) -> None:
+def test_half_made_versions_of_a_launch_that_was_cut_off_are_removed(machine: FakeMachine) -> None:
     settle(machine, "mini", "v1")
     for half in ("v1.1", "v2", "v3"):
         (machine.home / ".brigade" / "versions" / half / "lib").mkdir(parents=True)
@@ -100,9 +98,7 @@ def test_what_was_installed_is_not_dropped_before_its_worker_has_it(machine: Fak
     assert versions(machine) == {"v1", "v2"}
 
 
-def test_a_worker_is_not_started_by_what_another_launch_has_dropped_or_where_nothing_can_be_written(
-    machine: FakeMachine,
-) -> None:
+def test_no_worker_is_started_from_a_dropped_version_or_on_a_full_disk(machine: FakeMachine) -> None:
     folder = folder_of(machine, "mini")
     (folder / "started").write_text("old\n")
     done = machine.attempt("settle", kind="daemon", restarts="yes", started="x", version="gone")

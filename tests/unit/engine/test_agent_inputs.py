@@ -50,9 +50,7 @@ def test_an_answer_that_was_begun_is_continued(runner: asyncio.Runner, inputs: I
     assert rendered(runner, inputs, user, begun, add_generation_prompt=False).endswith("<|im_end|>\n")
 
 
-def test_a_model_whose_template_knows_no_tools_reads_them_and_their_results(
-    runner: asyncio.Runner, inputs: InputProcessor
-) -> None:
+def test_a_template_without_tools_gets_them_and_their_results(runner: asyncio.Runner, inputs: InputProcessor) -> None:
     tools = ({"type": "function", "function": {"name": "look", "description": "See the sky."}},)
     user, result = {"role": "user", "content": "Snow?"}, {"role": "tool", "content": "It snows."}
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {"at": 5}}}]}
@@ -61,9 +59,7 @@ def test_a_model_whose_template_knows_no_tools_reads_them_and_their_results(
         assert text.count(said) == 1
 
 
-def test_keywords_that_no_grammar_enforces_are_named_unless_the_schema_is_strict(
-    runner: asyncio.Runner, inputs: InputProcessor
-) -> None:
+def test_keywords_that_no_grammar_enforces_are_named(runner: asyncio.Runner, inputs: InputProcessor) -> None:
     def request(**how: Any) -> Any:
         return runner.run(inputs.make_request(RequestSpec("a", grammar=json_grammar(SCHEMA, **how))))
 
@@ -73,9 +69,7 @@ def test_keywords_that_no_grammar_enforces_are_named_unless_the_schema_is_strict
     assert runner.run(inputs.make_request(RequestSpec("a", grammar=json_grammar()))).not_enforced == ()
 
 
-def test_a_template_that_takes_one_system_message_gets_later_ones_as_the_users(
-    runner: asyncio.Runner, tmp_path: Path
-) -> None:
+def test_later_system_messages_become_the_users_if_a_template_takes_one(runner: asyncio.Runner, tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_text((DEMO / name).read_text())
     settings = json.loads((DEMO / "tokenizer_config.json").read_text())

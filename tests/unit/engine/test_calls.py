@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from coordinator.engine.grammars import (
-    after_thought,
-    calls_grammar,
-    json_grammar,
-    regex_grammar,
-    text_or_calls_grammar,
-)
+from coordinator.engine.grammars import after_thought, calls_grammar, json_grammar, regex_grammar, text_or_calls_grammar
 from coordinator.sessions.request import Calls
 from coordinator.sessions.text import Markers
 from worker.errors import InputError, SamplingError

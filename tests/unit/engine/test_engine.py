@@ -2,13 +2,15 @@
 
 import asyncio
 import types
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import tests.unit.cluster.fake_network as network
+from coordinator.decoding.decode_options import Decode
+from coordinator.decoding.decoders import Proposal, Verified
 from coordinator.engine.core import EngineCore
 from coordinator.engine.engine import Engine
 from coordinator.engine.quarantine import MOST_LOSSES
@@ -51,11 +53,9 @@ class Chains:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualTime]:
+def clock(virtual: VirtualTime, monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
     monkeypatch.setattr(network, "STEP_S", STEP_S)
-    found = VirtualTime()
-    yield found
-    assert not found.close()
+    return virtual
 
 
 def run(clock: VirtualTime, chains: Chains, work: Callable[[Engine], Awaitable[None]], **more: Any) -> None:
@@ -91,9 +91,7 @@ async def lose(engine: Engine, error: BrigadeError) -> None:
      (StageLost("closed", node="a"), PoisonRequest)],
     ids=["bug", "lost"],
 )  # fmt: skip
-def test_a_request_under_which_an_engine_fails_again_and_again_ends_alone(
-    clock: VirtualTime, loss: BrigadeError, kind: type[BrigadeError]
-) -> None:
+def test_requests_that_end_engines_end_alone(clock: VirtualTime, loss: BrigadeError, kind: type[BrigadeError]) -> None:
     poison, sound = Request((7,) * 3000, 5), Request((4, 5), 30)
 
     async def work(engine: Engine) -> None:
@@ -138,9 +136,7 @@ def test_handovers_of_drained_workers_are_no_losses_of_a_request(clock: VirtualT
     run(clock, Chains(WIDE), work)
 
 
-def test_a_suspect_that_may_run_since_another_one_ends_is_entered_once(
-    clock: VirtualTime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_suspect_whose_turn_comes_is_entered_once(clock: VirtualTime, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one whose turn it is does not fit on the nodes that are left."""
     requests = [Request((1, 2, 3), 5), Request(tuple(range(40)) * 40, 60), Request((4, 5), 5), Request((6, 7, 8, 9), 5)]
     entered: list[tuple[int, int]] = []
@@ -221,9 +217,7 @@ def test_whatever_ends_one_answer_is_raised_and_ends_the_others(clock: VirtualTi
     run(clock, Chains(WIDE), work)
 
 
-def test_all_answers_of_one_call_come_out_of_one_queue_and_begin_after_the_first_of_their_prompt(
-    clock: VirtualTime,
-) -> None:
+def test_answers_of_one_call_share_a_queue_and_begin_after_the_first_of_their_prompt(clock: VirtualTime) -> None:
     requests = [Request((1, 2, 3), 4), Request((1, 2, 3), 6), Request((5,), 3)]
     begun: list[int] = []
 
@@ -238,9 +232,7 @@ def test_all_answers_of_one_call_come_out_of_one_queue_and_begin_after_the_first
     run(clock, Chains(WIDE), work)
 
 
-def test_a_reader_that_catches_up_just_as_its_session_pauses_is_not_waited_for(
-    clock: VirtualTime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_that_catches_up_at_a_pause_is_seen(clock: VirtualTime, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of a prompt chunk puts no output, so the reader would not look again and never see the pause."""
     asked = Request((1, 2, 3) * 8, 5)
 
@@ -260,5 +252,32 @@ def test_a_reader_that_catches_up_just_as_its_session_pauses_is_not_waited_for(
         begun = clock.now
         assert (await engine.answer(asked, chunk=2)).tokens == expected(asked)
         assert clock.now - begun < 30, "the session stood still until its reader was given up"
+
+    run(clock, Chains(WIDE), work)
+
+
+def test_a_session_chooses_by_the_costs_of_its_new_chain(clock: VirtualTime, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[ChainCosts] = []
+
+    class Noting(Verified):
+        def __init__(self, costs: ChainCosts) -> None:
+            super().__init__()
+            self._costs = costs
+
+        def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int = 1) -> Proposal:
+            used.append(self._costs)
+            return super().propose(tokens, num_unfed, room, num_together)
+
+    monkeypatch.setattr(Decode, "make_decoder", lambda decode, eos, costs, *_, **__: Noting(costs))
+    request = Request((4, 5), 30)
+
+    async def work(engine: Engine) -> None:
+        [task], chains = asked(engine, request), [engine.chain]
+        while len(used) < 5:  # noqa: ASYNC110 - in virtual time
+            await asyncio.sleep(STEP_S)
+        await lose(engine, StageLost("closed", node="a"))
+        chains.append(engine.chain)
+        assert await task == expected(request)
+        assert list(dict.fromkeys(map(id, used))) == [id(chain.costs) for chain in chains]
 
     run(clock, Chains(WIDE), work)

@@ -50,9 +50,7 @@ def both(prompt: str) -> tuple[str, Conversation]:
     return prompt, Conversation(({"role": "user", "content": prompt},))
 
 
-def test_a_grammar_that_explodes_is_refused_and_a_chat_beside_it_is_read_at_once(
-    front: inputs.InputProcessor, run: Run
-) -> None:
+def test_an_exploding_grammar_is_refused_and_holds_up_no_chat(front: inputs.InputProcessor, run: Run) -> None:
     async def checked() -> None:
         await front.make_request(RequestSpec("a", grammar=regex_grammar("[0-9]+")))  # has read the vocabulary
         await front.make_request(CHAT)
@@ -69,9 +67,7 @@ def test_a_grammar_that_explodes_is_refused_and_a_chat_beside_it_is_read_at_once
     run(checked())
 
 
-def test_a_grammar_that_takes_too_much_time_or_memory_is_refused_and_the_next_one_is_read(
-    front: inputs.InputProcessor,
-) -> None:
+def test_a_grammar_is_refused_for_its_time_or_memory_and_the_next_one_is_read(front: inputs.InputProcessor) -> None:
     for grammar, bounds, said in (
         (EXPLODING[1], Bounds(seconds=0.5), "the grammar took .* to compile"),
         (EXPLODING[0], Bounds(seconds=20, memory_bytes=100 << 20), "took more than 100 MiB of memory to compile"),
@@ -101,9 +97,7 @@ def test_a_tool_whose_schema_cannot_be_enforced_is_refused_by_its_place_and_name
     assert refused.value.field == field
 
 
-def test_a_long_text_is_tokenized_elsewhere_and_a_chat_beside_it_is_read_at_once(
-    front: inputs.InputProcessor, run: Run
-) -> None:
+def test_a_long_text_is_tokenized_elsewhere_and_holds_up_no_chat(front: inputs.InputProcessor, run: Run) -> None:
     async def checked(prompt: Conversation | str) -> tuple[int, ...]:
         await front.make_request(CHAT)
         reading = asyncio.ensure_future(front.prompt_ids(prompt))
@@ -117,9 +111,7 @@ def test_a_long_text_is_tokenized_elsewhere_and_a_chat_beside_it_is_read_at_once
         assert list(run(checked(prompt))) == front.tokenizer.encode_prompt(prompt)
 
 
-def test_a_text_whose_tokens_take_too_long_or_do_not_fit_into_an_answer_is_refused(
-    front: inputs.InputProcessor,
-) -> None:
+def test_a_text_that_takes_too_long_to_tokenize_or_is_too_long_is_refused(front: inputs.InputProcessor) -> None:
     def texts(**bounds: Any) -> LongTexts:
         return LongTexts(front.checkpoint.folder, trust_remote_code=False, bounds=Bounds(**bounds))
 
@@ -131,9 +123,7 @@ def test_a_text_whose_tokens_take_too_long_or_do_not_fit_into_an_answer_is_refus
     assert short.encode("encode", text="fox") == front.tokenizer.encode("fox")  # type: ignore[union-attr]
 
 
-def test_a_prompt_that_is_plainly_too_long_is_refused_before_it_is_tokenized(
-    front: inputs.InputProcessor, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_too_long_prompt_is_refused(front: inputs.InputProcessor, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert front.tokenizer is not None
     run(front.make_request(RequestSpec(LONG[:5000], max_tokens=1)))  # probes the tokenizer
     monkeypatch.setattr(type(front.tokenizer), "encode", None)
@@ -152,9 +142,7 @@ def test_a_prompt_that_is_plainly_too_long_is_refused_before_it_is_tokenized(
     ],
     ids=["regex", "schema", "itself", "too long"],
 )
-def test_a_grammar_that_nothing_is_of_is_refused_with_the_words_of_its_parser(
-    front: inputs.InputProcessor, run: Run, grammar: str, said: str
-) -> None:
+def test_a_grammar_of_no_text_is_refused(front: inputs.InputProcessor, run: Run, grammar: str, said: str) -> None:
     with pytest.raises(InputError, match=f"^response_format: {said}"):
         run(front.make_request(RequestSpec("a", max_tokens=1, grammar=grammar)))
 
@@ -186,9 +174,7 @@ def test_the_sampler_is_told_the_tokens_that_parameters_speak_of(front: inputs.I
     assert refusal.value.field == "stop_token_ids"
 
 
-def test_a_constrained_answer_does_not_think_first_unless_it_is_asked_to(
-    front: inputs.InputProcessor, run: Run, tmp_path: Path
-) -> None:
+def test_a_constrained_answer_thinks_only_if_asked_to(front: inputs.InputProcessor, run: Run, tmp_path: Path) -> None:
     shutil.copy(front.checkpoint.folder / "tokenizer.json", tmp_path)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -205,9 +191,7 @@ def test_a_constrained_answer_does_not_think_first_unless_it_is_asked_to(
     assert texts == ["True", "False", "True"]
 
 
-def test_a_rotating_cache_keeps_the_system_prompt_and_nothing_of_what_the_user_says(
-    front: inputs.InputProcessor, run: Run
-) -> None:
+def test_a_rotating_cache_keeps_the_system_prompt_and_no_more(front: inputs.InputProcessor, run: Run) -> None:
     def kept(text: str, size: int = 100, messages: tuple[Any, ...] = (SYSTEM,)) -> tuple[int, tuple[int, ...]]:
         prompt = Conversation((*messages, {"role": "user", "content": text}))
         asked = RequestSpec(prompt, cache=make_cache_choice("rotating", size, "system"), keeps_system=True)
@@ -246,9 +230,7 @@ def test_no_system_prompt_is_kept_where_the_template_puts_it_before_the_last_que
         assert refused.value.field == "kv_keep"
 
 
-def test_where_caches_cannot_be_cut_a_request_tells_where_later_ones_may_part_from_it(
-    front: inputs.InputProcessor, run: Run
-) -> None:
+def test_where_caches_cannot_be_cut_a_request_tells_where_turns_end(front: inputs.InputProcessor, run: Run) -> None:
     def asked(*messages: tuple[str, str], size: int | None = 16) -> RequestSpec:
         conversation = Conversation((SYSTEM, *({"role": role, "content": text} for role, text in messages)))
         return RequestSpec(conversation, cache=make_cache_choice("rotating" if size else "full", size))

@@ -77,7 +77,7 @@ def test_a_step_is_in_the_file_before_it_is_shown_and_once_it_is_kept(tmp_path: 
     assert len(shown) == 4
 
 
-def test_an_interrupt_waits_for_the_step_that_is_being_shown(tmp_path: Path) -> None:
+async def test_an_interrupt_waits_for_the_step_that_is_being_shown(tmp_path: Path) -> None:
     """What is printed behind it must not come before it, and the file has what was shown."""
     told, began, may_go_on = [], threading.Event(), threading.Event()
 
@@ -86,19 +86,16 @@ def test_an_interrupt_waits_for_the_step_that_is_being_shown(tmp_path: Path) -> 
         may_go_on.wait(10.0)
         told.append(text)
 
-    async def interrupt() -> None:
-        async with JournalFile(tmp_path / "journal") as journal:
-            await journal.begin(HEADER)
-            keeping = asyncio.create_task(journal.keep(Output("a", [Token(1)], 0), show))
-            await asyncio.to_thread(began.wait, 10.0)
-            keeping.cancel()
-            await asyncio.sleep(0)
-            asyncio.get_running_loop().call_soon(may_go_on.set)
-            with pytest.raises(asyncio.CancelledError):
-                await keeping
-            assert told == ["a"]
-
-    asyncio.run(interrupt())
+    async with JournalFile(tmp_path / "journal") as journal:
+        await journal.begin(HEADER)
+        keeping = asyncio.create_task(journal.keep(Output("a", [Token(1)], 0), show))
+        await asyncio.to_thread(began.wait, 10.0)
+        keeping.cancel()
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_soon(may_go_on.set)
+        with pytest.raises(asyncio.CancelledError):
+            await keeping
+        assert told == ["a"]
 
 
 def test_many_pieces_wait_for_the_disk_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,16 +162,13 @@ def test_a_request_of_which_nothing_came_leaves_no_file_of_its_own(tmp_path: Pat
     assert path.exists() and not holds_something(path)
 
 
-def test_a_full_disk_ends_the_answer_with_the_files_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_disk_ends_the_answer_with_the_files_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object) -> int:
         raise OSError(28, "No space left on device")
 
-    async def keep_on_a_full_disk() -> None:
-        async with JournalFile(tmp_path / "journal") as journal:
-            await journal.begin(HEADER)
-            with monkeypatch.context() as patch:
-                patch.setattr(journal_file.os, "write", full)
-                with pytest.raises(InputError, match="journal: No space left on device"):
-                    await journal.keep(piece(5))
-
-    asyncio.run(keep_on_a_full_disk())
+    async with JournalFile(tmp_path / "journal") as journal:
+        await journal.begin(HEADER)
+        with monkeypatch.context() as patch:
+            patch.setattr(journal_file.os, "write", full)
+            with pytest.raises(InputError, match="journal: No space left on device"):
+                await journal.keep(piece(5))

@@ -28,45 +28,36 @@ async def begun(work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
     return task
 
 
-def test_a_call_waits_for_one_before_it_that_nobody_waits_for_any_more() -> None:
-    async def checked() -> None:
-        aside, first = OneAtATime(), Call()
-        left = await begun(aside.run(first))
-        left.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await left
-        second = await begun(aside.run(lambda: first.has_ended))
-        first.may_end.set()
-        assert await second
-
-    asyncio.run(checked())
+async def test_a_call_waits_for_one_before_it_that_nobody_waits_for_any_more() -> None:
+    aside, first = OneAtATime(), Call()
+    left = await begun(aside.run(first))
+    left.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await left
+    second = await begun(aside.run(lambda: first.has_ended))
+    first.may_end.set()
+    assert await second
 
 
-def test_a_call_that_was_left_before_its_turn_is_not_run() -> None:
-    async def checked() -> None:
-        aside, first, second = OneAtATime(), Call(), Call()
-        running, left = await begun(aside.run(first)), await begun(aside.run(second))
-        left.cancel()
-        first.may_end.set()
-        with pytest.raises(ValueError):
-            await running
-        assert await aside.run(lambda: second.has_ended) is False
-
-    asyncio.run(checked())
+async def test_a_call_that_was_left_before_its_turn_is_not_run() -> None:
+    aside, first, second = OneAtATime(), Call(), Call()
+    running, left = await begun(aside.run(first)), await begun(aside.run(second))
+    left.cancel()
+    first.may_end.set()
+    with pytest.raises(ValueError):
+        await running
+    assert await aside.run(lambda: second.has_ended) is False
 
 
-def test_as_many_wait_as_may_and_only_for_so_long_and_all_who_are_refused_are_counted() -> None:
-    async def checked() -> None:
-        stats, first = Stats(), Call()
-        aside = OneAtATime(max_waiting=1, max_wait_s=0.01, on_refused=stats.refuse)
-        running, waiting = await begun(aside.run(first)), await begun(aside.run(Call()))
-        with pytest.raises(QueueFull, match="1 requests wait"):
-            await aside.run(Call())
-        with pytest.raises(WaitedTooLong):
-            await waiting
-        assert stats.counts("requests_rejected") == {"QueueFull": 1, "WaitedTooLong": 1}
-        first.may_end.set()
-        with pytest.raises(ValueError):
-            await running
-
-    asyncio.run(checked())
+async def test_as_many_wait_as_may_and_only_for_so_long_and_all_who_are_refused_are_counted() -> None:
+    stats, first = Stats(), Call()
+    aside = OneAtATime(max_waiting=1, max_wait_s=0.01, on_refused=stats.refuse)
+    running, waiting = await begun(aside.run(first)), await begun(aside.run(Call()))
+    with pytest.raises(QueueFull, match="1 requests wait"):
+        await aside.run(Call())
+    with pytest.raises(WaitedTooLong):
+        await waiting
+    assert stats.counts("requests_rejected") == {"QueueFull": 1, "WaitedTooLong": 1}
+    first.may_end.set()
+    with pytest.raises(ValueError):
+        await running

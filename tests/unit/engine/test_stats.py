@@ -63,9 +63,7 @@ def test_drafts_are_counted_by_place_the_far_ones_together() -> None:
         (QueueFull("too many"), {}, {"QueueFull": 1}),
     ],
 )
-def test_an_answer_that_did_not_end_well_is_counted_by_reason(
-    error: BaseException, finished: dict[str, int], refused: dict[str, int]
-) -> None:
+def test_failed_answers_have_a_reason(error: BaseException, finished: dict[str, int], refused: dict[str, int]) -> None:
     stats = Stats()
     stats.begin(TASK).end(error)
     assert (stats.counts("request_success"), stats.counts("requests_rejected")) == (finished, refused)
@@ -169,9 +167,7 @@ def test_nodes_beside_the_chain_are_idle_or_lost_and_requests_without_a_slot_wai
     ("error", "level"),
     [(None, "info"), (GeneratorExit(), "info"), (StageLost("gone"), "warning"), (QueueFull("too many"), "warning")],
 )
-def test_a_failed_or_refused_request_is_logged_as_a_warning(
-    error: BaseException | None, level: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failures_are_warnings(error: BaseException | None, level: str, capsys: pytest.CaptureFixture[str]) -> None:
     request = Stats(log_request).begin(TASK)
     if error is None:
         request.take(piece(1, SECOND, "stop"))

@@ -79,9 +79,7 @@ def test_code_that_is_trusted_is_the_tokenizer_and_no_code_of_its_model_runs(fol
 
 
 @pytest.mark.parametrize("model_type", ["kimi_k2", "kimi_k25", "deepseek_v3", "invented"])
-def test_code_that_is_not_trusted_is_refused_by_name_however_it_is_named(
-    folder: Path, talker: Path, model_type: str
-) -> None:
+def test_code_that_is_not_trusted_is_refused_by_its_file(folder: Path, talker: Path, model_type: str) -> None:
     message = refusal(of(folder, model_type=model_type))
     assert str(folder / CODE) in message and str(folder / IMPORTED) in message
     assert "Read it; then --trust-remote-code" in message
@@ -104,9 +102,7 @@ def test_code_of_other_places_is_never_run_nor_fetched(folder: Path, reference: 
 
 
 @pytest.mark.parametrize("file", [CODE, IMPORTED])
-def test_code_or_a_package_of_it_that_is_not_there_is_named(
-    folder: Path, capsys: pytest.CaptureFixture[str], file: str
-) -> None:
+def test_missing_code_or_packages_are_named(folder: Path, capsys: pytest.CaptureFixture[str], file: str) -> None:
     text = (folder / file).read_text()
     (folder / file).write_text(f"import no_such_tiktoken\n{text}")
     message = refusal(of(folder), is_trusted=True)
@@ -145,9 +141,7 @@ def test_code_that_fails_is_a_model_error_of_one_line(folder: Path, line: str, r
     ],
     ids=lambda config: "-".join([config["model_type"], *list(config)[1:2]]),
 )
-def test_a_plain_tokenizer_needs_no_code_of_its_model(
-    tmp_path: Path, talker: Path, config: dict[str, Any], is_trusted: bool
-) -> None:
+def test_plain_tokenizers_need_no_code(tmp_path: Path, talker: Path, config: dict[str, Any], is_trusted: bool) -> None:
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / file).write_bytes((talker / file).read_bytes())
     write_model_code(tmp_path)

@@ -67,9 +67,7 @@ class Plain:
 @pytest.mark.parametrize("window", [None, 1, 2, 5, 8, 300])
 @pytest.mark.parametrize("keep", [0, 1, 4])
 @pytest.mark.parametrize("seed", range(3))
-def test_random_cuts_and_appends_are_seen_as_in_a_plain_list(
-    window: int | None, keep: int, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cuts_behave_as_in_a_list(window: int | None, keep: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cut that a sliding cache cannot serve is refused; one that it takes leaves nothing out.
 
     The last step can always be taken back, as drafts are that fail, and all but the kept tokens can be cut.
@@ -255,9 +253,7 @@ def test_a_fork_takes_the_memory_of_its_part_and_goes_on_by_itself() -> None:
         (3, 3, 3, [2, 2, 2], [0, 0, 0]),
     ],
 )
-def test_a_token_row_sees_to_the_end_of_its_block_and_a_canvas_row_all(
-    num_rows: int, num_canvas: int, grid: int, last: list[int], back: list[int]
-) -> None:
+def test_rows_see_block_or_canvas(num_rows: int, num_canvas: int, grid: int, last: list[int], back: list[int]) -> None:
     found = row_sights(num_rows, num_canvas, grid)
     assert [each.tolist() for each in found] == [last, back]
     cache = KVCache()

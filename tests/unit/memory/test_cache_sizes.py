@@ -83,9 +83,7 @@ def test_a_cache_that_is_never_packed_comes_to_hold_just_what_is_reserved(
 
 
 @pytest.mark.parametrize(("kept", "choice"), [(memory(window=128), FULL), (memory(window=128), INT8)])
-def test_a_window_takes_long_chunks_within_what_is_reserved_and_is_small_again_after_them(
-    kept: Memory, choice: Cache
-) -> None:
+def test_a_window_takes_long_chunks_within_its_reservation_and_is_small_again(kept: Memory, choice: Cache) -> None:
     spec, cache = cache_spec(kept, choice), make_cache(kept, choice)
     assert isinstance(cache, KVCache) and spec.longest_chunk == 1024, "32 rows for each of 128 experts, of which 4 run"
     sizes = []
@@ -141,9 +139,7 @@ PAIRS = [("qwen3", "full"), ("gemma3_text", "full32"), ("gemma3_text", "rotating
         for name in CHOICES
     ],
 )
-def test_every_layer_of_a_real_lane_holds_what_is_reserved_for_it(
-    family: str, choice: Cache, dtype: mx.Dtype, tmp_path: Path
-) -> None:
+def test_layers_of_a_lane_hold_what_is_reserved(family: str, choice: Cache, dtype: mx.Dtype, tmp_path: Path) -> None:
     """Full, sliding and recurrent layers, in a lane of two."""
     config = {"head_dim": 64, "linear_key_head_dim": 32} if family == "qwen3_5" else {"head_dim": 64}
     checkpoint = open_folder(make_model(tmp_path / "model", family, dtype=dtype, config=config))

@@ -205,9 +205,7 @@ def change_text(file: str, text: str) -> Callable[[Path], object]:
         ("tokenizer", [change_text(file, "{}") for file in ("added_tokens.json", "tiktoken.model")]),
     ],
 )
-def test_each_change_changes_the_fingerprint_of_its_part(
-    folder: Path, part: str, changes: list[Callable[[Path], object]]
-) -> None:
+def test_a_change_changes_its_fingerprint(folder: Path, part: str, changes: list[Callable[[Path], object]]) -> None:
     before = open_folder(folder).fingerprint
     for change in changes:
         change(folder)

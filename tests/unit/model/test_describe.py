@@ -23,9 +23,7 @@ LAYER_BYTES = 2 * sum(map(math.prod, LAYER.values()))
     ("start", "end", "embedding", "norm"), [(0, 1, 1, 0), (1, 2, 0, 0), (2, 3, 0, 1), (0, 3, 1, 1)]
 )
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_shard_needs_its_layers_and_the_parts_at_its_ends(
-    tied: bool, start: int, end: int, embedding: bool, norm: bool
-) -> None:
+def test_a_shard_needs_its_layers_and_its_ends(tied: bool, start: int, end: int, embedding: bool, norm: bool) -> None:
     names = shard_tensors(synthetic(tied=tied), start, end)
     besides = {
         "model.embed_tokens.weight": embedding or (tied and norm),  # which is its head, too

@@ -95,9 +95,7 @@ FILES = nearly(file_of(HEADER, bytes(26))) | st.binary(max_size=40) | HEADERS.ma
 
 @fuzzed(60)
 @given(FILES)
-def test_fuzz_a_file_that_was_changed_is_read_or_refused(
-    tmp_path_factory: pytest.TempPathFactory, content: bytes
-) -> None:
+def test_fuzz_a_changed_file_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     folder = tmp_path_factory.getbasetemp()
     (folder / "x.safetensors").write_bytes(content)
     with within(1 << 20):
@@ -194,9 +192,7 @@ def test_a_folder_s_own_index_says_where_what_it_lacks_would_be(folder: Path, kn
     assert [found[name].file for name in (A, B, C)] == [FIRST, "b.safetensors", "c.safetensors"]
 
 
-def test_a_file_that_is_here_goes_before_what_is_known_from_elsewhere(
-    folder: Path, known: dict[str, TensorInfo]
-) -> None:
+def test_a_file_that_is_here_counts_before_headers_of_another_node(folder: Path, known: dict[str, TensorInfo]) -> None:
     """A tensor that a file lacks which is here stays missing; a damaged file is refused all the same."""
     write_tensors(folder / FIRST, {A: ("F16", [6])})
     write_tensors(folder / SECOND, {B: TENSORS[B]})

@@ -183,9 +183,7 @@ def failing(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
         (failing, Layer, "its forward fails: no such kernel"),
     ],
 )
-def test_a_forward_that_cannot_be_cut_is_refused_with_the_reason(
-    between: Between, layer: type[Layer], said: str
-) -> None:
+def test_a_forward_that_cannot_be_cut_is_refused(between: Between, layer: type[Layer], said: str) -> None:
     assert refusal(Toy(between, layer)) == said
 
 
@@ -242,9 +240,7 @@ def test_a_pass_shows_why_caches_cannot_be_kept_in_8_bits(name: str, unit: int, 
     assert found.startswith(said) and bool(found) == bool(said)
 
 
-def test_quantised_caches_are_refused_where_the_device_cannot_compute_with_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_quantised_caches_are_refused_where_the_device_lacks_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.model.probe_pass.attends_quantised", lambda: False)
     assert "on this device" in probe(build_type("qwen3", 32)[1]).quantised_refusal
 

@@ -53,9 +53,7 @@ def packed(**weights: Any) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_what_mlx_lm_reads_is_read_alike(
-    config: dict[str, Any], parameters: dict[str, Any] | None, method: str
-) -> None:
+def test_what_mlx_lm_reads_is_read(config: dict[str, Any], parameters: dict[str, Any] | None, method: str) -> None:
     found = quantisation_of(Checkpoint("m", Path("nowhere"), CONFIG | config, {}))
     assert (found.parameters, found.method) == (parameters, method)
 

@@ -22,9 +22,7 @@ def test_a_name_that_is_neither_is_refused(model: str, tmp_path: Path, monkeypat
         require_model(model)
 
 
-def test_a_name_below_a_folder_that_is_here_is_no_repository_without_a_revision(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_below_a_folder_needs_a_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert is_on_hub("owner/name")
     (tmp_path / "owner").mkdir()

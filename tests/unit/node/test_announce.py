@@ -33,9 +33,7 @@ def test_a_checkout_that_is_not_installed_is_announced(monkeypatch: pytest.Monke
         ("mini", "0.1.0 of mine", r"^expected a version .*, found '0.1.0-of-mine\\n'$"),
     ],
 )
-def test_the_part_that_cannot_be_announced_is_named(
-    name: str, version: str, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_odd_part_is_named(name: str, version: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(announce, "version_of", lambda package: f"{version}\n")
     with pytest.raises(ConfigError, match=told):
         about(name, Network())

@@ -293,9 +293,7 @@ def test_fuzz_no_part_that_was_changed_is_taken(messages: list[bytes]) -> None:
 
 @fuzzed(60)
 @given(st.lists(st.binary(max_size=60) | nearly(SOUND[:-5]), max_size=4), st.booleans())
-def test_fuzz_whatever_has_a_right_checksum_or_needs_none_is_taken_whole_or_refused(
-    contents: list[bytes], has_checksums: bool
-) -> None:
+def test_fuzz_what_has_a_right_checksum_is_taken_whole_or_refused(contents: list[bytes], has_checksums: bool) -> None:
     messages = [sealed(content) if has_checksums else content for content in contents]
     with within(1 << 20):
         for arrival in take(messages, PLAIN if has_checksums else BARE):

@@ -146,9 +146,7 @@ def test_fuzz_a_result_is_as_it_was_asked_for_or_refused_by_the_nodes_name(resul
 
 
 @pytest.mark.parametrize(("token", "count", "wanted"), [(50, 1, 1), (49, 2, 1), (49, 1, 0), (0, MANY, 5)])
-def test_alternatives_that_were_not_asked_for_or_beyond_the_vocabulary_are_refused(
-    token: int, count: int, wanted: int
-) -> None:
+def test_alternatives_that_were_not_asked_for_or_are_no_tokens_are_refused(token: int, count: int, wanted: int) -> None:
     def result(count: int, token: int) -> Result:
         return Result(samples=[Sample(slot=3, token=5, alternatives=[Alternative(token=token)] * count)])
 

@@ -58,9 +58,7 @@ def test_an_error_arrives_as_what_it_was_with_its_node_however_many_pass_it_on(k
 
 
 @pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
-def test_no_worker_can_make_a_coordinator_believe_that_its_own_request_or_queue_is_at_fault(
-    kind: type[BrigadeError],
-) -> None:
+def test_no_worker_can_blame_the_request_or_the_queue_of_a_coordinator(kind: type[BrigadeError]) -> None:
     metadata = (("brigade-error", kind.__name__), ("brigade-node", "mini"))
     found = error_of(Aborted(grpc.StatusCode.RESOURCE_EXHAUSTED, "message too large", metadata), "mini")
     assert type(found) is StageLost and found.node == "mini"

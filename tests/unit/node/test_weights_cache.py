@@ -131,9 +131,7 @@ def test_a_file_has_its_name_only_once_it_is_whole_and_right(cache: Receiver) ->
         assert left == ([".safetensors"] if is_right else [])
 
 
-def test_a_partial_file_that_takes_long_to_read_again_is_continued_where_it_was_verified(
-    cache: Receiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_partial_file_goes_on_where_it_was_verified(cache: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sender would take a long silence for a stall."""
     found = cache.partial(2)
     found.write(cache.blocks(2)[:9])
@@ -159,9 +157,7 @@ def test_what_a_power_failure_left_longer_than_the_file_is_begun_anew(cache: Rec
 
 
 @pytest.mark.parametrize("failing", [(PartialFile, "__init__"), (WeightsCache, "make_room")], ids=["disk", "room"])
-def test_a_file_that_could_not_be_begun_is_not_held(
-    cache: Receiver, monkeypatch: pytest.MonkeyPatch, failing: tuple[type, str]
-) -> None:
+def test_a_failed_file_is_not_held(cache: Receiver, monkeypatch: pytest.MonkeyPatch, failing: tuple[type, str]) -> None:
     """Its descriptor is closed once: the number may be another file's by then."""
     digest = blake3(b"{}").hexdigest()
     model = Fingerprint(config=digest, tokenizer=digest, tensors=digest)
@@ -182,9 +178,7 @@ def test_a_file_that_could_not_be_begun_is_not_held(
     os.close(number)
 
 
-def test_a_file_that_another_process_has_just_finished_is_not_begun_anew(
-    cache: Receiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_was_just_finished_is_not_begun_anew(cache: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     """It had no name yet when this one looked for it, and its lock is free when this one takes it."""
 
     def open_late(path: Path) -> int | None:
@@ -263,9 +257,7 @@ def test_a_file_that_replaces_a_held_one_is_held(tmp_path: Path) -> None:
     assert remove_unused(path) and not lease.add(path)
 
 
-def test_a_piece_that_begins_to_come_while_its_model_is_removed_stays(
-    cache: Receiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_piece_that_comes_while_its_model_is_removed_stays(cache: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.receive(1)
     begun: list[PartialFile] = []
 
@@ -292,9 +284,7 @@ def test_a_tenth_of_the_disk_stays_free(cache: Receiver, monkeypatch: pytest.Mon
         cache.store.make_room(51)
 
 
-def test_of_two_fine_tunes_the_pieces_that_are_asked_for_are_opened(
-    cache: Receiver, checkpoint: Checkpoint, tmp_path: Path
-) -> None:
+def test_of_two_fine_tunes_the_right_one_is_opened(cache: Receiver, checkpoint: Checkpoint, tmp_path: Path) -> None:
     other = open_folder(make_model(tmp_path / "other", num_files=3, seed=1))
     assert other.fingerprint == checkpoint.fingerprint
     for each in (checkpoint, other, checkpoint):
@@ -317,9 +307,7 @@ def test_a_fingerprint_is_no_way_out_of_the_folder_and_files_of_another_model_ar
             cache.store.open("x", Fingerprint(config=config, tokenizer=zeros, tensors=zeros), {}, digests)
 
 
-def test_digests_are_kept_until_a_file_changes(
-    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_digests_last_until_a_change(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     made: list[SourceFile] = []
     digest = SourceFile.digest
@@ -341,3 +329,33 @@ def test_digests_are_kept_until_a_file_changes(
     for file in copy.files_of(piece.order):
         os.utime(copy.folder / file, (1, 1))
     assert found(stop) == first and len(made) == 3
+
+
+CONTENT = b"x" * 600
+
+
+def receive_small(cache: WeightsCache, number: int, name: str = "tokenizer.json") -> Path:
+    model = Fingerprint(config=f"{number:064x}", tokenizer="0" * 64, tensors="0" * 64)
+    found = cache.begin_file(model, name, len(CONTENT), blake3(CONTENT).hexdigest())
+    assert isinstance(found, PartialFile)
+    found.write([CONTENT])
+    found.finish()
+    return found.path
+
+
+def test_small_files_count_and_those_of_models_without_pieces_are_evicted(tmp_path: Path) -> None:
+    cache = WeightsCache(tmp_path, limit=2000)
+    paths = [receive_small(cache, number) for number in range(6)]
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= 2000
+    assert [path.exists() for path in paths] == [False] * 3 + [True] * 3
+    assert [path.parent.exists() for path in paths] == [False] * 3 + [True] * 3
+
+
+def test_the_small_files_of_the_model_that_is_received_stay(tmp_path: Path) -> None:
+    cache = WeightsCache(tmp_path, limit=1500)
+    other, first = receive_small(cache, 1), receive_small(cache, 2)
+    second = receive_small(cache, 2, "config.json")
+    assert not other.exists() and first.exists() and second.exists()
+    with pytest.raises(ModelError, match="pull_limit"):
+        receive_small(cache, 2, "tokenizer_config.json")
+    assert first.exists() and second.exists()

@@ -35,9 +35,7 @@ def stages(*first_and_row: tuple[float, float]) -> StagesSeconds:
         (8, stages((10.0, 0.3), (10.0, 0.3)), 0, 1),  # nor is a tenth worth the gap of a change
     ],
 )
-def test_lanes_follow_from_what_rows_and_hops_cost(
-    num_sessions: int, stages_s: StagesSeconds, hops_ms: float, expected: int
-) -> None:
+def test_lanes_follow_from_costs(num_sessions: int, stages_s: StagesSeconds, hops_ms: float, expected: int) -> None:
     chooser = LaneChooser(len(stages_s(1)), stages_s, lambda rows: hops_ms / 1e3)
     assert chooser.choose(num_sessions, 1) == expected
     assert LaneChooser(3, lambda rows: [], lambda rows: 0.0).choose(8, 1) == 3, "while nothing is known"
@@ -60,9 +58,7 @@ def test_lanes_follow_from_what_rows_and_hops_cost(
         (10_000, stages((300, 0.1), (300, 0.1)), True, 32),
     ],
 )
-def test_chunks_are_as_long_as_pays_and_as_streams_beside_them_may_wait(
-    num_prompt: int, stages_s: StagesSeconds, beside_streams: bool, expected: int
-) -> None:
+def test_chunks_follow_costs(num_prompt: int, stages_s: StagesSeconds, beside_streams: bool, expected: int) -> None:
     assert chunk_size(num_prompt, stages_s, beside_streams=beside_streams) == expected
 
 

@@ -98,9 +98,7 @@ def test_assignments_are_contiguous_and_account_for_every_byte() -> None:
         (5000, 2, 2056, [1, 3]),
     ],
 )
-def test_the_cache_at_the_whole_context_takes_memory(
-    context: int, window: int | None, budget: int, layers: list[int]
-) -> None:
+def test_the_cache_of_a_whole_context_counts(context: int, window: int | None, budget: int, layers: list[int]) -> None:
     assert by_bytes(model([2, 2, 2, 2], per_token=1, window=window), nodes(budget, ROOMY), context).layers == layers
 
 

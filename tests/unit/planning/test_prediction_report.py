@@ -37,30 +37,18 @@ THROUGHPUT = {"objective": Objective(1, goal="throughput", num_requests=8)}
     ("gbps", "more", "layers", "advice"),
     [
         ((400, 100), {}, [8], "n0 alone is fastest: 20.0 ms per token, against 28.5 ms per token of n0 + n1."),
-        (
-            (100, 800),
-            {},
-            [1, 7],
-            "n1 alone would be faster, 10.0 ms per token instead of 19.8 ms per token: run",
-        ),
+        ((100, 800), {}, [1, 7], "n1 alone would be faster, 10.0 ms per token instead of 19.8 ms per token: run"),
         ((400, 100), {"budgets": (6 * GB, ROOMY)}, [6, 2], "n0 alone would make 20.0 ms per token instead of 36.0 ms"),
         ((400, 100), {"budgets": (6 * GB, ROOMY)}, [6, 2], ", but lacks 1.9 GiB."),
         ((400, 100), {"layers": (4, 4)}, [4, 4], "n0 alone would be faster, 20.0 ms per token instead of 51.0"),
         ((400,), {}, [8], ""),
         ((400, 400), THROUGHPUT, [4, 4], ""),
-        (
-            (400, 20),
-            THROUGHPUT,
-            [8],
-            "n0 alone is fastest: 50.0 tok/s of 8 requests, against 20.0 tok/s of 8 requests",
-        ),
+        ((400, 20), THROUGHPUT, [8], "n0 alone is fastest: 50.0 tok/s of 8 requests, against 20.0 tok/s of 8 requests"),
         ((400, 100), {"budgets": (GB, 3 * GB)}, [2, 6], "It does not fit: n0 lacks "),
         ((400, 100), {"budgets": (GB // 2, 9 * GB)}, [1, 7], "n1 alone would hold it: run it there."),
     ],
 )
-def test_where_one_mac_alone_is_or_would_be_faster_the_plan_says_so(
-    gbps: tuple[float, ...], more: dict[str, Any], layers: list[int], advice: str
-) -> None:
+def test_one_faster_mac_is_told(gbps: tuple[float, ...], more: dict[str, Any], layers: list[int], advice: str) -> None:
     found = looked(*gbps, **more)
     assert found.chosen.plan.layers == layers
     assert advice in found.advice and bool(advice) == bool(found.advice)

@@ -93,9 +93,7 @@ WHOLE, PAIR = plan_over(ALL), plan_over(("max", "mini"))
         ((P, P, P), None, 0, 1, Load(WHOLE, ALL)),
     ],
 )
-def test_without_a_chain(
-    states: tuple[NodeState, ...], holds: Plan | None, at_s: float, least: int, action: Action
-) -> None:
+def test_no_chain(states: tuple[NodeState, ...], holds: Plan | None, at_s: float, least: int, action: Action) -> None:
     there = nodes(*states, plan=holds)
     for each in there:
         each.asked_at += at_s if each.is_usable else 0

@@ -7,9 +7,7 @@ import pytest
 from worker.platform.installation import code_on_disk, read_record, write_record
 
 
-def test_code_is_another_once_a_file_of_ours_has_another_text_or_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_code_changes_with_the_text_or_name_of_our_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.platform.installation._ROOT", tmp_path)
     file = tmp_path / "worker" / "node" / "a.py"
     file.parent.mkdir(parents=True)
@@ -24,9 +22,7 @@ def test_code_is_another_once_a_file_of_ours_has_another_text_or_name(
 
 
 @pytest.mark.parametrize("refusal", [PermissionError, NotADirectoryError, OSError])
-def test_a_cache_that_refuses_reads_and_writes_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: type[OSError]
-) -> None:
+def test_a_refusing_cache_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: type[OSError]) -> None:
     def refuse(*args: object) -> None:
         raise refusal
 

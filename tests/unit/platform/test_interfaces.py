@@ -26,9 +26,7 @@ ALL = [LO, BRIDGE, WIFI, VPN]
         ("::", [("bridge0", ("169.254.10.2",)), ("en0", ("192.168.1.7", "fd00::7"))]),
     ],
 )
-def test_a_wildcard_is_every_link_or_else_loopback_and_an_address_its_own(
-    host: str, expected: list[tuple[str, tuple[str, ...]]]
-) -> None:
+def test_a_wildcard_is_every_link_or_else_loopback(host: str, expected: list[tuple[str, tuple[str, ...]]]) -> None:
     assert [(each.name, each.addresses) for each in listened_on(host, ALL)] == expected
     assert [each.name for each in listened_on("0.0.0.0", [LO])] == ["lo0"]
 
@@ -39,9 +37,7 @@ def test_this_machine_has_loopback_and_no_address_of_a_link_alone() -> None:
     assert not [a for each in found for a in each.addresses if a.startswith("fe80")]
 
 
-def test_interfaces_are_those_that_are_up_with_an_address_that_others_can_be_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_interfaces_are_those_that_are_up_with_an_address_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def at(*addresses: str, ptp: str | None = None) -> list[Made]:
         return [
             Made(family=socket.AF_INET6 if ":" in each else socket.AF_INET, address=each, ptp=ptp) for each in addresses

@@ -82,9 +82,7 @@ def test_a_firewall_is_on_if_one_of_its_services_is_active() -> None:
 
 
 @pytest.mark.parametrize("plugged", [True, False, None])
-def test_a_machine_is_on_battery_if_it_is_known_to_be_unplugged(
-    monkeypatch: pytest.MonkeyPatch, plugged: bool | None
-) -> None:
+def test_a_machine_that_is_unplugged_is_on_battery(monkeypatch: pytest.MonkeyPatch, plugged: bool | None) -> None:
     monkeypatch.setattr(psutil, "sensors_battery", lambda: SimpleNamespace(power_plugged=plugged), raising=False)
     facts = Facts()
     for reading in READINGS:

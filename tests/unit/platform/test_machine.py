@@ -31,9 +31,7 @@ CPU = {"device_name": "x86_64", "architecture": "x86_64"}
         ({"max_recommended_working_set_size": str(4 * GIB)}, 8 * GIB, 4 * GIB),
     ],
 )
-def test_a_node_offers_nine_tenths_of_what_the_gpu_may_wire_down_or_of_what_is_free(
-    device: dict[str, str | int], available: int, counts: int
-) -> None:
+def test_a_node_offers_nine_tenths_of_its_memory(device: dict[str, str | int], available: int, counts: int) -> None:
     assert budget_from(device, available) == int(0.9 * counts)
 
 

@@ -67,9 +67,7 @@ TOLD = "expected this, got that"
     ],
     ids=repr,
 )
-def test_what_a_command_raises_gives_an_exit_code_and_a_line(
-    run: Run, error: BaseException, code: int, said: str
-) -> None:
+def test_each_error_gives_an_exit_code_and_a_line(run: Run, error: BaseException, code: int, said: str) -> None:
     assert run(raising(error)) == (code, "", f"error: {said}\n" if said else "")
 
 
@@ -149,9 +147,7 @@ def test_so_it_is_for_a_single_command(run: Run) -> None:
     assert run(command, "--num-rows", "1", "--num-rows", "2") == (2, "", said)
 
 
-def test_a_reader_that_left_before_the_last_words_were_flushed_is_no_failure_either(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reader_that_left_is_no_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     class ClosedPipe(io.StringIO):
         def flush(self) -> None:
             raise BrokenPipeError(errno.EPIPE, "Broken pipe")

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
 
 import pytest
 
@@ -75,13 +74,6 @@ async def test_the_first_failure_ends_the_others_and_is_raised_itself_and_a_dead
 
 
 KEEP_S = 300.0
-
-
-@pytest.fixture
-def virtual() -> Iterator[VirtualTime]:
-    virtual = VirtualTime()
-    yield virtual
-    assert not virtual.close()
 
 
 def test_only_an_unbroken_time_without_use_counts(virtual: VirtualTime) -> None:

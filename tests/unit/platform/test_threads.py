@@ -55,9 +55,7 @@ async def endless(thread: MlxThread) -> AsyncIterator[tuple["asyncio.Task[None]"
     await asyncio.wait([waits])
 
 
-async def test_calls_run_one_after_the_other_in_the_order_they_came_on_one_thread_that_is_not_ours(
-    thread: MlxThread,
-) -> None:
+async def test_calls_run_in_order_on_one_thread_that_is_not_ours(thread: MlxThread) -> None:
     log: list[tuple[int, int]] = []
 
     def call(number: int) -> int:
@@ -75,9 +73,7 @@ async def test_calls_run_one_after_the_other_in_the_order_they_came_on_one_threa
 @pytest.mark.parametrize(
     "error", [ValueError("bad"), KeyError(3), MemoryError(), SystemError("odd"), asyncio.CancelledError()], ids=repr
 )
-async def test_an_exception_of_a_call_or_a_coroutine_comes_back_and_the_thread_goes_on(
-    thread: MlxThread, error: BaseException
-) -> None:
+async def test_an_exception_comes_back_and_the_thread_goes_on(thread: MlxThread, error: BaseException) -> None:
     def fail() -> None:
         raise error
 
@@ -112,9 +108,7 @@ async def test_a_cancelled_wait_leaves_its_call_running_and_the_next_one_waits_f
         assert done == [True]
 
 
-async def test_nothing_that_a_call_took_or_made_is_kept_while_the_thread_waits_for_the_next_one(
-    thread: MlxThread,
-) -> None:
+async def test_nothing_of_a_call_is_kept_while_the_thread_waits(thread: MlxThread) -> None:
     class Array:
         pass
 

@@ -48,9 +48,7 @@ def question(check: Check, *expected: str, **more: Any) -> Question:
     ],
     ids=lambda value: value.check if isinstance(value, Question) else "",
 )
-def test_an_answer_is_right_as_its_check_says(
-    texts: Texts, asked: Question, right: tuple[str, ...], wrong: tuple[str, ...]
-) -> None:
+def test_checks_judge_answers(texts: Texts, asked: Question, right: tuple[str, ...], wrong: tuple[str, ...]) -> None:
     assert [asked.is_right(answer, texts) for answer in (*right, *wrong)] == [True] * len(right) + [False] * len(wrong)
 
 
@@ -192,9 +190,7 @@ def test_choices_of_a_task_file_are_scored(texts: Texts, tmp_path: Path, choices
         ("task: mine", "task: [", "expected YAML"),
     ],
 )
-def test_a_task_file_that_is_more_than_data_is_refused_by_name(
-    texts: Texts, tmp_path: Path, old: str, new: str, said: str
-) -> None:
+def test_task_files_beyond_data_are_refused(texts: Texts, tmp_path: Path, old: str, new: str, said: str) -> None:
     write(tmp_path / "docs.jsonl", {"question": "1+1?", "answer": "two #### 1,002"})
     assert TASK.count(old) == 1
     (tmp_path / "task.yaml").write_text(TASK.replace(old, new))

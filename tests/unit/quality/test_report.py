@@ -18,8 +18,7 @@ def lines(report: VerifyReport) -> list[str]:
     return [*report.of_tensors(), *map(str, report.cases), report.summary()]
 
 
-def test_a_report_of_equal_cases_tells_the_smallest_margin_if_one_is_known() -> None:
-    assert ALL_EQUAL.holds
+def test_a_report_lists_split_tensors_and_cases_and_sums_them_up() -> None:
     assert lines(ALL_EQUAL) == [
         "split: coordinator [0, 3) · mini [3, 4)",
         "equal    40 tensors on the coordinator and 1 worker(s)",
@@ -27,51 +26,34 @@ def test_a_report_of_equal_cases_tells_the_smallest_margin_if_one_is_known() -> 
         "equal    greedy, a: 3 tokens, smallest margin 0.25",
         "the cluster is the model: 6 tokens equal, smallest margin 0.25",
     ]
-    cases = [replace(EQUAL, margin=margin) for margin in (0.5, 0.0312, 3.0)]
-    assert replace(ALL_EQUAL, cases=cases).summary().endswith("9 tokens equal, smallest margin 0.031")
-    report = replace(ALL_EQUAL, cases=[replace(EQUAL, margin=None)])
-    assert lines(report)[-2:] == ["equal    greedy, a: 3 tokens", "the cluster is the model: 3 tokens equal"]
-
-
-def test_what_rounding_explains_is_listed_with_both_figures_and_counted_and_does_not_fail() -> None:
-    report = replace(ALL_EQUAL, cases=[EQUAL, ROUNDED])
-    assert report.holds
-    assert lines(report)[-2:] == [
+    report = replace(ALL_EQUAL, cases=[replace(EQUAL, margin=None), ROUNDED], drafts_held=[0.625, 0.25])
+    assert lines(report)[2:] == [
+        "drafts held, by place: 62% · 25%",
+        "equal    greedy, a: 3 tokens",
         "rounding sampled, b: token 1 is [9], alone it is [2]; 0.0021 between their logits, rounding makes 0.034",
         "the cluster is the model: 6 tokens equal, 1 difference within rounding, smallest margin 0.002",
     ]
-    assert "6 tokens equal, 2 differences within rounding" in lines(replace(report, cases=[ROUNDED, ROUNDED]))[-1]
-
-
-def test_any_other_difference_fails() -> None:
-    report = replace(ALL_EQUAL, cases=[EQUAL, ROUNDED, DIFFERING])
-    assert [(case.verdict, case.num_equal) for case in report.cases] == [("equal", 3), ("rounding", 3), ("DIFFERS", 1)]
-    assert not report.holds
-    assert lines(report)[-2:] == [
+    differing = [("coordinator", "a.weight"), ("mini", "b.weight")]
+    assert lines(replace(ALL_EQUAL, cases=[DIFFERING], differing=differing))[1:] == [
+        "DIFFERS  tensor a.weight on the coordinator",
+        "DIFFERS  tensor b.weight on worker mini",
         "DIFFERS  sampled, c: token 1 is [3], alone it is [2]; 1.2 between their logits, rounding makes 0.034",
         "the cluster is NOT the model",
     ]
+
+
+def test_a_report_holds_only_if_rounding_explains_every_difference() -> None:
+    assert ALL_EQUAL.holds and replace(ALL_EQUAL, cases=[EQUAL, ROUNDED]).holds
+    report = replace(ALL_EQUAL, cases=[EQUAL, ROUNDED, DIFFERING])
+    assert [(case.verdict, case.num_equal) for case in report.cases] == [("equal", 3), ("rounding", 3), ("DIFFERS", 1)]
+    assert not report.holds and not replace(ALL_EQUAL, differing=[("mini", "b.weight")]).holds
     # those without figures: a missing token, one too many, or one of a decoder that has no other way of evaluation
     for expected, found in (([1, 2], [1]), ([1, 2], [1, 3]), ([1], [1, 2])):
         case = ComparedAnswer("d", expected, found)
         assert case.verdict == "DIFFERS" and not replace(ALL_EQUAL, cases=[EQUAL, case]).holds
-
-
-def test_one_difference_that_rounding_does_not_explain_is_told_before_those_that_it_does() -> None:
-    roundings = {0: Rounding(0.001, 0.03), 2: Rounding(5.0, 0.03)}
+    roundings = {0: Rounding(0.001, 0.03), 2: Rounding(5.0, 0.03)}  # what it does not explain comes first
     case = ComparedAnswer("g", [1, 2, 3, 4], [9, 2, 9, 4], 0.001, roundings)
-    assert (case.verdict, case.first_difference, case.num_equal) == ("DIFFERS", 2, 2)
-    assert str(case).endswith("token 2 is [9], alone it is [3]; 5 between their logits, rounding makes 0.03; 1 more")
-
-
-def test_tensors_that_differ_fail_and_are_named_with_their_node() -> None:
-    report = replace(ALL_EQUAL, differing=[("coordinator", "a.weight"), ("mini", "b.weight")])
-    assert not report.holds
-    assert lines(report)[1:3] == [
-        "DIFFERS  tensor a.weight on the coordinator",
-        "DIFFERS  tensor b.weight on worker mini",
-    ]
-    assert lines(report)[-1] == "the cluster is NOT the model"
+    assert (case.verdict, case.first_difference, case.num_equal) == ("DIFFERS", 2, 2) and str(case).endswith("; 1 more")
 
 
 def test_a_nodes_tensors_are_compared_with_those_of_its_layers() -> None:
@@ -83,18 +65,13 @@ def test_a_nodes_tensors_are_compared_with_those_of_its_layers() -> None:
     assert compare_tensors(SPLIT, [first, {"3.w": "d", "4.w": "f"}], ours) == (6, [("mini", "4.w"), ("mini", "embed")])
 
 
-def test_the_share_of_drafts_that_held_is_told_where_there_were_drafts() -> None:
-    report = replace(ALL_EQUAL, drafts_held=[0.625, 0.25])
-    assert lines(report)[2] == "drafts held, by place: 62% · 25%" and lines(report)[3].startswith("equal    greedy")
-    assert json.loads(report.to_json())["drafts_held"] == [0.625, 0.25]
-    assert json.loads(ALL_EQUAL.to_json())["drafts_held"] == []
-
-
 def test_json_holds_the_verdicts_and_figures() -> None:
     never = replace(DIFFERING, margin=math.inf, roundings={1: Rounding(math.inf, 0.034)})
     found = json.loads(replace(ALL_EQUAL, is_streamed=True, cases=[EQUAL, ROUNDED, never]).to_json())
     assert (found["equal"], found["within_rounding"], found["num_tensors"], found["tensors"]) == (False, 1, 40, [])
     assert (found["streamed"], found["margin"]) == (True, 0.002)
+    for held in ([], [0.625, 0.25]):
+        assert json.loads(replace(ALL_EQUAL, drafts_held=held).to_json())["drafts_held"] == held
     keys = ("verdict", "margin", "first_difference", "num_differences", "rounding")
     assert [tuple(case[key] for key in keys) for case in found["cases"]] == [
         ("equal", 0.25, None, 0, None),

@@ -2,16 +2,11 @@
 
 import pytest
 
+from coordinator.decoding.decoders import Verified
 from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS
-from coordinator.sessions.admission import (
-    Bytes,
-    Room,
-    Slots,
-    cache_costs,
-    make_room,
-)
+from coordinator.sessions.admission import Bytes, Room, Slots, cache_costs, make_room
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
 from tests.unit.fake_chain import Rig, decoders, make_session, plain_answer, prompt_of
 from worker.errors import InputError, QueueFull
@@ -156,6 +151,19 @@ def test_where_a_cache_cannot_be_cut_only_what_goes_on_where_it_ends_is_reused()
         rig = Rig(keep=True, chunk=64, cuttable=55)
         rig.answer(TEXT[:length], 2)
         assert rig.answer([*TEXT[:40], 1, 2], 2).num_reused == reused
+
+
+class OnGrid(Verified):
+    grid = 4
+
+
+@pytest.mark.parametrize(("num_shared", "num_reused"), [(39, 36), (36, 36), (35, 32), (17, 16), (16, 16), (15, 0)])
+def test_tokens_of_a_grid_are_reused_in_whole_blocks(num_shared: int, num_reused: int) -> None:
+    rig = Rig(num_stages=2, chunk=256, keep=True)
+    rig.answer(TEXT[:60], 1)
+    second = rig.submit([*TEXT[:num_shared], TEXT[num_shared] ^ 1, 2, 3], 1, decoder=OnGrid())
+    assert rig.scheduler.schedule() is not None
+    assert second.num_reused == num_reused
 
 
 def test_nobody_begins_with_what_was_fed_under_another_api_key() -> None:
@@ -358,9 +366,7 @@ RECURRENT = LayerSpec(7, (Memory(state_arrays=2, state_bytes=5 * MIB),))
         ((WHOLE, *[RECURRENT] * 3) * 9, FULL, 2100, 9 * 4096 * ROW / MIB + 27 * 2 * 5),
     ],
 )
-def test_what_a_plan_says_fits_is_let_in_and_nothing_else(
-    layers: tuple[LayerSpec, ...], cache: Cache, context: int, mib: float
-) -> None:
+def test_what_a_plan_says_fits_is_let_in(layers: tuple[LayerSpec, ...], cache: Cache, context: int, mib: float) -> None:
     spec = ModelSpec("tiny", "qwen3", layers, 0, 0, False, 64, 99, 8192, DTYPE_BFLOAT16, cache=cache)
     weights, needed = 36 * 7, round(mib * MIB)
     for budget in (weights + needed, weights + needed - 1):

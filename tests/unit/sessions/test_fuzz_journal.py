@@ -86,9 +86,7 @@ def test_a_record_that_says_much_is_refused_in_a_few_words(content: Any) -> None
 
 @fuzzed(20)
 @given(nearly(WHOLE) | st.integers(0, len(WHOLE)).map(lambda length: WHOLE[:length]))
-def test_a_file_that_cannot_be_read_stays_as_it_is_and_one_that_can_loses_no_whole_record(
-    tmp_path_factory: pytest.TempPathFactory, data: bytes
-) -> None:
+def test_no_file_loses_a_whole_record(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzzed-journal"
     path.write_bytes(data)
     try:

@@ -31,9 +31,7 @@ def bare(folder: Path) -> Checkpoint:
         ({"do_sample": True, "top_k": None, "max_length": 9}, {"temperature": 1.0}),
     ],
 )
-def test_its_sampling_counts_where_it_says_that_the_model_is_sampled(
-    config: dict[str, Any], expected: dict[str, float]
-) -> None:
+def test_its_sampling_counts_if_the_model_is_sampled(config: dict[str, Any], expected: dict[str, float]) -> None:
     assert sampling_defaults(config) == expected
 
 
@@ -53,9 +51,7 @@ def test_its_sampling_counts_where_it_says_that_the_model_is_sampled(
         ({}, None, set()),
     ],
 )
-def test_every_end_of_sequence_id_of_the_checkpoint_counts(
-    config: dict[str, Any], generation: dict[str, Any] | None, expected: set[int]
-) -> None:
+def test_all_ids_of_ends_count(config: dict[str, Any], generation: dict[str, Any] | None, expected: set[int]) -> None:
     assert eos_ids(config, generation or {}) == expected
 
 

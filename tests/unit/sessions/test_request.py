@@ -101,9 +101,7 @@ def test_parameters_become_a_sampling_as_they_are_and_a_seed_that_is_not_given_i
         ({"sampling": Sampling(temperature=0.7, top_p=1.0, min_p=0.05, repetition_penalty=1.1)}, None),
     ],
 )
-def test_a_request_is_refused_where_the_model_cannot_serve_it_and_nowhere_else(
-    changes: dict[str, Any], field: str | None
-) -> None:
+def test_a_request_is_refused_only_where_the_model_cannot_serve_it(changes: dict[str, Any], field: str | None) -> None:
     with pytest.raises(InputError) if field else nullcontext() as caught:
         check_request(replace(GOOD, **changes), SPEC)
     assert caught is None or caught.value.field == field
@@ -127,7 +125,5 @@ def test_an_answer_ends_where_the_context_ends(num_prompt: int, max_tokens: int,
         (Decode("ar"), 1000, 128),  # the context ends there
     ],
 )
-def test_the_rows_of_a_request_are_those_of_its_tokens_and_of_what_its_decoder_needs_beyond(
-    decode: Decode, max_tokens: int, rows: int
-) -> None:
+def test_a_request_needs_rows_for_its_tokens_and_its_decoder(decode: Decode, max_tokens: int, rows: int) -> None:
     assert most_rows(Request(tuple(range(30)), max_tokens, decode=decode), 128) == rows

@@ -12,7 +12,7 @@ from coordinator.decoding.decoders import Proposal, Verified
 from coordinator.planning.costs import ChainCosts
 from coordinator.sessions.scheduler import Scheduler
 from coordinator.sessions.session import Session
-from protos.brigade_pb2 import Frame
+from protos.brigade_pb2 import Failure, Frame, Result
 from tests.unit.fake_chain import Rig, decoders, plain_answer, prompt_of
 
 DECODERS = decoders()
@@ -161,9 +161,7 @@ def test_while_nobody_streams_a_prompt_fills_the_pipe_and_no_more(num_stages: in
 
 
 @pytest.mark.parametrize(("num_stages", "num_streams"), [(1, 1), (2, 5), (3, 1), (8, 5)])
-def test_while_anyone_streams_a_chunk_per_stage_is_in_flight_and_one_more_a_round(
-    num_stages: int, num_streams: int
-) -> None:
+def test_beside_streams_a_chunk_per_stage_is_in_flight(num_stages: int, num_streams: int) -> None:
     rig = Rig(num_stages=num_stages, chunk=4)
     streams = streaming(rig, num_streams)
     rig.send_all()
@@ -329,3 +327,98 @@ def test_windows_are_chosen_for_all_that_share_the_step(num_sessions: int, has_m
         rig.submit(prompt_of(1, seed=number), 8, decoder=decoder)
     rig.step()
     assert [bool(window.masks) for window in rig.chain.frames[0].windows] == [has_masks] * num_sessions
+
+
+# --- windows that a stage cannot compute ------------------------------------------------------------------------------
+
+
+def failed(result: Result, slot: int | None) -> Result:
+    """The result, had a stage not been able to take the window of this slot."""
+    result.failures.append(Failure(slot=slot, kind="CacheMismatch", message="holds another prefix", node="mini"))
+    for samples in (result.samples, result.guesses):
+        for sample in [sample for sample in samples if sample.slot == slot]:
+            samples.remove(sample)
+    return result
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_only_the_session_of_a_failed_window_ends(num_steps: int) -> None:
+    rig = Rig(num_stages=1, chunk=16, keep=True)
+    sessions = [rig.submit(prompt_of(4, seed=seed), 12) for seed in range(3)]
+    for _ in range(num_steps):
+        rig.step()
+    rig.send_all()
+    failing, known = sessions[1], sessions[1].generated
+    commits = rig.scheduler.commit(failed(rig.chain.receive(), failing.slot))
+    assert (failing, []) in commits and len(commits) == 3
+    assert (failing.finish_reason, failing.generated) == ("error", known)
+    rig.scheduler.close(failing, keep=True)
+    frame = rig.send_one()
+    assert frame and list(frame.closed) == [failing.slot], "the stages do not hold the same of it: it is not kept"
+    rig.run(sessions[0], sessions[2])
+    for seed in (0, 2):
+        assert sessions[seed].generated == plain_answer(prompt_of(4, seed=seed), 12)
+    assert rig.scheduler.slots.num_kept == 2
+    rig.end()
+
+
+def test_what_else_of_a_failed_session_is_in_flight_is_dropped() -> None:
+    """A prompt's chunks follow each other: where one fails the next do, too."""
+    rig = Rig(num_stages=3, chunk=4)
+    session = rig.submit(prompt_of(14), 5)
+    assert len(rig.send_all()) == 4
+    assert rig.scheduler.commit(failed(rig.chain.receive(), 0)) == [(session, [])]
+    rig.scheduler.close(session)
+    other = rig.submit(prompt_of(3), 5)
+    assert other.slot == session.slot
+    rig.send_all()
+    for _ in range(3):
+        assert rig.scheduler.commit(failed(rig.chain.receive(), 0)) == []
+    rig.run(other)
+    assert session.generated == [] and other.generated == plain_answer(prompt_of(3), 5)
+    rig.end()
+
+
+# --- background sessions ----------------------------------------------------------------------------------------------
+
+BACKGROUND = 1
+
+
+def test_the_background_has_one_frame_in_so_many_until_it_is_alone() -> None:
+    rig = Rig(num_stages=2)
+    others = [rig.submit(prompt_of(20, seed=9 + n), 40, priority=BACKGROUND) for n in range(3)]
+    while min(session.num_generated for session in others) < 2:
+        rig.step()
+    better = [rig.submit(prompt_of(5, seed=n), 400) for n in range(3)]
+    late = rig.submit(prompt_of(20, seed=20), 5, priority=BACKGROUND)
+    while not all(session.num_generated for session in better):
+        rig.step()
+    first, before = len(rig.chain.frames), [session.num_generated for session in others]
+    rig.run(*better)
+    frames = [{window.slot for window in frame.windows} for frame in rig.chain.frames[first:]]
+    slots = {session.slot for session in better}
+    shared = [frame for frame in frames if frame - slots]
+    assert all(not frame & slots for frame in shared), "a lane with the background waits for it"
+    assert 0 < len(shared) <= len(frames) / 20
+    assert all(session.num_generated > count for session, count in zip(others, before, strict=True))
+    first = len(rig.chain.frames)
+    rig.run(*others, late)
+    assert len(rig.chain.frames) - first < 3 * 40 + 20
+    for session in (*others, *better, late):
+        assert session.generated == plain_answer(session.request.prompt, session.max_tokens)
+    rig.end()
+
+
+def test_a_better_session_takes_memory_and_turns_from_the_background() -> None:
+    rig = Rig(num_stages=1, budget=600)
+    others = [rig.submit(prompt_of(30, seed=9 + n), 200, priority=BACKGROUND) for n in range(4)]
+    while rig.scheduler.slots.num_waiting < 1 or not others[0].num_generated:
+        rig.step()
+    worst, better = rig.submit(prompt_of(5, seed=2), 60, priority=2), rig.submit(prompt_of(5, seed=1), 60)
+    assert better.slot is not None and worst.slot is None and any(session.slot is None for session in others)
+    rig.run(better)
+    assert any(session.finish_reason is None for session in others)
+    rig.run(*others, worst)
+    for session in (*others, better, worst):
+        assert session.generated == plain_answer(session.request.prompt, session.max_tokens)
+    rig.end()

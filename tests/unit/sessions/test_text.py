@@ -74,9 +74,7 @@ def test_what_comes_out_is_exactly_what_stands_before_the_first_stop_string(seed
         ([""], ["nothing ", "stops"], ["nothing ", "stops", ""], None),
     ],
 )
-def test_stop_strings_piece_by_piece(
-    stops: list[str], pieces: list[str], expected: list[str], found: str | None
-) -> None:
+def test_stop_strings_by_piece(stops: list[str], pieces: list[str], expected: list[str], found: str | None) -> None:
     stop = StopText(stops)
     assert [*map(stop.push, pieces), stop.flush()] == expected
     assert stop.found == found
@@ -138,9 +136,7 @@ def is_whole(text: str) -> bool:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_no_piece_has_half_a_character_and_together_they_are_the_text_wherever_it_is_cut(
-    tokenizer: Tokenizer, text: str
-) -> None:
+def test_pieces_have_whole_characters_and_are_the_text_wherever_it_is_cut(tokenizer: Tokenizer, text: str) -> None:
     tokens = tokenizer.encode(text)
     sizes = [len(byte_level_tokenizer().id_to_token(token)) for token in tokens]  # one letter stands for one byte
     for length in range(len(tokens) + 1):
@@ -228,9 +224,7 @@ def test_text_that_the_detokenizer_held_back_may_hold_a_stop_string() -> None:
     assert (stream.push(1), stream.finish(), stream.stopped_by) == ("", "some ", "END")
 
 
-def test_a_conversation_ends_where_the_answer_begins_and_without_a_template_must_be_raw(
-    tokenizer: Tokenizer, folder: Path, tmp_path: Path
-) -> None:
+def test_a_conversation_ends_where_the_answer_begins(tokenizer: Tokenizer, folder: Path, tmp_path: Path) -> None:
     assert tokenizer.eos == frozenset(tokenizer.encode("<|im_end|>")) and len(tokenizer.eos) == 1
     tokens = tokenizer.encode_chat([{"role": "system", "content": "be kind"}, {"role": "user", "content": "日"}])
     stream = tokenizer.stream(())

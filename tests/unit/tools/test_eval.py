@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tools.demo_data.turn import Turn
-from tools.eval_windows import ACCURACY, is_right
+from tools.eval_windows import ACCURACY, PricedCosts, Prices, is_right
 from tools.windows_data import Measured, Score, Speed
 from tools.windows_report import to_markdown
 
@@ -62,3 +62,15 @@ def test_an_answer_that_did_not_end_is_not_right() -> None:
 def test_the_report_admits_a_miss(right: int, said: str) -> None:
     [line] = [line for line in to_markdown(measured(right)).splitlines() if "`diffusion-fast` loses" in line]
     assert line.replace(" ", "").endswith(said)
+
+
+def test_a_step_with_drafts_costs_what_its_rows_and_its_drafts_do() -> None:
+    prices = Prices({1: 0.010, 8: 0.024}, 0.060, {3: 0.004, 7: 0.008})
+    assert prices.seconds(8) == pytest.approx(0.084)
+    assert [prices.drafting_s(count) for count in (0, 3, 5, 7)] == pytest.approx([0, 0.004, 0.006, 0.008])
+    assert Prices({1: 0.010}, 0.0).drafting_s(7) == 0
+    costs = PricedCosts(1, prices)
+    for _ in range(3):
+        costs.drafting.observe(7, 1, 99.0)
+        costs.drafting.observe_start(1, 99.0)
+    assert costs.drafting.seconds(7, 1) == 0.008 and costs.drafting.start_s(1) == 0

@@ -45,9 +45,7 @@ def test_pages_and_their_code_exist_and_a_page_names_its_command(page: Page) -> 
         assert page.command in text
 
 
-def test_a_page_is_older_once_its_code_has_changed_since_its_stored_figures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_is_older_once_its_code_has_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     repository = Repository(tmp_path)
 
     def older() -> list[str]:
