@@ -2,8 +2,8 @@
 
 import os
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own logs of closed connections are not for users
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # nor are transformers' warnings about long prompts
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # hide gRPC's logs of closed connections from users
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # hide transformers' warnings about long prompts
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # gRPC may crash in a fork that runs another program
-# resolve names as the system does: gRPC's own resolver does not know Bonjour (`mini.local`)
+# use the system's resolver: gRPC's own does not know Bonjour (`mini.local`)
 os.environ.setdefault("GRPC_DNS_RESOLVER", "native")

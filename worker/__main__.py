@@ -2,7 +2,7 @@
 
 from worker.platform.interrupts import end_when_interrupted
 
-end_when_interrupted()  # before anything else is imported
+end_when_interrupted()  # before the slow imports
 
 from worker.cli import worker  # noqa: E402
 from worker.platform.run import run_command  # noqa: E402

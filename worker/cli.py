@@ -1,4 +1,4 @@
-"""`brigade worker`: checks the flags of one node, and imports MLX only if they are right."""
+"""`brigade worker`: checks the flags of one node, and imports MLX only if they are valid."""
 
 import sys
 from functools import partial
@@ -102,7 +102,7 @@ def _warn(name: str, line: str) -> None:
 
 
 def _without_config(name: str | None, keys: Path | None) -> ClusterConfig:
-    """Return the configuration of a node without a file. Raises ConfigError for a bad name, or keys without a name."""
+    """Return the configuration of a node without cluster.yaml. Raises ConfigError if its flags are wrong."""
     if name is not None and not is_node_name(name):
         raise ConfigError(f"--name: expected letters, digits, '-', '_' and '.', found {name!r}")
     if keys and not name:

@@ -1,27 +1,27 @@
-"""The family of exceptions and their exit codes. Other modules decide how errors travel and are printed."""
+"""The exceptions and their exit codes. Other modules decide how errors are sent and printed."""
 
 import traceback
 from typing import Self
 
 
 class BrigadeError(Exception):
-    """An error caused by a user, a file or a peer. The message says what was expected, what was found, what to do."""
+    """An error caused by a user, a file or a peer. It says what was expected, what was found and what to do."""
 
     exit_code = 3
 
     def __init__(self, message: str, *, node: str = "") -> None:
-        """`node` is the worker that the error concerns; empty for this process."""
+        """`node` is the worker where the error occurred; empty for this process."""
         super().__init__(message)
         self.message = message
         self.node = node
 
     def at(self, node: str) -> Self:
-        """Name the worker unless the error names one already; returns the error."""
+        """Set the worker's name unless the error has one, and return the error."""
         self.node = self.node or node
         return self
 
     def again(self) -> Self:
-        """Return a fresh copy: one object raised in several places would collect all their tracebacks."""
+        """Return a copy to raise: an object that is raised in several places collects all their tracebacks."""
         other = type(self).__new__(type(self), *self.args)
         other.__dict__.update(self.__dict__)
         other.__cause__ = self.__cause__
@@ -32,12 +32,12 @@ class BrigadeError(Exception):
 
 
 class InputError(BrigadeError):
-    """A request that cannot be served as it is."""
+    """A request with a wrong parameter."""
 
     exit_code = 2
 
     def __init__(self, field: str, message: str) -> None:
-        """`field` is the parameter's name in a request (`max_tokens`); empty if no single one is wrong."""
+        """`field` is the parameter's name in a request (`max_tokens`); empty if no single parameter is wrong."""
         super().__init__(message)
         self.field = field
 
@@ -49,7 +49,7 @@ class ContextExceeded(InputError):
     """A prompt leaves no room for an answer, or no node has memory for it."""
 
     def __init__(self, field: str, message: str, *, num_tokens: int = 0, most: int = 0) -> None:
-        """`num_tokens` are those of the prompt, at least; `most` are allowed. 0: unknown."""
+        """`num_tokens` is a lower bound of the prompt's length, `most` the limit; 0 means unknown."""
         super().__init__(field, message)
         self.num_tokens = num_tokens
         self.most = most
@@ -68,7 +68,7 @@ class ModelError(BrigadeError):
 
 
 class ModelLacking(ModelError):
-    """A node lacks the model or its layers and must receive them from another node."""
+    """A node has no copy of the model or of its layers; the coordinator may send it."""
 
 
 class FrameError(BrigadeError):
@@ -80,7 +80,7 @@ class CacheMismatch(BrigadeError):
 
 
 class SamplingError(BrigadeError):
-    """A session's sampling parameters are not valid, or not for this model."""
+    """A session's sampling parameters are invalid, or invalid for this model."""
 
     exit_code = 2
 
@@ -102,18 +102,18 @@ class WaitedTooLong(QueueFull):
 
 
 class ReaderLost(BrigadeError):
-    """An answer was abandoned because its client did not read it."""
+    """A client did not read its answer, which was abandoned."""
 
 
 class StageLost(BrigadeError):
-    """A node of the chain closed, fell silent, or was never there."""
+    """A node of the chain has ended, stopped responding, or was never reachable."""
 
 
 CLOSED_AT_ONCE = "closed the connection before any reply: it refused our certificate, expects TLS, or has ended"
 
 
 class Unanswered(StageLost):
-    """Nothing answers at a worker's addresses; `found` is the message without advice. Only coordinators raise it."""
+    """Nothing answers at a worker's addresses. Raised by coordinators only; `found` is the message without advice."""
 
     def __init__(self, found: str, *, node: str = "", start: str = "") -> None:
         """`start` says where and how to start the worker."""
@@ -122,45 +122,45 @@ class Unanswered(StageLost):
 
 
 class CallerRefused(StageLost):
-    """A worker is there, but expects TLS or does not accept our certificate. Raised by coordinators only."""
+    """A worker answers, but expects TLS or refuses our certificate. Raised by coordinators only."""
 
 
 class NodeSilent(StageLost):
-    """A node of the chain is silent on an open connection: it is stopped, asleep or disconnected."""
+    """A node of the chain does not respond on an open connection: it is stopped, asleep or disconnected."""
 
 
 class PoisonRequest(StageLost):
-    """A request is given up, since the chain was lost several times while it ran."""
+    """A request is abandoned because the chain was lost several times while it ran."""
 
 
 class ChainReplaced(StageLost):
-    """A chain ends in an orderly way and another one replaces it; this does not count as a loss."""
+    """A chain is replaced by another one in an orderly way, which does not count as a loss."""
 
 
 class NodeReturned(ChainReplaced):
-    """A node that the chain lacks is back and has loaded its layers."""
+    """A node that the chain lacked has returned and loaded its layers."""
 
 
 class NodeLeaving(ChainReplaced):
-    """A node is about to exit, and the other nodes hold the model without it."""
+    """A node is about to exit, and the model fits on the other nodes."""
 
 
 class EngineHung(StageLost):
-    """A node of the chain responds, but its step does not end."""
+    """A node of the chain responds, but its current step does not end."""
 
 
 class ServerFailed(BrigadeError):
-    """An HTTP server did not respond, or cut its response off."""
+    """An HTTP server did not respond, or broke off its response."""
 
 
 class InternalError(BrigadeError):
-    """A bug of Brigade."""
+    """A bug in Brigade."""
 
 
 def internal_error_text(error: BaseException) -> str:
     """Describe an unexpected error, with the file and line that raised it."""
     error, place = _origin(error)
-    # the repr of a UnicodeError holds the whole text
+    # the repr of a UnicodeError contains the whole text
     found = f"{type(error).__name__}({str(error)!r})" if isinstance(error, UnicodeError) else repr(error)
     return f"internal error: {found}{place}; this is a bug"
 
@@ -189,12 +189,12 @@ def first_line(error: BaseException) -> str:
     if isinstance(error, KeyError):
         return f"{error} is missing"
     line = str(error).strip().partition("\n")[0]
-    line = line.partition(". The following argument types are supported")[0]  # MLX lists them on further lines
+    line = line.partition(". The following argument types are supported")[0]  # MLX lists them on the next lines
     return line.rstrip(".") or type(error).__name__
 
 
 def without_trace(error: BaseException) -> BrigadeError:
-    """Return the error without its traceback, to raise later: a traceback keeps its frames alive."""
+    """Return the error without its traceback, which would keep frames alive, to be raised later."""
     if not isinstance(error, BrigadeError):
         return InternalError(internal_error_text(error))
     kept = error.again()

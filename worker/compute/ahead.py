@@ -1,7 +1,7 @@
-"""Steps that are built before their frames arrive.
+"""Steps that are built or launched before their frames arrive.
 
-A step that fed some slots one token each is most often followed by one more token each. If another frame arrives
-instead, the step is undone: the caches return to what they were.
+After a step with one token for each of some slots, the next step usually has one more token for each. If another frame
+arrives instead, the step is undone, and the caches are restored.
 Shapes: B slots, D hidden, V vocabulary.
 """
 
@@ -24,17 +24,17 @@ from worker.compute.shard import Shard
 from worker.compute.slot import Slot
 from worker.memory.slot_caches import move_apart, shared_by
 
-SlotsById = Mapping[int, Slot]  # by number
+SlotsById = Mapping[int, Slot]
 
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """A step's outputs, not yet evaluated; draws and logits on the last stage only."""
+    """A step's unevaluated outputs, with draws and logits on the last stage only."""
 
     h: mx.array  # [1, B, D]
-    draws: Mapping[int, Draws]  # of slots whose draws need only logits
-    logits: Mapping[int, mx.array]  # [1, V] of the other slots
-    tokens: mx.array | None = None  # [B], if all were drawn at once
+    draws: Mapping[int, Draws]  # for slots whose draws need only logits
+    logits: Mapping[int, mx.array]  # [1, V] for each other slot
+    tokens: mx.array | None = None  # [B], if all slots were drawn at once
 
     def evaluate(self) -> None:
         drawn = [array for draws in self.draws.values() for array in draws.arrays()]
@@ -48,15 +48,15 @@ class StepOutputs:
 
 
 class Built:
-    """A step on placeholders: a graph that is not computed before its frame arrives."""
+    """A step's graph on placeholders, which is evaluated once its frame arrives."""
 
-    launched = None  # only its frame starts it
-    following = None  # nothing is launched on top of it
+    launched = None  # it starts with its frame
+    following = None  # no step can be launched on top of it
 
     def __init__(self, shard: Shard, slots: SlotsById, dtype: mx.Dtype) -> None:
         B, D = len(slots), shard.row_size
         self.slots = slots
-        self.hidden = None if shard.is_first else Placeholder([1, B, D], dtype)  # the step's input
+        self.hidden = None if shard.is_first else Placeholder([1, B, D], dtype)
         self._ids = Placeholder([1, B], mx.int32)
         self._before: list[Any] | None = [slot.caches.saved() for slot in slots.values()]
         bases = {number: len(slot.history) for number, slot in slots.items()}
@@ -67,29 +67,34 @@ class Built:
         return in_order and _slots_besides(frame).isdisjoint(self.slots) and _go_on(frame.windows, self.slots)
 
     def begin(self, windows: Sequence[Window]) -> None:
-        """Fill in the token ids and evaluate. The hidden states are already filled in."""
-        self._before = None  # the only other reference to the buffers: now they are written in place
+        """Fill in the token ids and evaluate; the hidden states are already filled in."""
+        self._before = None  # drop the only other reference to the buffers, so that MLX writes in place
         self._ids.fill_numbers(window.tokens[0] for window in windows)
         self.outputs.evaluate()
 
     def drop(self, numbers: Set[int]) -> None:
-        """Undo the step. Only a frame of all its slots can take it, so all are dropped together."""
+        """Undo the step. `numbers` are all of its slots, since a frame takes either all of them or none."""
         assert self._before is not None and numbers == self.slots.keys()
         for slot, before in zip(self.slots.values(), self._before, strict=True):
             slot.caches.restore(before)
 
 
 class Launched:
-    """A step of the whole model on tokens that never leave the device, computed before its frame arrives.
+    """A step of the whole model on tokens that are still on the device, computed before its frame arrives.
 
-    The caller evaluates its outputs before building anything else. If other tokens arrive, its rows are overwritten;
-    only recurrent states have to be saved to undo it.
+    The caller evaluates its outputs before building anything else. If other tokens arrive, they overwrite its rows, so
+    only recurrent states are saved to undo it.
     """
 
-    hidden = None  # the whole model starts from token ids
+    hidden = None  # the whole model takes token ids
 
     def __init__(self, shard: Shard, slots: SlotsById, bases: Mapping[int, int], tokens: mx.array) -> None:
-        """`tokens` [B] are those just drawn, one for each slot; each follows the slot's first `bases` tokens."""
+        """Build the step.
+
+        Args:
+            bases: the length of each slot before this step.
+            tokens: the tokens [B] just drawn, one per slot.
+        """
         self.slots = dict(slots)
         self.launched = time.monotonic_ns()
         self.following: Launched | None = None  # the step launched on top of this one
@@ -102,7 +107,7 @@ class Launched:
         self.outputs = _outputs(shard, slots, bases, ids, ids)
 
     def go_on(self, most: int) -> Launched | None:
-        """Launch a step on top of the last one here, if every cache has room and fewer than `most` are launched."""
+        """Launch a step on top of the last one here, if all caches have room and fewer than `most` are launched."""
         if most == 1:
             return None
         if self.following:
@@ -113,7 +118,7 @@ class Launched:
         return self.following
 
     def is_of(self, frame: Frame) -> bool:
-        """Return whether this frame asks for this step, perhaps for some of its slots only."""
+        """Return whether this frame asks for this step, with all or some of its slots."""
         numbers = {window.slot for window in frame.windows}
         is_alone = _slots_besides(frame).isdisjoint(numbers)
         if not (numbers and numbers <= self.slots.keys() and is_alone and _go_on(frame.windows, self.slots)):
@@ -122,10 +127,10 @@ class Launched:
         return all(window.tokens[0] == fed[self._numbers[window.slot]] for window in frame.windows)
 
     def begin(self, windows: Sequence[Window]) -> None:
-        """Do nothing: the step is already being computed."""
+        """Do nothing: the step is already launched."""
 
     def drop(self, numbers: Set[int]) -> None:
-        """Undo the step for these slots, after the steps launched on top of it."""
+        """Undo the step for these slots, and first the steps launched on top of it."""
         if self.following:
             self.following.drop(numbers & self.following.slots.keys())
         shared = shared_by([self.slots[number].caches for number in numbers])
@@ -147,7 +152,7 @@ class StepsAhead:
     def __init__(self, shard: Shard, dtype: mx.Dtype) -> None:
         self._shard = shard
         self._dtype = dtype
-        self._can_build: bool | None = None  # not tried yet
+        self._can_build: bool | None = None  # None: not tried yet
         self._ready: list[Ready] = []
 
     def build(self, slots: SlotsById) -> None:
@@ -158,14 +163,14 @@ class StepsAhead:
             can_fill = can_fill_later(self._shard.row_size)
             self._can_build = can_fill and not looks_at_numbers(self._shard, self._dtype)
         if self._can_build:
-            # other slots could not use these buffers while the step waits for its input
+            # while the step waits for its input, slots outside it could not use buffers that they share with it
             move_apart([slot.caches for slot in slots.values()])
             self._ready.append(Built(self._shard, slots, self._dtype))
 
     def launch(self, slots: SlotsById, tokens: Mapping[int, mx.array], most: int) -> StepOutputs | None:
-        """Launch the step that feeds these tokens [1], or one on top of it if it exists, up to `most` steps in all.
+        """Launch the step that feeds these tokens [1], or one on top of it if it exists, up to `most` steps.
 
-        Works only on a shard that is the whole model, and launches only if every cache has room.
+        Only for a shard that is the whole model. Launches nothing unless all caches have room.
 
         Returns:
             The outputs to evaluate, or None if no step was launched.
@@ -185,7 +190,7 @@ class StepsAhead:
         return next((each.hidden for each in self._ready if each.hidden and each.is_of(frame)), None)
 
     def take(self, frame: Frame, x: mx.array | None) -> Ready | None:
-        """Return this frame's step if it is ready on input x; undo the steps that the frame contradicts."""
+        """Return this frame's step if it is ready with the input x; undo the steps that the frame contradicts."""
         found = next((each for each in self._ready if each.is_of(frame)), None)
         if found and found.hidden and found.hidden.array is not x:
             found = None
@@ -207,9 +212,9 @@ class StepsAhead:
 
 
 def looks_at_numbers(shard: Shard, dtype: mx.Dtype) -> bool:
-    """Return whether the forward reads computed values, so that it cannot be built ahead (mlx-lm's dbrx does).
+    """Return whether the forward reads computed values and so cannot be built ahead, like mlx-lm's dbrx.
 
-    MLX refuses such a read while it traces a function.
+    MLX refuses such reads while it traces a function.
     """
     ids = mx.zeros((1, 1), mx.int32)
     x = ids if shard.is_first else mx.zeros((1, 1, shard.row_size), dtype)
@@ -245,7 +250,7 @@ def _outputs(shard: Shard, slots: SlotsById, bases: Mapping[int, int], x: mx.arr
 
 
 def _go_on(windows: Sequence[Window], slots: SlotsById) -> bool:
-    """Return whether each window adds one token to exactly what its slot holds."""
+    """Return whether each window adds one token after all tokens of its slot."""
     histories = [slots[window.slot].history for window in windows]
     return all(
         is_one_token(window) and window.base == len(held) and window.prefix_hash == held.prefix_hash(len(held))
@@ -254,13 +259,13 @@ def _go_on(windows: Sequence[Window], slots: SlotsById) -> bool:
 
 
 def _slots_besides(frame: Frame) -> set[int]:
-    """Return the slots that the frame opens, closes or copies."""
+    """Return the slots that the frame opens, closes or forks."""
     opened = {session.slot for session in frame.opened}
     return opened | {s.fork_of for s in frame.opened if s.HasField("fork_of")} | set(frame.closed)
 
 
 class Placeholder:
-    """An input of a graph that is filled after the graph was built: Python writes into the memory that MLX reads."""
+    """An input of a graph that is filled after the graph was built: Python writes into the array's memory."""
 
     def __init__(self, shape: Iterable[int], dtype: mx.Dtype) -> None:
         shape = tuple(shape)
@@ -269,7 +274,7 @@ class Placeholder:
         self.array = raw.view(dtype).reshape(shape)
 
     def fill(self, pieces: Iterable[memoryview | bytes]) -> None:
-        """Write all of the array's bytes from consecutive pieces."""
+        """Write the array's bytes, given as consecutive pieces."""
         at = 0
         for piece in pieces:
             self._memory[at : at + len(piece)] = piece
@@ -282,9 +287,9 @@ class Placeholder:
 
 @cache
 def can_fill_later(num_ids: int) -> bool:
-    """Try whether this device sees values written after a graph was built.
+    """Return whether this device sees values that are written after a graph was built.
 
-    `num_ids` is the size to try: small arrays may be stored elsewhere than large ones.
+    `num_ids` is the size to try, since small arrays may be stored differently.
     """
     tried = Placeholder([num_ids], mx.int32)
     found = tried.array * 2 + 1

@@ -1,8 +1,8 @@
-"""A lane: the windows of several slots in one pass. Each layer gets a view of several caches in place of one.
+"""A lane: the windows of several slots in one pass. Each layer gets a view of several caches instead of one.
 
-Rows lie end to end, so that every matrix product takes all of them. A module that takes a cache is a *unit*. Attention
-that can tell the slots apart takes the lane as it is; every other unit runs for windows of equal length side by side,
-as an ordinary batch, or else slot after slot. Which slots share buffers is a matter of `Pack`.
+All rows lie end to end, so that each matrix product processes all of them. A module that takes a cache is a *unit*.
+Attention that supports several slots processes the lane directly; other units run for windows of equal length as an
+ordinary batch, or slot by slot. `Pack` decides which slots share buffers.
 Shapes: B slots, L window length, D hidden, H heads, K head size.
 """
 
@@ -38,7 +38,7 @@ Attention = Callable[..., mx.array]
 
 @dataclass(frozen=True)
 class LaneWindow:
-    """Where one window goes: its slot's caches, already cut to `base`."""
+    """The place of one window: its slot's caches, already cut to `base`, and its rows."""
 
     caches: Caches
     base: int
@@ -58,14 +58,14 @@ class LaneWindow:
 
 
 def canvas_rows(places: Sequence[LaneWindow]) -> mx.array | None:
-    """Return which of the rows of all windows [1, sum L] are of a canvas; None if none is."""
+    """Return which rows of all windows [1, sum L] belong to a canvas; None if none does."""
     if not any(place.num_canvas for place in places):
         return None
     return mx.array(np.concatenate([np.arange(p.num_rows) >= p.num_rows - p.num_canvas for p in places]))[None]
 
 
 class Lane:
-    """The windows of one pass and what every layer needs to know about them."""
+    """The windows of one pass, with indices and masks that all layers share."""
 
     def __init__(self, places: Sequence[LaneWindow]) -> None:
         self.places = places
@@ -80,12 +80,12 @@ class Lane:
         self.runs = list(_runs(self))
 
     def views(self) -> list[View]:
-        """Return what the model gets in place of its list of caches."""
+        """Return the views that replace the model's list of caches."""
         return [View(self, entries) for entries in zip(*(place.caches.listed for place in self.places), strict=True)]
 
     @cached_property
     def equal(self) -> list[Run]:
-        """Windows of equal length, wherever their slots are, those at the start of their sessions by themselves."""
+        """Runs of windows of equal length, regardless of packs; windows at base 0 have runs of their own."""
         alike: dict[Any, list[int]] = defaultdict(list)
         for number, place in enumerate(self.places):
             alike[place.num_rows, place.base == 0].append(number)
@@ -93,18 +93,18 @@ class Lane:
 
     @cached_property
     def singles(self) -> list[Run]:
-        """Each window by itself."""
+        """Runs of one window each."""
         return [Run([number], self) for number in range(len(self.places))]
 
     def singles_besides(self, runs: Sequence[Run]) -> list[Run]:
-        """Return each window by itself that is in none of these runs."""
+        """Return the single runs of windows that are in none of these runs."""
         if runs and runs[0].is_lane:
             return []
         grouped = {number for run in runs for number in run.numbers}
         return [single for single in self.singles if single.numbers[0] not in grouped]
 
     def in_order(self, parts: Sequence[mx.array], runs: Sequence[Run], axis: int = 1) -> mx.array:
-        """Join the rows of all runs, end to end in each, in the lane's order."""
+        """Join the runs' rows, which lie end to end in each part, in the lane's order."""
         if runs[0].is_lane:
             return parts[0]
         joined = mx.concatenate(list(parts), axis=axis) if len(parts) > 1 else parts[0]
@@ -121,16 +121,16 @@ class Lane:
 
 
 class Run:
-    """Windows of equal length that go side by side; in `Lane.runs` their slots lie next to each other in a pack."""
+    """Windows of equal length that go side by side; in `Lane.runs` their slots are adjacent in a pack."""
 
     def __init__(self, numbers: Sequence[int], lane: Lane) -> None:
-        """`numbers` are the windows' numbers in the lane, in the order of their slots in a pack."""
+        """`numbers` are the windows' indices in the lane, in the order of their slots in a pack."""
         places = lane.places
         self.numbers = numbers
-        self.is_lane = list(numbers) == list(range(len(places)))  # all windows, in the lane's own order
+        self.is_lane = list(numbers) == list(range(len(places)))  # has all windows in the lane's order
         self._starts = [lane.starts[number] for number in numbers]
         self.counts_up = all(places[number].positions is None for number in numbers)
-        self.begin_alike = len({places[number].base > 0 for number in numbers}) == 1  # all with a past, or none
+        self.begin_alike = len({places[number].base > 0 for number in numbers}) == 1  # all at base 0, or none
         self._places = [places[number] for number in numbers]
         self._end = max(place.base for place in self._places) + self._places[0].num_rows
         self._masks: dict[int | None, mx.array] = {}
@@ -138,18 +138,18 @@ class Run:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """The numbers of its rows in the lane [B * L]."""
+        """The indices of its rows in the lane [B * L]."""
         return (np.array(self._starts)[:, None] + np.arange(self._places[0].num_rows)).reshape(-1)
 
     @cached_property
     def _selection(self) -> slice | mx.array:
-        """What selects its rows of all rows: a slice copies nothing."""
+        """The index that selects its rows from all rows; a slice if possible, which copies nothing."""
         first, last = int(self.rows[0]), int(self.rows[-1])
         is_span = (np.diff(self.rows) == 1).all()
         return slice(first, last + 1) if is_span else mx.array(self.rows)
 
     def take(self, rows: mx.array, axis: int = 1) -> mx.array:
-        """Select its rows, end to end, of those of all windows."""
+        """Select its rows, end to end, from the rows of all windows."""
         return rows if self.is_lane else rows[(slice(None),) * axis + (self._selection,)]
 
     def heads(self, rows: mx.array) -> mx.array:
@@ -165,11 +165,11 @@ class Run:
 
     @cached_property
     def _rows(self) -> mx.array:
-        """Where each row is written [B, L]."""
+        """The index in the cache at which each row is written [B, L]."""
         return self.bases[:, None] + mx.arange(self._places[0].num_rows)
 
     def _numbers_of_rows(self, num_heads: int, capacity: int) -> mx.array:
-        """Return the number of each new row [B, H, L] among all rows of a buffer of the slots' pack."""
+        """Return the index of each new row [B, H, L] among all rows of a pack's flattened buffer."""
         key = num_heads, capacity
         if key not in self._numbers:
             caches = self._places[0].caches
@@ -181,7 +181,7 @@ class Run:
         return self._numbers[key]
 
     def mask(self, window_size: int | None) -> mx.array:
-        """Return which rows each row sees [B, 1, L, end]: of the last `window_size`, or of all."""
+        """Return which held rows each row sees [B, 1, L, end]: the last `window_size` ones, or all."""
         if window_size not in self._masks:
             last_seen = self.bases[:, None] + self._sights[0]
             in_sight = mx.arange(self._end) <= last_seen[:, None, :, None]
@@ -190,13 +190,13 @@ class Run:
 
     @cached_property
     def _sights(self) -> tuple[mx.array, mx.array]:
-        """Return what `row_sights` returns for each window [B, L]."""
+        """The `row_sights` of all windows: two arrays [B, L]."""
         sights = (row_sights(place.num_rows, place.num_canvas, place.caches.grid) for place in self._places)
         last, back = zip(*sights, strict=True)
         return mx.array(np.stack(last)), mx.array(np.stack(back))
 
     def _is_near(self, window_size: int) -> mx.array:
-        """Return which rows lie less than `window_size` positions before the one from which each row looks back."""
+        """Return which held rows are less than `window_size` positions before the row whose window applies."""
         own = mx.stack([place.row_positions for place in self._places])[:, None, :, None]
         held = mx.broadcast_to(mx.arange(self._end), (len(self._places), 1, 1, self._end))
         near = mx.take_along_axis(own, self._sights[1][:, None, :, None], axis=2)
@@ -207,12 +207,12 @@ class Run:
         append_together(caches, keys, values, self._numbers_of_rows)
 
     def fetch(self, caches: Sequence[KVCache]) -> tuple[mx.array, mx.array]:
-        """Return what one layer's caches of the run hold, right-padded."""
+        """Return the right-padded contents of one layer's caches of the run."""
         return fetch_together(caches, self._end)
 
 
 class LaneMask:
-    """The mask that a model hands to its layers: one per slot, made before the layers append, and one per run."""
+    """The mask that a model passes to its layers: one per slot, made before the layers append, and one per run."""
 
     def __init__(self, alone: Sequence[Mask], window_size: int | None) -> None:
         self.alone, self._window_size = alone, window_size
@@ -222,7 +222,7 @@ class LaneMask:
 
 
 class View:
-    """Several slots' caches in place of one: of one entry of the model's list, or of the whole list."""
+    """Several slots' caches in place of one, for one entry of the model's list of caches or for the whole list."""
 
     def __init__(self, lane: Lane, caches: Sequence[Any]) -> None:
         self._lane, self._caches = lane, caches
@@ -231,7 +231,7 @@ class View:
 
     @property
     def is_batch(self) -> bool:
-        """Whether these are keys and values that lie side by side, those of all slots in the lane's order."""
+        """Whether these are keys and values only, side by side in one pack in the lane's order."""
         is_stateless = all(isinstance(cache, KVCache) for cache in flat(self._caches[0]))
         return is_stateless and any(run.is_lane and run.counts_up for run in self._runs)
 
@@ -241,18 +241,18 @@ class View:
         return self._lane.offset
 
     def __getitem__(self, number: int) -> View:
-        """Return the view of one of a layer's several caches."""
+        """Return the view of cache `number` of a layer with several caches."""
         return View(self._lane, [cache[number] for cache in self._caches])
 
     def make_mask(self, num_rows: int, return_array: bool = False, window_size: int | None = None) -> LaneMask | None:
-        """Return each slot's mask for its own rows; called by mlx-lm's models as for a single cache."""
+        """Return the masks for each slot's rows; called by mlx-lm's models as on a single cache."""
         if isinstance(self._caches[0], RecurrentState):
             return None
         places = zip(self._caches, self._lane.places, strict=True)
         return LaneMask([c.make_mask(p.num_rows, return_array, window_size) for c, p in places], window_size)
 
     def layer_calls(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Callable[[], LayerCall]]]:
-        """Yield each slot's caches, and a function for what a layer is given for its window."""
+        """Yield each slot's caches, and a function that returns a layer's call for its window."""
 
         def call(number: int) -> LayerCall:
             own_args = [self._recorded(arg, number) for arg in args]
@@ -263,10 +263,10 @@ class View:
             yield caches, partial(call, number)
 
     def run(self, unit: RunLayer, args: Sequence[Any], kwargs: dict[str, Any], form: LaneForm) -> Any:
-        """Run a unit over the lane; its arguments hold this view and arrays with the rows of all windows [1, sum L, D].
+        """Run a unit over the lane. Its arguments include this view and arrays with all windows' rows [1, sum L, D].
 
         Args:
-            form: how this unit may take the windows of a lane.
+            form: how the unit can process the windows of a lane.
         """
         if form is LaneForm.ROWS and isinstance(self._caches[0], KVCache):
             groups = [run for run in self._runs if run.is_lane and run.counts_up]
@@ -286,21 +286,21 @@ class View:
         return tuple(None if part[0] is None else self._lane.in_order(part, groups) for part in parts)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[list[Any], list[Any]]:
-        """Append each slot's rows of [1, H, sum L, K] and return what each run and each single slot holds now."""
+        """Append each slot's rows of [1, H, sum L, K]; return all keys and values per run and per single slot."""
         runs = [(run, [self._caches[number] for number in run.numbers]) for run in self._runs]
         alone = [(single, self._caches[single.numbers[0]]) for single in self._alone]
         for run, caches in runs:
             run.append(caches, run.heads(keys), run.heads(values))
         for single, cache in alone:
             cache.append(single.heads(keys), single.heads(values))
-        # reads come last: a buffer that is still to be read would be copied before the next write
+        # read after all writes: a pending read would force a copy before the next write
         held = [run.fetch(caches) for run, caches in runs] + [cache.fetch() for _, cache in alone]
         return [keys for keys, _ in held], [values for _, values in held]
 
     def attend(
         self, attention: Attention, queries: mx.array, keys: list[Any], values: list[Any], mask: LaneMask, **more: Any
     ) -> mx.array:
-        """Run attention for each slot's queries of [1, H, sum L, K] on what `update_and_fetch` returned."""
+        """Run attention for each slot's queries of [1, H, sum L, K] on the results of `update_and_fetch`."""
         parts = []
         for run, k, v in zip([*self._runs, *self._alone], keys, values, strict=True):
             is_alone, [number, *_] = len(run.numbers) == 1, run.numbers
@@ -311,7 +311,7 @@ class View:
         return self._lane.in_order(parts, [*self._runs, *self._alone], axis=2)
 
     def _groups(self, form: LaneForm) -> list[Run]:
-        """Return the runs in which a unit goes over the lane; one of several windows is a batch."""
+        """Return the runs for which a unit is called separately; a run of several windows is a batch."""
         if form is LaneForm.ALONE:
             candidates = []
         elif any(isinstance(cache, KVCache) for cache in flat(self._caches[0])):
@@ -322,7 +322,7 @@ class View:
         return batches + self._lane.singles_besides(batches)
 
     def _can_be_batch(self, run: Run) -> bool:
-        """Return whether the run's positions count up, and its states, if any, have all begun or none has."""
+        """Return whether the run's positions count up, and its states, if any, are all used or all new."""
         has_state = any(isinstance(cache, RecurrentState) for cache in flat(self._caches[0]))
         return run.counts_up and (run.begin_alike or not has_state)
 
@@ -339,14 +339,14 @@ class View:
         return result
 
     def _recorded(self, value: Any, number: int) -> Any:
-        """Return what a `LayerCall` keeps of an argument for one slot."""
+        """Return an argument of one slot for a `LayerCall`."""
         if isinstance(value, View):
             return LayerCall.HERE
         own = self._of_slot(value, number)
-        return mx.contiguous(own) if self._holds_rows(value) else own  # a slice would hold the rows of other slots
+        return mx.contiguous(own) if self._holds_rows(value) else own  # a slice would keep the rows of other slots
 
     def _of_slot(self, value: Any, number: int) -> Any:
-        """Return one slot's part of an argument: its own mask, caches, rows or position."""
+        """Return one slot's part of an argument: its mask, caches, rows or position."""
         if isinstance(value, LaneMask):
             return value.alone[number]
         if isinstance(value, View):
@@ -357,7 +357,7 @@ class View:
         return self._lane.singles[number].take(value) if self._holds_rows(value) else value
 
     def _of_batch(self, value: Any, run: Run, stacks: dict[int, StateStack]) -> Any:
-        """Return a batch's part of an argument; a stack of states that is made for it is added to `stacks`."""
+        """Return a batch's part of an argument; add the stacks of states that are made for it to `stacks`."""
         if isinstance(value, LaneMask):
             return value.of_run(run)
         if isinstance(value, View):
@@ -373,7 +373,7 @@ class View:
 
 
 class BatchCache:
-    """Packed caches of a run side by side: rows [B, H, L, K], as in an ordinary batch."""
+    """Packed caches of a run, used like the cache of an ordinary batch: rows [B, H, L, K]."""
 
     def __init__(self, caches: Sequence[KVCache], run: Run) -> None:
         self._caches, self._run = caches, run
@@ -387,13 +387,13 @@ class BatchCache:
         return self._run.mask(window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append [B, H, L, K] and return what all slots hold, right-padded."""
+        """Append [B, H, L, K] and return all slots' right-padded keys and values."""
         self._run.append(self._caches, keys, values)
         return self._run.fetch(self._caches)
 
     @property
     def keys(self) -> mx.array:
-        """The buffer, for models that make it depend on another array."""
+        """The buffer, for models that add a dependency on another array to it."""
         return self._caches[0].keys
 
     @keys.setter
@@ -410,12 +410,12 @@ class BatchCache:
 
 
 def _batch(caches: Sequence[Any], run: Run, stacks: dict[int, StateStack]) -> Any:
-    """Return what stands for these slots' caches in a batch."""
+    """Return the cache of a batch for these slots' caches."""
     if isinstance(caches[0], tuple | list):
         return tuple(_batch(parts, run, stacks) for parts in zip(*caches, strict=True))
     if isinstance(caches[0], KVCache):
         return BatchCache(caches, run)
-    return stacks.setdefault(id(caches[0]), StateStack(caches))  # the list of caches may have a state several times
+    return stacks.setdefault(id(caches[0]), StateStack(caches))  # a state may occur several times in the list
 
 
 def _joined_positions(places: Sequence[LaneWindow]) -> mx.array:
@@ -427,7 +427,7 @@ def _joined_positions(places: Sequence[LaneWindow]) -> mx.array:
 
 def _runs(lane: Lane) -> Iterator[Run]:
     """Yield the longest runs of at least two windows."""
-    packs: dict[Any, dict[int, int]] = defaultdict(dict)  # by pack and length: windows by the place of their slots
+    packs: dict[Any, dict[int, int]] = defaultdict(dict)  # by pack and length: windows by their slots' indices
     for number, place in enumerate(lane.places):
         if pack := place.caches.pack:
             packs[id(pack), place.num_rows][pack.slots.index(place.caches)] = number
@@ -444,13 +444,13 @@ def _runs(lane: Lane) -> Iterator[Run]:
 
 
 def _is_packed(entry: Any) -> bool:
-    """Return whether all keys and values of an entry are where those of the slot's pack are."""
+    """Return whether an entry has keys and values, all of them in the buffers of the slot's pack."""
     kept = [cache for cache in flat(entry) if isinstance(cache, KVCache)]
     return bool(kept) and all(cache.can_be_packed for cache in kept)
 
 
 def flat(entry: Any) -> Iterator[Any]:
-    """Yield the members of nested tuples and lists."""
+    """Yield the items of nested tuples and lists."""
     if isinstance(entry, tuple | list):
         for part in entry:
             yield from flat(part)
@@ -459,7 +459,7 @@ def flat(entry: Any) -> Iterator[Any]:
 
 
 def _end_to_end(result: Any) -> Any:
-    """Return a batch's result [B, L, ...] as [1, B * L, ...]; None for a part that no other unit could use."""
+    """Return a batch's result [B, L, ...] as [1, B * L, ...], with None for parts that do not have rows."""
     if isinstance(result, tuple | list):
         return tuple(_end_to_end(part) if isinstance(part, mx.array) and part.ndim >= 3 else None for part in result)
     return result.reshape(1, -1, *result.shape[2:])

@@ -1,4 +1,4 @@
-"""Grammars: which tokens may follow in an answer. llguidance matches them, from token ids alone."""
+"""Grammars: which tokens may follow in an answer. llguidance matches token ids."""
 
 import json
 import re
@@ -15,13 +15,13 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from protos.brigade_pb2 import Grammar
 from worker.errors import SamplingError
 
-# A grammar compiled while its session waits must still be here when the session opens, so keep as many as may wait.
-# A usual grammar takes 0.15 MB, a long one 90 bytes per character of its text: some 300 MB in all.
+# A grammar compiled while its session waits must still be here when the session opens, so keep one per waiting session.
+# A typical grammar takes 0.15 MB, a long one 90 bytes per character of its text: about 300 MB in total.
 _MOST_KEPT = 1024  # the default limit of waiting sessions on a coordinator
 _MOST_TEXT = 1_500_000  # characters of all kept grammars
 _LEAST_KEPT = 16  # grammars kept however long they are
 _MOST_TOKENIZERS = 4  # each has a trie of the whole vocabulary
-# A grammar that was evicted before its session opens is compiled while every step waits: half a second at most.
+# All steps wait while an evicted grammar is compiled again: with these limits at most half a second.
 _LIMITS = LLParserLimits(max_grammar_size=20_000, verbose_errors=False)
 _QUIET = 0
 _ENDLESS = "NoExtensionBias"  # llguidance's error for a grammar that allows no token
@@ -31,7 +31,7 @@ _MARKER = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")  # text that may be a special 
 
 
 class Guide:
-    """The matcher of one answer, which moves back and forth to the tokens that are asked about."""
+    """The matcher of one answer, which moves back and forth to the requested position."""
 
     def __init__(
         self, matcher: LLMatcher, begins: int, vocab_size: int, on_excess: Callable[[], None] = lambda: None
@@ -39,8 +39,8 @@ class Guide:
         """`begins` is the index in the sequence where the answer begins.
 
         Args:
-            on_excess: called once the grammar has become too complex, as all matchers that were copied from the same
-                one have, since they share what they have explored.
+            on_excess: called once the grammar is too complex. Then so are all copies of the matcher, which share their
+                parser states.
         """
         self._matcher = matcher
         self._on_excess = on_excess
@@ -49,13 +49,13 @@ class Guide:
         self._taken: list[int] = []
 
     def copy(self) -> "Guide":
-        """Return another matcher at the same place."""
+        """Return an independent guide at the same position."""
         other = Guide(self._matcher.deep_copy(), self.begins, self._vocab_size, self._on_excess)
         other._taken = list(self._taken)
         return other
 
     def allowed_next(self, answer: Sequence[int]) -> mx.array | None:
-        """Return which tokens may follow an answer that ends with drafts, [V] bool; None if the grammar forbids those.
+        """Return which tokens may follow an answer that ends in drafts, [V] bool; None if the grammar forbids a draft.
 
         Raises:
             SamplingError: the grammar is too complex.
@@ -72,15 +72,15 @@ class Guide:
 
         Args:
             tokens: the sequence; row n follows the first `known[n]` of them.
-            num_wanted: rows that answer for the sequence. The rest are guesses and may be any token: a guess that the
-                grammar forbids is a draft that does not hold.
+            num_wanted: the number of leading rows to restrict. The others are guesses, for which all tokens are
+                allowed: a guess that the grammar forbids is rejected later.
         Raises:
             SamplingError: the tokens so far do not match the grammar, or it is too complex.
         """
         rows = np.ones((len(known), self._vocab_size), bool)
         for row, length in enumerate(known[:num_wanted]):
             if not self._go_to(tokens[self.begins : length], is_draft=row > 0):
-                break  # rows after a draft that the grammar forbids are never used
+                break  # rows after a forbidden draft are never used
             rows[row] = self._allowed_here()
         return mx.array(rows)
 
@@ -90,7 +90,7 @@ class Guide:
         self._require_sound()
 
     def not_enforced(self) -> list[str]:
-        """Return the keywords of its JSON schemas that the grammar leaves out."""
+        """Return the keywords of its JSON schemas that the grammar ignores."""
         found: dict[str, None] = {}
         for warning in self._matcher.get_grammar_warnings():
             listed = _KEYWORD.findall(warning.partition("Unimplemented keys:")[2])
@@ -98,7 +98,7 @@ class Guide:
         return list(found)
 
     def _go_to(self, answer: Sequence[int], *, is_draft: bool) -> bool:
-        """Match exactly these tokens; return False for a draft that the grammar forbids."""
+        """Match exactly these tokens; return False if the grammar forbids a draft among them."""
         shared = 0
         while shared < min(len(answer), len(self._taken)) and answer[shared] == self._taken[shared]:
             shared += 1
@@ -125,7 +125,7 @@ class Grammars:
     """Compiles grammars for one model's vocabulary and keeps the most recently used."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
-        """`folder` holds the model's tokenizer.json; without one there are no grammars."""
+        """`folder` holds the model's tokenizer.json, which all grammars need."""
         self._path = folder / "tokenizer.json"
         self._vocab_size = vocab_size
         self._lock = Lock()  # a coordinator compiles on several threads
@@ -141,12 +141,12 @@ class Grammars:
         return Guide(matcher.deep_copy(), grammar.begins, self._vocab_size, partial(self._forget, key, matcher))
 
     def spelled(self, text: str, eos: Sequence[int]) -> str:
-        """Spell a text as a Lark rule, with special tokens by their ids, since no text matches those."""
+        """Return a text as a Lark rule, with ids for special tokens, since no text matches them."""
         tokenizer = self._tokenizer(tuple(eos))
         return " ".join(_symbol(tokenizer, part) for part in _MARKER.split(text) if part)
 
     def special_tokens(self, eos: Sequence[int]) -> Sequence[int]:
-        """Return the special tokens, which no text matches, without those that end an answer."""
+        """Return the special tokens, which no text matches, except those that end an answer."""
         tokenizer = self._tokenizer(tuple(eos))
         if self._special is None:
             self._special = [token for token in range(self._vocab_size) if tokenizer.is_special_token(token)]
@@ -155,7 +155,7 @@ class Grammars:
     def _compile(self, grammar: Grammar) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer(tuple(grammar.eos)), grammar.text, log_level=_QUIET, limits=_LIMITS)
         if matcher.is_error():
-            # of a regular expression the parser shows the place before the error
+            # for regular expressions llguidance prints the place before the error
             first, found, error = matcher.get_error().strip().partition("\nerror: ")
             reason = _first_line(first) + (f" {_first_line(error)}" if found else "")
             raise SamplingError(f"it cannot be enforced; its parser says: {reason}")
@@ -183,7 +183,7 @@ class Grammars:
                 self._num_text -= len(oldest)
 
     def _forget(self, key: bytes, matcher: LLMatcher) -> None:
-        """Compile the grammar anew for the next answer."""
+        """Remove this matcher, so that the next answer compiles the grammar again."""
         with self._lock:
             if self._compiled.get(key) is matcher:
                 del self._compiled[key]
@@ -192,7 +192,7 @@ class Grammars:
 
 @lru_cache(_MOST_TOKENIZERS)
 def _read_tokenizer(path: Path, changed: int, vocab_size: int, eos: tuple[int, ...]) -> LLTokenizer:
-    """Read a tokenizer, shared in this process until its file has `changed`."""
+    """Read a tokenizer. The cached one is shared until the file's time of change, `changed`, differs."""
     return LLTokenizer(path.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=list(eos))
 
 

@@ -1,4 +1,4 @@
-"""Checks of frame headers and results, before their payload is used. Pure: no I/O, no MLX."""
+"""Checks of frame headers and results from peers, before their payload is used. Pure: no I/O, no MLX."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,49 +27,49 @@ from worker.errors import FrameError
 from worker.model.cache_spec import MOST_SNAPSHOTS
 from worker.model.model_spec import DTYPE_BYTES, MOST_DRAFTS
 
-_MOST_SLOTS = 1 << 16  # in one frame: the event loop looks at each
+_MOST_SLOTS = 1 << 16  # in one frame, since the event loop checks each
 _MOST_SHOWN = 64  # numbers in a message
-NUM_CANDIDATES = 64  # of each row of a canvas, for a step that knows little of the one before
+NUM_CANDIDATES = 64  # per canvas row, with CONDITIONING_TOP
 MOST_GRAMMAR = 1 << 20  # characters of a grammar
 _MOST_EOS = 64  # tokens that end an answer
 _CONDITIONINGS = (CONDITIONING_NONE, CONDITIONING_EXACT, CONDITIONING_TOP)
-_EXPONENTS = {  # all of its bits are set in NaN and infinities
+_EXPONENTS = {  # the exponent's bits, all of which are set in NaN and infinities
     DType.DTYPE_FLOAT32: ("<u4", 0x7F800000),
     DType.DTYPE_FLOAT16: ("<u2", 0x7C00),
     DType.DTYPE_BFLOAT16: ("<u2", 0x7F80),
 }
-_ONE = 0x3C00  # as float16: larger integers are larger numbers, negative ones, infinities and NaN
-_MOST_TOKENS = 1 << 24  # more than any context or vocabulary has
+_ONE = 0x3C00  # 1.0 as float16; larger integers encode larger numbers, negative ones, infinities and NaN
+_MOST_TOKENS = 1 << 24  # larger than any context or vocabulary
 
 
 def num_rows(window: Window) -> int:
-    """Return a window's length: its tokens, and its MASK or canvas rows."""
+    """Return a window's length L: its tokens, canvas and MASK rows."""
     return len(window.tokens) + len(window.canvas) + window.masks
 
 
 def asked_rows(window: Window, first: int = 0) -> range:
-    """Return the rows that the last stage samples, wanted before guessed ones; the window begins at row `first`."""
+    """Return the rows that the last stage samples, wanted before guessed ones, of a window from row `first` on."""
     end = first + len(window.tokens) + window.canvas_first
     return range(end - window.wanted, end + window.guessed)
 
 
 def is_chunk(window: Window) -> bool:
-    """Whether it is a chunk of a prompt, of which the last stage samples nothing."""
+    """Return whether the window is a chunk of a prompt, for which the last stage samples nothing."""
     return not (window.wanted or window.masks or window.canvas)
 
 
 def dtype_name(dtype: DType) -> str:
-    """Return a dtype's name for messages; a peer may send a number that is no dtype."""
+    """Return a dtype's name for messages, or the number that a peer sent instead of one."""
     return DType.Name(dtype).removeprefix("DTYPE_").lower() if dtype in DType.values() else f"dtype {dtype}"
 
 
 def brief(numbers: Sequence[Any]) -> str:
-    """Format a list for a message, shortened if a peer sent a long one."""
+    """Format a list for a message; of a long one only its length."""
     return f"{numbers}" if len(numbers) <= _MOST_SHOWN else f"{len(numbers)} of them"
 
 
 def check_header(frame: Frame, stage: int, hidden_size: int, dtype: DType) -> None:
-    """Raise FrameError unless the frame is one that this stage can take."""
+    """Raise FrameError unless the frame is valid for this stage."""
     if len(frame.timings) != stage:
         raise FrameError(
             f"expected {stage} timings, one per stage passed, got {len(frame.timings)} (step {frame.step})"
@@ -95,7 +95,7 @@ def asked_of(window: Window) -> tuple[int, ...]:
 
 
 def num_held(drafts: Sequence[int], samples: Sequence[int]) -> int:
-    """Return how many leading drafts equal the tokens that were drawn in their places."""
+    """Return how many leading drafts equal the tokens sampled at their places."""
     num_equal = 0
     while num_equal < len(drafts) and drafts[num_equal] == samples[num_equal]:
         num_equal += 1
@@ -109,11 +109,11 @@ def check_result(
     node: str,
     alternatives: Mapping[int, int] | None = None,
 ) -> None:
-    """Raise FrameError unless the result of `node` holds what was asked.
+    """Raise FrameError unless the result of `node` has exactly the expected answers.
 
     Args:
-        asked: by slot, how many samples, guesses and scores. A slot whose window failed needs no answer.
-        alternatives: by slot, the most alternatives to each answer; a slot that is missing wants none.
+        asked: by slot, the numbers of samples, guesses and scores; a slot with a failure may lack them.
+        alternatives: by slot, the most alternatives per answer; 0 for missing slots.
     """
     answers = result.samples, result.guesses, result.scores
     _check_counts(result, asked, node)
@@ -130,7 +130,7 @@ def check_result(
 
 
 def softened_of(windows: Iterable[Window]) -> dict[int, tuple[Conditioning, int]]:
-    """Return by slot what the last stage is to make of canvases for the next step, and of how many rows."""
+    """Return by slot the conditioning that the last stage has to compute, and for how many rows."""
     return {window.slot: (window.conditioning, len(window.canvas)) for window in windows if window.conditioning}
 
 
@@ -142,12 +142,12 @@ def check_soft(
     vocab_size: int,
     node: str,
 ) -> None:
-    """Raise FrameError unless the result of `node` holds what the next steps of canvases are to know, and nothing else.
+    """Raise FrameError unless the result of `node` has exactly the expected conditioning of canvases.
 
     Numbers have to be finite, probabilities at most 1, tokens below `vocab_size`.
 
     Args:
-        asked: as `softened_of` returns it. A slot whose window failed needs nothing.
+        asked: the result of `softened_of`; a slot with a failure may lack its conditioning.
     """
     expected = set()
     for slot, (conditioning, count) in asked.items():
@@ -166,8 +166,8 @@ def check_soft(
 
 
 def _wrong_numbers(soft: Soft, dtype: DType, vocab_size: int) -> str:
-    """Return what was expected of the numbers of canvas rows, and found; empty if they are right."""
-    import numpy as np  # most chains never need it, and commands would start later
+    """Return which numbers were expected and found in the conditioning; empty if they are valid."""
+    import numpy as np  # slows the start of commands, and most chains never need it
 
     if soft.conditioning == CONDITIONING_TOP:
         if (highest := np.frombuffer(soft.ids, "<u4").max()) >= vocab_size:
@@ -180,15 +180,15 @@ def _wrong_numbers(soft: Soft, dtype: DType, vocab_size: int) -> str:
 
 
 def pooled_of(windows: Iterable[Window]) -> dict[int, int]:
-    """Return by slot of how many rows the last stage is to return the sum."""
+    """Return by slot the number of rows of which the last stage has to return the sum."""
     return {window.slot: window.pooled for window in windows if window.pooled}
 
 
 def check_pooled(result: Result, asked: Mapping[int, int], hidden_size: int, node: str) -> None:
-    """Raise FrameError unless the result of `node` holds the sums of rows that were asked for, and nothing else.
+    """Raise FrameError unless the result of `node` has exactly the expected sums of rows.
 
     Args:
-        asked: as `pooled_of` returns it. A slot whose window failed needs nothing.
+        asked: the result of `pooled_of`; a slot with a failure may lack its sum.
     """
     failed, size = {failure.slot for failure in result.failures}, hidden_size * DTYPE_BYTES[DType.DTYPE_FLOAT32]
     expected = sorted((slot, rows, size) for slot, rows in asked.items() if slot not in failed)
@@ -199,10 +199,10 @@ def check_pooled(result: Result, asked: Mapping[int, int], hidden_size: int, nod
 
 
 def _check_counts(result: Result, asked: Mapping[int, tuple[int, ...]], node: str) -> None:
-    """Raise FrameError for many more answers than were asked in all, before each of them is looked at."""
+    """Raise FrameError for many more answers than expected, before each of them is checked."""
     expected = tuple(map(sum, zip(*asked.values(), strict=True))) or (0, 0, 0)
     found = len(result.samples), len(result.guesses), len(result.scores)
-    if max(map(sub, found, expected)) > _MOST_SHOWN:  # for fewer the error names the slot
+    if max(map(sub, found, expected)) > _MOST_SHOWN:  # for fewer, a later error names the slot
         said = f"expected (samples, guesses, scores) {expected} at most in all, got {found} (step {result.step})"
         raise FrameError(said, node=node)
     if (count := len(result.failures)) > len(asked):
@@ -210,7 +210,7 @@ def _check_counts(result: Result, asked: Mapping[int, tuple[int, ...]], node: st
 
 
 def _highest(answer: Sample | Score, alternatives: Mapping[int, int], node: str) -> int:
-    """Return the highest token of an answer and its alternatives. Raises FrameError for too many of these."""
+    """Return the highest token id of an answer and its alternatives. Raises FrameError for too many alternatives."""
     most, found = alternatives.get(answer.slot, 0), len(answer.alternatives)
     if found > most:
         raise FrameError(f"expected at most {most} alternatives for slot {answer.slot}, got {found}", node=node)
@@ -219,7 +219,7 @@ def _highest(answer: Sample | Score, alternatives: Mapping[int, int], node: str)
 
 
 def _check_openings(frame: Frame) -> None:
-    """Raise FrameError unless every slot is opened once, with a known kind of cache and a bounded grammar."""
+    """Raise FrameError unless every slot is opened once, with valid cache, grammar and snapshots."""
     slots = [session.slot for session in frame.opened]
     if len(set(slots)) < len(slots):
         raise FrameError(f"expected to open a slot once, got slots {brief(slots)} (step {frame.step})")
@@ -235,13 +235,13 @@ def _check_openings(frame: Frame) -> None:
 
 
 def _check_snapshots(lengths: Sequence[int], found: str) -> None:
-    """Raise FrameError unless these are few, and ascending."""
+    """Raise FrameError unless there are at most `MOST_SNAPSHOTS` lengths, in ascending order."""
     if len(lengths) > MOST_SNAPSHOTS or any(a >= b for a, b in pairwise(lengths)):
         raise FrameError(f"expected at most {MOST_SNAPSHOTS} snapshots, ascending, got {brief(lengths)} {found}")
 
 
 def check_grammar(grammar: Grammar, found: str = "") -> None:
-    """Raise FrameError for a grammar that is larger than any node takes; `found` says where it was."""
+    """Raise FrameError for a grammar that is too large; `found` ends the message with its place."""
     highest = max(grammar.eos, default=0)
     for name, most, count in (
         ("characters of a grammar", MOST_GRAMMAR, len(grammar.text)),
@@ -254,7 +254,7 @@ def check_grammar(grammar: Grammar, found: str = "") -> None:
 
 
 def _check_windows(frame: Frame, stage: int) -> None:
-    """Raise FrameError unless every window's numbers fit together and each has a slot of its own."""
+    """Raise FrameError unless each window's fields are consistent and each slot has one window."""
     slots = [window.slot for window in frame.windows]
     if len(set(slots)) < len(slots):
         raise FrameError(f"expected one window per slot, got slots {brief(slots)} (step {frame.step})")

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint on this node: bound to a module unread, then read from disk one after another."""
+"""Tensors of a checkpoint on this node: bound to a module lazily, then read from disk one after another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DIGEST_BYTES = 4 * 2**20  # of a tensor that are hashed at once
 
 
 class TensorReader(Absent):
-    """Unread tensors of a checkpoint, and stand-ins for those of other nodes."""
+    """Returns lazy arrays of the wanted tensors of a checkpoint, and stand-ins for all others."""
 
     def __init__(self, checkpoint: Checkpoint, wanted: Sequence[str]) -> None:
         super().__init__()
@@ -43,11 +43,11 @@ class HeldTensors:
     """The tensors of a module."""
 
     def __init__(self, module: Any, what: str, held: dict[str, mx.array] | None) -> None:
-        """
+        """Bind the tensors that are already in memory.
+
         Args:
-            what: "layers [2, 4)", for errors.
-            held: tensors by the module's own names that are in memory already. This empties it: those that are of no
-                use here are freed.
+            what: a description for errors, such as "layers [2, 4)".
+            held: tensors in memory, by the module's own names. It is emptied, so that unused ones are freed.
         """
         self._module, self._what = module, what
         if held:
@@ -62,11 +62,11 @@ class HeldTensors:
 
     @property
     def tensors(self) -> dict[str, mx.array]:
-        """The tensors held, by the model's own names, which are the same in every shard."""
+        """The tensors by the model's own names, which are the same in every shard."""
         return dict(self._listed)
 
     def materialise(self, progress: Callable[[int], None]) -> None:
-        """Read the tensors from disk, one after another; `progress` takes the bytes that became resident.
+        """Read the tensors from disk, one after another; `progress` gets the size of each one, in bytes.
 
         Raises:
             ModelError: a file ends early or cannot be read.
@@ -81,14 +81,14 @@ class HeldTensors:
             progress(array.nbytes)
 
     def digests(self) -> dict[str, str]:
-        """Return the BLAKE2b digest of every tensor held, by name."""
+        """Return the BLAKE2b digest of every tensor, by name."""
         found: dict[str, str] = {}
         for _ in self.digest_into(found):
             pass
         return found
 
     def digest_into(self, found: dict[str, str]) -> Generator[None, None, None]:
-        """Fill `found` with what `digests` returns, yielding every few milliseconds."""
+        """Add the digest of every tensor to `found`, yielding every few milliseconds."""
         for name, array in self._listed:
             raw = np.array(array.reshape(-1).view(mx.uint8), copy=False)
             digest = hashlib.blake2b(digest_size=16)

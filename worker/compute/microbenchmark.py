@@ -1,6 +1,6 @@
-"""A microbenchmark of a model's layers on this device, with random numbers of their shapes. Runs on the MLX thread.
+"""A microbenchmark of a model's layers on this device, with random weights. Runs on the MLX thread.
 
-It reads no tensor of the checkpoint. One layer of each kind is built at a time and freed again.
+It reads no tensor of the checkpoint, and holds one layer at a time.
 """
 
 import math
@@ -20,23 +20,23 @@ from worker.model.headers import TensorInfo
 from worker.model.model_spec import LayerSpec, ModelSpec
 from worker.model.probe_pass import ModelInfo
 
-ROWS = (1, 512, 8, 64, 2, 4, 16)  # the most telling first: on a slow device the last ones are left out
-_WITHIN_S = 2.0  # in all
-_MOST_KINDS = 3  # kinds of layers that are measured, the most frequent ones; others are scaled by their bytes
-_AT_ONCE = 8  # layers in a row, so that waiting for the device counts little
+ROWS = (1, 512, 8, 64, 2, 4, 16)  # the most important first, since a slow device skips the last ones
+_WITHIN_S = 2.0  # in total
+_MOST_KINDS = 3  # the most frequent kinds of layers are measured; times of others are scaled by their bytes
+_AT_ONCE = 8  # layers per measurement, which reduces the share of waiting for the device
 _SHORT = 64  # rows; longer frames are measured one layer at a time
 _TRIES = 3
-_PERIOD = 1_000_003  # random numbers repeat after so many: prime, or rows of a matrix would be alike
-_SIZE = 0.01  # the size of random numbers: small enough for eight layers in float16
+_PERIOD = 1_000_003  # of the repeated random numbers; a prime, so that the rows of a matrix differ
+_SIZE = 0.01  # of random numbers: small enough for eight layers in float16
 
-TimedStep = Callable[[int, int], float]  # takes the number of rows and of repetitions; returns seconds for one
+TimedStep = Callable[[int, int], float]  # takes the numbers of rows and of repetitions; returns seconds per repetition
 
 
 def measure_speed(checkpoint: Checkpoint, within_s: float = _WITHIN_S) -> Speed:
-    """Measure the milliseconds of a layer of each kind and of the head, by rows, and the GB/s that follow.
+    """Measure the milliseconds of a layer of each kind and of the head, by rows, and the resulting GB/s.
 
     Args:
-        within_s: the time to take; building layers and measuring the smallest frames may exceed it.
+        within_s: the time limit, which building layers and measuring the smallest frames may exceed.
     """
     spec, info = describe(checkpoint), layout_of(checkpoint).info
     tried = [kind for kind, _ in Counter(spec.layers).most_common(_MOST_KINDS)]
@@ -57,7 +57,7 @@ def measure_speed(checkpoint: Checkpoint, within_s: float = _WITHIN_S) -> Speed:
 
 
 def _example(spec: ModelSpec, kind: LayerSpec) -> int:
-    """Return the number of a layer of this kind, not the first if possible: that one comes with the embedding."""
+    """Return the index of a layer of this kind, if possible not the first layer, which includes the embedding."""
     numbers = [number for number, layer in enumerate(spec.layers) if layer == kind]
     return numbers[len(numbers) // 2]
 
@@ -98,7 +98,7 @@ def _head_times(checkpoint: Checkpoint, info: ModelInfo, within_s: float) -> Row
 
 
 def _cut_random(checkpoint: Checkpoint, info: ModelInfo, number: int, places: set[int]) -> CutModel:
-    """Return the model cut to one layer, with random numbers at these places; the others are never computed."""
+    """Return the model cut to one layer, with random tensors at these places and stand-ins elsewhere."""
     where = layout_of(checkpoint).places
     real = mx.random.normal((_PERIOD,)) * _SIZE
     bits = mx.random.randint(0, 2**31 - 1, (_PERIOD,), mx.int32).view(mx.uint32)
@@ -114,14 +114,14 @@ def _cut_random(checkpoint: Checkpoint, info: ModelInfo, number: int, places: se
 
 
 def _seconds(made: list[mx.array]) -> float:
-    """Return the seconds that the device takes to compute these arrays, whose graph is built."""
+    """Return the seconds that the device takes to evaluate these arrays."""
     began = time.monotonic()
     mx.eval(made)
     return time.monotonic() - began
 
 
 def _by_rows(step: TimedStep, deadline: float) -> RowTimes:
-    """Measure as many sizes of frames as there is time for; more rows never take less than fewer."""
+    """Measure as many frame sizes as time permits. Times never decrease with the number of rows."""
     found: dict[int, float] = {}
     for done, num_rows in enumerate(ROWS):
         likely_s = max((took * max(1.0, num_rows / rows) for rows, took in found.items()), default=0.0)
@@ -134,7 +134,7 @@ def _by_rows(step: TimedStep, deadline: float) -> RowTimes:
 
 
 def _least(step: TimedStep, num_rows: int, until: float) -> float:
-    """Return the least seconds for one, undisturbed; the first run, which compiles kernels, does not count."""
+    """Return the least seconds of several runs, without the first one, which compiles kernels."""
     step(num_rows, 1)
     found, count = [step(num_rows, 1)], _AT_ONCE if num_rows <= _SHORT else 1
     while len(found) <= _TRIES and time.monotonic() + count * found[0] < until:

@@ -1,9 +1,9 @@
 """The sampler of the last stage: mlx-lm's own penalties and filters, then Gumbel-max keyed by (seed, position).
 
-The same seed gives the same token at the same position, whatever the split, the batch, the decoder, or a replay. A
-guess for a position is drawn with the same noise as the token there, so that the draws agree where their distributions
-do (arXiv 2408.07978). Rounding moves a draw only where two tokens nearly tie. Whether XTC acts at a position is drawn
-by the same key. What mlx-lm lacks is as elsewhere: `min_tokens` in vLLM, top-n-sigma and DRY in the functions below.
+The same seed gives the same token at the same position, for any split, batch or decoder, and in a replay. A guess is
+drawn with the same noise as the token at its position, so that both agree if their distributions do (arXiv 2408.07978).
+Rounding changes a draw only if two tokens nearly tie. XTC is decided per position, by the same key. Of the parameters
+that mlx-lm lacks, `min_tokens` follows vLLM; for top-n-sigma and DRY see the functions below.
 Shapes: N rows, V vocabulary, n alternatives.
 """
 
@@ -22,18 +22,18 @@ from worker.errors import FrameError, SamplingError
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _STEP = 0xD1B54A32D192ED03
-_XTC = 0x94D049BB133111EB  # tells the keys that decide whether XTC acts from those of the noise
+_XTC = 0x94D049BB133111EB  # distinguishes XTC's keys from those of the noise
 _LOW_64 = (1 << 64) - 1
 _LOW_32 = (1 << 32) - 1
 _HALF_A_STEP = 2.0**-33  # MLX's uniform numbers near 0 are multiples of 2^-32
-_CONTEXT = 20  # tokens that penalties look back at by default, as in mlx-lm
-_LONGEST_REPETITION = 50  # tokens that DRY counts
+_CONTEXT = 20  # tokens that penalties consider by default, as in mlx-lm
+_LONGEST_REPETITION = 50  # tokens, for DRY
 _MAX_PENALTY = 1e9  # logits; DRY's grows exponentially
 
 
 @dataclass(frozen=True)
 class Draws:
-    """One token for each of N rows, not evaluated yet; the other fields are None unless requested."""
+    """One token for each of N rows, unevaluated; other fields are None unless requested."""
 
     tokens: mx.array  # [N]
     logprobs: mx.array | None = None  # [N]
@@ -42,11 +42,11 @@ class Draws:
     likeliest: mx.array | None = None  # [N], tokens
     soft: mx.array | None = None  # [N, D]: expected embeddings, or [N, K]: probabilities of candidates
     candidates: mx.array | None = None  # [N, K], tokens
-    together: "Draws | None" = None  # the draws of several slots, read all at once, and which row of them this is
+    together: "Draws | None" = None  # draws of several slots that are read at once; these draws are its row `row`
     row: int = 0
 
     def rows(self) -> "list[Draws]":
-        """Split draws that have only tokens into one per row."""
+        """Return one Draws per row, of draws that have only tokens."""
         return [Draws(token, together=self, row=row) for row, token in enumerate(self.tokens.split(self.tokens.size))]
 
     @cached_property
@@ -59,7 +59,7 @@ class Draws:
 
     @staticmethod
     def joined(parts: "Sequence[Draws]") -> "Draws":
-        """Return the draws of a canvas, of which these are consecutive rows."""
+        """Return the draws of a canvas, given those of its consecutive blocks of rows."""
         if len(parts) == 1:
             return parts[0]
         names = ("tokens", "logprobs", "entropies", "likeliest", "soft", "candidates")
@@ -68,7 +68,7 @@ class Draws:
         return Draws(**joined)
 
     def to_soft(self, slot: int, conditioning: Conditioning) -> Soft:
-        """Return what the draws hold for the next step of a canvas."""
+        """Return the conditioning of the canvas's next step."""
         assert self.soft is not None
         soft = Soft(slot=slot, conditioning=conditioning, rows=_bytes(self.soft))
         if self.candidates is not None:
@@ -93,7 +93,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """How likely N given tokens are, not evaluated yet."""
+    """Log-probabilities of N given tokens, unevaluated."""
 
     tokens: Sequence[int]
     logprobs: mx.array  # [N]
@@ -133,17 +133,17 @@ class Sampler:
             )
         self._context = max(sizes.values()) if self._processors else 0
         dry = (sampling.dry_penalty_last_n or _LOW_32) if sampling.dry_multiplier else 0
-        self.looks_back = max(self._context, dry)  # earlier tokens that a draw depends on, at most; 0: only on logits
+        self.looks_back = max(self._context, dry)  # the most earlier tokens on which a draw depends; 0: only on logits
         self._first_end = sampling.begins + sampling.min_tokens if sampling.min_tokens else 0  # a position
 
     @cached_property
     def kind(self) -> bytes | None:
-        """A key that is equal for samplers that differ in their seeds only; None if `draw` is not enough for them."""
+        """A key that is equal for samplers that differ only in their seeds; None if `draw` does not suffice."""
         return None if self.looks_back or self._sampling.logprobs else self.draw_kind
 
     @cached_property
     def draw_kind(self) -> bytes:
-        """A key that is equal for samplers for which one call of `draw` can draw."""
+        """A key that is equal for samplers whose rows one call of `draw` can draw together."""
         alike = Sampling()
         alike.CopyFrom(self._sampling)
         for field in ("seed", "logprobs", "grammar"):
@@ -169,7 +169,8 @@ class Sampler:
         Args:
             logits: [N, V] float32.
             positions: the position of each row's token in the sequence.
-            tokens: the session's tokens; penalties look at the first `known` of them for each row.
+            tokens: the session's tokens.
+            known: for each row, how many of the tokens precede its token; penalties use only these.
             entropy: whether to report the entropy of each row's raw logits.
             allowed: which tokens may be chosen, [V] or [N, V] bool, at least one per row; None allows all.
         Raises:
@@ -193,10 +194,14 @@ class Sampler:
         return Draws(drawn, chosen, self._likeliest(logprobs), entropies)
 
     def denoise(self, logits: mx.array, positions: Sequence[int], step: int, *, is_scheduled: bool = False) -> Draws:
-        """Draw a token for each row of a canvas [N, V] float32, by its position and the step of denoising.
+        """Draw a token for each row of a canvas, keyed by its position and the denoising step.
 
-        Entropies are those of the logits, log-probabilities those of the distribution drawn from, or, if the step has a
-        temperature of its own (`is_scheduled`), which the logits are divided by already, of the logits too.
+        Entropies are computed from the logits; log-probabilities from the scaled distribution that is sampled, or from
+        the logits if `is_scheduled`.
+
+        Args:
+            logits: [N, V] float32.
+            is_scheduled: the step has its own temperature, by which the logits have been divided.
         """
         logprobs = _normalised(logits)
         keys = [random_key(self.seed, position, step) for position in positions]
@@ -210,7 +215,7 @@ class Sampler:
         """Score each row's given token by the raw logits [N, V] float32, without penalties and temperature.
 
         Raises:
-            FrameError: a token is outside of the vocabulary.
+            FrameError: a token is outside the vocabulary.
         """
         _, V = logits.shape
         if max(tokens) >= V:
@@ -228,7 +233,7 @@ class Sampler:
         return best, mx.take_along_axis(logprobs, best, axis=-1)
 
     def _without_ends(self, logits: mx.array, positions: Sequence[int]) -> mx.array:
-        """Return the logits [N, V] without the tokens that may not end the answer at so early a position."""
+        """Return the logits [N, V], with minus infinity for tokens that would end the answer too early."""
         is_early = [position < self._first_end for position in positions]
         if not any(is_early):
             return logits
@@ -237,7 +242,7 @@ class Sampler:
         return mx.where(mx.array(is_early)[:, None] & mx.array(is_end), -mx.inf, logits)
 
     def _process(self, logits: mx.array, history: list[int]) -> mx.array:
-        """Apply to logits [1, V] the penalties that depend on the tokens before them."""
+        """Apply the penalties that depend on earlier tokens to logits [1, V]."""
         if self._processors:
             tokens = mx.array(history[-self._context :], mx.int32)
             with _refusals_named():
@@ -248,14 +253,14 @@ class Sampler:
         return logits
 
     def _draw(self, scaled: mx.array, keys: Sequence[int]) -> mx.array:
-        """Draw a token [N] for each row of what `_scaled` returned [N, V], by the row's key."""
+        """Draw a token [N] for each row of the result of `_scaled` [N, V], by the row's key."""
         noise = gumbel(keys, scaled.shape[-1]) if self._sampling.temperature else 0.0
         return mx.argmax(scaled + noise, axis=-1)
 
     def _scaled(self, logprobs: mx.array, keys: Sequence[int]) -> mx.array:
-        """Return the logits [N, V] of the distribution that tokens are drawn from; at temperature 0 the model's own.
+        """Return the logits [N, V] of the sampled distribution; at temperature 0 the input.
 
-        Filters come in the order of mlx-lm's `make_sampler`, after top-n-sigma, which looks at the model's logits.
+        Filters have the order of mlx-lm's `make_sampler`; top-n-sigma precedes them, since it uses the model's logits.
         """
         sampling = self._sampling
         if sampling.temperature == 0:
@@ -274,7 +279,7 @@ class Sampler:
         return logprobs / sampling.temperature
 
     def _without_top(self, logprobs: mx.array, keys: Sequence[int]) -> mx.array:
-        """Apply XTC to those of the rows [N, V] whose keys draw at most its probability; mlx-lm draws once for all."""
+        """Apply XTC to rows of [N, V] at random, by their keys; mlx-lm would decide once for all rows."""
         sampling = self._sampling
         special = [token for token in sampling.xtc_special_tokens if token < logprobs.shape[-1]]
         rest = apply_xtc(logprobs, 1.0, sampling.xtc_threshold, special)
@@ -284,18 +289,18 @@ class Sampler:
 
 @contextmanager
 def _refusals_named() -> Iterator[None]:
-    """Turn the ValueError of mlx-lm's own functions into SamplingError. Put nothing else into this context."""
+    """Turn ValueErrors of mlx-lm's functions into SamplingErrors. Only call these functions in this context."""
     try:
         yield
     except ValueError as error:
-        mx.random.seed(0)  # unused by our draws, but the failed trace may have left a tracer in MLX's own state
+        mx.random.seed(0)  # our draws do not use MLX's own state, in which the failed trace may have left a tracer
         raise SamplingError(f"cannot sample as this request asks: {error}") from error
 
 
 def gumbel(numbers: Sequence[int], vocab_size: int) -> mx.array:
-    """Return noise [N, V] float32, a row per `random_key`: the argmax of logits plus noise draws from their softmax.
+    """Return noise [N, V] float32, a row per `random_key`: the argmax of logits plus noise samples their softmax.
 
-    Every backend of MLX makes the same random bits (Threefry-2x32), and each row's depend on its key alone.
+    All backends of MLX generate the same random bits (Threefry-2x32), which depend only on the row's key.
     """
     return _gumbel_of(_uniform(numbers, vocab_size))
 
@@ -316,15 +321,15 @@ def _gumbel_of(uniform: mx.array) -> mx.array:
 
 
 def random_key(seed: int, position: int, step: int = 0) -> int:
-    """Return the 64-bit key of one position's draw, different for every position of a seed and step of denoising."""
+    """Return the 64-bit key of a draw, which differs between positions and between denoising steps."""
     return (seed + (position + 1) * _GOLDEN + step * _STEP) & _LOW_64
 
 
 def apply_top_n_sigma(logits: mx.array, n: float) -> mx.array:
-    """Keep of each row [N, V] what is at most `n` standard deviations below its best token.
+    """Keep only the tokens of each row [N, V] that are at most `n` standard deviations below the row's best token.
 
-    Source: Top-n-sigma, arXiv 2411.07641, with llama.cpp's reading of it (`llama_sampler_top_n_sigma_apply`): the
-    deviation is that of all tokens that are possible.
+    Source: Top-n-sigma, arXiv 2411.07641, as llama.cpp implements it (`llama_sampler_top_n_sigma_apply`): the standard
+    deviation is over all tokens with a finite logit.
     """
     is_possible = logits > -mx.inf
     count = is_possible.sum(axis=-1, keepdims=True)
@@ -334,15 +339,15 @@ def apply_top_n_sigma(logits: mx.array, n: float) -> mx.array:
 
 
 def dry_penalties(history: Sequence[int], sampling: Sampling) -> dict[int, float]:
-    """Return what DRY subtracts from the logits of tokens that would go on with a repetition.
+    """Return the penalties, in logits, that DRY subtracts from tokens that would extend a repetition.
 
-    A token that has followed an earlier occurrence of the last n tokens loses multiplier * base^(n - allowed_length),
-    by the largest n, from the allowed length on. No repetition goes beyond a breaker, which is not penalised either.
-    Source: the processor of its author for text-generation-webui (pull request 5677), which counts 50 tokens at most.
+    A token that followed an earlier occurrence of the last n tokens gets multiplier * base^(n - allowed_length), with
+    the largest such n, if n >= allowed_length. Repetitions end at breakers, which are not penalised.
+    Source: the author's processor for text-generation-webui (pull request 5677), which counts at most 50 tokens.
     """
-    tokens = np.array(history[-sampling.dry_penalty_last_n :], np.int64)  # all for 0
+    tokens = np.array(history[-sampling.dry_penalty_last_n :], np.int64)  # 0 means all
     breakers = np.isin(tokens, np.array(sampling.dry_breakers, np.int64))
-    at = np.flatnonzero(~breakers[1:])  # the last place of an earlier occurrence, before the token that follows it
+    at = np.flatnonzero(~breakers[1:])  # indices at which an earlier occurrence may end, with a token after it
     penalties: dict[int, float] = {}
     for length in range(1, min(_LONGEST_REPETITION, len(tokens) - 1) + 1):
         at = at[at >= length - 1]
@@ -356,7 +361,7 @@ def dry_penalties(history: Sequence[int], sampling: Sampling) -> dict[int, float
 
 
 def _entropy(logits: mx.array) -> mx.array:
-    """Return the entropy [N], in nats, of softmax(logits) [N, V] float32. A logit of minus infinity adds nothing."""
+    """Return the entropy [N], in nats, of the softmax of logits [N, V] float32, which may be minus infinity."""
     logprobs = _normalised(logits)
     return -mx.where(mx.isinf(logprobs), 0.0, mx.exp(logprobs) * logprobs).sum(axis=-1)
 

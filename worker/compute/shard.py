@@ -1,6 +1,6 @@
-"""A shard: layers [start, end) of one mlx-lm model, cut out from outside.
+"""A shard: layers [start, end) of an mlx-lm model, whose code stays unchanged.
 
-A row that travels between shards has W numbers: the hidden state, D, and what a drafter reads of layers before, C.
+A row that travels between shards has W numbers: D of the hidden state, and C features of earlier layers for a drafter.
 Shapes: B slots, L window length, D hidden, V vocabulary, H heads, K head size, N rows with logits.
 """
 
@@ -38,12 +38,12 @@ class Shard(HeldTensors):
     """Layers [start, end), the embedding if first, the final norm and head if last."""
 
     def __init__(self, checkpoint: Checkpoint, start: int, end: int, held: dict[str, mx.array] | None = None) -> None:
-        """Build the shard; its tensors stay unread until `materialise`.
+        """Build the shard; `materialise` reads its tensors.
 
         Args:
-            held: `tensors` of another shard of the same checkpoint; those that are of no use here are freed.
+            held: `tensors` of another shard of the same checkpoint, to be reused; the others are freed.
         Raises:
-            ModelError: a tensor is missing, left over, or of another shape than the configuration says.
+            ModelError: a tensor is missing, unknown, or of another shape than the configuration says.
         """
         layout = layout_of(checkpoint)
         self.info = layout.info
@@ -61,7 +61,7 @@ class Shard(HeldTensors):
         self.mask_token = mask_token_of(checkpoint.config, self.info.vocab_size)
         training = canvas_training_of(checkpoint.config, self.info.vocab_size)
         self._grid = training.grid if training else 1
-        self.refines = training is not None and training.refinement is not None  # canvas rows have a role of their own
+        self.refines = training is not None and training.refinement is not None
         self._lane_form = lane_form(checkpoint.config)
         self._looks_at_positions = looks_at_positions(checkpoint.config)
         self._no_caches = Caches(self.info.entries, (), Cache())  # for norm and head, which have no cache
@@ -69,14 +69,15 @@ class Shard(HeldTensors):
 
     @property
     def row_size(self) -> int:
-        """The numbers W of a row that travels."""
+        """W, the numbers per row that travels."""
         return self.info.hidden_size + self._cut.num_features
 
     def tap(self, taps: Mapping[int, mx.array], num_features: int) -> None:
-        """Have rows carry the sum of what a drafter reads of the layers so far: C = `num_features` numbers.
+        """Make rows carry the sum of the features of all tapped layers so far.
 
         Args:
-            taps: by layer of this shard, the matrix [C, D] by which its output is multiplied.
+            taps: for each tapped layer of this shard, the matrix [C, D] that multiplies its output.
+            num_features: C.
         """
         self._cut.taps, self._cut.num_features = dict(taps), num_features
 
@@ -96,11 +97,11 @@ class Shard(HeldTensors):
 
         Args:
             x: token ids [1, sum L] on the first shard, rows [1, sum L, W] elsewhere, window after window.
-            places: where each window goes.
-            ids: token ids [1, sum L] on the other shards, for models whose layers look at them; 0 by default.
-            soft: on the first shard of a model that `refines`, what the step before made of canvas rows, else zeros
-                [1, sum L, D]; None: nothing.
-            end: of the layers that run, where segments from elsewhere bring the rows of the others.
+            places: the places of the windows.
+            ids: token ids [1, sum L] on the other shards, for models whose layers use them; 0 by default.
+            soft: on the first shard of a model that `refines`, the conditioning of canvas rows [1, sum L, D], zeros for
+                other rows; None: no conditioning.
+            end: run only layers before this one; the others get their rows as segments from another stage.
         Returns:
             Rows [1, sum L, W].
         """
@@ -141,14 +142,14 @@ class Shard(HeldTensors):
         return self._behind(self._hidden(rows), _NormGate.STOP)
 
     def head(self, h: mx.array) -> mx.array:
-        """Return the logits [N, V] float32 of what behaves like the final norm's output [1, N, D].
+        """Return the logits [N, V] float32 of h [1, N, D], which replaces the final norm's output.
 
         Last shard of a checkpoint that `embeds_last`.
         """
         return self._behind(h, _NormGate.SKIP)[0].astype(mx.float32)
 
     def embed(self, ids: mx.array) -> mx.array:
-        """Return what the first layer takes for ids [1, N]: [1, N, D]. As `head`."""
+        """Return the input of the first layer [1, N, D] for ids [1, N]. Shards as for `head`."""
         found = self._cut.embed(ids, self._no_caches.listed)
         self._no_caches.cut(0)
         return found
@@ -174,7 +175,7 @@ class Shard(HeldTensors):
 
 
 def _require_experts_here(checkpoint: Checkpoint, cut: CutModel) -> None:
-    """Raise ModelError for experts whose dtype MLX would refuse at the first step."""
+    """Raise ModelError for experts of a dtype that MLX would refuse at the first step."""
     for module in (module for layer in cut.layers for module in layer.modules()):
         if isinstance(module, SwitchLinear) and "weight" in module and not multiplies_experts(module.weight.dtype):
             dtype = str(module.weight.dtype).rpartition(".")[2]
@@ -193,7 +194,7 @@ class _Left(Exception):
 
 
 class _StageGate:
-    """The gate of a stage: hands on the input before the stage's layers and leaves the forward after them."""
+    """The gate of a stage: passes the input on before the stage's layers and leaves the forward after them."""
 
     def __init__(self, start: int, end: int, info: ModelInfo) -> None:
         self.incoming: mx.array | None = None
@@ -203,8 +204,8 @@ class _StageGate:
         self.is_before = False  # whether only the embedding runs
         self._has_states = any(memory.state_arrays for entry in info.entries for memory in flat(entry))
         self.unit = _UnitGate()
-        self.on_result: Callable[[int, Any], None] = _nothing  # of every layer of the stage
-        self.open: set[int] = set()  # layers that pass a lane on to units inside
+        self.on_result: Callable[[int, Any], None] = _nothing  # called after every layer of the stage
+        self.open: set[int] = set()  # layers that contain units and run once for a whole lane
 
     def __call__(self, index: int, run: RunLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self.is_before:
@@ -222,7 +223,7 @@ class _StageGate:
 
 
 def _replay_and_record(run: RunLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Replay the accepted rows of each slot's last window, then have its states record the next one."""
+    """Replay the accepted rows of each slot's last window, then record the layer's call for the next one."""
     given = (*args, *kwargs.values())
     if view := next((value for value in given if isinstance(value, View)), None):
         calls = view.layer_calls(args, kwargs)
@@ -235,7 +236,7 @@ def _replay_and_record(run: RunLayer, args: Sequence[Any], kwargs: dict[str, Any
     for caches, call in calls:
         states = [cache for cache in flat(caches) if isinstance(cache, RecurrentState)]
         replays = [replay for state in states if (replay := state.take_replay())]
-        if replays:  # nothing asks for the result: only what the states need is computed
+        if replays:  # the result is unused, so only the states are computed
             replay_args, replay_kwargs = replays[0].arguments(_with_empty_rows(caches, replays[0].num_rows))
             run(*replay_args, **replay_kwargs)
         for state in states:
@@ -243,14 +244,14 @@ def _replay_and_record(run: RunLayer, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _call_of(caches: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> LayerCall:
-    """Return what a layer is given for the window of a single slot with these caches."""
+    """Return a layer's call for the window of a single slot with these caches."""
     num_rows = next(v.shape[1] for v in (*args, *kwargs.values()) if isinstance(v, mx.array) and v.ndim > 2)
     here = {key: LayerCall.HERE if value is caches else value for key, value in kwargs.items()}
     return LayerCall([LayerCall.HERE if value is caches else value for value in args], here, num_rows)
 
 
 def _with_empty_rows(caches: Any, num_rows: int) -> Any:
-    """Return these caches with empty ones in the place of those that hold rows."""
+    """Return these caches, with empty ones instead of those that hold rows."""
     if isinstance(caches, tuple | list):
         return tuple(_with_empty_rows(each, num_rows) for each in caches)
     if isinstance(caches, RecurrentState):
@@ -261,7 +262,7 @@ def _with_empty_rows(caches: Any, num_rows: int) -> Any:
 
 
 class _UnitGate:
-    """The gate of modules that take a cache: runs a module through the lane's view if one is among its arguments."""
+    """The gate of units: runs a module through the lane's view if that is among its arguments."""
 
     form = LaneForm.ALONE
 
@@ -306,7 +307,7 @@ class CutModel:
         self._is_first = start == 0
         self._gate = _StageGate(start, end, info)
         self._tree = tree
-        self._norm_gate: _NormGate | None = None  # once it is needed
+        self._norm_gate: _NormGate | None = None  # installed when needed
         self._info = info
         self.taps: dict[int, mx.array] = {}
         self.num_features = 0
@@ -316,7 +317,7 @@ class CutModel:
     def serve_lanes(self, form: LaneForm) -> None:
         """Make the layers accept a lane; other inputs work as before.
 
-        A layer whose parts take its cache runs once, and each of these parts in this form; another layer is a unit.
+        If parts of a layer take its cache, these parts are the units, in this form; otherwise the layer itself is one.
         """
         self._gate.unit.form = form
         for index, layer in enumerate(self.layers, self._start):
@@ -331,9 +332,9 @@ class CutModel:
 
         Args:
             x: token ids [B, L] on the first stage, rows [B, L, W] elsewhere.
-            ids: token ids [B, L] on the other stages, for layers that look at them.
+            ids: token ids [B, L] on the other stages, for layers that use them.
             caches: the whole model's list of caches, to which the rows are appended.
-            more: what this model's forward takes besides.
+            more: further arguments of this model's forward.
         """
         features: list[mx.array] = []
         if self.num_features:
@@ -364,7 +365,7 @@ class CutModel:
 
     @contextmanager
     def ending_at(self, end: int | None) -> Iterator[None]:
-        """Leave the forward after layer `end` - 1 meanwhile; None: after the stage's last one."""
+        """During this context, leave the forward after layer `end` - 1; None: after the stage's last layer."""
         last = self._gate.end
         self._gate.end = end or last
         try:
@@ -373,13 +374,15 @@ class CutModel:
             self._gate.end = last
 
     def behind(self, h: mx.array, caches: Sequence[Any], mode: str = _NormGate.RUN) -> mx.array:
-        """Run what stands behind the layers on hidden states [1, N, D] of the last one: norm, head and the like.
+        """Run everything after the layers (norm, head and the like) on hidden states [1, N, D] of the last layer.
 
+        Args:
+            caches: empty caches; the caller discards what an embedding leaves in them.
+            mode: run the norm, stop after it, or skip it.
         Returns:
-            The logits [1, N, V], or what the norm returned if the `mode` is to stop there: [1, N, D].
-        `caches` are empty; the caller discards what an embedding leaves in them.
+            The logits [1, N, V], or the norm's output [1, N, D] if `mode` is STOP.
         Raises:
-            ModelError: another mode than to run the norm, of a model with no single one.
+            ModelError: `mode` is not RUN and the model has no single norm.
         """
         if self._norm_gate is None and mode != _NormGate.RUN:
             gate = _NormGate()
@@ -395,7 +398,7 @@ class CutModel:
             self._gate.incoming, self._gate.is_past, norm_gate.mode = None, False, _NormGate.RUN
 
     def embed(self, ids: mx.array, caches: Sequence[Any]) -> mx.array:
-        """Return what the first layer takes for ids [1, N]: [1, N, D]."""
+        """Return the input of the first layer [1, N, D] for ids [1, N]."""
         self._gate.is_before = True
         try:
             self._model(ids, cache=caches)
@@ -410,7 +413,7 @@ def _nothing(index: int, result: Any) -> None: ...
 
 
 def run_windows(places: Sequence[LaneWindow], run: Callable[[Sequence[Any]], mx.array]) -> mx.array:
-    """Run a function over one window each of several slots, on their caches or views of a lane; return its result."""
+    """Return `run` of one slot's caches, or of a lane's views, and append the windows to the caches."""
     if len(places) > 1:
         lane = Lane(places)
         h = run(lane.views())
@@ -433,7 +436,7 @@ def _takes_cache(module: nn.Module) -> bool:
 
 
 def accept_rows(layer: nn.Module) -> None:
-    """Make a layer's attention accept a lane whose rows lie end to end. Other inputs work as before."""
+    """Make a layer's attention accept a lane, whose rows lie end to end. Other inputs work as before."""
     for module in list(layer.modules()):
         code: Any = sys.modules[type(module).__module__]
         attention = getattr(code, "scaled_dot_product_attention", None)
@@ -445,7 +448,7 @@ def accept_rows(layer: nn.Module) -> None:
 
 
 class LaneAttention:
-    """A module's own attention that also accepts a lane's view."""
+    """The attention function of a model's module, extended to accept a lane's view."""
 
     def __init__(self, attention: Attention) -> None:
         self._attention = attention
@@ -453,7 +456,7 @@ class LaneAttention:
     def __call__(
         self, queries: mx.array, keys: Any, values: Any, cache: Any = None, *rest: Any, **more: Any
     ) -> mx.array:
-        """Do what mlx-lm's `scaled_dot_product_attention` does; with a lane's view, per slot on its own keys."""
+        """Do what mlx-lm's `scaled_dot_product_attention` does; with a lane's view, for each slot on its own keys."""
         if isinstance(cache, View):
             named = dict(zip(("scale", "mask", "sinks"), rest, strict=False)) | more
             return cache.attend(self._attention, queries, keys, values, **named)
@@ -461,13 +464,13 @@ class LaneAttention:
 
 
 class WindowRope:
-    """A layer's own RoPE that also accepts a position for every row (WeDLM, arXiv 2512.22737, section 4)."""
+    """A layer's RoPE, extended to accept a position for every row (WeDLM, arXiv 2512.22737, section 4)."""
 
     def __init__(self, rope: Callable[..., mx.array]) -> None:
         self._rope = rope
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0, **more: Any) -> mx.array:
-        """Rotate [B, H, L, K]; `offset` is the first row's position, [B] of each slot's first, or [L] for one slot."""
+        """Rotate [B, H, L, K] by `offset`: the first row's position, [B] one per slot, or [L] one per row of a slot."""
         if isinstance(offset, int) or offset.ndim == 0 or x.shape[0] > 1:
             return self._rope(x, offset=offset, **more)
         return self._rope(x.transpose(2, 1, 0, 3), offset=offset, **more).transpose(2, 1, 0, 3)
@@ -477,6 +480,6 @@ class WindowRope:
 
 
 def _is_rope(part: Any) -> bool:
-    """Return whether a part of a module rotates rows by an offset, whatever its name."""
+    """Return whether a part of a module rotates rows: it takes an offset and has no parameters."""
     is_leaf = isinstance(part, nn.Module) and not part.parameters() and not part.children()
     return is_leaf and "offset" in inspect.signature(type(part).__call__).parameters

@@ -1,4 +1,4 @@
-"""A slot: what a stage holds of one session."""
+"""A slot: the state of one session on a stage."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from worker.memory.slot_caches import Caches
 
 
 class Slot:
-    """A session's row on this stage: its tokens, its caches and, on the last stage, its sampler."""
+    """A session's tokens, caches and, for the last stage, its sampler."""
 
     def __init__(self, caches: Caches, history: History, sampling: Sampling, guide: Guide | None = None) -> None:
-        """`guide` limits what may be sampled if the session has a grammar."""
+        """`guide` restricts the sampled tokens to the session's grammar."""
         self.caches = caches
         self.history = history
         self.sampler = Sampler(sampling)
         self.guide = guide
         self.num_unasked = 0  # rows of prompt chunks since the last sampled row
         self.is_drafted = False  # whether a drafter reads its prompt chunks
-        self.drafting: SlotDrafting | None = None  # what the drafter holds of it
+        self.drafting: SlotDrafting | None = None  # the drafter's state of this slot
 
     def fork(
         self,
@@ -46,17 +46,17 @@ class Slot:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its caches, with those of the drafter."""
+        """The bytes of its caches, including the drafter's."""
         return self.caches.nbytes + (self.drafting.nbytes if self.drafting else 0)
 
     def begin(self, window: Window) -> LaneWindow:
-        """Cut to the window's base, take its tokens and return where its rows go.
+        """Cut to the window's base, append its tokens and return the place of its rows.
 
-        The history is cut first: if the caches fail, they are longer, and a later window that continues a prefix that
-        the slot does hold cuts them again.
+        The history is cut first. If cutting the caches fails, they stay longer, and a later window that continues a
+        prefix in the history cuts them again.
 
         Raises:
-            CacheMismatch: the slot does not hold the prefix that the window continues, or cannot take such rows.
+            CacheMismatch: the slot does not hold the window's prefix, or cannot take such rows.
         """
         if window.canvas and self.caches.states:
             raise CacheMismatch(f"slot {window.slot} cannot take a canvas: a recurrent layer reads rows in their order")
@@ -79,7 +79,7 @@ class Slot:
         )
 
     def next_place(self, base: int) -> LaneWindow:
-        """Return where the row of one more token goes, after `base` tokens."""
+        """Return the place of one more token's row, after `base` tokens."""
         self.caches.cut(base)
         return LaneWindow(self.caches, base, 1)
 
@@ -87,7 +87,7 @@ class Slot:
         """Draw a token for each wanted row and then each guessed row of a window from their logits [N, V].
 
         Args:
-            first: of a canvas the number of the first of these rows; other windows come whole.
+            first: the index of the first of these rows in a canvas; other windows are drawn at once.
         """
         num_tokens = len(window.tokens)
         rows = asked_rows(window)
@@ -100,7 +100,7 @@ class Slot:
         known = [window.base + min(row + 1, num_tokens) for row in rows]
         tokens = self.history.tokens
         allowed = self.guide.allowed(tokens, known, window.wanted) if self.guide else None
-        # only a window that fills MASK rows needs entropies
+        # entropies are needed only if the window fills MASK rows
         return self.sampler(logits, positions, tokens, known, entropy=window.wanted == 0, allowed=allowed)
 
     @property
@@ -109,5 +109,5 @@ class Slot:
         return not (self.guide or self.sampler.looks_back)
 
     def draw_ahead(self, base: int, logits: mx.array) -> Draws:
-        """Draw the token that follows a token at `base`, whichever that is, from the logits [1, V] of its row."""
+        """Draw the token after the one at `base`, which need not be known, from the logits [1, V] of its row."""
         return self.sampler(logits, [base + 1], self.history.tokens, [base + 1])

@@ -1,6 +1,6 @@
 """A session's token ids with a rolling hash of every prefix. Pure: no I/O, no MLX, no clock.
 
-The coordinator keeps one per session and every stage one per slot; a window continues a slot only where both agree.
+The coordinator has one per session and every stage one per slot; a window continues a slot only if the hashes agree.
 The hash is 64-bit FNV-1a (Fowler, Noll, Vo) over token ids instead of bytes: one multiplication per token.
 """
 
@@ -12,7 +12,7 @@ _LOW_64 = (1 << 64) - 1
 
 
 class History:
-    """Token ids that grow and are cut at the end."""
+    """Token ids, which are appended and cut at the end."""
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.tokens: list[int] = []
@@ -34,7 +34,7 @@ class History:
         return other
 
     def cut(self, length: int) -> None:
-        """Forget everything after the first `length` tokens."""
+        """Keep the first `length` tokens."""
         del self.tokens[length:]
         del self._hashes[length + 1 :]
 
@@ -45,10 +45,10 @@ class History:
     def num_shared(self, other: "History", limit: int) -> int:
         """Return how many leading tokens, at most `limit`, both histories share."""
         found = self.num_alike(other, limit)
-        return found if self.tokens[:found] == other.tokens[:found] else 0  # hashes may collide, tokens may not
+        return found if self.tokens[:found] == other.tokens[:found] else 0  # hashes may collide
 
     def num_alike(self, other: "History", limit: int) -> int:
-        """Return how many leading tokens, at most `limit`, both histories share as far as their hashes tell."""
+        """Return how many leading tokens, at most `limit`, both histories share according to their hashes."""
         low, high = 0, min(limit, len(self), len(other))
         while low < high:
             middle = (low + high + 1) // 2

@@ -1,7 +1,7 @@
-"""The cache of one layer for one slot. The rule: a step cuts the cache to its base, then appends its window.
+"""The cache of one layer for one slot. At each step it is cut to the window's base, then the window is appended.
 
-Cutting moves a length and copies nothing. mlx-lm's layers use `offset` and `update_and_fetch` as with its own caches.
-Shapes: B slots, H heads, L window length, K head size.
+A cut changes only a length. mlx-lm's layers use `offset` and `update_and_fetch` as with its own caches.
+Shapes: B slots, S slots of a buffer, H heads, L window length, K head size.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from worker.model.cache_spec import (
 )
 
 Mask = mx.array | str | None
-Parts = tuple[mx.array, ...]  # how rows are stored: as they are, or as quantised values, scales and biases
-NumbersOfRows = Callable[[int, int], mx.array]  # of new rows [B, H, L] in a buffer [S, H, capacity]: from H, capacity
+Parts = tuple[mx.array, ...]  # stored rows: one array, or quantised values, scales and biases
+NumbersOfRows = Callable[[int, int], mx.array]  # (H, capacity) -> indices [B, H, L] of new rows in a flattened buffer
 
 
 def make_cache(memory: Memory, cache: Cache) -> LayerCache:
@@ -47,13 +47,13 @@ def make_cache(memory: Memory, cache: Cache) -> LayerCache:
 
 @lru_cache(maxsize=256)
 def row_sights(num_rows: int, num_canvas: int, grid: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Return who sees what in a window whose last `num_canvas` rows see each other and all rows before.
+    """Return which rows of a window see which: canvas rows, the last `num_canvas`, see all rows.
 
-    Other rows see to the end of their block of `grid` rows; the window begins with a block.
+    Other rows see to the end of their block of `grid` rows; the window begins at the start of a block.
 
     Returns:
-        For each row [L] the last row of the window that it sees, and the row from which it looks back: a sliding layer
-        shows all canvas rows what it shows the first one.
+        For each row [L] the last row of the window that it sees, and the row whose sliding window applies to it: that
+        of the first canvas row to all canvas rows.
     """
     rows = np.arange(num_rows, dtype=np.int32)
     first = num_rows - num_canvas
@@ -62,9 +62,9 @@ def row_sights(num_rows: int, num_canvas: int, grid: int = 1) -> tuple[np.ndarra
 
 
 class KVCache:
-    """Keys and values of the first `keep` tokens and of the tokens since; rows beyond the length are stale.
+    """Keys and values of all tokens or, with a `window`, of those that later queries can see. Rows beyond are stale.
 
-    With a `window` a query sees the first `keep` tokens and the `window` latest, itself included. Rows that no later
+    With a `window` a query sees the first `keep` tokens and the last `window` ones, itself included. Rows that no later
     query can see are dropped, several at a time.
     """
 
@@ -76,12 +76,12 @@ class KVCache:
         self.length = 0
         self.window = window
         self.keep = keep
-        self.dropped = 0  # tokens dropped, all right after the first `keep`
+        self.dropped = 0  # number of dropped tokens, which followed the first `keep`
         self._positions: mx.array | None = None
         self._num_canvas = 0  # trailing rows of the present window that see all rows
-        self._grid = 1  # other rows see to the end of their block of so many
+        self._grid = 1  # other rows see to the end of their block of `_grid` rows
         self._keys, self._values = Rows(), Rows()
-        self._slot = 0  # its place in these buffers, which caches of other slots may share
+        self._slot = 0  # its index in these buffers, which other slots' caches may share
 
     def _encode(self, rows: mx.array) -> Parts:
         return (rows,)
@@ -93,12 +93,12 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its own part of the buffers."""
+        """The bytes of its part of the buffers."""
         return sum(rows.nbytes // rows.num_slots for rows in (self._keys, self._values))
 
     @property
     def capacity(self) -> int:
-        """How many rows the present buffers have room for."""
+        """The capacity of the present buffers, in rows."""
         return self._keys.capacity
 
     def arrays(self) -> list[mx.array]:
@@ -110,24 +110,24 @@ class KVCache:
         return self.length - self.dropped < self._room(1)
 
     def saved(self) -> tuple[Any, ...]:
-        """Return all that a pass changes, for `restore`. It shares the arrays, which keeps them from being reused."""
+        """Return everything that a pass changes, for `restore`. Shares the arrays, so MLX cannot write in place."""
         rows = self._keys, self._values
         return self.length, self.dropped, self._positions, self._slot, rows, [(r.parts, r.nbytes) for r in rows]
 
     def restore(self, saved: tuple[Any, ...]) -> None:
-        """Return to what `saved` returned."""
+        """Restore the state that `saved` returned."""
         self.length, self.dropped, self._positions, self._slot, (self._keys, self._values), before = saved
         for rows, (parts, nbytes) in zip((self._keys, self._values), before, strict=True):
             rows.parts, rows.nbytes = parts, nbytes
 
     def close(self) -> None:
-        """Free its own buffers, or leave those that it shares."""
+        """Release its buffers."""
         self._keys, self._values, self._slot = Rows(), Rows(), 0
 
     def cut(self, length: int) -> None:
-        """Keep the first `length` tokens. Raises CacheMismatch if rows that later queries need are not held."""
+        """Keep the first `length` tokens. Raises CacheMismatch if rows that later queries see are missing."""
         if length <= self.keep:
-            self.dropped = 0  # no dropped row is needed from here on
+            self.dropped = 0  # all dropped rows are beyond the new length
         if length > self.length or (self.dropped and self._first_seen(length) < self.keep + self.dropped):
             held = f"{self.length} less [{self.keep}, {self.keep + self.dropped})"
             raise CacheMismatch(f"cannot cut the cache to {length} tokens: it holds {held}")
@@ -142,22 +142,22 @@ class KVCache:
         if held + num_rows <= self._room(num_rows):
             return
         out_of_sight = max(0, self._first_seen(self.length) - self.keep - self.dropped)
-        least = max(num_rows, self.step) if self.window else num_rows  # amortise the copy of a full window
+        least = max(num_rows, self.step) if self.window else num_rows  # amortise the copy of a full sliding window
         self._move(self._capacity_for(held - out_of_sight + least), out_of_sight)
 
     def move_out(self) -> None:
-        """Move its rows to buffers of its own."""
+        """Move its rows out of shared buffers."""
         self._move(self.capacity)
 
     def fork(self, length: int) -> KVCache:
-        """Return a cache that continues from a copy of the first `length` tokens. Raises CacheMismatch as `cut`."""
+        """Return a cache with a copy of the first `length` tokens. Raises CacheMismatch as `cut` does."""
         other = copy(self)
         other.cut(length)
         other._move(self._capacity_for(length - other.dropped))
         return other
 
     def snapshot(self) -> KVCache | None:
-        """Return a copy to fork from once later rows have pushed out what it has; None if none ever do."""
+        """Return a copy from which to fork after rows were dropped here; None if none are ever dropped."""
         if self.window is None:
             return None
         other = copy(self)
@@ -166,7 +166,7 @@ class KVCache:
         return other
 
     def segment(self, begin: int, end: int) -> tuple[Parts, Parts]:
-        """Return the keys and values of tokens [begin, end), which are all held."""
+        """Return the keys and values of tokens [begin, end) of a cache without dropped rows."""
         assert not self.dropped
         keys, values = (
             tuple(part[self._slot : self._slot + 1, :, begin:end] for part in rows.parts)
@@ -175,7 +175,7 @@ class KVCache:
         return keys, values
 
     def put_segment(self, begin: int, keys: Parts, values: Parts) -> None:
-        """Write the keys and values of tokens from `begin` on. Raises CacheMismatch unless these are held."""
+        """Overwrite keys and values from token `begin` on. Raises CacheMismatch unless the cache has those tokens."""
         for rows, parts in ((self._keys, keys), (self._values, values)):
             ends = {begin + part.shape[2] for part in parts if part.ndim == 4}
             if self.dropped or len(ends) != 1 or max(ends) > self.length:
@@ -190,7 +190,7 @@ class KVCache:
         return pack_capacity(num_rows) if self.can_be_packed else whole_blocks(num_rows, self.step)
 
     def _move(self, capacity: int, num_dropped: int = 0) -> None:
-        """Copy what is held, without `num_dropped` rows after the first `keep`, to other buffers."""
+        """Copy the rows, except `num_dropped` after the first `keep`, to new buffers."""
         held = self.length - self.dropped
         spans = [(0, self.keep), (self.keep + num_dropped, held)] if num_dropped else [(0, held)]
         self._keys, self._values = (rows.moved(self._slot, spans, capacity) for rows in (self._keys, self._values))
@@ -198,10 +198,10 @@ class KVCache:
         self._slot = 0
 
     def make_mask(self, num_rows: int, return_array: bool = False, window_size: int | None = None) -> Mask:
-        """Return the mask of held and new rows that each row of a window sees; called by mlx-lm's models.
+        """Return the mask of held and new rows for a window that will be appended; called by mlx-lm's models.
 
         Args:
-            return_array: return an array even if a name ("causal") would do.
+            return_array: return an array, never "causal".
             window_size: the window of a layer that sees less than its cache holds.
         """
         held = self.length - self.dropped
@@ -223,12 +223,12 @@ class KVCache:
         return in_sight
 
     def settle(self, length: int) -> None:
-        """Record the end of a pass, after `length` tokens; the cache of a stub layer moves only here."""
+        """Set the length, after a pass. The cache of a stub layer grows only here."""
         self.length = length
 
     @property
     def keys(self) -> mx.array:
-        """The buffer, for models that make it depend on another array."""
+        """The buffer, for models that add a dependency on another array to it."""
         return self._keys.parts[0]
 
     @keys.setter
@@ -243,13 +243,13 @@ class KVCache:
     def values(self, buffer: mx.array) -> None:
         self._values.parts = (buffer,)
 
-    start_position = 0  # read by models that drop rows themselves; these caches do that for them
+    start_position = 0  # read by llama4, whose own caches drop rows
 
     def maybe_trim_front(self) -> None:
-        """Do nothing: called by such models."""
+        """Do nothing; called by llama4."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array | Parts, mx.array | Parts]:
-        """Append [1, H, L, K] and return everything held."""
+        """Append [1, H, L, K] and return all keys and values held."""
         self.append(keys, values)
         return self.fetch()
 
@@ -266,19 +266,19 @@ class KVCache:
         return self._keys.read(self._slot, end), self._values.read(self._slot, end)
 
     def _room(self, num_rows: int) -> int:
-        """Return the rows that may be held with a window of so many; those of a longer chunk before it are dropped."""
+        """Return the most rows to hold for a window of `num_rows`; excess rows of an earlier long chunk are dropped."""
         if self.window is None:
             return self._keys.capacity
         needed = whole_blocks(self.keep + self.window - 1 + max(num_rows, self.step), self.step)
         return min(self._keys.capacity, needed)
 
     def _first_seen(self, position: int) -> int:
-        """Return the first position after the kept ones that the query at `position` sees."""
+        """Return the first position, apart from the first `keep`, that the query at `position` sees."""
         return max(self.keep, position - self.window + 1) if self.window else self.keep
 
 
 class QuantisedCache(KVCache):
-    """Keys and values of fewer bits, with a scale and a bias per group; mlx-lm's attention reads them as such."""
+    """Quantised keys and values, with a scale and a bias per group, as mlx-lm's attention expects them."""
 
     form = Form.QUANTISED
 
@@ -291,7 +291,7 @@ class QuantisedCache(KVCache):
 
     @property
     def group_size(self) -> int:
-        """How many numbers share a scale; mlx-lm's attention asks for it once there are rows."""
+        """How many numbers share a scale; read by mlx-lm's attention once there are rows."""
         packed, scales, _ = self._values.parts
         head_size = packed.shape[-1] * (32 // self.bits)
         return head_size // scales.shape[-1]
@@ -306,7 +306,7 @@ class Rows:
         self.nbytes = 0
 
     def read(self, slot: int, end: int) -> mx.array | Parts:
-        """Return the first `end` rows of a slot as attention takes them."""
+        """Return the first `end` rows of a slot in the form that attention takes."""
         found = tuple(part[slot : slot + 1, :, :end] for part in self.parts)
         return found if len(found) > 1 else found[0]
 
@@ -317,12 +317,12 @@ class Rows:
     def write(self, rows: Parts, slot: int, begin: int) -> None:
         """Write rows of a slot: parts [1, H, L, ...]."""
         self._allocate(rows)
-        self.parts = tuple(map(copy, self.parts))  # new array objects: what was saved may still hold the old ones
+        self.parts = tuple(map(copy, self.parts))  # new array objects, since `saved` may refer to the old ones
         for part, new in zip(self.parts, rows, strict=True):
             part[slot : slot + 1, :, begin : begin + new.shape[2]] = new
 
     def write_rows(self, new: mx.array, numbers: NumbersOfRows) -> None:
-        """Write [B, H, L, K] of several slots to the rows of these numbers."""
+        """Write [B, H, L, K] of several slots to the rows with these indices."""
         self._allocate((new,))
         shape = self.parts[0].shape
         every = self.parts[0].reshape(-1, shape[-1])
@@ -330,7 +330,7 @@ class Rows:
         self.parts = (every.reshape(shape),)
 
     def _allocate(self, like: Parts) -> None:
-        """Make the buffers for rows like these, unless they exist."""
+        """Create the buffers for rows of this form, unless they exist."""
         if not self.parts:
             self._set(mx.zeros((self.num_slots, p.shape[1], self.capacity, p.shape[3]), p.dtype) for p in like)
 
@@ -339,7 +339,7 @@ class Rows:
         self.nbytes = sum(part.nbytes for part in self.parts)
 
     def moved(self, slot: int, spans: Sequence[tuple[int, int]], capacity: int) -> Rows:
-        """Return a buffer with a copy of these spans of a slot's rows, one after another."""
+        """Return a buffer with a copy of these spans of a slot's rows, concatenated."""
         other = type(self)(1, capacity)
         unused = capacity - sum(end - begin for begin, end in spans)
 
@@ -352,7 +352,7 @@ class Rows:
 
     @staticmethod
     def joined(members: Sequence[tuple[Rows, int, int]], capacity: int) -> Rows:
-        """Return a buffer for several slots with copies of the first rows of each: (rows, slot, number of rows)."""
+        """Return a buffer for several slots; `members` are (rows, slot, number of rows to copy)."""
         joined = Rows(len(members), capacity)
         like = next((rows.parts[0] for rows, *_ in members if rows.parts), None)
         if like is not None:
@@ -365,7 +365,7 @@ class Rows:
 
 
 def join(caches: Sequence[KVCache], capacity: int) -> None:
-    """Move the rows of one layer's caches of several slots to common buffers, in this order."""
+    """Move the rows of several slots' caches of one layer to common buffers, in this order."""
     keys = Rows.joined([(cache._keys, cache._slot, cache.length) for cache in caches], capacity)
     values = Rows.joined([(cache._values, cache._slot, cache.length) for cache in caches], capacity)
     for slot, cache in enumerate(caches):
@@ -373,7 +373,7 @@ def join(caches: Sequence[KVCache], capacity: int) -> None:
 
 
 def append_together(caches: Sequence[KVCache], keys: mx.array, values: mx.array, numbers: NumbersOfRows) -> None:
-    """Append [B, H, L, K] to caches of the same buffers, at the rows of these numbers."""
+    """Append [B, H, L, K] to caches that share buffers, at the rows with these indices."""
     caches[0]._keys.write_rows(keys, numbers)
     caches[0]._values.write_rows(values, numbers)
     for cache in caches:
@@ -381,15 +381,15 @@ def append_together(caches: Sequence[KVCache], keys: mx.array, values: mx.array,
 
 
 def fetch_together(caches: Sequence[KVCache], end: int) -> tuple[mx.array, mx.array]:
-    """Return the first `end` rows [B, H, end, K] of neighbours in the same buffers, right-padded with stale ones."""
+    """Return the first `end` rows [B, H, end, K] of adjacent caches that share buffers, padded with stale rows."""
     first, B = caches[0]._slot, len(caches)
     return caches[0]._keys.read_slots(first, B, end), caches[0]._values.read_slots(first, B, end)
 
 
 def wait_for(caches: Sequence[KVCache], results: Sequence[mx.array]) -> None:
-    """Write to these caches' buffers only once the results exist.
+    """Make later writes to these caches' buffers wait until the results are computed.
 
-    Until then a result holds the buffer that it was computed from, and MLX would copy it before it writes.
+    Until then the results refer to the buffers that they are computed from, and MLX would copy these before a write.
     """
     for rows in {id(rows): rows for cache in caches for rows in (cache._keys, cache._values) if rows.parts}.values():
         rows.parts = tuple(mx.depends(list(rows.parts), list(results)))
@@ -397,7 +397,7 @@ def wait_for(caches: Sequence[KVCache], results: Sequence[mx.array]) -> None:
 
 @dataclass(frozen=True)
 class LayerCall:
-    """A layer's arguments for one window of one slot: rows [1, L, ...] and others; `HERE` stands for its caches."""
+    """A layer's arguments for one window of one slot: rows [1, L, ...] and others; `HERE` is replaced by its caches."""
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
@@ -408,7 +408,7 @@ class LayerCall:
     def first_rows(self, num_rows: int) -> LayerCall:
         """Return the call for the window's first rows only.
 
-        Other arrays of two or more dimensions are taken for masks, of attention whose result nothing asks for.
+        Other arrays of two or more dimensions count as masks, of attention whose result a replay does not use.
         """
 
         def cut(value: Any) -> Any:
@@ -426,14 +426,14 @@ class LayerCall:
         return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, mx.array)]
 
     def arguments(self, caches: Any) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments with these caches in their place."""
+        """Return the arguments with these caches inserted."""
         args = [caches if value is self.HERE else value for value in self.args]
         return args, {key: caches if value is self.HERE else value for key, value in self.kwargs.items()}
 
 
 @dataclass(frozen=True)
 class LastWindow:
-    """A window with drafts: what the layer was given for it, and the state before."""
+    """A window with drafts: the layer's call, and the state before it."""
 
     call: LayerCall
     base: int
@@ -441,24 +441,23 @@ class LastWindow:
 
 
 class RecurrentState(ArraysCache):
-    """A recurrent layer's state. It has no rows: it can continue, restart, or be cut inside a last window with drafts.
+    """A recurrent layer's state, without rows: it can continue, restart, or be cut inside a last window with drafts.
 
-    For the latter it keeps what it was before that window, and what its layer was given: before its next rows the layer
-    replays those that were accepted. After a step of several slots their states lie side by side in a `StateStack`
-    until something asks for one alone.
+    For such a cut it keeps the state before the last window and the layer's call: before the next rows the layer
+    replays the accepted ones. After a step of several slots their states share a `StateStack` until one is used alone.
     """
 
     has_room = True
 
     def __init__(self, num_arrays: int) -> None:
-        self.stack: StateStack | None = None  # where its arrays are, unless they are its own
-        self._slot = 0  # its number there
+        self.stack: StateStack | None = None  # holds its arrays, if any
+        self._slot = 0  # its index there
         super().__init__(size=num_arrays)
         self.length = 0
         self._nbytes = 0
-        self._has_drafts = False  # the window that is about to come
-        self._window: LastWindow | None = None  # if it had drafts
-        self._num_to_replay = 0  # its first rows: accepted, but not in the arrays
+        self._has_drafts = False  # whether the next window has drafts
+        self._window: LastWindow | None = None  # the last window, if it had drafts
+        self._num_to_replay = 0  # its leading rows that were accepted but are not in the arrays
 
     @property
     def nbytes(self) -> int:
@@ -482,34 +481,34 @@ class RecurrentState(ArraysCache):
         return [array for array in held if array is not None]
 
     def saved(self) -> tuple[Any, ...]:
-        """Return all that a pass changes, for `restore`."""
-        arrays = list(self._arrays)  # a layer replaces those in the list
+        """Return everything that a pass changes, for `restore`."""
+        arrays = list(self._arrays)  # a layer replaces the items of the list
         return self.length, self._nbytes, arrays, self.stack, self._slot, self._window, self._num_to_replay
 
     def restore(self, saved: tuple[Any, ...]) -> None:
-        """Return to what `saved` returned."""
+        """Restore the state that `saved` returned."""
         self.length, self._nbytes, self._arrays, self.stack, self._slot, self._window, self._num_to_replay = saved
 
     def take_replay(self) -> LayerCall | None:
-        """Return what the layer has to replay before anything else: the accepted rows of a window that was cut."""
+        """Return the call that the layer has to replay first, for the accepted rows of a window that was cut."""
         num_rows, self._num_to_replay = self._num_to_replay, 0
         return self._window.call.first_rows(num_rows) if self._window and num_rows else None
 
     @property
     def recorded(self) -> list[mx.array]:
-        """What has to be evaluated with a step, or it would hold the rows of other slots."""
+        """Arrays to evaluate with a step: unevaluated, they would refer to the rows of other slots."""
         return self._window.call.arrays if self._window else []
 
     def record_window(self, call: Callable[[], LayerCall]) -> None:
-        """Record what the layer is about to be given, if that has drafts."""
-        # its own arrays: those of a stack would keep the states of other slots
+        """Record the layer's next call if its window has drafts."""
+        # `cache` copies the arrays out of a stack, which would keep the states of other slots
         self._window = LastWindow(call(), self.length, list(self.cache)) if self._has_drafts else None
 
     def cut(self, length: int) -> None:
-        """Continue at `length`, restart at 0, or take back rows of a last window with drafts.
+        """Continue at `length`, restart at 0, or drop rows of a last window with drafts.
 
         Raises:
-            CacheMismatch: rows before that window would have to be taken back.
+            CacheMismatch: rows before that window would have to be dropped.
         """
         if length == 0:
             self.cache = [None] * len(self._arrays)
@@ -522,28 +521,28 @@ class RecurrentState(ArraysCache):
         self.length = length
 
     def close(self) -> None:
-        """Free its arrays, or leave those of its stack to the other slots."""
+        """Release its arrays."""
         self.stack, self._arrays, self._nbytes, self._window = None, [None] * len(self._arrays), 0, None
 
     def fork(self, length: int) -> RecurrentState:
         """Return a state that continues from `length`. Raises CacheMismatch as `cut` does."""
         other = RecurrentState(len(self._arrays))
-        other.cache = list(self.cache)  # a layer replaces these arrays, it does not write to them
+        other.cache = list(self.cache)  # a layer replaces these arrays and never writes to them
         other.length, other._nbytes = self.length, self._nbytes
         other._window, other._num_to_replay = self._window, self._num_to_replay
         other.cut(length)
         return other
 
     def snapshot(self) -> RecurrentState:
-        """Return a copy to fork from once it has gone on."""
+        """Return a copy from which to fork after later rows."""
         return self.fork(self.length)
 
     def move_to(self, stack: StateStack, slot: int) -> None:
-        """Take a stack's arrays for its own."""
+        """Use the arrays of a stack from now on."""
         self._arrays, self.stack, self._slot = [None] * len(self._arrays), stack, slot
 
     def move_out(self) -> None:
-        """Take copies of its arrays out of its stack."""
+        """Copy its arrays out of the stack."""
         if self.stack:
             self._arrays, self.stack = self.stack.arrays_of(self._slot), None
 
@@ -553,17 +552,17 @@ class RecurrentState(ArraysCache):
     def reserve(
         self, num_rows: int, positions: mx.array | None, *, has_drafts: bool = False, num_canvas: int = 0, grid: int = 1
     ) -> None:
-        """Prepare for a window, inside which the next one may cut. It has no canvas."""
+        """Note whether the window has drafts. It has no canvas."""
         self._has_drafts = has_drafts
 
     def make_mask(self, num_rows: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         return None
 
     def advance(self, num_rows: int) -> None:
-        """Do nothing: called by some of mlx-lm's layers, while `settle` moves all of them."""
+        """Do nothing: only some of mlx-lm's layers call it, and `settle` sets the length for all."""
 
     def settle(self, length: int) -> None:
-        if length > self.length + 1:  # copies: a slice of a chunk's rows would hold all of them
+        if length > self.length + 1:  # copy: a slice of a chunk's rows would keep all of them
             self.cache = [array if array is None else mx.contiguous(array) for array in self.cache]
         self.length = length
         nbytes = sum(array.nbytes for array in self.arrays()) // (self.stack.num_slots if self.stack else 1)
@@ -571,10 +570,10 @@ class RecurrentState(ArraysCache):
 
 
 class StateStack(ArraysCache):
-    """The states of several slots side by side: what a layer gets that runs for all of them at once."""
+    """The states of several slots side by side, for a layer that runs for all of them at once."""
 
     def __init__(self, states: Sequence[RecurrentState]) -> None:
-        """Put the states side by side. All of them, or none, are before their first step."""
+        """Concatenate the states. Either all of them, or none, have been used before."""
         self.num_slots = len(states)
         self._states = [ref(state) for state in states]
         self.arrays = self._gathered(states)
@@ -596,10 +595,10 @@ class StateStack(ArraysCache):
         return None
 
     def advance(self, num_rows: int) -> None:
-        """Do nothing, as for a single state."""
+        """Do nothing, like `RecurrentState.advance`."""
 
     def give_back(self) -> None:
-        """Make this the place of the slots' states, after a step."""
+        """Move the slots' states here, after a step."""
         self.arrays = list(self.cache)
         states = [state for each in self._states if (state := each())]
         left = {id(state.stack): state.stack for state in states if state.stack}
@@ -609,12 +608,12 @@ class StateStack(ArraysCache):
             stack.thin_out()
 
     def arrays_of(self, slot: int) -> list[mx.array | None]:
-        """Return a slot's arrays [1, ...]: copies, where slices would keep the states of all slots."""
+        """Return copies of a slot's arrays [1, ...]; slices would keep the states of all slots."""
         own = mx.array([slot])
         return [array if array is None else mx.take(array, own, axis=0) for array in self.arrays]
 
     def thin_out(self) -> None:
-        """Give the last states arrays of their own once too many have left: nothing else frees those of the others."""
+        """Move the remaining states out once too many have left, which frees the arrays of the latter."""
         staying = [state for each in self._states if (state := each()) and state.stack is self]
         if is_sparse(self.num_slots, len(staying)):
             for state in staying:
@@ -623,7 +622,7 @@ class StateStack(ArraysCache):
 
 
 def is_sparse(num_slots: int, num_used: int) -> bool:
-    """Return whether a buffer of several slots should be copied to a smaller one: over a quarter has ended."""
+    """Return whether a buffer for several slots should be copied to a smaller one: over a quarter is unused."""
     return 4 * (num_slots - num_used) > num_slots
 
 

@@ -1,6 +1,6 @@
-"""Builds mlx-lm's own model of a checkpoint, whole and bound to tensors that have not been read.
+"""Builds mlx-lm's own model of a checkpoint, complete, with parameters that are bound to unread tensors.
 
-Tensors that are never computed cost nothing: a model of 671 billion parameters is built in a fraction of a second.
+Arrays that are never evaluated cost nothing: a model of 671 billion parameters is built in a fraction of a second.
 """
 
 import math
@@ -33,17 +33,17 @@ _LAYERS = _SIZES[:4]
 
 
 def absent(name: str, info: TensorInfo) -> mx.array:
-    """Return a stand-in for a tensor that is not read here: of its shape, and NaN if ever computed with."""
+    """Return a stand-in of the same shape and dtype for a tensor that is not read here, filled with NaN if possible."""
     dtype = MLX_DTYPES[info.dtype]
     is_real = mx.issubdtype(dtype, mx.floating)
     return mx.full(info.shape, math.nan, dtype) if is_real else mx.zeros(info.shape, dtype)
 
 
 class Absent:
-    """Makes stand-ins and tells which tensor each of them stands for."""
+    """Makes stand-ins and remembers which tensor each one represents."""
 
     def __init__(self) -> None:
-        self._by_id: dict[int, tuple[str, mx.array]] = {}  # ids last as long as their arrays are held
+        self._by_id: dict[int, tuple[str, mx.array]] = {}  # holds the arrays too, so that ids stay valid
 
     def __call__(self, name: str, info: TensorInfo) -> mx.array:
         array = absent(name, info)
@@ -55,13 +55,13 @@ class Absent:
 
 
 def build(checkpoint: Checkpoint, tensor: Callable[[str, TensorInfo], mx.array] = absent) -> Any:
-    """Return the whole model, its parameters bound to what `tensor` returns for each of the checkpoint's tensors.
+    """Return the complete model, with parameters bound to the arrays that `tensor` returns.
 
-    Nothing is evaluated here, and `tensor` should not evaluate either. mlx-lm's `sanitize` gets the whole checkpoint,
-    since it decides by looking at all of it.
+    Nothing is evaluated here, and `tensor` should not evaluate either. mlx-lm's `sanitize` gets all tensors, since its
+    decisions may depend on any of them.
 
     Raises:
-        ModelError: configuration and tensors do not fit together, or describe no model that mlx-lm knows.
+        ModelError: configuration and tensors do not match, or mlx-lm does not know the model.
     """
     _check_sizes(checkpoint)
     method = quantisation_of(checkpoint).method
@@ -86,7 +86,7 @@ def tensors_of_module(module: Any) -> list[tuple[str, mx.array]]:
 
 
 def _check_sizes(checkpoint: Checkpoint) -> None:
-    """Refuse sizes that would build an endless model or fail without a useful message."""
+    """Refuse sizes that would build an enormous model or fail without a useful message."""
     config = checkpoint.config
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
@@ -108,7 +108,7 @@ def _construct(checkpoint: Checkpoint) -> Any:
 
 
 def _with_infinities(value: Any) -> Any:
-    """Replace infinities as transformers writes them, {"__float__": "Infinity"}, by numbers."""
+    """Replace transformers' notation of infinities, {"__float__": "Infinity"}, by numbers."""
     if isinstance(value, dict):
         if set(value) == {"__float__"}:
             return float(value["__float__"])
@@ -117,7 +117,7 @@ def _with_infinities(value: Any) -> Any:
 
 
 def quantise(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -> None:
-    """Turn those layers into quantised ones that the checkpoint holds in quantised form."""
+    """Replace the modules whose weights are quantised in the checkpoint by quantised ones."""
     quantization = quantisation_of(checkpoint).parameters
     if quantization is None:
         return
@@ -128,7 +128,7 @@ def quantise(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -
             return dict(exception) if isinstance(exception, dict) else exception  # nn.quantize may change it
         if not hasattr(module, "to_quantized") or f"{path}.scales" not in weights:
             return False
-        from mlx_lm.utils import infer_quant_config  # and with it transformers, which most workers never need
+        from mlx_lm.utils import infer_quant_config  # imports transformers, which most workers never need
 
         found: dict[str, Any] = infer_quant_config(path, module, weights)
         return found | ({"global_scale": True} if f"{path}.global_scale" in weights else {})
@@ -141,7 +141,7 @@ def quantise(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -
 
 
 def _bind(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -> None:
-    """Give the model its tensors, without those of layers that it does not have (MTP)."""
+    """Bind the tensors to the model, except those of additional prediction layers (MTP)."""
     wanted = dict(tensors_of_module(model))
     tree = module_tree_of(model)
     num_layers = len(tree.layers)
@@ -159,7 +159,7 @@ def _bind(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -> N
         if missing[0].endswith("lm_head.weight") and len(missing) == 1:
             advice = ", and its config.json does not tie the head to the embedding; download it again"
         raise ModelError(f"{checkpoint.name} lacks tensor {missing[0]}{advice}")
-    for name in wanted:  # MLX reads fp8 as bytes, and would compute with them
+    for name in wanted:  # MLX reads fp8 as bytes and would compute with these numbers
         dtype = bound[name].dtype
         if mx.issubdtype(wanted[name].dtype, mx.floating) and not mx.issubdtype(dtype, mx.floating):
             found = str(dtype).rpartition(".")[2]
@@ -167,12 +167,12 @@ def _bind(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -> N
     try:
         model.load_weights(list(bound.items()), strict=True)
     except ValueError as error:
-        lines = str(error).splitlines()[:2]  # the second names the first tensor that is left over
+        lines = str(error).splitlines()[:2]  # the second one names the first unused tensor
         raise misfit(checkpoint, "".join(lines).rstrip(".,")) from error
 
 
 def _check_layers(checkpoint: Checkpoint, tree: ModuleTree, wanted: Iterable[str], weights: Iterable[str]) -> None:
-    """Refuse layers beyond those of config.json, unless they have parts of their own, as prediction layers do."""
+    """Refuse layers beyond those of config.json, unless they have additional parts, as prediction layers do."""
 
     def inside_layer(name: str) -> str:
         return name.removeprefix(f"{tree.path}.").partition(".")[2]

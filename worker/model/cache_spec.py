@@ -1,7 +1,7 @@
 """How much memory one layer's cache of one session takes, and where it can be cut. Plain numbers.
 
-What a layer remembers (`Memory`) and what the session chose (`Cache`) make a `CacheSpec`, on which the plan, admission
-and the caches themselves rely. A new kind of cache is a new `Form` and a class in worker/memory/layer_cache.py.
+A layer's `Memory` and the session's choice of a `Cache` determine a `CacheSpec`, which the plan, admission and the
+caches use. A new kind of cache is a new `Form` and a class in worker/memory/layer_cache.py.
 """
 
 from dataclasses import dataclass
@@ -11,27 +11,27 @@ from protos.brigade_pb2 import CACHE_INT4, CACHE_INT8, CACHE_ROTATING, Cache
 
 QUANTISED_BITS = {CACHE_INT8: 8, CACHE_INT4: 4}
 ROW_BLOCK = 256  # rows by which a cache grows
-WINDOW_CHUNK = 1024  # most rows of a prompt chunk beyond a window: 32 per expert where 4 of 128 are taken
-MOST_SNAPSHOTS = 8  # of a slot
-MOST_CANVAS = WINDOW_CHUNK // 2  # places: a finished canvas goes with the next one in one window
-_DOUBLING = 4096  # rows up to which the capacity of a cache doubles; beyond, so much padding would be expensive
+WINDOW_CHUNK = 1024  # most rows of a prompt chunk for a sliding cache: 32 per expert if 4 of 128 are chosen
+MOST_SNAPSHOTS = 8  # per slot
+MOST_CANVAS = WINDOW_CHUNK // 2  # places: a finished canvas and the next one share one window
+_DOUBLING = 4096  # rows up to which a cache's capacity doubles; beyond, so much padding would be expensive
 
 
 @dataclass(frozen=True)
 class Memory:
-    """One cache of a layer: keys and values of every position or of the last `window`, or a state of constant size.
+    """The contents of one cache of a layer: keys and values of all or the last `window` positions, or a constant state.
 
     Sizes are those of the model's own caches.
     """
 
     window: int | None = None
     heads: int = 0
-    key_size: int = 0  # numbers of one head
+    key_size: int = 0  # numbers per head
     value_size: int = 0
     item: int = 2  # bytes per number
-    state_arrays: int = 0  # the number of arrays of a state, which has no rows
+    state_arrays: int = 0  # number of arrays of a state, which has no rows
     state_bytes: int = 0
-    of_embedding: bool = False  # no layer could replay such a state
+    of_embedding: bool = False  # used by the embedding, so that no layer can replay it
 
     @property
     def row_bytes(self) -> int:
@@ -40,7 +40,7 @@ class Memory:
 
 
 class Form(Enum):
-    """How what a layer remembers is stored."""
+    """The form in which a `Memory` is stored."""
 
     WHOLE = "keys and values in the model's dtype"
     QUANTISED = "keys and values in fewer bits"
@@ -48,44 +48,44 @@ class Form(Enum):
 
 
 def group_size(head_size: int) -> int:
-    """Return how many numbers of a head are quantised together."""
+    """Return how many numbers of a head share a scale when quantised."""
     return 64 if head_size % 64 == 0 else 32
 
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """One layer's cache. With a `window` a query sees the first `keep` and the latest `window` tokens, itself too."""
+    """One layer's cache. With a `window` a query sees the first `keep` and the last `window` tokens, with itself."""
 
     form: Form
-    window: int | None = None  # None: nothing slides out
+    window: int | None = None  # None: unlimited
     keep: int = 0
-    bits: int = 0  # of a number, if quantised
+    bits: int = 0  # per number, if quantised
 
     @property
     def can_be_packed(self) -> bool:
-        """Whether its rows may share a buffer with those of other slots."""
+        """Whether its rows can share a buffer with other slots."""
         return self.form is Form.WHOLE and self.window is None
 
     @property
     def longest_chunk(self) -> int | None:
-        """The most rows of a prompt chunk, None for any: a sliding cache holds its window and a whole chunk."""
+        """The most rows of a prompt chunk; None: any. A sliding cache has room for its window and one chunk."""
         return None if self.window is None else WINDOW_CHUNK
 
     @property
     def rows_that_can_be_cut(self) -> int | None:
-        """The length up to which it can be cut anywhere, None for any; a longer cache can only grow."""
+        """The length up to which it can be cut anywhere; None: any. A longer cache can only grow."""
         if self.form is Form.STATE:
             return 0
         return None if self.window is None else self.keep + self.window
 
     def snapshot_bytes(self, memory: Memory) -> int:
-        """Return the most bytes of a copy of what it cannot be cut back to."""
+        """Return the most bytes of a snapshot, which copies whatever a cut cannot restore."""
         if self.form is Form.STATE:
             return memory.state_bytes
         return 0 if self.window is None else (self.keep + self.window) * self.row_bytes(memory)
 
     def capacity(self, num_rows: int) -> int:
-        """Return the most rows that its buffer has room for once `num_rows` have been written."""
+        """Return the largest capacity of its buffer, in rows, after `num_rows` have been written."""
         if self.form is Form.STATE:
             return 0
         if self.can_be_packed:
@@ -102,18 +102,18 @@ class CacheSpec:
         return memory.heads * sum(size * self.bits // 8 + size // group_size(size) * 2 * memory.item for size in sizes)
 
     def read_bytes(self, memory: Memory, num_rows: int) -> int:
-        """Return the bytes that one step reads once `num_rows` have been written: all that a query sees."""
+        """Return the bytes that one step reads after `num_rows` have been written: everything that a query sees."""
         seen = num_rows if self.window is None else min(num_rows, self.keep + self.window)
         return memory.state_bytes + seen * self.row_bytes(memory)
 
     def nbytes(self, memory: Memory, num_rows: int) -> int:
-        """Return the most bytes that it takes once `num_rows` have been written."""
-        num_states = 1 if memory.of_embedding else 2  # the other one is from before the last window
+        """Return the most bytes that it takes after `num_rows` have been written."""
+        num_states = 1 if memory.of_embedding else 2  # the second one precedes the last window
         return num_states * memory.state_bytes + self.capacity(num_rows) * self.row_bytes(memory)
 
 
 def cache_spec(memory: Memory, cache: Cache) -> CacheSpec:
-    """Return how a layer's cache is stored, given what it remembers and what the session chose."""
+    """Return the cache of a layer with this memory, in the kind that the session chose."""
     if memory.state_arrays:
         return CacheSpec(Form.STATE)
     if cache.kind in QUANTISED_BITS:
@@ -130,7 +130,7 @@ def whole_blocks(num_rows: int, block: int = ROW_BLOCK) -> int:
 
 
 def pack_capacity(num_rows: int) -> int:
-    """Return the rows for which a cache that can be packed has room, equal for caches of similar length.
+    """Return the capacity in rows of a cache that can be packed, which is equal for caches of similar length.
 
     It is at most twice the length up to 4,096 rows, and at most a quarter more beyond.
     """

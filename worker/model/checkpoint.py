@@ -1,4 +1,4 @@
-"""A model's folder: configuration, tensor headers, fingerprint. Reads headers only; shard.py reads the tensors."""
+"""A model's folder: configuration, tensor headers and fingerprint. Reads no tensors; shard.py does."""
 
 import hashlib
 import json
@@ -17,31 +17,31 @@ DEMO = Path(__file__).parents[1] / "demo"
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model", "*.tiktoken", "tokenizer.jsonl")
 
 MOST_CONFIG_BYTES = 16 << 20
-MOST_TOKENIZER_BYTES = 1 << 28  # of a file
-_MOST_INDEX_BYTES = 100_000_000  # the limit of a safetensors header
+MOST_TOKENIZER_BYTES = 1 << 28  # per file
+_MOST_INDEX_BYTES = 100_000_000  # like a safetensors header
 _TOKENIZER_NAMES = ("tokenizer", "tiktoken", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
 
 Download = Callable[[Iterable[str], Callable[[int], None]], None]
 
 
-@dataclass(frozen=True, eq=False)  # each object is a key of its own: caches hold what was found out about it
+@dataclass(frozen=True, eq=False)  # hashed by identity, as a key of caches
 class Checkpoint:
-    """A model's configuration and the headers of all its tensors, whether or not their files are here yet."""
+    """A model's configuration and the headers of all its tensors, whose files may still be missing."""
 
     name: str
     folder: Path
     config: dict[str, Any]
     tensors: Mapping[str, TensorInfo]
     download: Download | None = None
-    hub_hashes: Mapping[str, str] = field(default_factory=dict)  # the hub's own hashes of weight files, here or not
-    drafter: "Checkpoint | None" = None  # that is to draft for it: a small model, or a draft head
-    embeds_last: bool = False  # its last shard holds the embedding too, for a draft head
+    hub_hashes: Mapping[str, str] = field(default_factory=dict)  # the hub's own hash of each weight file
+    drafter: "Checkpoint | None" = None  # its drafter, if any: a small model or a draft head
+    embeds_last: bool = False  # the last shard holds the embedding too, for a draft head
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """Hashes that are equal on two nodes if these hold the same configuration, tokenizer and tensor layout.
+        """Hashes of the configuration, the tokenizer and the tensor layout.
 
-        Fine-tunes of one model may be equal in all three: contents.py tells them apart.
+        Fine-tunes of one model may be equal in all three; contents.py distinguishes them.
         """
         return Fingerprint(
             config=_sha256(_canonical(self.config)),
@@ -51,7 +51,7 @@ class Checkpoint:
 
     @property
     def description(self) -> str:
-        """A hash of all that a description of the model is made of: name, configurations and headers."""
+        """A hash of everything that determines the model's layout: name, configurations and headers."""
         named = [self.name, self.config, self.generation_config]
         return _sha256(_canonical(named), self._canonical_tensors())
 
@@ -60,7 +60,7 @@ class Checkpoint:
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
-        """The content of generation_config.json; empty without one. Raises ModelError if it holds no JSON object."""
+        """The content of generation_config.json, empty if it is missing. Raises ModelError if it is no JSON object."""
         path = self.folder / "generation_config.json"
         found = read_json(path, MOST_CONFIG_BYTES)
         if found is not None and not isinstance(found, dict):
@@ -68,7 +68,7 @@ class Checkpoint:
         return found or {}
 
     def fetch(self, names: Iterable[str], progress: Callable[[int], None]) -> None:
-        """Download the files that hold these tensors into the folder; `progress` takes the bytes that arrived."""
+        """Download the files of these tensors into the folder; `progress` gets the number of bytes that arrived."""
         if self.download is not None:
             self.download(sorted(self.files_of(names)), progress)
 
@@ -80,12 +80,12 @@ class Checkpoint:
         return sorted(file for file in self.files_of(names) if not (self.folder / file).exists())
 
     def stamp(self) -> tuple[tuple[str, int], ...]:
-        """Return a value that changes when a weight file that is here changes."""
+        """Return names and modification times of the weight files that are here."""
         files = sorted({info.file for info in self.tensors.values()})
         return tuple((f, (self.folder / f).stat().st_mtime_ns) for f in files if (self.folder / f).exists())
 
     def vocabulary(self) -> dict[int, str]:
-        """Return the tokens of tokenizer.json by their ids; none without that file, or without a list of tokens in it.
+        """Return the tokens of tokenizer.json by id; empty if the file or its list of tokens is missing.
 
         Raises:
             ModelError: the file is no JSON object.
@@ -94,13 +94,13 @@ class Checkpoint:
         if not isinstance(found, dict):
             raise ModelError(f"{self.folder / 'tokenizer.json'} is not valid JSON (expected keys and values)")
         vocab = (found.get("model") or {}).get("vocab") or {}
-        if isinstance(vocab, list):  # of tokens and scores
+        if isinstance(vocab, list):  # pairs of token and score
             vocab = {pair[0]: number for number, pair in enumerate(vocab)}
         added = {token["id"]: token["content"] for token in found.get("added_tokens") or ()}
         return {number: token for token, number in vocab.items()} | added
 
     def tokenizer_files(self) -> list[Path]:
-        """Return the tokenizer's files: only those that also come from a hub, so that copies match, and no code."""
+        """Return the tokenizer's data files: only those that are also downloaded, so that copies match, and no code."""
         files = sorted(path for path in self.folder.iterdir() if is_tokenizer_file(path.name) and path.is_file())
         for path in files:
             require_file(path, MOST_TOKENIZER_BYTES)
@@ -108,7 +108,7 @@ class Checkpoint:
 
 
 def is_tokenizer_file(name: str) -> bool:
-    """Return whether a file of this name belongs to a tokenizer and holds plain data, as fingerprints need."""
+    """Return whether a file of this name is one of a tokenizer's data files."""
     return name.startswith(_TOKENIZER_NAMES) and any(fnmatchcase(name, pattern) for pattern in SMALL_FILES)
 
 
@@ -116,7 +116,7 @@ def open_folder(folder: Path, name: str | None = None, known: Mapping[str, Tenso
     """Read a local model folder's configuration and headers.
 
     Args:
-        known: the headers of another node's copy. If given, files may be missing: it describes their tensors.
+        known: the headers of another node's copy; they describe the tensors of missing files.
     Raises:
         ModelError: the folder or its config.json is missing, or a safetensors file is missing, cut short or corrupt.
     """
@@ -131,7 +131,7 @@ def open_folder(folder: Path, name: str | None = None, known: Mapping[str, Tenso
             tensors |= read_tensors(folder, file)
     here, places = {path.name for path in folder.iterdir() if path.exists()}, _index(folder) or {} if known else {}
     for key, info in (known or {}).items():
-        info = replace(info, file=places.get(key, info.file))  # the folder's own index names the missing file
+        info = replace(info, file=places.get(key, info.file))  # the folder's own index has other file names
         if key not in tensors and info.file not in here:
             tensors[key] = info
     return Checkpoint(name or str(folder), folder, config, tensors)
@@ -144,14 +144,14 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{folder} has no config.json; expected a model folder in Hugging Face layout")
     config = read_json(path, MOST_CONFIG_BYTES)
     if isinstance(config, dict):
-        config.setdefault("model_type", config.get("speculators_model_type"))  # drafters of that library have no other
+        config.setdefault("model_type", config.get("speculators_model_type"))  # used by drafters of that library
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{path} names no model_type; expected a model folder in Hugging Face layout")
     return config
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Return the names of the model's safetensors files, by its index if it has one."""
+    """Return the names of the model's safetensors files, from its index if it has one."""
     if (places := _index(folder)) is not None:
         return sorted(set(places.values()))
     if found := choose_weight_files(path.name for path in folder.iterdir()):
@@ -160,13 +160,13 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def choose_weight_files(names: Iterable[str]) -> list[str]:
-    """Choose a model's files if no index names them: other forms of the model may lie beside its own."""
+    """Choose a model's files without an index: the folder may also hold other formats of the model."""
     found = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
     return [name for name in found if name.startswith("model")] or found
 
 
 def _index(folder: Path) -> dict[str, str] | None:
-    """Return each tensor's file by the folder's own index, None without one."""
+    """Return each tensor's file from the folder's index; None without an index."""
     path = folder / "model.safetensors.index.json"
     index = read_json(path, _MOST_INDEX_BYTES, "a safetensors index")
     if index is None and not path.exists():

@@ -1,7 +1,7 @@
-"""Samples of a node's weights, for another node to compare with its own; and the files that a folder lacks.
+"""Samples of a node's weights, which another node compares with its own; and checks for missing files.
 
-Two fine-tunes may share configuration and tensor layout, so some bytes of most tensors are hashed too. For a file that
-is still on the hub only the hub's own hash is known. Nodes compare what both of them know.
+Two fine-tunes may share configuration and tensor layout, so nodes also compare hashes of some bytes of most tensors. Of
+a file that is still on the hub only the hub's own hash is known. Nodes compare the hashes that both of them have.
 """
 
 import hashlib
@@ -16,14 +16,14 @@ from worker.model.checkpoint import Checkpoint
 from worker.model.describe import layout_of, shard_tensors
 from worker.model.headers import TensorInfo, pack_headers
 
-_SAMPLES = 4096  # tensors at most; in a larger checkpoint the checksums of their names choose them
+_SAMPLES = 4096  # the most tensors, chosen by the checksums of their names
 _SAMPLE_BYTES = 512
 _MARK_BYTES = 4
 _UNKNOWN = bytes(_MARK_BYTES)
 
 
 def contents_of(checkpoint: Checkpoint) -> Contents:
-    """Return what this node knows: every header, a mark per sampled tensor that is here, and the hub's hashes.
+    """Return all headers, a mark of each sampled tensor (zero if its file is not here), and the hub's hashes.
 
     Raises:
         ModelError: a weight file cannot be read.
@@ -33,12 +33,12 @@ def contents_of(checkpoint: Checkpoint) -> Contents:
 
 
 def check_contents(checkpoint: Checkpoint, theirs: Contents, note_read: Callable[[], None] = lambda: None) -> None:
-    """Refuse weights that differ from the coordinator's, as far as both nodes know theirs. The layouts must be equal.
+    """Refuse weights that differ from the coordinator's, as far as both nodes have hashes. The layouts must be equal.
 
     Args:
-        note_read: called for each tensor once some of its bytes are read.
+        note_read: called after each tensor whose bytes are sampled.
     Raises:
-        ModelError: naming a file whose weights differ.
+        ModelError: names a file whose weights differ.
     """
     marks = [theirs.marks[i : i + _MARK_BYTES] for i in range(0, len(theirs.marks), _MARK_BYTES)]
     if not marks and not theirs.hub_hashes:
@@ -61,10 +61,10 @@ def check_contents(checkpoint: Checkpoint, theirs: Contents, note_read: Callable
 
 
 def check_files(checkpoint: Checkpoint, start: int, end: int) -> None:
-    """Refuse a folder that lacks files of layers [start, end), before anything is read.
+    """Refuse a folder that lacks files of layers [start, end), before any tensor is read.
 
     Raises:
-        ModelError: naming the first missing file and its layers.
+        ModelError: names the first missing file and its layers.
     """
     if checkpoint.download is not None:
         return
@@ -84,7 +84,7 @@ def check_files(checkpoint: Checkpoint, start: int, end: int) -> None:
 
 
 def _marks(checkpoint: Checkpoint, note_read: Callable[[], None] = lambda: None) -> dict[str, bytes]:
-    """Return the marks of the sampled tensors, sorted by name; the layout alone decides which are sampled."""
+    """Return the marks of the sampled tensors, sorted by name. The choice of samples depends on the layout only."""
     tensors = checkpoint.tensors
     sampled = sorted(tensors, key=lambda name: (zlib.crc32(name.encode()), name))[:_SAMPLES]
     marks = dict.fromkeys(sorted(sampled), _UNKNOWN)
@@ -94,7 +94,7 @@ def _marks(checkpoint: Checkpoint, note_read: Callable[[], None] = lambda: None)
 
 
 def _read_marks(path: Path, tensors: Mapping[str, TensorInfo], note_read: Callable[[], None]) -> dict[str, bytes]:
-    """Hash some bytes from the middle of each tensor of a file; return nothing if the file is not here."""
+    """Return hashes of some bytes from the middle of each tensor of a file; none if the file is not here."""
     marks = {}
     try:
         with path.open("rb", buffering=0) as file:

@@ -1,7 +1,7 @@
-"""DiffusionGemma upon mlx-lm's gemma4_text.
+"""DiffusionGemma, based on mlx-lm's gemma4_text.
 
-One stack of layers has two roles: token rows are read as by an encoder, canvas rows are denoised. The roles differ in a
-scalar per layer, and canvas rows begin with what the step before made of their places (self-conditioning).
+The layers have two roles: they encode token rows and denoise canvas rows. The roles differ in a scalar per layer, and
+the embedding of a canvas row depends on the previous step's logits for its place (self-conditioning).
 Shapes: L window length, D hidden, V vocabulary, N rows of a canvas, K candidates per row.
 """
 
@@ -31,7 +31,7 @@ class ModelArgs(gemma4_text.ModelArgs):
 
     @classmethod
     def from_dict(cls, params: dict[str, Any]) -> "ModelArgs":
-        """Raises ValueError for a missing size, or a part of Gemma 4 that this type does not have."""
+        """Read config.json. Raises ValueError for a missing size, or a part of Gemma 4 that this type does not have."""
         text = params["text_config"]
         for key in _REQUIRED:
             if not text.get(key):
@@ -49,7 +49,7 @@ class ModelArgs(gemma4_text.ModelArgs):
 
 
 class Router(gemma4_text.Router):
-    """The router in the reference's order of scaling: mlx-lm's own sends near ties to other experts."""
+    """The router with the reference's order of scaling: mlx-lm's order resolves near ties differently."""
 
     config: Any
 
@@ -62,7 +62,7 @@ class Router(gemma4_text.Router):
 
 
 class Layer(gemma4_text.DecoderLayer):
-    """A layer whose output is scaled by the role of each row."""
+    """A layer that scales its output by the role of each row."""
 
     def __init__(self, config: ModelArgs, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -71,14 +71,14 @@ class Layer(gemma4_text.DecoderLayer):
         self.layer_scalar = None  # type: ignore[assignment]
 
     def __call__(self, x: mx.array, *args: Any, canvas: mx.array | None = None, **more: Any) -> Any:
-        """`canvas` [1, L] says which rows are of a canvas; None: no row is."""
+        """Run the layer; `canvas` [1, L] marks canvas rows, None: no row is one."""
         h, *others = super().__call__(x, *args, **more)
         roles = mx.array([[0]]) if canvas is None else canvas.astype(mx.int32)
         return h * self.role_scalars[roles][..., None], *others
 
 
 class SelfConditioning(nn.Module):
-    """Adds to a canvas row's embedding what the step before made of its place."""
+    """Adds to a canvas row's embedding an expected embedding from the previous step."""
 
     def __init__(self, config: ModelArgs) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class SelfConditioning(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The table, which is the head too, and self-conditioning: one module, so that every cut keeps them together."""
+    """The embedding table, which is also the head, and self-conditioning: one module, so that no cut separates them."""
 
     def __init__(self, config: ModelArgs) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Embedding(nn.Module):
         self._image_ids, self._pad = config.image_ids, config.pad_token_id
 
     def __call__(self, ids: mx.array, canvas: mx.array | None, soft: mx.array | None) -> mx.array:
-        for image in self._image_ids:  # a token row that stands for an image is padding until the image is put there
+        for image in self._image_ids:  # token rows that stand for an image are embedded as padding
             is_image = ids == image if canvas is None else (ids == image) & ~canvas
             ids = mx.where(is_image, self._pad, ids)
         h = self.table(ids) * self._scale
@@ -133,7 +133,7 @@ class Embedding(nn.Module):
 
 
 class TextModel(gemma4_text.Gemma4TextModel):
-    """The layers, with an embedding of their own."""
+    """The layers, with the embedding above."""
 
     embed_tokens: Any
     layers: list[Any]
@@ -154,7 +154,7 @@ class TextModel(gemma4_text.Gemma4TextModel):
 
 
 class Model(gemma4_text.Model):
-    """The whole model, as Brigade's other types: ids in, logits out."""
+    """The whole model: ids in, logits out, like mlx-lm's models."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__(args)
@@ -167,15 +167,15 @@ class Model(gemma4_text.Model):
 
         Args:
             inputs: token ids [1, L].
-            canvas: which rows [1, L] are of a canvas; None: no row is.
-            soft: for canvas rows, what `Embedding.soften` or `.mix` made of the step before [1, L, D], else zeros.
+            canvas: marks canvas rows [1, L]; None: no row is one.
+            soft: for canvas rows the previous step's `Embedding.soften` or `.mix` [1, L, D], zeros for other rows.
         """
         h = self.model(inputs, cache, canvas, soft)
         logits = self.model.embed_tokens.as_linear(h).astype(mx.float32)
         return gemma4_text.logit_softcap(self.final_logit_softcapping, logits)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Rename the tensors of both published layouts. The encoder's are the decoder's, all but the layer scalars."""
+        """Rename the tensors of both published layouts. The encoder shares the decoder's, except for layer scalars."""
         renamed: dict[str, mx.array] = {}
         for name, array in weights.items():
             if not name.startswith(_DECODER) or name.endswith(".layer_scalar"):
@@ -190,7 +190,7 @@ class Model(gemma4_text.Model):
 
 
 def _experts(name: str, array: mx.array) -> dict[str, mx.array]:
-    """Return a tensor under mlx-lm's names if it holds experts, whether or not it is quantised."""
+    """Return a tensor, quantised or not, under mlx-lm's names for experts if it holds experts."""
     at, is_expert, part = name.partition(".experts.")
     if not is_expert:
         return {name: array}

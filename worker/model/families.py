@@ -12,13 +12,13 @@ from worker.errors import ModelError
 from worker.model.cache_spec import MOST_CANVAS
 from worker.model.model_spec import CanvasTraining, Refinement
 
-_SHIFTED_PART = 8  # places that Fast-dLLM v2 decides before the next ones
-# Where config.json has the length of a canvas, and what it is otherwise
+_SHIFTED_PART = 8  # places that Fast-dLLM v2 decides at a time
+# The key for the length of a canvas in config.json, and its default
 _CANVAS_LENGTHS = {
     "Fast_dLLM_Qwen": ("bd_size", 32), "sdar": ("block_size", 4), "sdar_moe": ("block_size", 4),
     "diffusion_gemma": ("canvas_length", 256),
 }  # fmt: skip
-# By the keys of generation_config.json, or of these parts of it
+# Fields of `Refinement` by keys of generation_config.json, or of these parts of it
 _REFINEMENT_PARTS = ("sampler_config", "linear_temperature_schedule_config", "diffusion_stopping_config")
 _REFINEMENT = {
     "max_denoising_steps": "num_steps", "t_max": "hottest", "t_min": "coldest", "entropy_bound": "entropy_bound",
@@ -26,16 +26,16 @@ _REFINEMENT = {
 }  # fmt: skip
 _MOST_REFINEMENT = 2**16
 _SAFE_NAME = re.compile(r"[\w-]+")
-# The MASK token where config.json names none: WeDLM's and Fast-dLLM v2's own default, and that of SDAR's vocabulary
+# Default MASK tokens: the own defaults of WeDLM and Fast-dLLM v2, and the one in SDAR's vocabulary
 _MASKS = {"wedlm": 151665, "Fast_dLLM_Qwen": 151665, "sdar": 151669, "sdar_moe": 151669}
-# Types whose layers are another type's: only their masks differ
+# Types that use another type's code and differ only in masks
 _LAYERS_OF = {"sdar": "qwen3", "sdar_moe": "qwen3_moe", "Fast_dLLM_Qwen": "qwen2"}
-# Types whose whole model is ours, upon mlx-lm's layers
+# Types with a model class of our own
 _OWN = {"diffusion_gemma": "worker.model.diffusion_gemma"}
-# mlx-lm tells these apart by the architecture too (mlx_lm/utils.py)
+# Types that mlx-lm, too, distinguishes by their architecture (mlx_lm/utils.py)
 _BY_ARCHITECTURE = {("bailing_hybrid", "BailingMoeV3ForCausalLM"): "bailing_moe_v3"}
 
-# Types that cannot work though the probe pass does not show it.
+# Types that do not work although the probe pass admits them
 _ODD = "mlx-lm's own code for it gives other answers when a prompt comes in parts; run it by mlx-lm on one machine"
 _REFUSED = {
     "olmo": "mlx-lm's own code for it fails on a prompt, and ends the process if ai2-olmo is not installed",
@@ -45,15 +45,15 @@ _REFUSED = {
 
 
 class LaneForm(Enum):
-    """How windows of several slots may go through a module that takes a cache; all else takes their rows end to end."""
+    """How modules that take a cache process the windows of several slots; other modules get all rows end to end."""
 
-    ROWS = "rows"  # attention takes rows end to end, of any lengths; recurrent and similar layers as BATCH
-    BATCH = "batch"  # side by side, those of one length
-    ALONE = "alone"  # one after another
+    ROWS = "rows"  # attention: rows end to end, windows of any lengths; recurrent and similar layers: like BATCH
+    BATCH = "batch"  # windows of equal length side by side
+    ALONE = "alone"  # one window after another
 
 
-# What tests have shown, type by type (tests/model_types). A type that no test has seen steps alone: its lanes might be
-# silently wrong, as those of gemma2 and phi3small are in mlx-lm's own batches.
+# Established by tests (tests/model_types). Untested types step alone: their lanes might be silently wrong, as those of
+# gemma2 and phi3small are in mlx-lm's own batches.
 _LANES = {
     LaneForm.ROWS: """
         Klear afmoe apertus baichuan_m1 bailing_moe bailing_moe_linear bitnet cohere cohere2 dbrx deepseek deepseek_v2
@@ -72,16 +72,16 @@ _LANES = {
     """,
     LaneForm.ALONE: "gemma2 gpt_bigcode llama4 minimax_m3_vl",
 }
-# Their forward computes with positions outside of the layers too, so all of it runs per batch, or per slot.
+# Their forward also uses positions outside the layers, so all of it runs per batch, or per slot.
 _LOOK_AT_POSITIONS = ("gpt2", "gpt_bigcode", "llama4", "longcat_flash_ngram", "ministral3", "mistral3", "mistral4")
 _LANE_OF = {name: form for form, names in _LANES.items() for name in names.split()}
 
 
 def module_of(config: dict[str, Any]) -> str:
-    """Return the module of mlx_lm.models, or the type of ours, whose code the checkpoint runs on.
+    """Return the module of mlx_lm.models, or the type in `_OWN`, that has the checkpoint's code.
 
     Raises:
-        ModelError: this mlx-lm has none, or none that works.
+        ModelError: this version of mlx-lm has no code for the type, or none that works.
     """
     model_type = config["model_type"]
     if model_type == "wedlm":
@@ -98,7 +98,7 @@ def module_of(config: dict[str, Any]) -> str:
         raise ModelError(f"model_type {model_type!r} is not supported: {_REFUSED[model_type]}")
     if _has_module(model_type):
         return str(model_type)
-    from mlx_lm.utils import MODEL_REMAPPING  # and with it transformers, which most workers never need
+    from mlx_lm.utils import MODEL_REMAPPING  # imports transformers, which most workers never need
 
     alias = MODEL_REMAPPING.get(model_type)
     if alias is None:
@@ -126,26 +126,26 @@ def lane_form(config: dict[str, Any]) -> LaneForm:
 
 
 def looks_at_positions(config: dict[str, Any]) -> bool:
-    """Return whether the forward computes with positions outside its layers. Untested types count as if it did."""
+    """Return whether the forward uses positions outside its layers, as is assumed of untested types."""
     return module_of(config) in _LOOK_AT_POSITIONS or not is_tested(config)
 
 
 def is_tested(config: dict[str, Any]) -> bool:
-    """Return whether tests have seen this type; for others users should run `brigade verify`."""
+    """Return whether tests cover this type; for others users should run `brigade verify`."""
     return module_of(config) in _LANE_OF
 
 
 def mask_token_of(config: dict[str, Any], vocab_size: int) -> int | None:
-    """Return the token id that MASK rows are embedded with; None for a checkpoint without mask-trained weights.
+    """Return the token id of MASK rows; None if the checkpoint was not trained with MASK tokens.
 
     Raises:
-        ModelError: config.json names an id that is no token of the model.
+        ModelError: config.json has an id outside the vocabulary.
     """
     token = config.get("mask_token_id", _MASKS.get(config["model_type"]))
     if token is None or (isinstance(token, int) and 0 <= token < vocab_size):
         return token
     if "mask_token_id" not in config:
-        return None  # its vocabulary is not that of the published checkpoints
+        return None  # its vocabulary differs from the published checkpoints
     raise ModelError(f"config.json: mask_token_id: expected a token id from 0 to {vocab_size - 1}, got {token!r}")
 
 
@@ -154,14 +154,14 @@ def canvas_training_of(
 ) -> CanvasTraining | None:
     """Return how the checkpoint was trained for block diffusion; None if it was not.
 
-    SDAR (arXiv 2510.06303) denoises blocks of 4 by default; Fast-dLLM v2 (arXiv 2509.26328) blocks of 32 in parts of 8,
-    each row predicting the next place. `canvas_length` names a canvas upon causal rows. DiffusionGemma refines canvases
-    of random tokens.
+    SDAR (arXiv 2510.06303) denoises blocks of 4 by default; Fast-dLLM v2 (arXiv 2509.26328) denoises blocks of 32 in
+    parts of 8, and each row predicts the next place. `canvas_length` means a canvas after causal rows. DiffusionGemma
+    refines canvases of random tokens.
 
     Args:
-        generation_config: generation_config.json, which may say how canvases are refined.
+        generation_config: generation_config.json, which may have parameters of refinement.
     Raises:
-        ModelError: a length in config.json is no whole number, or there is no MASK token.
+        ModelError: a length in config.json is not a whole number, or the MASK token is missing.
     """
     model_type = config["model_type"]
     key, default = _CANVAS_LENGTHS.get(model_type, ("canvas_length", None))
@@ -182,7 +182,7 @@ def canvas_training_of(
 
 
 def _refinement(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> Refinement:
-    """Return how canvases are refined: by the reference's defaults where generation_config.json says nothing."""
+    """Return how canvases are refined, by generation_config.json and the reference's defaults."""
     parts = [generation_config, *map(generation_config.get, _REFINEMENT_PARTS)]
     given = {key: part[key] for part in parts if isinstance(part, dict) for key in _REFINEMENT if key in part}
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Safetensors headers: which tensors a weight file holds, read from the file or received from another node."""
+"""Safetensors headers: the tensors of a weight file, read from the file or received from another node."""
 
 import json
 import math
@@ -12,24 +12,24 @@ from typing import Any
 from worker.errors import ModelError
 
 _MAX_HEADER_BYTES = 100_000_000
-_MOST_SIZES = 32  # of a tensor: the product of a million sizes takes for ever
+_MOST_SIZES = 32  # dimensions of a tensor: the product of a million sizes takes very long
 _MOST_BYTES = 2**63  # of a tensor
-_LONGEST_NAME = 255  # of a file, on usual file systems
+_LONGEST_NAME = 255  # bytes of a file name, on usual file systems
 ITEM_BITS = {
     "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16, "I8": 8,
     "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E8M0": 8,
 }  # fmt: skip
-# ^ the dtypes that MLX reads: it opens no file that has another one (F64, F8_E5M2, F4, ...)
+# ^ the dtypes that MLX reads: it refuses files with any other (F64, F8_E5M2, F4, ...)
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a safetensors file, as its header describes it."""
+    """The header entry of one tensor of a safetensors file."""
 
     dtype: str
     shape: tuple[int, ...]
     file: str
-    begin: int = field(default=0, compare=False)  # byte in the file's data; meaningless if the file is not here
+    begin: int = field(default=0, compare=False)  # offset in the file's data; meaningless if the file is not here
 
     @property
     def nbytes(self) -> int:
@@ -37,11 +37,7 @@ class TensorInfo:
 
 
 def read_tensors(folder: Path, file: str) -> dict[str, TensorInfo]:
-    """Return the tensors of a safetensors file, by its header.
-
-    Raises:
-        ModelError: the file is missing, cut short or corrupt.
-    """
+    """Return a safetensors file's tensors from its header. Raises ModelError if it is missing, cut short or corrupt."""
     path = folder / file
     header, data_bytes = _read_header(path)
     tensors = tensors_of(file, header)
@@ -59,7 +55,7 @@ def tensors_of(file: str, header: Mapping[str, Any]) -> dict[str, TensorInfo]:
     """Return the tensors that a safetensors header describes.
 
     Raises:
-        ModelError: an entry is malformed, of an unknown dtype, or its offsets do not fit its shape.
+        ModelError: an entry is malformed, has an unknown dtype, or its offsets do not fit its shape.
     """
     tensors = {}
     for name, entry in header.items():
@@ -85,7 +81,7 @@ def tensors_of(file: str, header: Mapping[str, Any]) -> dict[str, TensorInfo]:
 
 
 def pack_headers(tensors: Mapping[str, TensorInfo]) -> bytes:
-    """Pack all tensors' names, dtypes, shapes and files, in about 3 bytes per tensor of a large checkpoint."""
+    """Pack all tensors' names, dtypes, shapes and files: about 3 bytes per tensor for a large checkpoint."""
     files: dict[str, dict[str, Any]] = {}
     for name, info in sorted(tensors.items()):
         files.setdefault(info.file, {})[name] = [info.dtype, info.shape]
@@ -93,11 +89,7 @@ def pack_headers(tensors: Mapping[str, TensorInfo]) -> bytes:
 
 
 def unpack_headers(packed: bytes) -> dict[str, TensorInfo]:
-    """Unpack what `pack_headers` packed; empty bytes hold no tensors.
-
-    Raises:
-        ModelError: the bytes are malformed.
-    """
+    """Unpack the bytes of `pack_headers`; empty bytes mean no tensors. Raises ModelError for malformed bytes."""
     if not packed:
         return {}
     try:
@@ -116,7 +108,7 @@ def unpack_headers(packed: bytes) -> dict[str, TensorInfo]:
 
 
 def inside(file: str) -> str:
-    """Return the file's name. Raises ValueError if it leads out of the model's folder, or no file can have it."""
+    """Return the file's name. Raises ValueError if it leads out of the model's folder or is impossible."""
     is_name = Path(file).name == file and file not in ("", "..") and "\0" not in file
     if not is_name or len(os.fsencode(file)) > _LONGEST_NAME:
         raise ValueError(f"it names {file[:_LONGEST_NAME]!r}")
@@ -127,7 +119,7 @@ def read_json(path: Path, most_bytes: int, expected: str = "valid JSON") -> Any:
     """Return the content of a JSON file, None if it is missing.
 
     Raises:
-        ModelError: it is no file, longer than `most_bytes`, or not what was `expected`.
+        ModelError: it is not a file, is longer than `most_bytes`, or is not JSON; the message says what was `expected`.
     """
     require_file(path, most_bytes)
     try:
@@ -137,7 +129,7 @@ def read_json(path: Path, most_bytes: int, expected: str = "valid JSON") -> Any:
 
 
 def require_file(path: Path, most_bytes: int | None = None) -> None:
-    """Raise ModelError for a path that exists and is no file (reading a pipe might never end), or is too long."""
+    """Raise ModelError if the path exists and is not a file (reading a pipe may never end), or is too long."""
     if path.exists() and not path.is_file():
         raise ModelError(f"{path} is not a file; expected a model folder in Hugging Face layout")
     if most_bytes is not None and path.exists() and (size := path.stat().st_size) > most_bytes:
@@ -160,7 +152,7 @@ def _shape(sizes: Any) -> tuple[int, ...]:
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the header and how many bytes of tensors follow it."""
+    """Return the header and the number of bytes after it."""
     require_file(path)
     try:
         size = path.stat().st_size

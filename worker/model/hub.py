@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub: small files and headers first, weight files only as a shard needs them."""
+"""Models on the Hugging Face hub: small files and headers first, weight files only when a shard needs them."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def open_repository(model: str) -> Checkpoint:
     Args:
         model: owner/name or owner/name@revision. The checkpoint's name ends in the commit.
     Raises:
-        ModelError: it does not exist, is not readable, is no safetensors model, or is neither reachable nor cached.
+        ModelError: it does not exist, is not readable or no safetensors model, or is neither reachable nor cached.
     """
     repository, _, revision = model.partition("@")
     with _explained(model):
@@ -53,12 +53,12 @@ def open_repository(model: str) -> Checkpoint:
 
 
 def open_cached(model: str, known: Mapping[str, TensorInfo]) -> Checkpoint:
-    """Open a repository's copy in the local cache without a request to the hub.
+    """Open a repository's copy in the local cache without any request to the hub.
 
     Args:
-        known: the headers of another node's copy; if given, files may be missing.
+        known: the headers of another node's copy; they describe the tensors of missing files.
     Raises:
-        ModelError: the cache does not hold it, or holds a damaged copy.
+        ModelError: the cached copy is missing or damaged.
     """
     repository, _, revision = model.partition("@")
     with _explained(model):
@@ -78,7 +78,7 @@ def open_cached(model: str, known: Mapping[str, TensorInfo]) -> Checkpoint:
 
 
 def _snapshot(repository: str, revision: str | None) -> Path:
-    """Return the cache's folder of the revision, named by its commit, with all small files in it."""
+    """Return the cached folder of a revision, named by its commit, after downloading all small files into it."""
     obstacle = _obstacle(repository, revision)
     try:
         folder = snapshot_download(
@@ -99,12 +99,12 @@ def _snapshot(repository: str, revision: str | None) -> Path:
 def _obstacle(repository: str, revision: str | None) -> str | None:
     """Return why the hub cannot be used now; None if it can.
 
-    This request has a timeout; huggingface_hub's own first call waits without limit, and its listing tries six times.
+    Unlike this request, huggingface_hub's own first call has no timeout, and its listing tries six times.
     """
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     if revision and _COMMIT.fullmatch(revision) and _listing(repository, revision):
-        return None  # a commit never changes, and its listing is here
+        return None  # a commit never changes, and its listing is cached
     try:
         HfApi().model_info(repository, revision=revision, timeout=_TIMEOUT_S)
     except (RepositoryNotFoundError, RevisionNotFoundError):
@@ -115,7 +115,7 @@ def _obstacle(repository: str, revision: str | None) -> str | None:
 
 
 def _weight_files(repository: str, folder: Path) -> list[str]:
-    """Return the names of the weight files, by the repository's listing: the folder may not have all of them yet."""
+    """Return the names of all weight files, from the repository's listing: the folder may lack some of them."""
     listing = _listing(repository, folder.name)
     if listing is None or (folder / constants.SAFETENSORS_INDEX_FILE).exists():
         return weight_files(folder)
@@ -128,7 +128,7 @@ def _weight_files(repository: str, folder: Path) -> list[str]:
 
 
 def _listing(repository: str, commit: str) -> dict[str, RepoFile] | None:
-    """Return the commit's files by name, here or not; None if the cache has no listing."""
+    """Return all files of the commit by name; None if its listing is not cached."""
     try:
         return {file.path: file for file in get_cached_repo_tree(repository, revision=commit)}
     except CachedRepoTreeNotFoundError:
@@ -136,14 +136,14 @@ def _listing(repository: str, commit: str) -> dict[str, RepoFile] | None:
 
 
 def _hashes(repository: str, commit: str, files: list[str]) -> dict[str, str]:
-    """Return the hub's own hash of each of these files that the cached listing has."""
+    """Return the hub's own hashes of these files, as far as the cached listing has them."""
     listing = _listing(repository, commit) or {}
     known = [listing[file] for file in files if file in listing]
     return {file.path: file.lfs.sha256 if file.lfs else file.blob_id for file in known}
 
 
 def _tensors(repository: str, folder: Path, files: list[str]) -> dict[str, TensorInfo]:
-    """Return the files' tensors, from the files that are here, or else from kept or freshly fetched headers."""
+    """Return the files' tensors: from local files, else from stored headers, else from the hub."""
     keep = Path(constants.HF_HOME) / "brigade" / repository.replace("/", "--") / f"{folder.name}.msgpack"
     absent = [file for file in files if not (folder / file).exists()]
     found = read_record(keep)
@@ -166,7 +166,7 @@ def _fetch_header(repository: str, commit: str, file: str) -> dict[str, Any]:
 
 
 def _download(repository: str, folder: Path, files: Iterable[str], progress: Callable[[int], None]) -> None:
-    """Download these weight files of the folder's commit; a file that is here counts at once."""
+    """Download these weight files of the folder's commit; files that exist are only reported to `progress`."""
     with _explained(repository):
         for file in files:
             if (folder / file).exists():
@@ -176,7 +176,7 @@ def _download(repository: str, folder: Path, files: Iterable[str], progress: Cal
 
 
 def _counter(progress: Callable[[int], None]) -> type[tqdm]:
-    """Return a progress bar class that draws nothing and passes on the bytes that reached the disk."""
+    """Return a progress bar class that draws nothing and reports the bytes that reached the disk."""
 
     class Counter(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -186,17 +186,17 @@ def _counter(progress: Callable[[int], None]) -> type[tqdm]:
             progress(int(n or 0))
 
         def update_transfer(self, n: float | None = 1) -> None:
-            """Ignore bytes on the wire; without this method huggingface_hub makes a second bar for them."""
+            """Ignore network traffic; without this method huggingface_hub makes a second bar for it."""
 
         def set_transfer_postfix_str(self, *args: Any, **kwargs: Any) -> None:
-            """Belongs to `update_transfer`."""
+            """Do nothing, like `update_transfer`."""
 
     return Counter
 
 
 @contextmanager
 def _explained(model: str) -> Iterator[None]:
-    """Turn huggingface_hub's errors into a ModelError that says what to do."""
+    """Turn huggingface_hub's errors into ModelErrors that say what to do."""
     repository = model.partition("@")[0]
     try:
         yield

@@ -1,6 +1,6 @@
-"""How a checkpoint says that it is quantised: by mlx-lm's own key, or by the hub's name for another tool's method.
+"""A checkpoint's quantisation, from mlx-lm's own key in config.json or from another tool's settings.
 
-Formats that mlx-lm reads are read as it reads them; all others are refused by name, from configuration and headers.
+Formats that mlx-lm supports are read as mlx-lm reads them; all others are refused by name, before tensors are read.
 """
 
 import json
@@ -13,7 +13,7 @@ from worker.errors import ModelError, first_line
 from worker.model.checkpoint import Checkpoint
 from worker.model.module_tree import is_text
 
-# the errors of mlx-lm's code for a model that is given a wrong configuration or wrong tensors
+# errors that mlx-lm's code for models raises for a wrong configuration or wrong tensors
 MISFITS = (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, StopIteration, RuntimeError)
 
 _MODES = ("affine", "mxfp4", "nvfp4", "mxfp8")
@@ -29,18 +29,14 @@ _ONE_IN_FP8 = 0x38  # the byte of 1.0 in E4M3
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How a checkpoint is quantised; neither parameters nor a method mean that it is not."""
+    """How a checkpoint is quantised; without parameters and method it is not quantised."""
 
     parameters: dict[str, Any] | None = None  # mlx-lm's: group_size, bits, mode, and exceptions by path
-    method: str = ""  # the hub's name of another tool's method
+    method: str = ""  # the hub's name for another tool's method
 
 
 def quantisation_of(checkpoint: Checkpoint) -> Quantisation:
-    """Return how the checkpoint is quantised by its own account.
-
-    Raises:
-        ModelError: its format is not supported; the message names it.
-    """
+    """Return how the checkpoint is quantised. Raises ModelError, which names the format, if it is not supported."""
     config = checkpoint.config
     if config.get("quantize_activations"):
         raise _unread(checkpoint, "quantize_activations", "the inputs of layers are never quantised here")
@@ -54,7 +50,7 @@ def quantisation_of(checkpoint: Checkpoint) -> Quantisation:
 
 
 def misfit(checkpoint: Checkpoint, reason: str) -> ModelError:
-    """Return the error for tensors that mlx-lm's code for this type does not take."""
+    """Return the error for tensors that mlx-lm's code for this type does not accept."""
     if method := quantisation_of(checkpoint).method:
         code = f"mlx-lm's code for {checkpoint.config['model_type']}"
         return ModelError(
@@ -65,12 +61,9 @@ def misfit(checkpoint: Checkpoint, reason: str) -> ModelError:
 
 
 def require_fp8_read(checkpoint: Checkpoint, model: Any) -> None:
-    """Refuse fp8 tensors with a scale per block if the type's `sanitize` does not convert them.
+    """Raise ModelError for fp8 tensors with a scale per block that the type's `sanitize` does not convert.
 
-    Only a trial shows whether it leaves them as they are or takes them for bytes: give it a matrix of a single number.
-
-    Raises:
-        ModelError: the trial does not return that number.
+    Whether it converts them, keeps them or takes them for bytes shows in a trial with a matrix of a single number.
     """
     scales = [name for name in checkpoint.tensors if name.endswith("_scale_inv") and is_text(name)]
     if not scales:
@@ -91,11 +84,11 @@ def require_fp8_read(checkpoint: Checkpoint, model: Any) -> None:
 
 def unpack_awq(checkpoint: Checkpoint, weights: dict[str, mx.array]) -> dict[str, mx.array]:
     """Return the tensors with their numbers in MLX's order. Nothing is evaluated."""
-    from mlx_lm.utils import _transform_awq_weights  # and with it transformers, which most workers never need
+    from mlx_lm.utils import _transform_awq_weights  # imports transformers, which most workers never need
 
     try:
         return _transform_awq_weights(weights, _foreign(checkpoint))[0]
-    except (*MISFITS, NameError) as error:  # NameError: mlx-lm's code fails so if nothing is packed
+    except (*MISFITS, NameError) as error:  # mlx-lm's code raises NameError if nothing is packed
         raise misfit(checkpoint, first_line(error)) from error
 
 
@@ -115,7 +108,7 @@ def _checked(checkpoint: Checkpoint, own: Any) -> dict[str, Any]:
 
 
 def _foreign(checkpoint: Checkpoint) -> Any:
-    """Return another tool's quantisation settings, if any; ModelOpt may have a file of its own for them."""
+    """Return another tool's quantisation settings, if any, from config.json or from ModelOpt's own file."""
     config = checkpoint.config
     text = config.get("text_config")
     if found := config.get("quantization_config") or (isinstance(text, dict) and text.get("quantization_config")):
@@ -131,14 +124,14 @@ def _foreign(checkpoint: Checkpoint) -> Any:
 
 
 def _parameters(checkpoint: Checkpoint, method: str, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """Return mlx-lm's parameters for another tool's method; None if `sanitize` makes plain numbers of the tensors."""
+    """Return mlx-lm's parameters for another tool's method; None if `sanitize` dequantises the tensors."""
     match method:
         case "mxfp4":
             return _MXFP4
         case "mxfp8":
             return _MXFP8
         case "fp8":
-            # power-of-two scales over 32 x 32 blocks are MLX's own format: nothing needs to be converted
+            # power-of-two scales of 32 x 32 blocks are MLX's own format and need no conversion
             packed = settings.get("scale_fmt") == "ue8m0" and settings.get("weight_block_size") == [32, 32]
             return _MXFP8 if packed else None
         case "awq" if settings.get("bits", 4) == 4:
@@ -153,7 +146,7 @@ def _parameters(checkpoint: Checkpoint, method: str, settings: dict[str, Any]) -
 
 
 def _is_plain_int4(settings: dict[str, Any]) -> bool:
-    """Return whether packed integers, if the format has them, have 4 bits and are symmetric."""
+    """Return whether the format's packed integers, if any, are symmetric and have 4 bits."""
     groups = settings.get("config_groups")
     weights = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
     return settings["format"] != "pack-quantized" or all(
@@ -162,7 +155,7 @@ def _is_plain_int4(settings: dict[str, Any]) -> bool:
 
 
 def _modelopt_algorithm(settings: dict[str, Any]) -> Any:
-    nested = settings.get("quantization")  # in a file of its own
+    nested = settings.get("quantization")  # present in ModelOpt's own file
     return (nested if isinstance(nested, dict) else settings).get("quant_algo")
 
 

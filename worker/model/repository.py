@@ -1,4 +1,4 @@
-"""Names of models: folders and repositories on the Hugging Face hub. hub.py opens them, and is slow to import."""
+"""Names of models: folders, and repositories on the Hugging Face hub. Does not import hub.py, which is slow."""
 
 import os.path
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from worker.errors import InputError
 
-_PART = r"\w[\w.-]*"  # no part is `..`, which would lead elsewhere
+_PART = r"\w[\w.-]*"  # never `..`, which would leave the folder
 _REPOSITORY = re.compile(rf"{_PART}/{_PART}(@{_PART})?")
 
 
@@ -16,14 +16,14 @@ def is_repository(model: str) -> bool:
 
 
 def folder_of(model: str) -> Path:
-    """Return the folder of this name; `~name` stays as it is if no user has that name."""
+    """Return the folder of this name, with `~` expanded."""
     return Path(os.path.expanduser(model))
 
 
 def is_on_hub(model: str) -> bool:
-    """Return whether this is the name of a repository and not of a local folder, which may be missing.
+    """Return whether this names a repository and not a local folder.
 
-    Where a folder `owner` is here, `owner/name` is a folder in it; `owner/name@revision` is a repository still.
+    If the folder `owner` exists, `owner/name` is a folder in it, even a missing one; `owner/name@revision` is not.
     """
     is_below = "@" not in model and folder_of(model.partition("/")[0]).is_dir()
     return is_repository(model) and not folder_of(model).exists() and not is_below

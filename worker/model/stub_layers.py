@@ -1,7 +1,7 @@
 """Stub layers: a gate before every layer decides whether the layer runs, while mlx-lm's own forward runs unchanged.
 
-The forward makes masks, scales, positions and cache indices for the whole list of layers, wherever they are. With a
-gate before every layer the model can be cut between any two. Modules of other stages lose their arrays.
+The forward still makes masks, scales, positions and cache indices for all layers, so the model can be cut between any
+two of them. Modules of other stages lose their arrays.
 Shapes: B slots, L window length.
 """
 
@@ -14,17 +14,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-RunLayer = Callable[..., Any]  # runs a layer itself
-Gate = Callable[
-    [int, RunLayer, Sequence[Any], dict[str, Any]], Any
-]  # takes a layer's index and call, returns its result
-Shapes = Sequence[tuple[int, ...]]  # of a row of each tensor that travels between layers
+RunLayer = Callable[..., Any]  # a layer without its gate
+Gate = Callable[[int, RunLayer, Sequence[Any], dict[str, Any]], Any]  # takes a layer's index and call; returns a result
+Shapes = Sequence[tuple[int, ...]]  # per tensor that travels between layers, the shape of one row
 
 
 def install_gates(layers: Sequence[nn.Module], gate: Gate) -> None:
-    """Put the gate before every layer. `isinstance`, parameters and attributes of a layer stay as they are.
+    """Put the gate before every layer, without changing `isinstance`, parameters and attributes of the layers.
 
-    The gate must not hold the model: a reference cycle would keep weights alive.
+    The gate must not refer to the model: a reference cycle would keep weights alive.
     """
     for index, layer in enumerate(layers):
         layer.__class__ = _with_gate(type(layer))
@@ -41,7 +39,7 @@ def _with_gate(cls: type) -> type:
 
 
 def as_returned(rows: mx.array, shapes: Shapes, num_parts: int) -> Any:
-    """Turn rows [B, L, sum of shapes] that travelled into a layer's result: an array, or a tuple of `num_parts`."""
+    """Turn received rows [B, L, sum of shapes] into a layer's result: a tuple of `num_parts`, or an array if 0."""
     if not num_parts:
         return rows
     splits = tuple(accumulate(map(math.prod, shapes[:-1])))
@@ -51,14 +49,14 @@ def as_returned(rows: mx.array, shapes: Shapes, num_parts: int) -> Any:
 
 
 def as_rows(result: Any, shapes: Shapes) -> mx.array:
-    """Return the part of a layer's result that travels, side by side: [B, L, sum of shapes]."""
+    """Return the tensors of a layer's result that travel, concatenated to rows [B, L, sum of shapes]."""
     if len(shapes) == 1:
         return result[0] if isinstance(result, tuple | list) else result
     return mx.concatenate([part.reshape(*part.shape[:2], -1) for part in result[: len(shapes)]], axis=-1)
 
 
 class StubEmbedding:
-    """An embedding that another node holds: it returns the right shape and dtype, and is never computed."""
+    """A stand-in for an embedding on another node: its output has the right shape and dtype, and is never computed."""
 
     def __init__(self, shape: Sequence[int], dtype: mx.Dtype) -> None:
         self._shape, self._dtype = shape, dtype
@@ -68,7 +66,7 @@ class StubEmbedding:
 
 
 def drop_part(parent: nn.Module, key: str, besides: Sequence[nn.Module] = ()) -> None:
-    """Take all arrays out of a part of a module, except those that the modules `besides` share."""
+    """Remove all arrays from a part of a module, except those shared with the modules `besides`."""
     part = parent[key]
     if isinstance(part, mx.array):
         del parent[key]
@@ -78,7 +76,7 @@ def drop_part(parent: nn.Module, key: str, besides: Sequence[nn.Module] = ()) ->
 
 
 def drop_arrays(module: nn.Module, besides: Sequence[nn.Module] = ()) -> None:
-    """Take all arrays out of a module, except those that the modules `besides` share."""
+    """Remove all arrays from a module, except those shared with the modules `besides`."""
     kept = {id(part) for other in besides for part in other.modules()}
     for part in module.modules():
         for key in [key for key, value in part.items() if isinstance(value, mx.array) and id(part) not in kept]:

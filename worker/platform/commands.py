@@ -1,24 +1,24 @@
-"""Runs the commands that show a system's settings, in English and bounded in time and output."""
+"""Runs system commands that print settings, in English and with limits on time and output."""
 
 import os
 import subprocess
 from collections.abc import Callable
 
-RunProgram = Callable[..., str]  # takes a command's words; returns its output, "" if it is missing or takes too long
+RunProgram = Callable[..., str]  # takes a program and its arguments; returns its output, "" if it is missing or fails
 
-_SYSTEM = [os.path.join(os.sep, *parts) for parts in (("usr", "sbin"), ("sbin",))]  # a service may lack them in PATH
+_SYSTEM = [os.path.join(os.sep, *parts) for parts in (("usr", "sbin"), ("sbin",))]  # often not in a service's PATH
 _WITHIN_S = 15.0  # system_profiler takes seconds
 _MAX_CHARACTERS = 1 << 20
 
 
 class Commands:
-    """An Ask that lists in `unread` the existing commands that failed. It blocks, so call it from a thread."""
+    """A RunProgram that records in `unread` the programs that exist but failed. Blocks: call it from a thread."""
 
     def __init__(self) -> None:
         self.unread: list[str] = []
 
     def __call__(self, *command: str) -> str:
-        """Return the command's output, whatever its exit code: some fail to report that a feature is off."""
+        """Return the command's output. The exit code is ignored: some programs report a disabled feature by it."""
         path = os.pathsep.join([os.environ.get("PATH", os.defpath), *_SYSTEM])
         try:
             done = subprocess.run(

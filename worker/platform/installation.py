@@ -52,12 +52,12 @@ def code_on_disk() -> str:
 
 
 def cache_folder() -> Path:
-    """Return the folder for files that can be made or fetched again."""
+    """Return the folder for files that can be recomputed or downloaded again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "brigade"
 
 
 def read_record(path: Path) -> Any:
-    """Return what `write_record` kept at this path; None if it is missing, unreadable or damaged."""
+    """Return the record that `write_record` stored at this path; None if it is missing, unreadable or damaged."""
     try:
         return msgpack.unpackb(path.read_bytes())
     except (OSError, ValueError, TypeError, msgpack.UnpackException):
@@ -65,7 +65,7 @@ def read_record(path: Path) -> Any:
 
 
 def write_record(path: Path, record: Any) -> None:
-    """Keep a record in one atomic step. Does nothing if the folder cannot be written: a cache is not required."""
+    """Store a record atomically. Do nothing if the folder is not writable: records are only caches."""
     unfinished = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,8 +76,8 @@ def write_record(path: Path, record: Any) -> None:
 def skip_init(package: str) -> None:
     """Register a package without running its `__init__`; its modules import as usual.
 
-    mlx-lm's `__init__` imports its commands and with them transformers, which only tokenizers need: two thirds of a
-    worker's start-up time.
+    mlx-lm's `__init__` imports transformers, which only tokenizers need and which takes two thirds of a worker's
+    start-up time.
     """
     spec = find_spec(package)
     if package not in sys.modules and spec is not None:
@@ -85,6 +85,6 @@ def skip_init(package: str) -> None:
 
 
 def search_path() -> str:
-    """Return a PYTHONPATH that finds this code. No entry is empty: that would be the current folder."""
+    """Return a PYTHONPATH that finds this code, without empty entries, which would mean the current folder."""
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     return os.pathsep.join([str(_ROOT), *map(os.path.abspath, given)])

@@ -1,4 +1,4 @@
-"""Ctrl-C while no event loop runs: it ends the process at once, even while MLX looks for a compiler."""
+"""Ctrl-C while no event loop runs ends the process at once, even while MLX looks for a compiler."""
 
 import os
 import signal
@@ -7,15 +7,15 @@ INTERRUPTED = 130
 
 
 def end_when_interrupted() -> None:
-    """End the process silently at Ctrl-C from now on, during imports and parsing too."""
+    """From now on, end the process silently at Ctrl-C, even during imports and the parsing of flags."""
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
 
 
 def find_compiler() -> None:
-    """Let MLX look for the CPU's compiler now, while this process has only one thread.
+    """Make MLX look for the CPU's compiler now, while this process has only one thread.
 
-    MLX looks once per process, by system(), which ignores SIGINT until it returns, so that a Ctrl-C would be lost. With
-    SIGINT blocked in the only thread, it takes effect when this function returns.
+    MLX looks for it once per process, by system(), which ignores SIGINT until it returns: a Ctrl-C would be lost. This
+    function blocks SIGINT in the only thread, so that it takes effect afterwards.
     """
     import mlx.core as mx
 

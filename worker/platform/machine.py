@@ -1,4 +1,4 @@
-"""Facts about this machine: memory, descriptors, its name, and whether it sleeps."""
+"""This machine: memory budget, what MLX can compute here, limit of open files, name, and sleep."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ import psutil
 
 from worker.errors import StageLost
 
-_ASLEEP = {  # a clock that goes on while the machine sleeps, and one that does not
+_ASLEEP = {  # a clock that also runs while the machine sleeps, and one that does not
     "Darwin": ("CLOCK_MONOTONIC", "CLOCK_UPTIME_RAW"),
     "Linux": ("CLOCK_BOOTTIME", "CLOCK_MONOTONIC"),
 }
@@ -27,28 +27,28 @@ _HEADROOM = 0.9  # leave a tenth to the system
 
 
 def memory_budget() -> int:
-    """Return the bytes that weights and caches may take here, including those that this process holds already.
+    """Return the bytes that weights and caches may take in this process, including what it already holds.
 
-    The budget follows Metal's recommended working set on Apple silicon, which the GPU may wire down even if the system
-    caches files there, and the free memory elsewhere.
+    On Apple silicon the budget follows Metal's recommended working set, which the GPU can wire even where the system
+    caches files; elsewhere it follows the free memory.
     """
     held = mx.get_active_memory() + mx.get_cache_memory()
     return budget_from(mx.device_info(), psutil.virtual_memory().available + held)
 
 
 def budget_from(device: dict[str, str | int], available: int) -> int:
-    """Return the budget of a device, as MLX describes it, with this many bytes available."""
+    """Return the budget in bytes, given MLX's description of the device and the available bytes."""
     return int(_HEADROOM * int(device.get("max_recommended_working_set_size") or available))
 
 
 def multiplies_experts(dtype: mx.Dtype) -> bool:
-    """Return whether MLX multiplies gathered matrices of this dtype here; on a CPU it needs float32."""
+    """Return whether MLX can multiply gathered matrices of this dtype here; on a CPU only float32."""
     return dtype == mx.float32 or mx.default_device().type == mx.gpu
 
 
 @cache
 def attends_quantised() -> bool:
-    """Return whether MLX multiplies a prompt's rows by quantised keys and values here; on CUDA, versions lack that."""
+    """Return whether MLX can multiply a prompt's rows by quantised keys and values here; some CUDA versions cannot."""
     rows = mx.zeros((1, 1, 2, 64, 64), mx.bfloat16)  # [B, H, heads of a group, L, K]
     quantised = mx.quantize(rows[:, :, 0], bits=8)
     try:
@@ -59,7 +59,7 @@ def attends_quantised() -> bool:
 
 
 def allow_connections(count: int) -> None:
-    """Raise this process's limit of open files to hold `count` connections; macOS starts at 256."""
+    """Raise this process's limit of open files, which is 256 on macOS, so that it can hold `count` connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * count if hard == resource.RLIM_INFINITY else min(2 * count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -68,28 +68,28 @@ def allow_connections(count: int) -> None:
 
 @cache
 def freeze_heap() -> None:
-    """Take what exists now out of garbage collection, once per process: references alone free it from now on.
+    """Exclude all objects that exist now from garbage collection, once per process; reference counts still free them.
 
-    A full collection of a loaded node takes a fifth of a second, in which no thread runs Python.
+    A full collection on a loaded node takes a fifth of a second, during which no thread runs Python.
     """
     gc.collect()
     gc.freeze()
 
 
 def machine_name() -> str:
-    """Return processor, cores, memory and system in one line for tables."""
+    """Return processor, cores, memory and system as one line."""
     device = str(mx.device_info().get("device_name", platform.processor()))
     memory = psutil.virtual_memory().total / 2**30
     return f"{device}, {psutil.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.machine()}"
 
 
 def asleep_s() -> float:
-    """Return the seconds that this machine has slept since its start; changes of its date do not count."""
+    """Return the seconds that this machine has slept since it booted, independent of changes to its date."""
     return asleep_by(platform.system(), lambda name: time.clock_gettime(getattr(time, name)))
 
 
 def asleep_by(system: str, read: Callable[[str], float]) -> float:
-    """Return `asleep_s` on a system whose clocks `read` reads by name; 0 on an unknown system."""
+    """Return `asleep_s` for a system, with `read` returning a clock's seconds by its name; 0 for an unknown system."""
     if system not in _ASLEEP:
         return 0.0
     running, stopping = _ASLEEP[system]
@@ -103,13 +103,13 @@ class SleepWatch:
         self._last_s = asleep_s
 
     def look(self, asleep_s: float) -> float:
-        """Return the seconds slept since the last look; 0 if they are five or fewer."""
+        """Return the seconds slept since the last call; 0 for five seconds or less."""
         slept_s, self._last_s = asleep_s - self._last_s, asleep_s
         return slept_s if slept_s > _SLEEP_COUNTS_S else 0.0
 
 
 async def wait_slept() -> NoReturn:
-    """Raise StageLost once the machine has slept; never return."""
+    """Never return; raise StageLost once the machine has slept."""
     watch = SleepWatch(asleep_s())
     while True:
         if slept_s := watch.look(asleep_s()):

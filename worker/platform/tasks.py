@@ -1,4 +1,4 @@
-"""Additions to asyncio: tasks that end with a context or together, an await without cancellation, a count of users."""
+"""Additions to asyncio: background tasks, uncancellable awaits, concurrent awaits, and idle detection."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def report_failure(task: Task) -> None:
-    """Report the error that ended a task to the event loop, which logs it. A callback for the end of a task."""
+    """Report a failed task's error to the event loop, which logs it. A done callback."""
     if not task.cancelled() and (error := task.exception()):
         task.get_loop().call_exception_handler(
             {"message": "a background task has failed", "exception": error, "task": task}
@@ -21,7 +21,7 @@ def report_failure(task: Task) -> None:
 async def background(
     work: Coroutine[Any, Any, None], when_done: Callable[[Task], object] = report_failure
 ) -> AsyncIterator[None]:
-    """Run `work` as a task until the context ends. `when_done` is called with the task once it ends."""
+    """Run `work` as a task until the context ends. `when_done` is its done callback."""
     task = asyncio.create_task(work)
     task.add_done_callback(when_done)
     try:
@@ -32,7 +32,7 @@ async def background(
 
 
 async def shielded(work: Coroutine[Any, Any, None]) -> None:
-    """Await the work to its end even if this task is cancelled meanwhile, then raise the cancellation."""
+    """Await `work` until it ends, even if this task is cancelled meanwhile; raise the cancellation afterwards."""
     task = asyncio.create_task(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -46,10 +46,10 @@ async def shielded(work: Coroutine[Any, Any, None]) -> None:
 
 
 async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
-    """Run all at once and return their results in order; raise the first failure after cancelling the others.
+    """Run all concurrently and return their results in order; on a failure cancel the others and raise it.
 
-    A TaskGroup will not do: up to Python 3.12 a failure leaves the waiting task marked as cancelled, and a timeout
-    around it then ends in a CancelledError.
+    Not a TaskGroup: up to Python 3.12 its failure leaves the waiting task marked as cancelled, so that a timeout around
+    it raises CancelledError.
     """
     tasks = [asyncio.create_task(each) for each in work]
     try:
@@ -62,7 +62,7 @@ async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
 
 
 class Use:
-    """Counts the users of one thing, to find out when it has been idle for a while."""
+    """Counts the users of a resource, to find out when it has been idle for some time."""
 
     def __init__(self) -> None:
         self._num_users = 0
@@ -76,7 +76,7 @@ class Use:
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """Count one user for the length of this context."""
+        """Count one user while this context lasts."""
         self._num_users += 1
         self._used.set()
         self._unused.clear()
@@ -89,12 +89,12 @@ class Use:
                 self._unused.set()
 
     async def wait_unused(self, for_s: float | None) -> None:
-        """Return once nothing has used it for `for_s` seconds without a break; never if None."""
+        """Return once it has been unused for `for_s` consecutive seconds; never if None."""
         while True:
             await self._unused.wait()
             try:
                 async with asyncio.timeout(for_s):
                     await self._used.wait()
             except TimeoutError:
-                if not self.is_used:  # not used since the timeout fired
+                if not self.is_used:  # it may have been used since the timeout fired
                     return

@@ -5,8 +5,7 @@ from typing import Any
 
 _MAX_CHARACTERS = 400
 
-
-Json = dict[str, Any]  # an object of JSON
+Json = dict[str, Any]  # a JSON object
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -18,20 +17,20 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def printable(text: str, most: int = _MAX_CHARACTERS) -> str:
-    """Make another machine's text safe for a terminal: one line, no control or bidi characters, at most `most`."""
+    """Return another machine's text made safe for a terminal: at most `most` characters, no control or bidi ones."""
     shown = "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
     return shown if len(shown) <= most else f"{shown[:most]}..."
 
 
 def printable_lines(text: str) -> str:
-    """Remove control characters from a text but keep all of its lines and tabs."""
+    """Return the text without control characters other than newlines and tabs."""
     return "".join(each for each in text if each.isprintable() or each in "\n\t")
 
 
 def json_bytes(
     value: Any, *, indent: int | None = None, separators: tuple[str, str] | None = None, allow_nan: bool = True
 ) -> bytes:
-    r"""Encode as JSON in UTF-8. Half of a surrogate pair, which UTF-8 cannot hold, becomes an escape (`\ud800`).
+    r"""Encode as JSON in UTF-8. A lone surrogate, which UTF-8 cannot hold, becomes an escape (`\ud800`).
 
     Raises:
         ValueError: a number is NaN or infinite, and `allow_nan` is False.

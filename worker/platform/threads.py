@@ -12,15 +12,15 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_MOST_TRACED = 100  # frames that an exception keeps; one that is raised repeatedly would collect them
-_given_up: list[threading.Thread] = []
-_idle: "list[CallThread]" = []  # threads of `run_in_thread` that wait for another call
+_MOST_TRACED = 100  # frames kept in a traceback; that of an error raised repeatedly would grow without limit
+_given_up: list[threading.Thread] = []  # closed threads whose call still runs
+_idle: "list[CallThread]" = []  # threads of `run_in_thread` between calls
 _MOST_IDLE = 8
 _Job = tuple[Callable[[], Any], asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
 
 
 class CallThread:
-    """Runs calls one at a time on a daemon thread: a call that never returns does not keep the process alive."""
+    """Runs calls one at a time on a daemon thread, so that a call which never returns cannot keep the process alive."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
@@ -48,7 +48,7 @@ class CallThread:
         return future
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Let the thread finish its calls; abandon it after `timeout_s`."""
+        """Wait for the queued calls, but abandon the thread after `timeout_s` seconds."""
         with self._closing:
             if not self._is_closed:
                 self._is_closed = True
@@ -62,21 +62,21 @@ class CallThread:
     def _main(self) -> None:
         while (job := self._jobs.get()) is not None:
             _run(job)
-            del job  # its references must not live until the next call
+            del job  # release its references before the next call
 
 
 def calls_are_left() -> bool:
     """Return whether an abandoned call still runs.
 
-    Python must not be finalised then: it would end the thread in the middle of C++ code, which aborts the process.
+    If so, do not finalise Python: it would end that thread inside C++ code, which aborts the process.
     """
     return any(thread.is_alive() for thread in _given_up)
 
 
 async def run_in_thread(call: Callable[[], T]) -> T:
-    """Run one long call on a thread that does nothing else meanwhile; the process may end before it.
+    """Run one long call on a thread of its own; the process may end before the call does.
 
-    Threads are used again: in each that evaluates anything, MLX starts another one for the CPU, which never ends.
+    Idle threads are reused: for each thread that evaluates arrays, MLX starts another one, which never ends.
     """
     try:
         thread = _idle.pop()
@@ -97,15 +97,15 @@ def _run(job: _Job) -> None:
     try:
         settle = partial(_settle, future, call(), None)
     except BaseException as error:  # raised again in the task that waits
-        traceback.clear_frames(error.__traceback__)  # arrays that the call held must not leave this thread
+        traceback.clear_frames(error.__traceback__)  # the call's arrays must not leave this thread
         settle = partial(_settle, future, None, error.with_traceback(_cut(error.__traceback__)))
     if not loop.is_closed():
         loop.call_soon_threadsafe(settle)
-    del job, call, future, settle  # else this frame and an error that refers to it would keep each other alive
+    del job, call, future, settle  # break the cycle between this frame and an error that refers to it
 
 
 def _cut(trace: TracebackType | None) -> TracebackType | None:
-    """Drop the frame of `_run`, which holds the call, and all frames beyond `_MOST_TRACED`."""
+    """Return the traceback without the frame of `_run`, which holds the call, and without frames beyond the limit."""
     first = entry = trace and trace.tb_next
     for _ in range(_MOST_TRACED - 1):
         entry = entry and entry.tb_next
@@ -126,19 +126,17 @@ def _settle(future: "asyncio.Future[Any]", value: Any, error: BaseException | No
 
 
 _SWITCH_INTERVAL_S = 0.0002  # Python's default of 5 ms would delay the event loop while a graph is built
-
-
-_USER_INTERACTIVE = 0x21  # the highest class of pthread/qos.h; a new thread has the default one, whatever made it
+_USER_INTERACTIVE = 0x21  # the highest class of pthread/qos.h; new threads have the default one
 
 
 def raise_service_class() -> None:
-    """Have macOS run this thread on fast cores and before others; do nothing elsewhere."""
+    """Make macOS prefer this thread and run it on fast cores; do nothing on other systems."""
     if sys.platform == "darwin":
         ctypes.CDLL(None).pthread_set_qos_class_self_np(_USER_INTERACTIVE, 0)
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """A loop that closes once nothing refers to it: gRPC still announces to it that the last calls have ended."""
+    """A loop that closes when it is garbage collected: until then gRPC reports the end of the last calls to it."""
 
     def __del__(self) -> None:
         if not self.is_closed():
@@ -146,29 +144,29 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 class MlxThread(CallThread):
-    """The one thread of a process that owns MLX: arrays never leave it.
+    """The only thread of a process that uses MLX: arrays never leave it.
 
-    It runs an event loop of its own, on which the gRPC streams of hops live: between a frame and the device no other
-    thread has to wake up. It is asyncio's own loop: with gRPC and inline computing it is quicker than uvloop.
+    It runs its own event loop with the gRPC streams of hops, so that no other thread has to wake up between a frame and
+    the device. The loop is asyncio's: with gRPC and computation on the loop itself, it is faster than uvloop.
     """
 
     def __init__(self) -> None:
         import mlx.core as mx  # commands that never compute start without it
 
-        # The first thread that uses a CPU stream is MLX's main thread. If an evaluation fails there, MLX 0.32 may count
-        # one of its tasks as active for ever, and beyond the memory limit all later evaluations wait for that task.
+        # MLX's main thread is the first that uses a CPU stream: make it the calling thread. If an evaluation fails on
+        # it, MLX 0.32 may count a task as active for ever: evaluations beyond the memory limit wait for that task.
         mx.synchronize(mx.default_stream(mx.cpu))
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self.loop = _Loop()
-        self._waiting: set[asyncio.Future[Exception]] = set()  # of `call`
+        self._waiting: set[asyncio.Future[Exception]] = set()  # one per running `call`
         self._given_up: Exception | None = None
         super().__init__("mlx")
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of a coroutine that runs on this thread's loop; cancelling the wait cancels it.
+        """Run a coroutine on this thread's loop and return its result. Cancelling the wait cancels the coroutine.
 
         Raises:
-            Exception: that of the coroutine, or that of `give_up`.
+            Exception: the error of the coroutine, or that passed to `give_up`.
         """
         given_up = asyncio.get_running_loop().create_future()
         with self._closing:
@@ -187,14 +185,14 @@ class MlxThread(CallThread):
             self._waiting.discard(given_up)
 
     def give_up(self, error: Exception) -> None:
-        """Make all calls of coroutines raise this error, on the loop that made them: the thread does not come back."""
+        """Make every `call` raise this error, because the thread hangs. Call it on the loop that awaits them."""
         self._is_closed, self._given_up = True, error
         for waiting in self._waiting:
             if not waiting.done():
                 waiting.set_result(error)
 
     def post(self, call: Callable[[], object]) -> None:
-        """Have the thread call this soon, unless it is closed. Any thread may post."""
+        """Schedule a call on the thread's loop, unless it is closed. Any thread may post."""
         with self._closing:
             if not self._is_closed:
                 self.loop.call_soon_threadsafe(call)
@@ -210,5 +208,5 @@ class MlxThread(CallThread):
         for task in (tasks := asyncio.all_tasks(self.loop)):
             task.cancel()
         self.loop.run_until_complete(asyncio.wait(tasks) if tasks else asyncio.sleep(0))
-        mx.synchronize()  # a step built ahead may still be computing
+        mx.synchronize()  # a step launched ahead may still be computing
         mx.clear_streams()  # MLX requires this at the end of a thread
