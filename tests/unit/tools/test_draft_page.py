@@ -35,9 +35,9 @@ def test_drafts_have_their_rows_in_every_table() -> None:
     lines = [line.replace(" ", "") for line in to_markdown(made).splitlines()]
     assert "|`draft`|15|100.0|100.0|5.00|1.50|20.0|" in lines
     assert "|facts|15|1.25|1.50|" in lines and "|60|`draft`|auto|200.0|200.0|200.0|200.0|" in lines
-    assert any("5.0msfor15drafts" in line for line in lines) and any("44of44answers" in line for line in lines)
+    assert any("5.0msfor15drafts" in line for line in lines) and any("|44of44|" in line for line in lines)
     changed = replace(made, drafts=[replace(score, num_equal=3) for score in made.drafts])
-    assert any("40of44answers|**no**|" in line.replace(" ", "") for line in to_markdown(changed).splitlines())
+    assert any("|40of44|" in line.replace(" ", "") for line in to_markdown(changed).splitlines())
     without = to_markdown(measured())
     assert "left out" not in without and "| `draft`" not in without
 
