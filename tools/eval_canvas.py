@@ -241,10 +241,10 @@ on {machine}.
 {model} answered {count} questions that training never saw, a quarter of each kind (arithmetic, code, facts, stories),
 greedily, on a coordinator and two workers.
 It was trained on canvases of {length} places, the default; shorter ones make fewer mistakes that no later step fixes.
-Speeds are of {timed} of the questions, prompts included, with so many ms added to each of the three hops of a step.
+Speeds are of {timed} questions, prompts included, with these ms added to each of a step's three hops.
 
 {answers}
-`diffusion` gives the tokens of `ar`. A canvas need not: its places are decided together, and stay.
+`diffusion` gives the tokens of `ar`; a canvas may not: its places are decided together, and stay.
 
 ## Wide rows
 

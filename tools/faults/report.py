@@ -76,12 +76,12 @@ class Report:
             "",
             "Made by `python -m tools.faults --json docs/faults.json --markdown docs/faults.md` (the JSON has every",
             "case): real processes, the bundled model on three nodes, faults while it answers. A promise is kept",
-            "only if tokens, text and finish reason of every answer equal those of an undisturbed process. *Noticed*",
-            "is the time from the fault until the coordinator acts; for a fault inside a worker, from the last token",
-            "before it. *Gap* is the longest time that a reader got no token, the restart of a worker included.",
+            "only if tokens, text and finish reason of every answer equal those of an undisturbed process. *Noticed*:",
+            "the time from the fault, or inside a worker from the last token before it, until the coordinator acts.",
+            "*Gap*: the longest time without a token, the restart of a worker included.",
             "",
             f"{self.summary}. On {self.day}, {self.machine}, {self.jobs} group{'s' * (self.jobs > 1)} at a time. Other",
-            "work ran on the machine meanwhile, so times are upper bounds.",
+            "work ran meanwhile, so times are upper bounds.",
             *(f"*{_PARTS[part]}* was run again later." for part in self.repeated),
         ]
         end = ending("")

@@ -11,10 +11,10 @@ from tools.windows_report import table
 
 _BESIDE = """## Block diffusion
 
-Beside mlx-lm's types, four of block diffusion run upon its layers, cut anywhere, in lanes as `rows`: `sdar` (`qwen3`),
-`sdar_moe` (`qwen3_moe`), `Fast_dLLM_Qwen` (`qwen2`) and `diffusion_gemma` (`gemma4_text`; logits and answers of a tiny
-model equal those recorded of mlx-vlm 0.7.10). Their published weights were not run here.
-[How it works](how_it_works.md) says what they decode.
+Four types of [block diffusion](how_it_works.md#windows-several-tokens-per-round-trip) run on mlx-lm's layers, cut
+anywhere, in lanes as `rows`: `sdar` (`qwen3`), `sdar_moe` (`qwen3_moe`), `Fast_dLLM_Qwen` (`qwen2`) and
+`diffusion_gemma` (`gemma4_text`; logits and answers of a tiny model equal those recorded of mlx-vlm 0.7.10). Published
+weights were not run.
 """
 COMMAND = "python -m tools.models_table --json docs/models.json --markdown docs/models.md"
 _LONGEST_CELL = 24
@@ -28,18 +28,18 @@ Output of
 
 with {versions}, on {machine}.
 
-Each type of this mlx-lm for which a tiny configuration can be made is written as `mlx_lm.convert` writes it, with
-random weights, loaded as nodes load it, cut **between every two layers**, and given a prompt of 11 tokens and 3 steps.
+Tiny models of each type, with random weights, are saved as by `mlx_lm.convert`, loaded as on nodes, cut **between every
+two layers**, and given a prompt of 11 tokens and 3 steps.
 {counts}
-Their logits equal those of mlx-lm's own uncut model to the last bit in all rows, in float32 and in bfloat16; exceptions
-are named. A control with one layer changed by 1 % is noticed in each.{experts}
-Where keys slide out of sight, mlx-lm sums them in the order of its buffer; the rows are `=` with keys in the order of
-their tokens, and within rounding of mlx-lm's.
+Their logits equal those of mlx-lm's uncut model to the last bit in all rows, in float32 and in bfloat16; exceptions are
+named. Each check detects one layer changed by 1 %.{experts}
+For keys that leave a window, mlx-lm sums in the order of its buffer; the rows are `=` with keys in the order of their
+tokens, and within rounding of mlx-lm's.
 
-* **caches**: what mlx-lm makes for the layers: `kv` keys and values, `win` of a sliding window, `chunk` of a chunk,
-  `s2` a state of two arrays, `a+b` two in one layer.
-* **cut**: which rows can be taken back, as drafts that fail require: `any`, or those of the `last` window where layers
-  have a state; prefixes are shared whole, or up to a snapshot. `no`: something besides the layers has a state.
+* **caches**: mlx-lm's caches of the layers: `kv` keys and values, `win` of a sliding window, `chunk` of a chunk, `s2` a
+  state of two arrays, `a+b` two in one layer.
+* **cut**: the rows that can be removed, as for rejected drafts: `any`, or those of the `last` window if layers have a
+  state; then prefixes are shared up to a snapshot. `no`: a state exists outside the layers.
 * **lanes**: how windows of several sessions go through modules with a cache: `rows` end to end, of any lengths;
   `batch` side by side, those of one length; `alone` one after another. Each is compared with the session alone.
 * **calls**: how often a step of eight sessions reads a matrix that a step of one reads once.
@@ -85,7 +85,8 @@ class Notes:
 
 def to_markdown(survey: Survey) -> str:
     """The whole page."""
-    on_cpu = " On a CPU experts\nare multiplied in float32, in both models."
+    on_cpu = " On a CPU experts are\nmultiplied in float32, in both models."
+
     intro = _INTRO.format(
         command=COMMAND,
         versions=named(survey.versions),

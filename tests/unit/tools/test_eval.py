@@ -58,8 +58,8 @@ def test_an_answer_that_did_not_end_is_not_right() -> None:
     assert is_right(turn, "So it is.", True) and not is_right(turn, "So it is.", False)
 
 
-@pytest.mark.parametrize(("right", "said"), [(4, "|yes|"), (3, "|**no**|")])
-def test_the_report_admits_a_miss(right: int, said: str) -> None:
+@pytest.mark.parametrize(("right", "said"), [(4, "|0.0(100%to100%)|"), (3, "|25.0(100%to75%)|")])
+def test_the_report_says_what_diffusion_fast_loses(right: int, said: str) -> None:
     [line] = [line for line in to_markdown(measured(right)).splitlines() if "`diffusion-fast` loses" in line]
     assert line.replace(" ", "").endswith(said)
 
