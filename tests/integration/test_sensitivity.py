@@ -85,7 +85,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_written(
     source, short = make_model(tmp_path / "model", dtype=mx.bfloat16), tmp_path / "short.txt"
     short.write_text("short")
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"target_bpw": None}, "recipe"), ({"recipe": None}, "recipe"), ({"recipe": "other"}, "recipe"),
+        ({"target_bpw": None}, "target_bpw"), ({"recipe": None}, "target_bpw"), ({"recipe": "other"}, "recipe"),
         ({"q_mode": "mxfp4", "q_group_size": None}, "recipe"), ({"target_bpw": 2.0}, "target_bpw"),
         ({"calibration": short}, "calibration"), ({"calibration": tmp_path / "absent"}, "calibration"),
     ]  # fmt: skip
