@@ -123,7 +123,7 @@ class Sent:
     """A frame in flight."""
 
     num_rows: int
-    length: int  # tokens of the longest slot once it has these rows
+    length: int  # tokens of the longest slot with these rows
     asked: dict[int, tuple[int, ...]]  # by slot, as `asked_of` counts
     kind: StepKind
     at: float  # seconds, monotonic
@@ -180,11 +180,13 @@ class Flight:
         self._last_result = time.monotonic()  # seconds; before the first result, when this began
         self._moved_at = 0.0  # seconds, monotonic: when an engine was last known to begin a step
         self._compiling_step = -1  # reported to compile
+        self._caches: dict[int, int] = {}  # the kind of the cache in each slot
         self._logprobs: dict[int, int] = {}  # of the session in each slot, as its sampling says
 
     def open(self, frame: Frame) -> None:
         """Note the sessions that a frame of another flight opens: frames of this one may go on with them."""
         self._timeouts.open(frame)
+        self._caches |= {session.slot: session.cache.kind for session in frame.opened}
         self._logprobs |= {session.slot: session.sampling.logprobs for session in frame.opened}
 
     def send(self, frame: Frame) -> None:
@@ -237,8 +239,10 @@ class Flight:
             beside_s = drafting_s + lost_s
             self.costs.observe(sent.num_rows, stages_s, arrival.took_s, beside_s, was_alone=sent.is_alone)
             for scratch, timing in zip(self.costs.scratch, arrival.result.timings, strict=True):
-                if timing.scratch_bytes:
-                    scratch.observe(sent.num_rows, sent.length, timing.scratch_bytes)
+                if timing.scratch_bytes and len(sent.asked) == 1:
+                    scratch.observe(
+                        self._caches[next(iter(sent.asked))], sent.num_rows, sent.length, timing.scratch_bytes
+                    )
             if sent.num_drafts and sent.num_rows <= (1 + MOST_DRAFTS) * sent.num_drafting:  # else it read a prompt
                 self.costs.drafting.observe(sent.num_drafts, sent.num_drafting, drafting_s)
         self._publish()

@@ -44,7 +44,7 @@ from worker.platform.tasks import background
 
 MAX_WAIT_S = 600.0  # default limit of the wait for memory
 _LEAVE_S = 2.0  # for frames in flight when a core is left by an exception
-_SPARE = 9  # a node's budget by what it leaves to the system: the scratch of prompt chunks fits there, too
+_SPARE = 9  # a ninth of its budget is about what a node leaves to the system; scratch may take of that, too
 _UNREAD_S = 30.0  # how long a session stays paused for a reader that does not read
 
 NextChain = Callable[[BrigadeError], Coroutine[Any, Any, Chain]]
@@ -213,7 +213,10 @@ class EngineCore:
         rows = min(rows, longest, most_chunk_rows(chain.spec.row_bytes))
         before = len(session.history) - session.num_unfed
         stages = zip(costs.scratch, self.scheduler.slots.unreserved, chain.plan.assignments, strict=False)
-        fitting = (scratch.most_rows(before, free + node.memory_bytes // _SPARE) for scratch, free, node in stages)
+        fitting = (
+            scratch.most_rows(session.request.cache.kind, before, free + node.memory_bytes // _SPARE)
+            for scratch, free, node in stages
+        )
         return min(rows, *fitting)
 
     def _enter(self, session: Session, *, is_replayed: bool = False) -> None:

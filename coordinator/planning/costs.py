@@ -169,18 +169,19 @@ class ScratchCosts:
     """
 
     def __init__(self) -> None:
-        self._row_bytes: dict[int, float] = {}  # by tokens of the longest slot
+        self._row_bytes: dict[int, dict[int, float]] = {}  # by the kind of the cache, then by length
 
-    def observe(self, num_rows: int, length: int, num_bytes: int) -> None:
+    def observe(self, kind: int, num_rows: int, length: int, num_bytes: int) -> None:
         """Learn from a chunk of so many rows, the last of which is token number `length` of its slot."""
-        self._row_bytes[_rounded(length)] = num_bytes / num_rows
+        self._row_bytes.setdefault(kind, {})[_rounded(length)] = num_bytes / num_rows
 
-    def most_rows(self, num_before: int, num_bytes: int) -> int:
+    def most_rows(self, kind: int, num_before: int, num_bytes: int) -> int:
         """Return how many rows after so many tokens fit in half of these bytes: a power of two, at least LEAST_CHUNK.
 
         Beyond the known lengths all of the memory may grow as the length does.
         """
-        known, rows = sorted(self._row_bytes.items()), _CHUNKS[-1]
+        usual = next(iter(self._row_bytes.values()), {})  # of the warm-up, while nothing is known of this kind
+        known, rows = sorted(self._row_bytes.get(kind, usual).items()), _CHUNKS[-1]
         while known and rows > LEAST_CHUNK:
             length = num_before + rows
             longest, row_bytes = known[-1]

@@ -74,7 +74,7 @@ def _roofline(layer: LayerSpec, gbps: float, tflops: float | None) -> TimesByRow
     if tflops is None:
         return ((1, read_ms),)
     row_ms = 2 * layer.num_products / tflops / 1e9
-    bends = (1, layer.weight_bytes // max(1, layer.read_bytes), int(whole_ms / max(row_ms, 1e-9)), _COMPUTED_ROWS)
+    bends = (1, -(-layer.weight_bytes // max(1, layer.read_bytes)), int(whole_ms / max(row_ms, 1e-9)), _COMPUTED_ROWS)
     sizes = sorted({min(max(1, rows), _COMPUTED_ROWS) for rows in bends})
     return tuple((rows, max(min(rows * read_ms, whole_ms), rows * row_ms)) for rows in sizes)
 

@@ -107,6 +107,7 @@ class Executor:
         self._begin_share = 1.0  # the share of a step's time that `begin` takes
         self._step_ns = 0  # the last step's time
         self._ahead = StepsAhead(shard, DTYPES[dtype])
+        self._in_flight: list[Step] = []  # begun and not finished, oldest first
         self._last: Sequence[Window] = ()  # windows of the last finished step
 
     @property
@@ -207,7 +208,9 @@ class Executor:
         if ready:
             self._begin_ready(step, ready)
         elif places := self._begin_windows(step):
-            if max(map(num_rows, step.windows)) >= _CHUNK:
+            for other in self._in_flight:  # MLX knows one peak, that of all steps together
+                other.held_bytes = None
+            if not self._in_flight and len(step.windows) == 1 and _is_measured(step.windows[0]):
                 step.held_bytes = begin_step_peak()
             mask = self._shard.mask_token or 0  # without a MASK token these rows are padding
             fed = [[token for w in step.windows for token in (*w.tokens, *w.canvas, *[mask] * w.masks)]]
@@ -234,6 +237,7 @@ class Executor:
             step.has_drafting = any(window.drafts or is_chunk(window) for window in step.windows)
         if step.windows and not step.is_under_way:
             step.begun = time.monotonic_ns()
+        self._in_flight.append(step)
         return step
 
     def _soft_rows(self, windows: Sequence[Window]) -> mx.array | None:
@@ -263,6 +267,7 @@ class Executor:
             result and None. The caller sets `sent` of the last timing.
         """
         waits_since = time.monotonic_ns()
+        self._in_flight.remove(step)
         mx.eval(step.pending)
         evaluated = time.monotonic_ns()
         if step.held_bytes is not None:
@@ -547,7 +552,13 @@ def _enters_block(window: Window) -> bool:
     return -(-window.base // ROW_BLOCK) < -(-(window.base + num_rows(window)) // ROW_BLOCK)
 
 
-@dataclass
+def _is_measured(window: Window) -> bool:
+    """Return whether the memory that the window takes is that of a prompt chunk."""
+    is_plain = not (window.masks or window.canvas or window.drafts or window.targets or window.pooled)
+    return is_plain and window.wanted <= 1 and num_rows(window) >= _CHUNK
+
+
+@dataclass(eq=False)
 class Step:
     """A frame that has begun: its layers are done once `pending` is evaluated; draws and scores follow."""
 

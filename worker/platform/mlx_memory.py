@@ -37,8 +37,8 @@ class MemoryLimits(NamedTuple):
 
 def memory_held() -> MemoryHeld:
     """Return MLX's memory use now. Any thread may call it."""
-    active = mx.get_active_memory()
-    return MemoryHeld(active, mx.get_cache_memory(), max(active, _peak.earlier, mx.get_peak_memory()))
+    active, peak = mx.get_active_memory(), mx.get_peak_memory()  # before `earlier`, which takes it over
+    return MemoryHeld(active, mx.get_cache_memory(), max(active, peak, _peak.earlier))
 
 
 class _Peak:

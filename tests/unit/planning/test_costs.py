@@ -228,13 +228,16 @@ def test_a_prompt_is_computed_by_all_where_that_pays_though_what_it_leaves_has_t
 def test_chunks_are_as_long_as_memory_allows_by_what_earlier_ones_took() -> None:
     """A row takes 1,000 bytes, and 10 for each token before it; the first chunk is as short as the warm-up."""
     scratch = ScratchCosts()
-    assert scratch.most_rows(0, 1) == 2048, "nothing is known"
+    assert scratch.most_rows(0, 0, 1) == 2048, "nothing is known"
     before, num_rows = 0, 64
     for _ in range(20):
         needed = num_rows * (1000 + 10 * (before + num_rows))
         assert needed <= 40 * 2**20
-        scratch.observe(num_rows, before + num_rows, needed)
+        scratch.observe(0, num_rows, before + num_rows, needed)
         before += num_rows
-        num_rows = scratch.most_rows(before, 40 * 2**20)
+        num_rows = scratch.most_rows(0, before, 40 * 2**20)
     assert before > 4000 and num_rows >= 256
-    assert scratch.most_rows(0, 1) == scratch.most_rows(10**9, 2**30) == 32, "a prompt goes on in any case"
+    assert scratch.most_rows(0, 0, 1) == scratch.most_rows(0, 10**9, 2**30) == 32, "a prompt goes on in any case"
+    assert scratch.most_rows(1, before, 40 * 2**20) == num_rows, "nothing is known yet of another kind of cache"
+    scratch.observe(1, 64, 64, 64)
+    assert scratch.most_rows(1, before, 40 * 2**20) == 2048
