@@ -85,13 +85,15 @@ def bench(
         return run_failover(cluster_options(None, model, local or 1, None, None), contexts, num_trials, as_json=as_json)
     config = find_config(cluster.config)
     local = 1 if config is None and local is None else local
-    options = cluster_options(config, model, local, None, None, draft_model=cluster.draft_model)
+    options = cluster_options(
+        config, model, local, None, None, draft_model=cluster.draft_model, objective=cluster.objective
+    )
     if layers and not options.num_workers:
         raise InputError("layers", "expected workers to split the model over, found none; use --local N or --config")
     decodes = tuple(make_decode(kind.strip()) for kind in decode.split(","))
     refuse_drafter(ctx, [each.kind for each in decodes])
     counts = parse_counts("concurrency", concurrency, most=MOST_WAITING)
-    options = replace(options, objective=cluster.objective or options.objective, num_requests=counts[-1])
+    options = replace(options, num_requests=counts[-1])
     if plot is not None and len(counts) == 1:
         raise InputError("plot", f"expected several --concurrency to draw a line through, found {counts[0]} only")
     splits = tuple(dict.fromkeys(map(parse_layers, layers or []))) or (options.cluster.layers,)

@@ -142,7 +142,7 @@ class ClusterFlags:
         Raises:
             ConfigError: a file or a value cannot be read, or they contradict each other.
         """
-        options = cluster_options(
+        return cluster_options(
             find_config(self.config),
             self.model,
             self.local,
@@ -152,8 +152,8 @@ class ClusterFlags:
             self.check_finite,
             Limits(self.rejoin_timeout, self.recovery_timeout),
             self.draft_model,
+            self.objective,
         )
-        return replace(options, objective=self.objective or options.objective)
 
 
 MODEL = ("config", "model", "draft_model")  # fields of ClusterFlags, for commands that do not take all of them

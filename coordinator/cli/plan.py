@@ -381,32 +381,31 @@ class _PlanView:
         """Return the speed of one request, of several, and of a prompt."""
         chosen, times = self.report.chosen.plan, self.report.chosen.times
         is_measured = all(self.speeds.speeds[name].is_measured for name in chosen.names)
-        least = "" if is_measured else "at least "  # the times of frames of several rows are not known
+        least = "" if is_measured else "at least "  # several rows may cost less than assumed
         several = ", ".join(f"{least}{times.tokens_per_s(n) or 0.0:.1f} of {n} at once" for n in self.counts if n > 1)
-        prompts = "" if self.spec.context < _PROMPTS[0] else "prompts: unknown"
-        known = ", ".join(
-            f"{num} tokens in {took:.1f} s ({num / took:.0f} tok/s)"
-            for num in _PROMPTS
-            if (took := times.prefill_s(num)) is not None
-        )
+        known = [(num, took) for num in _PROMPTS if (took := times.prefill_s(num)) is not None]
+        prompts = ", ".join(f"{num} tokens in {took:.1f} s ({num / took:.0f} tok/s)" for num, took in known)
         each = f"{format_ms(times.ms_per_token or 0.0)} per token after {chosen.context} tokens"
-        return (
-            f"{each}: {times.tokens_per_s():.1f} tok/s of one request"
-            f"{several and f', {several}'}\n{f'prompts: {known}' if known else prompts}"
+        return f"{each}: {times.tokens_per_s():.1f} tok/s of one request{several and f', {several}'}" + (
+            f"\nprompts: {prompts or 'unknown'}" if self._prompts else ""
         )
+
+    @property
+    def _prompts(self) -> list[int]:
+        """The prompts that the model has room for."""
+        return [num for num in _PROMPTS if num <= self.spec.context]
 
     def _alternatives(self) -> Table:
         """Return a row per alternative: its times for one request or several, and whether it fits."""
         most = self.objective.requests_at_once
         several = [f"tok/s of {most}"] if most > 1 else []
-        prompts = [num for num in _PROMPTS if num <= self.spec.context]
-        heads = [f"{'prompt ' * (num == prompts[0])}{num // 1000}k" for num in prompts]
+        heads = [f"{'prompt ' * (num == _PROMPTS[0])}{num // 1000}k" for num in self._prompts]
         table = plain_table("instead", "layers", "per token", *several, *heads, "fits", gap=2)
         for each in self.report.alternatives:
             ms, rate = each.times.ms_per_token, each.times.tokens_per_s(most)
             speeds = ["-" if ms is None else format_ms(ms), "-" if rate is None else f"{rate:.1f}"]
             layers, fits = "+".join(map(str, each.plan.layers)), "yes" if each.plan.fits else "NO"
-            prefills = ["-" if (took := each.times.prefill_s(num)) is None else f"{took:.1f} s" for num in prompts]
+            prefills = ["-" if took is None else f"{took:.1f} s" for took in map(each.times.prefill_s, self._prompts)]
             table.add_row(each.name, layers, *speeds[: 1 + (most > 1)], *prefills, fits)
         return table
 

@@ -74,6 +74,7 @@ def cluster_options(
     check_finite: bool = False,
     limits: Limits = USUAL,
     draft_model: str | None = None,
+    objective: Goal | None = None,
 ) -> ClusterOptions:
     """Return the options from a file, if there is one, and from flags, which take precedence.
 
@@ -94,7 +95,7 @@ def cluster_options(
         trust_remote_code,
         check_finite,
         limits,
-        objective=cluster.objective,
+        objective=objective or cluster.objective,
         given_context=given_context,
         draft_model=draft_model or cluster.draft_model,
     )

@@ -174,7 +174,8 @@ def write_layers(path: Path, cluster: ClusterConfig, plan: Plan) -> None:
     """Append the plan's `layers:` to the file, whose present content is `cluster`, and leave all other lines unchanged.
 
     Raises:
-        ConfigError: the plan's nodes are not the file's nodes in the file's order, or the line cannot be added.
+        ConfigError: the plan's nodes are not the file's nodes in the file's order, its layers are those of prompts but
+            the file does not say so, or the line cannot be added.
     """
     layers = list(plan.layers)
     require_changeable(path)
@@ -185,6 +186,8 @@ def write_layers(path: Path, cluster: ClusterConfig, plan: Plan) -> None:
             f"{path}: expected a plan over {', '.join(listed)}, in this order, as `layers:` counts them; the fastest "
             f"is over {', '.join(members)}: list the workers so there"
         )
+    if plan.prompt_end is not None and cluster.objective != "prompt":
+        raise ConfigError(f"{path}: expected `objective: prompt` beside layers of prompts, found {cluster.objective}")
     with _replacing(path) as unfinished:
         text = path.read_text(encoding="utf-8")
         gap = "" if text.endswith("\n") else "\n"

@@ -21,13 +21,8 @@ _NEEDED_BYTES = 2 << 30  # of an installation, downloads included
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _TURN = re.compile(r"\d{1,18}")
 _DF_LINE = re.compile(r"(\d{1,18})\s+\d+%")  # of `df -Pk`: KiB available, then the share in use
-_COORDINATOR_KEYS = {
-    "context",
-    "layers",
-    "order",
-    "objective",
-    "coordinator",
-}  # of cluster.yaml: workers do not read them
+# Keys of cluster.yaml that workers do not read.
+_COORDINATOR_KEYS = {"context", "layers", "order", "objective", "coordinator"}
 _DRAIN_S = 20  # before a service manager kills: a worker drains for ten seconds
 _UNIT = """\
 [Unit]

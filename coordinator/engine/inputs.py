@@ -240,9 +240,9 @@ class InputProcessor:
             some = replace(prompt, messages=messages)
             return await self.prompt_ids(some, most=self.spec.context - 1, calls=asked.calls)
 
-        one, other = [await ids(*system, {"role": "user", "content": text}) for text in "ab"]
-        num = min(_num_alike(one, other), _num_alike(one, await ids(*prompt.messages)))
-        texts = [await ids({"role": "system", "content": text}, _ANY_USER) for text in "ab"]
+        later = {"role": "assistant", "content": "a"}, _ANY_USER
+        num = _num_alike(*[await ids(*system, {"role": "user", "content": text}, *later) for text in "ab"])
+        texts = [await ids({"role": "system", "content": text}, _ANY_USER, *later) for text in "ab"]
         if _num_alike(*texts) >= num:  # some templates put the system prompt before the last message of the user
             expected = "expected a chat template that begins with the system prompt, found another"
             raise InputError("kv_keep", f"{expected}; give a number of tokens")

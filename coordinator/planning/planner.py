@@ -58,20 +58,14 @@ def plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Obje
     if objective.context < 1:
         raise ConfigError(f"context: expected at least 1 token, found {objective.context}")
     given, layers, num_sessions = nodes, objective.layers, objective.num_sessions
-    if objective.goal == "prompt" and (apart := _plan_apart(spec, nodes, speeds, objective)):
-        return apart
     if layers is None and speeds.covers(node.name for node in nodes):
         wanted = max(objective.num_requests, num_sessions) if objective.goal == "throughput" else num_sessions
         for count in dict.fromkeys((wanted, num_sessions)):
             if (found := _Search(spec, nodes, speeds, objective, count).best()).members:
                 nodes, layers = [nodes[i] for i in found.members], found.layers
                 break
-    if (
-        objective.goal == "auto"
-        and layers
-        and len(layers) == 1 < len(given)
-        and (apart := _plan_apart(spec, given, speeds, objective))
-    ):
+    shares_prompts = objective.goal == "prompt" or (objective.goal == "auto" and len(nodes) == 1 < len(given))
+    if shares_prompts and (apart := _plan_apart(spec, given, speeds, objective)):
         return apart
     check_split(spec, len(nodes), layers)
 
@@ -96,9 +90,9 @@ def _obstacle(spec: ModelSpec, nodes: Sequence[Node]) -> str:
     if len(nodes) < 2:
         return "there is no other node"
     if spec.drafter:
-        return "a drafter reads prompts where tokens are drawn; --draft-model none leaves it out"
+        return "a drafter needs every prompt on the last node; --draft-model none leaves it out"
     if spec.rows_that_can_be_cut < spec.context:
-        return "caches of this model, or of this kind, drop tokens or are states, which do not move by tokens"
+        return "its caches are sliding windows or recurrent states, which cannot be sent token by token"
     return "there are more nodes than layers" if len(nodes) > spec.num_layers else ""
 
 

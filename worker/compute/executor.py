@@ -42,7 +42,7 @@ from worker.model.cache_spec import ROW_BLOCK
 from worker.model.describe import DTYPES
 from worker.model.model_spec import most_head_rows
 from worker.model.quantisation import MISFITS
-from worker.platform.mlx_memory import begin_step_peak, step_peak
+from worker.platform.mlx_memory import begin_step_peak
 
 _log = logging.getLogger(__name__)
 
@@ -131,6 +131,7 @@ class Executor:
     def close(self) -> None:
         """Free all slots."""
         self._ahead.clear()
+        self._in_flight.clear()
         slots = list(self._slots.values())
         self._slots.clear()
         self.cache_bytes = 0
@@ -271,7 +272,7 @@ class Executor:
         mx.eval(step.pending)
         evaluated = time.monotonic_ns()
         if step.held_bytes is not None:
-            step.timing.scratch_bytes = max(0, step_peak() - step.held_bytes)
+            step.timing.scratch_bytes = max(0, mx.get_peak_memory() - step.held_bytes)
         if step.checks:
             self._fail_infinite(step)
         step.timing.computed = step.computed or evaluated

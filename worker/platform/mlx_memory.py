@@ -38,32 +38,27 @@ class MemoryLimits(NamedTuple):
 def memory_held() -> MemoryHeld:
     """Return MLX's memory use now. Any thread may call it."""
     active, peak = mx.get_active_memory(), mx.get_peak_memory()  # before `earlier`, which takes it over
-    return MemoryHeld(active, mx.get_cache_memory(), max(active, peak, _peak.earlier))
+    return MemoryHeld(active, mx.get_cache_memory(), max(active, peak, _Peak.earlier))
 
 
 class _Peak:
-    earlier = 0  # bytes: of the time since `forget_peak` before the latest `begin_step_peak`
-
-
-_peak = _Peak()
+    earlier = 0  # bytes: between the latest `forget_peak` and the latest `begin_step_peak`
 
 
 def forget_peak() -> None:
     """Reset the peak."""
-    _peak.earlier = 0
+    _Peak.earlier = 0
     mx.reset_peak_memory()
 
 
 def begin_step_peak() -> int:
-    """Measure a step's peak from now on, and return the active bytes; `memory_held` still knows the earlier peak."""
-    _peak.earlier = max(_peak.earlier, mx.get_peak_memory())
+    """Have MLX's peak be that of a step from now on, and return the active bytes.
+
+    `memory_held` still knows the peak before it.
+    """
+    _Peak.earlier = max(_Peak.earlier, mx.get_peak_memory())
     mx.reset_peak_memory()
     return mx.get_active_memory()
-
-
-def step_peak() -> int:
-    """Return the most active bytes since `begin_step_peak`."""
-    return mx.get_peak_memory()
 
 
 def give_back() -> None:

@@ -170,12 +170,12 @@ def test_a_node_that_cannot_take_part_is_left_out(nodes: list[FoundNode], kept: 
     assert found.left_out and all(" is left out: " in line for line in found.left_out) and why in found.left_out[0]
 
 
-def written(folder: Path, text: str, *names: str) -> str:
+def written(folder: Path, text: str, *names: str, prompt_end: int | None = None) -> str:
     """The file's text once a plan over these nodes was to be written into it."""
     path = folder / "cluster.yaml"
     path.write_text(text, encoding="utf-8")
     path.chmod(0o640)
-    plan = Plan(tuple(Assignment(name, 4 * i, 4 * i + 4, 1, 1, 9) for i, name in enumerate(names)), 1)
+    plan = Plan(tuple(Assignment(name, 4 * i, 4 * i + 4, 1, 1, 9) for i, name in enumerate(names)), 1, prompt_end=prompt_end)
     try:
         write_layers(path, load_cluster(path), plan)
     finally:
@@ -188,6 +188,13 @@ def written(folder: Path, text: str, *names: str) -> str:
 def test_layers_are_added_and_comments_stay(tmp_path: Path, end: str) -> None:
     assert written(tmp_path, FILE + end, *HERE) == f"{FILE}\nlayers: [4, 4]  # as brigade plan says\n"
     assert load_cluster(tmp_path / "cluster.yaml").layers == (4, 4)
+
+
+def test_layers_of_prompts_are_added_to_a_file_of_that_objective_only(tmp_path: Path) -> None:
+    for objective in ("auto", "latency"):
+        with pytest.raises(ConfigError):
+            written(tmp_path, f"{FILE}\nobjective: {objective}", *HERE, prompt_end=4)
+    assert "\nlayers: [" in written(tmp_path, f"{FILE}\nobjective: prompt", *HERE, prompt_end=4)
 
 
 HERE = ("coordinator", "mini")
