@@ -1,5 +1,6 @@
 """Prompts on all nodes, answers on the first one: parts of caches move, and tokens are those of that node alone."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,6 +52,8 @@ async def test_turns_and_requests_side_by_side_get_the_tokens_of_one_node(
     async with running(folder, layers, goal="prompt") as chain:
         assert chain.answers_alone
         found = await together(chain, asked)
+        fewest = len(first.prompt) * replace(chain.spec, cache=cache).segment_row_bytes(*chain.plan.prompt_parts[-1])
+        assert (await chain.statuses())[-1].sent_bytes > fewest
         async with Engine(chain) as engine:
             turns = [await engine.answer(each, chunk=CHUNK) for each in (first, follow_up, follow_up)]
     assert [each.tokens for each in found] == [each.tokens for each in alone]

@@ -252,3 +252,18 @@ def test_a_server_gets_zeros_that_are_values_only(brigade: Command, monkeypatch:
 def test_every_command_that_opens_a_chain_takes_an_objective(opened: Command, folder: Path, command: str) -> None:
     options, _ = opened(command, "--objective", "throughput")
     assert (options.objective, options.num_requests) == ("throughput", 5 if command.startswith("bench") else 8)
+
+
+@pytest.mark.parametrize("names", [("one/x.jsonl", "two/x.jsonl"), ("x:y.jsonl",)], ids=str)
+def test_files_that_name_no_kind_of_task_of_their_own_are_not_calibrated(
+    brigade: Command, tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    flags = []
+    for name in names:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text('{"prompt": "a", "answer": "b"}\n' * 2, encoding="utf-8")
+        flags += ["--questions", str(path)]
+    with pytest.raises(InputError) as refused:
+        brigade("calibrate", *flags, "-o", str(tmp_path / "thresholds.json"))
+    assert refused.value.field == "questions" and "rename" in refused.value.message

@@ -29,6 +29,14 @@ def test_two_nodes_of_one_name_are_refused_wherever_a_configuration_comes_from(t
             ClusterOptions(ClusterConfig(workers=workers), "demo", None, 128)
 
 
+def test_the_objective_is_the_files_unless_a_flag_gives_another(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("objective: prompt\n")
+    assert cluster_options(path, None, None, None, None).objective == "prompt"
+    assert cluster_options(path, None, None, None, None, objective="auto").objective == "auto"
+    assert cluster_options(None, None, None, None, None).objective == "latency"
+
+
 def at(text: str) -> dict[str, HelloReply]:
     """`cable=mini-a@1 wifi=mini-b@2`: addresses, the name of whoever answers there, its process, its start."""
     replies = {}

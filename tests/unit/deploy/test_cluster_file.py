@@ -175,7 +175,9 @@ def written(folder: Path, text: str, *names: str, prompt_end: int | None = None)
     path = folder / "cluster.yaml"
     path.write_text(text, encoding="utf-8")
     path.chmod(0o640)
-    plan = Plan(tuple(Assignment(name, 4 * i, 4 * i + 4, 1, 1, 9) for i, name in enumerate(names)), 1, prompt_end=prompt_end)
+    plan = Plan(
+        tuple(Assignment(name, 4 * i, 4 * i + 4, 1, 1, 9) for i, name in enumerate(names)), 1, prompt_end=prompt_end
+    )
     try:
         write_layers(path, load_cluster(path), plan)
     finally:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.planning.plan import Node, Objective, Plan
+from coordinator.planning.plan import Goal, Node, Objective, Plan
 from coordinator.planning.planner import plan, why_not_shared
 from coordinator.planning.prediction import Prediction, report_plan
 from coordinator.planning.speeds import NO_SPEEDS, LinkSpeed, NodeSpeed, Survey
@@ -155,8 +155,11 @@ def test_where_prompts_cannot_be_shared_they_are_planned_by_latency_and_the_reas
     spec = model([GB] * 8, window=512)
     where = [Node(f"n{i}", 5 * GB) for i in range(3)]
     survey = Survey({f"n{i}": MEASURED for i in range(3)}, {f"n{i}": LinkSpeed(rtt_ms=5.0) for i in (1, 2)})
-    prompt, latency = (plan(spec, where, survey, Objective(1, goal=goal)) for goal in ("prompt", "latency"))
-    assert prompt.names == latency.names and len(latency.names) == 2
+    goals: tuple[Goal, ...] = ("prompt", "latency", "throughput")
+    prompt, latency, throughput = (
+        plan(spec, where, survey, Objective(1, goal=goal, num_requests=64)) for goal in goals
+    )
+    assert prompt.names == latency.names == ["n0", "n1"] and throughput.names == ["n0", "n1", "n2"]
     assert "caches" in report_plan(spec, where, survey, Objective(1, goal="prompt")).advice
     assert why_not_shared(spec, where[:1], prompt) != why_not_shared(spec, where, prompt) != ""
     assert why_not_shared(SPEC, where, replace(prompt, prompt_end=1)) == ""

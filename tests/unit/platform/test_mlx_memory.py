@@ -9,6 +9,7 @@ from tests.unit.platform.test_machine import CPU, MAC_MINI_16, NVIDIA
 from worker.errors import OutOfMemory
 from worker.platform.mlx_memory import (
     MemoryLimits,
+    begin_step_peak,
     forget_peak,
     give_back,
     keep_within,
@@ -117,3 +118,15 @@ def test_it_is_raised_instead_of_what_mlx_raises(error: Exception) -> None:
     with pytest.raises(OutOfMemory) as caught, memory_errors_named("at a step"):
         raise error
     assert caught.value.__cause__ is error
+
+
+def test_the_peak_of_a_step_is_its_own_and_the_peak_before_it_is_still_told() -> None:
+    forget_peak()
+    mx.eval(large := mx.zeros(8 * MIB, dtype=mx.uint8))
+    del large
+    held = begin_step_peak()
+    mx.eval(small := mx.zeros(MIB, dtype=mx.uint8))
+    del small
+    assert MIB <= mx.get_peak_memory() - held < 8 * MIB <= memory_held().peak - held
+    forget_peak()
+    assert memory_held().peak - memory_held().active < MIB

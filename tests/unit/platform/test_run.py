@@ -4,7 +4,7 @@ import errno
 import io
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pytest
 import typer
@@ -164,6 +164,7 @@ def test_a_reader_that_left_is_no_failure(monkeypatch: pytest.MonkeyPatch, capsy
     ("arguments", "words"),
     [
         ("--count many", "Invalid value for '--count'"),
+        ("--count 1 --goal x", "Invalid value for '--goal': 'x' is not one of 'a', 'b'"),
         ("--size 1", "No such option"),
         ("--count 1 more", "unexpected extra argument"),
         ("--count", "--count"),
@@ -171,8 +172,8 @@ def test_a_reader_that_left_is_no_failure(monkeypatch: pytest.MonkeyPatch, capsy
     ],
 )
 def test_a_wrong_flag_is_one_line_that_points_to_the_help(run: Run, arguments: str, words: str) -> None:
-    def command(count: Annotated[int, typer.Option(min=1)]) -> None:
-        print(count)
+    def command(count: Annotated[int, typer.Option(min=1)], goal: Literal["a", "b"] = "a") -> None:
+        print(count, goal)
 
     code, out, err = run(command, *arguments.split())
     assert (code, out) == (2, "")
