@@ -196,7 +196,7 @@ class LoadProgress(_message.Message):
     def __init__(self, phase: _Optional[str] = ..., done: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("epoch", "stage", "successor", "successor_name", "loaded", "coordinator", "predecessor_name", "num_stages", "check_finite", "successor_fallbacks", "drafter", "returns_segments", "num_features")
+    __slots__ = ("epoch", "stage", "successor", "successor_name", "loaded", "coordinator", "predecessor_name", "num_stages", "check_finite", "successor_fallbacks", "drafter", "returns_segments", "num_features", "prefix_bytes")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     SUCCESSOR_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +210,7 @@ class AttachRequest(_message.Message):
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     RETURNS_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     NUM_FEATURES_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_BYTES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     stage: int
     successor: str
@@ -223,7 +224,8 @@ class AttachRequest(_message.Message):
     drafter: LoadRequest
     returns_segments: bool
     num_features: int
-    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., successor: _Optional[str] = ..., successor_name: _Optional[str] = ..., loaded: _Optional[_Union[LoadRequest, _Mapping]] = ..., coordinator: _Optional[_Union[Coordinator, _Mapping]] = ..., predecessor_name: _Optional[str] = ..., num_stages: _Optional[int] = ..., check_finite: _Optional[bool] = ..., successor_fallbacks: _Optional[_Iterable[str]] = ..., drafter: _Optional[_Union[LoadRequest, _Mapping]] = ..., returns_segments: _Optional[bool] = ..., num_features: _Optional[int] = ...) -> None: ...
+    prefix_bytes: int
+    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., successor: _Optional[str] = ..., successor_name: _Optional[str] = ..., loaded: _Optional[_Union[LoadRequest, _Mapping]] = ..., coordinator: _Optional[_Union[Coordinator, _Mapping]] = ..., predecessor_name: _Optional[str] = ..., num_stages: _Optional[int] = ..., check_finite: _Optional[bool] = ..., successor_fallbacks: _Optional[_Iterable[str]] = ..., drafter: _Optional[_Union[LoadRequest, _Mapping]] = ..., returns_segments: _Optional[bool] = ..., num_features: _Optional[int] = ..., prefix_bytes: _Optional[int] = ...) -> None: ...
 
 class ResultsRequest(_message.Message):
     __slots__ = ("epoch", "coordinator_id")
@@ -248,7 +250,7 @@ class Report(_message.Message):
     def __init__(self, result: _Optional[_Union[Result, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Segment(_message.Message):
-    __slots__ = ("epoch", "step", "slot", "base", "cache", "part", "tensors", "num_keys")
+    __slots__ = ("epoch", "step", "slot", "base", "cache", "part", "tensors", "num_keys", "is_whole")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
@@ -257,6 +259,7 @@ class Segment(_message.Message):
     PART_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     NUM_KEYS_FIELD_NUMBER: _ClassVar[int]
+    IS_WHOLE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     slot: int
@@ -265,7 +268,48 @@ class Segment(_message.Message):
     part: int
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     num_keys: int
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., slot: _Optional[int] = ..., base: _Optional[int] = ..., cache: _Optional[int] = ..., part: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., num_keys: _Optional[int] = ...) -> None: ...
+    is_whole: bool
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., slot: _Optional[int] = ..., base: _Optional[int] = ..., cache: _Optional[int] = ..., part: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., num_keys: _Optional[int] = ..., is_whole: _Optional[bool] = ...) -> None: ...
+
+class Piece(_message.Message):
+    __slots__ = ("name", "begin", "end")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    name: bytes
+    begin: int
+    end: int
+    def __init__(self, name: _Optional[bytes] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class Store(_message.Message):
+    __slots__ = ("slot", "piece", "prefix_hash")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    piece: Piece
+    prefix_hash: int
+    def __init__(self, slot: _Optional[int] = ..., piece: _Optional[_Union[Piece, _Mapping]] = ..., prefix_hash: _Optional[int] = ...) -> None: ...
+
+class PrefixesRequest(_message.Message):
+    __slots__ = ("start", "end", "remove")
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    REMOVE_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    end: int
+    remove: bool
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., remove: _Optional[bool] = ...) -> None: ...
+
+class PrefixesReply(_message.Message):
+    __slots__ = ("pieces", "bytes", "used")
+    PIECES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
+    pieces: _containers.RepeatedCompositeFieldContainer[Piece]
+    bytes: int
+    used: int
+    def __init__(self, pieces: _Optional[_Iterable[_Union[Piece, _Mapping]]] = ..., bytes: _Optional[int] = ..., used: _Optional[int] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ()
@@ -290,7 +334,7 @@ class Credit(_message.Message):
     def __init__(self, frames: _Optional[int] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("epoch", "step", "closed", "opened", "windows", "hidden", "timings", "stays", "failures")
+    __slots__ = ("epoch", "step", "closed", "opened", "windows", "hidden", "timings", "stays", "failures", "stores")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
@@ -300,6 +344,7 @@ class Frame(_message.Message):
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     STAYS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
+    STORES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     closed: _containers.RepeatedScalarFieldContainer[int]
@@ -309,7 +354,8 @@ class Frame(_message.Message):
     timings: _containers.RepeatedCompositeFieldContainer[Timing]
     stays: bool
     failures: _containers.RepeatedCompositeFieldContainer[Failure]
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., closed: _Optional[_Iterable[int]] = ..., opened: _Optional[_Iterable[_Union[Opening, _Mapping]]] = ..., windows: _Optional[_Iterable[_Union[Window, _Mapping]]] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., stays: _Optional[bool] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ...) -> None: ...
+    stores: _containers.RepeatedCompositeFieldContainer[Store]
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., closed: _Optional[_Iterable[int]] = ..., opened: _Optional[_Iterable[_Union[Opening, _Mapping]]] = ..., windows: _Optional[_Iterable[_Union[Window, _Mapping]]] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., stays: _Optional[bool] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., stores: _Optional[_Iterable[_Union[Store, _Mapping]]] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("slot", "kind", "message", "node")
@@ -423,7 +469,7 @@ class Grammar(_message.Message):
     def __init__(self, text: _Optional[str] = ..., begins: _Optional[int] = ..., eos: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Window(_message.Message):
-    __slots__ = ("slot", "base", "prefix_hash", "tokens", "wanted", "masks", "guessed", "positions", "targets", "drafts", "canvas", "canvas_step", "temperature", "conditioning", "soft", "pooled", "canvas_first", "snapshots")
+    __slots__ = ("slot", "base", "prefix_hash", "tokens", "wanted", "masks", "guessed", "positions", "targets", "drafts", "canvas", "canvas_step", "temperature", "conditioning", "soft", "pooled", "canvas_first", "stored", "snapshots")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -441,6 +487,7 @@ class Window(_message.Message):
     SOFT_FIELD_NUMBER: _ClassVar[int]
     POOLED_FIELD_NUMBER: _ClassVar[int]
     CANVAS_FIRST_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     slot: int
     base: int
@@ -459,8 +506,9 @@ class Window(_message.Message):
     soft: Soft
     pooled: int
     canvas_first: int
+    stored: bytes
     snapshots: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, slot: _Optional[int] = ..., base: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., wanted: _Optional[int] = ..., masks: _Optional[int] = ..., guessed: _Optional[int] = ..., positions: _Optional[_Iterable[int]] = ..., targets: _Optional[_Iterable[int]] = ..., drafts: _Optional[int] = ..., canvas: _Optional[_Iterable[int]] = ..., canvas_step: _Optional[int] = ..., temperature: _Optional[float] = ..., conditioning: _Optional[_Union[Conditioning, str]] = ..., soft: _Optional[_Union[Soft, _Mapping]] = ..., pooled: _Optional[int] = ..., canvas_first: _Optional[int] = ..., snapshots: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, slot: _Optional[int] = ..., base: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., wanted: _Optional[int] = ..., masks: _Optional[int] = ..., guessed: _Optional[int] = ..., positions: _Optional[_Iterable[int]] = ..., targets: _Optional[_Iterable[int]] = ..., drafts: _Optional[int] = ..., canvas: _Optional[_Iterable[int]] = ..., canvas_step: _Optional[int] = ..., temperature: _Optional[float] = ..., conditioning: _Optional[_Union[Conditioning, str]] = ..., soft: _Optional[_Union[Soft, _Mapping]] = ..., pooled: _Optional[int] = ..., canvas_first: _Optional[int] = ..., stored: _Optional[bytes] = ..., snapshots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Soft(_message.Message):
     __slots__ = ("slot", "conditioning", "rows", "ids")

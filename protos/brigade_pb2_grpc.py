@@ -99,6 +99,11 @@ class NodeStub:
                 request_serializer=protos_dot_brigade__pb2.Feeding.SerializeToString,
                 response_deserializer=protos_dot_brigade__pb2.Held.FromString,
                 _registered_method=True)
+        self.Prefixes = channel.unary_unary(
+                '/brigade.v1.Node/Prefixes',
+                request_serializer=protos_dot_brigade__pb2.PrefixesRequest.SerializeToString,
+                response_deserializer=protos_dot_brigade__pb2.PrefixesReply.FromString,
+                _registered_method=True)
 
 
 class NodeServicer:
@@ -202,6 +207,13 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Prefixes(self, request, context):
+        """Which pieces of prefixes are on the node's disk; removes them if asked to.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -269,6 +281,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Feed,
                     request_deserializer=protos_dot_brigade__pb2.Feeding.FromString,
                     response_serializer=protos_dot_brigade__pb2.Held.SerializeToString,
+            ),
+            'Prefixes': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prefixes,
+                    request_deserializer=protos_dot_brigade__pb2.PrefixesRequest.FromString,
+                    response_serializer=protos_dot_brigade__pb2.PrefixesReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -622,6 +639,33 @@ class Node:
             '/brigade.v1.Node/Feed',
             protos_dot_brigade__pb2.Feeding.SerializeToString,
             protos_dot_brigade__pb2.Held.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefixes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/brigade.v1.Node/Prefixes',
+            protos_dot_brigade__pb2.PrefixesRequest.SerializeToString,
+            protos_dot_brigade__pb2.PrefixesReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -205,6 +205,7 @@ class ClusterConfig(_Section):
     models: Annotated[tuple[_Folder, ...], _FromList] = ()  # a worker's folders of models
     pull: Literal["coordinator", "hub", "none"] = "coordinator"  # where a worker gets missing parts of a model
     pull_limit: Size | None = None  # bytes that a worker keeps of what coordinators have sent
+    cache_disk: Size | None = None  # bytes that prefixes take on each node's disk; None: they are kept in memory only
     announce: bool = True  # whether a worker announces itself in its network
     insecure: bool = False
     tls: TlsConfig | None = None

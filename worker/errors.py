@@ -79,6 +79,10 @@ class CacheMismatch(BrigadeError):
     """A slot does not hold the prefix that a window continues."""
 
 
+class PrefixLost(CacheMismatch):
+    """A piece of a prefix is not on this node's disk any more, or damaged: the session has to compute its rows."""
+
+
 class SamplingError(BrigadeError):
     """A session's sampling parameters are invalid, or invalid for this model."""
 

@@ -1,35 +1,56 @@
-"""`brigade cache`: the parts of models that this machine has received from other nodes."""
+"""`brigade cache`: the parts of models that this machine has received, and the prefixes on all nodes' disks."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from coordinator.cli import flags
+from coordinator.cli.flags import find_config
+from coordinator.cli.run import run_async
+from coordinator.cluster.options import cluster_options
+from coordinator.cluster.progress import say
+from protos.brigade_pb2 import PrefixesReply, PrefixesRequest
 from worker.errors import BrigadeError, InputError
 from worker.platform.run import App
 from worker.platform.text import format_bytes
 
 if TYPE_CHECKING:
+    from coordinator.cluster.peer import Peer
     from worker.node.weights_cache import Kept
 
 _SHORT = 8  # characters of a key that are shown
 
-cache = App(no_args_is_help=True, help="Layers that this machine received as a worker, kept for the next load.")
+cache = App(no_args_is_help=True, help="What is kept on disk: received layers, and what prompts left in the caches.")
+
+Kind = Annotated[
+    Literal["weights", "prompts"],
+    typer.Option(
+        help="`weights`: layers that this machine received as a worker. `prompts`: what `cache_disk` keeps on this "
+        "machine and on the workers of the configuration."
+    ),
+]
 
 
 @cache.command()
-def ls(as_json: flags.JsonFlag = False) -> None:
-    """List the kept models, the latest used first.
+def ls(kind: Kind = "weights", config: flags.Config = None, as_json: flags.JsonFlag = False) -> None:
+    """List the kept models, the latest used first, or how much each node keeps of prompts.
 
     brigade cache ls
+
+    brigade cache ls --kind prompts
     """
+    if kind == "prompts":
+        run_async(_show_prompts(config, as_json=as_json, remove=False))
+        return
     from worker.node.weights_cache import WeightsCache
 
     weights = WeightsCache()
@@ -47,17 +68,26 @@ def rm(
     which: Annotated[
         list[str] | None, typer.Argument(metavar="[MODEL]...", help="By name or key, as `brigade cache ls` shows them.")
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every model.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Every model, or all prompts on all nodes.")] = False,
+    kind: Kind = "weights",
+    config: flags.Config = None,
     as_json: flags.JsonFlag = False,
 ) -> None:
-    """Remove kept models. Those that a worker of this machine has loaded or receives stay: exit code 3.
+    """Remove kept models, or all prompts. Models that a worker here has loaded or receives stay: exit code 3.
 
     brigade cache rm Qwen/Qwen3-8B
 
     The last part of a name is enough if it is unique: brigade cache rm Qwen3-8B
 
     brigade cache rm --all
+
+    brigade cache rm --kind prompts --all
     """
+    if kind == "prompts":
+        if which or not every:
+            raise InputError("", "expected --all and no names: prompts are kept without anything that tells them apart")
+        run_async(_show_prompts(config, as_json=as_json, remove=True))
+        return
     from worker.node.weights_cache import WeightsCache
 
     if bool(which) == every:
@@ -77,6 +107,47 @@ def rm(
             f"{names}: in use by a worker of this machine, so it stays. End that worker (Ctrl-C, or `brigade launch "
             "--stop NAME` from where it was launched), then remove it again"
         )
+
+
+async def _show_prompts(config: Path | None, *, as_json: bool, remove: bool) -> None:
+    """Print what each node keeps of prompts, after removing it if asked to. Raises the error of a silent worker."""
+    from coordinator.cluster.peer import peers_of, raise_worst
+    from worker.node.certificates import Role
+    from worker.node.network import Network
+    from worker.node.prefix_store import list_prefixes
+
+    request = PrefixesRequest(remove=remove)
+    cluster = cluster_options(find_config(config), None, None, None, None).cluster
+    found: dict[str, PrefixesReply | BaseException] = {cluster.coordinator.name: list_prefixes(request)}
+    if cluster.workers:
+        network = Network.of(cluster, cluster.coordinator.name, Role.COORDINATOR, lambda line: say(f"warning: {line}"))
+        async with peers_of(cluster, network) as peers:
+            replies = await asyncio.gather(*(_prefixes_of(peer, request) for peer in peers), return_exceptions=True)
+        found |= {peer.name: reply for peer, reply in zip(peers, replies, strict=True)}
+    replied = {name: reply for name, reply in found.items() if isinstance(reply, PrefixesReply)}
+    if as_json:
+        rows = [
+            {"node": name, "pieces": len(reply.pieces), "bytes": reply.bytes, "used": reply.used}
+            for name, reply in replied.items()
+        ]
+        print(json.dumps({"removed" if remove else "nodes": rows}))
+    else:
+        table = Table(box=None, pad_edge=False)
+        for column in ("node", "pieces", "size", "used"):
+            table.add_column(column, justify="left" if column == "node" else "right")
+        for name, reply in replied.items():
+            used = _ago(time.time() - reply.used) if reply.pieces else "–"
+            table.add_row(name, str(len(reply.pieces)), format_bytes(reply.bytes), used)
+        console = Console(highlight=False)
+        if remove:
+            console.print("removed:")
+        console.print(table)
+    raise_worst([reply for reply in found.values() if isinstance(reply, BaseException)])
+
+
+async def _prefixes_of(peer: Peer, request: PrefixesRequest) -> PrefixesReply:
+    await peer.hello()  # finds the address at which it answers
+    return await peer.prefixes(request)
 
 
 def _as_json(kept: Kept) -> dict[str, Any]:

@@ -17,7 +17,19 @@ from coordinator.cluster.peer import Peer
 from coordinator.cluster.progress import NodeProgress
 from coordinator.cluster.step_timeouts import ArrivedResult, Flight, SuspendWatch
 from coordinator.planning.costs import ChainCosts
-from protos.brigade_pb2 import AttachRequest, Frame, Grammar, LoadProgress, Opening, Report, Result, StatusReply, Window
+from protos.brigade_pb2 import (
+    AttachRequest,
+    Frame,
+    Grammar,
+    LoadProgress,
+    Opening,
+    Piece,
+    PrefixesRequest,
+    Report,
+    Result,
+    StatusReply,
+    Window,
+)
 from worker.compute.executor import Executor
 from worker.compute.header import check_pooled, check_result, check_soft
 from worker.drafters.kinds import prepare_drafting
@@ -34,6 +46,7 @@ from worker.memory.history import History
 from worker.model.model_spec import ModelSpec
 from worker.node.framing import PLAIN
 from worker.node.hop import unpack_segment
+from worker.node.prefix_store import PrefixStore, list_prefixes
 from worker.node.stage import Stage, Work
 from worker.platform.tasks import background
 from worker.platform.text import printable
@@ -89,6 +102,7 @@ class Chain:
         self._num_missing: dict[int, int] = {}  # by step of a prompt: the nodes whose segments have not all come
         self._held_back: dict[int, Result] = {}  # and its result
         self._returned_at = 0  # when the last of these came, nanoseconds
+        self.stored: tuple[bytes, list[Piece]] | None = None  # the key for names of prefixes, and what all nodes have
         self._stack = AsyncExitStack()
         self._stage: Stage | None = None
         self._main = asyncio.get_running_loop()
@@ -115,6 +129,8 @@ class Chain:
                     await peer.attach(self._attach_request(stage))
                     self.clock_offsets[stage] = await peer.clock_offset()
                 await self._start()
+                if self.deployment.prefix_bytes:
+                    self.stored = await self._own.naming_key(self.deployment), await self._stored_pieces()
                 await self.thread.call(self._warm_up(progress))
         except TimeoutError:
             if self._stage is None:
@@ -232,6 +248,17 @@ class Chain:
         theirs = [reply if isinstance(reply, StatusReply) else StatusReply() for reply in replies]
         return [self._stage.status(), *theirs]
 
+    async def _stored_pieces(self) -> list[Piece]:
+        """Return the pieces of prefixes that all nodes which make answers have on their disks."""
+        nodes = self.plan.assignments[: 1 if self.answers_alone else None]
+        requests = [PrefixesRequest(start=node.start, end=node.end) for node in nodes]
+        if self.answers_alone:
+            requests = [PrefixesRequest(end=self.spec.num_layers)]
+        own = await run_in_thread(partial(list_prefixes, requests[0]))
+        replies = await asyncio.gather(*map(Peer.prefixes, self.peers, requests[1:]))
+        held = [{(p.name, p.begin, p.end) for p in reply.pieces} for reply in (own, *replies)]
+        return [Piece(name=name, begin=begin, end=end) for name, begin, end in set.intersection(*held)]
+
     async def _worker_statuses(self) -> list[StatusReply | BaseException]:
         return await asyncio.gather(*(peer.status(_PROBE_S) for peer in self.peers), return_exceptions=True)
 
@@ -300,15 +327,18 @@ class Chain:
         assert own.shard is not None
         context = self.spec.drafter.context if self.spec.drafter else 0
         drafter = await own.thread.run(partial(prepare_drafting, own.shard, own.part, self.spec.num_features, context))
+        limit = self.deployment.prefix_bytes
+        prefixes = PrefixStore(own.shard.start, own.shard.end, limit) if limit else None
         engine = Executor(
             *(own.shard, 0, self.spec.dtype),
             checks_finite=self.deployment.check_finite,
             prompt_end=self.plan.prompt_end,
+            pieces=prefixes,
             drafter=drafter,
             drafter_bytes=own.part.nbytes if own.part else 0,
             drop_drafter=partial(self._main.call_soon_threadsafe, own.drop_part),
         )
-        stage = Stage(engine, self.epoch, self.peers[0].wire if self.peers else PLAIN)
+        stage = Stage(engine, self.epoch, self.peers[0].wire if self.peers else PLAIN, prefixes)
         self._stack.push_async_callback(_stop, stage)
         link = None
         watched: list[Work] = []
@@ -448,6 +478,7 @@ class Chain:
             check_finite=self.deployment.check_finite,
             num_features=self.spec.num_features,
             returns_segments=self.answers_alone,
+            prefix_bytes=self.deployment.prefix_bytes,
         )
         if stage < len(self.peers):
             successor = self.peers[stage]

@@ -1,5 +1,6 @@
 """Deployments: which shard of a model each node holds, and loading it there. Loaded shards outlive chains."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,8 @@ from worker.model.checkpoint import Checkpoint
 from worker.model.contents import contents_of
 from worker.model.model_spec import ModelSpec
 from worker.node.loading import load_shard
+from worker.node.network import PROTOCOL_VERSION
+from worker.node.prefix_store import naming_secret
 from worker.platform.mlx_memory import forget_peak, keep_within
 from worker.platform.threads import MlxThread, run_in_thread
 
@@ -29,6 +32,7 @@ class Deployment:
     peers: Sequence[Peer]
     check_finite: bool = False  # have every stage check its output for NaN and infinities
     feeds: bool = True  # send the workers the weights that they lack
+    prefix_bytes: int = 0  # that prefixes may take on each node's disk; 0: none are kept there
 
     @property
     def drafter(self) -> Checkpoint | None:
@@ -131,6 +135,7 @@ class OwnNode:
         self.part: DrafterPart | None = None  # what this stage needs of a drafter
         self._part_source: tuple[Checkpoint, int] | None = None
         self._source: Checkpoint | None = None  # of the shard; fine-tunes of one model may differ in their weights only
+        self._naming_key: tuple[Checkpoint, bytes] | None = None
         self._closes_thread = thread is None
         self._keeps_to_plan = keeps_to_plan
 
@@ -154,6 +159,22 @@ class OwnNode:
         await self._load_layers(deployment, progress)
         if source and self.part is None:
             await self._load_part(*source, deployment, progress)
+
+    async def naming_key(self, deployment: Deployment) -> bytes:
+        """Return the key for names of prefixes on disk: the secret of this user, joined with the weights' identity.
+
+        Raises:
+            ModelError: a weight file cannot be read. ConfigError: the secret cannot be read or written.
+        """
+        checkpoint = deployment.checkpoint
+        if self._naming_key is None or self._naming_key[0] is not checkpoint:
+            secret = await run_in_thread(naming_secret)
+            contents = await run_in_thread(partial(contents_of, checkpoint))
+            model = Contents(marks=contents.marks, hub_hashes=contents.hub_hashes).SerializeToString(deterministic=True)
+            model += checkpoint.fingerprint.SerializeToString(deterministic=True)
+            parts = f"{PROTOCOL_VERSION} {deployment.spec.dtype} ".encode() + model
+            self._naming_key = checkpoint, hashlib.blake2b(parts, key=secret, digest_size=32).digest()
+        return self._naming_key[1]
 
     def drop_part(self) -> None:
         """Free what this stage has of a drafter that has failed; the next load reads it again."""

@@ -315,7 +315,10 @@ async def cluster_over(
             counts, is_one = ",".join(map(str, layers)), len(missing) == 1
             state, until = ("is missing", "it joins") if is_one else ("are missing", "they join")
             say(f"layers {counts} need every node, and {names} {state}: split as {plan} until {until}")
-    deployment = Deployment(checkpoint, spec, plan, nodes.peers(plan.names[1:]), options.check_finite, options.feeds)
+    deployment = Deployment(
+        *(checkpoint, spec, plan, nodes.peers(plan.names[1:]), options.check_finite, options.feeds),
+        prefix_bytes=options.cluster.cache_disk or 0,
+    )
     async with (
         OwnNode(thread, keeps_to_plan=thread is None and bool(options.limits.recovery_s)) as own,
         Cluster(

@@ -27,6 +27,8 @@ from protos.brigade_pb2 import (
     LoadProgress,
     LoadRequest,
     MeasureRequest,
+    PrefixesReply,
+    PrefixesRequest,
     Report,
     Speed,
     StatusReply,
@@ -255,6 +257,10 @@ class Peer:
     async def digests(self) -> dict[str, str]:
         """Return a digest per tensor of the loaded shard."""
         return dict((await self._named(self._stub.Digest(DigestRequest(), timeout=_DIGEST_S))).digests)
+
+    async def prefixes(self, request: PrefixesRequest) -> PrefixesReply:
+        """Return the pieces of prefixes on its disk, which are removed if the request says so."""
+        return await self._named(self._stub.Prefixes(request, timeout=_EXAMINE_S))
 
     async def compile(self, grammar: Grammar) -> None:
         """Have the worker prepare a grammar. Raises its refusal, or StageLost."""

@@ -26,6 +26,7 @@ from coordinator.sessions.output import Output
 from coordinator.sessions.request import Request, room_for_answer
 from coordinator.sessions.scheduler import Commit, Scheduler
 from coordinator.sessions.session import MOST_UNREAD, Session, SessionState
+from coordinator.sessions.stored_prefixes import StoredPrefixes
 from coordinator.sessions.waterfall import Passage, Route
 from worker.errors import (
     BrigadeError,
@@ -45,6 +46,7 @@ from worker.platform.tasks import background
 MAX_WAIT_S = 600.0  # default limit of the wait for memory
 _LEAVE_S = 2.0  # for frames in flight when a core is left by an exception
 _SPARE = 9  # a ninth of its budget is about what a node leaves to the system; scratch may take of that, too
+_STORE_S = 10.0  # for prefixes that are not on disk yet when a core is left
 _UNREAD_S = 30.0  # how long a session stays paused for a reader that does not read
 
 NextChain = Callable[[BrigadeError], Coroutine[Any, Any, Chain]]
@@ -352,6 +354,7 @@ class EngineCore:
         num_stages = 1 if chain.answers_alone else chain.num_stages  # that answers pass
         lanes = LaneChooser(num_stages, chain.answer_costs.stages_s, chain.answer_costs.hops_s)
         self.costs: CacheCosts = cache_costs(chain.plan, chain.spec)
+        stored = StoredPrefixes(*chain.stored, self.costs.rows_that_can_be_cut) if chain.stored else None
         self._route = Route(chain.plan.assignments, chain.clock_offsets)
         self.scheduler = Scheduler(
             *(chain.num_stages, self.costs, chain.epoch, self._max_waiting),
@@ -360,6 +363,7 @@ class EngineCore:
             last_step=chain.last_step,
             most_lane_rows=most_lane_rows(chain.spec),
             answers_alone=chain.answers_alone,
+            stored=stored,
         )
         self._idle.clear()
         self._has_chain = True
@@ -429,6 +433,10 @@ class EngineCore:
         for session in list(self.sessions):
             session.put(NodeBusy("the answer was cut off: the server was shut down"))
             self._forget(session, keep=False)
+        self._send_all()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STORE_S):
+                await self._idle.wait()  # prefixes are written to disk
         self.scheduler.slots.forget_kept()
         self._send_all()
         while not self._idle.is_set():

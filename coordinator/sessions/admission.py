@@ -7,6 +7,7 @@ least recently used goes first.
 """
 
 from bisect import bisect
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -17,7 +18,8 @@ from operator import add, sub
 from coordinator.decoding.decode_options import LARGEST_WINDOW
 from coordinator.planning.plan import Plan
 from coordinator.sessions.session import Session
-from protos.brigade_pb2 import Cache, Opening
+from coordinator.sessions.stored_prefixes import StoredPrefixes
+from protos.brigade_pb2 import Cache, Opening, Piece
 from worker.errors import ContextExceeded, QueueFull
 from worker.model.cache_spec import MOST_SNAPSHOTS
 from worker.model.model_spec import ModelSpec
@@ -122,11 +124,16 @@ class SessionSlot:
 class Slots:
     """The slots of all sessions that the scheduler has accepted."""
 
-    def __init__(self, costs: CacheCosts, max_waiting: int = MOST_WAITING) -> None:
+    def __init__(
+        self, costs: CacheCosts, max_waiting: int = MOST_WAITING, stored: StoredPrefixes | None = None
+    ) -> None:
+        """`stored` are the prefixes on the nodes' disks; None if none are written there."""
         self.max_waiting = max_waiting  # most sessions that wait for memory
         self.closed: list[int] = []  # slots for the stages to free with the next frame
         self.num_hits = 0  # sessions that began with rows of another
         self._costs = costs
+        self._stored = stored
+        self._to_store: deque[SessionSlot] = deque()  # kept slots, of which pieces may not be on disk yet
         # In the order of arrival. A kept slot moves to the end at each use, so the least recently used comes first.
         self._slots: dict[Session, SessionSlot] = {}
 
@@ -204,7 +211,8 @@ class Slots:
     def num_shared(self, session: Session) -> int:
         """Return how many of the session's tokens a slot on the stages has, as it would be fed now."""
         source, shared = self._closest(session, [*self.active, *self._in(SlotState.KEPT)])
-        return shared if source else 0
+        pieces = self._stored.pieces_for(session) if self._stored and not session.feeds_apart else []
+        return max([shared if source else 0, *(piece.end for piece in pieces)])
 
     def next_snapshot(self, slot: SessionSlot, most_rows: int | None) -> int | None:
         """Return the length at which the slot's next prompt chunk should end for a snapshot, if there is memory for it.
@@ -228,6 +236,7 @@ class Slots:
         slot = self._slots.get(session)
         if slot is None or slot.state is SlotState.KEPT:
             return
+        keep = keep and not session.reading  # a stage may turn out to lack its rows
         if keep and slot.state is SlotState.OPEN and session.finish_reason != "error":
             self._keep(slot)
         else:
@@ -238,6 +247,27 @@ class Slots:
         """Free every kept slot."""
         for slot in self._in(SlotState.KEPT):
             self._free(slot)
+
+    def next_store(self) -> tuple[SessionSlot, Piece] | None:
+        """Return a kept slot and the next piece of it that is not on the nodes' disks."""
+        while self._stored and self._to_store:
+            slot = self._to_store[0]
+            piece = self._stored.next_piece(slot.session) if slot.state is SlotState.KEPT else None
+            if piece:
+                return slot, piece
+            self._to_store.popleft()
+        return None
+
+    def note_stored(self, piece: Piece) -> None:
+        """Note that all stages were given a piece for their disks."""
+        if self._stored:
+            self._stored.add(piece)
+
+    def lose_stored(self, session: Session) -> None:
+        """Have a session compute its rows, since a stage has lost the piece that it was to read."""
+        if self._stored:
+            self._stored.forget(session.reading)
+        session.feed_again()
 
     def _in(self, state: SlotState) -> list[SessionSlot]:
         return [slot for slot in list(self._slots.values()) if slot.state is state]
@@ -329,6 +359,8 @@ class Slots:
             slot.promised = needed
             slot.enter(SlotState.PROMISED)
         slot.rows = rows
+        if self._stored and not session.feeds_apart:
+            session.stored.extend(self._stored.pieces_for(session))
         return True
 
     def _opening(self, slot: SessionSlot) -> Opening:
@@ -345,12 +377,14 @@ class Slots:
                 session.reuse(shared, source.session.snapshots)
                 if source.state is SlotState.KEPT:
                     self._use(source)
+        while session.stored and session.stored[0].end <= session.fed:
+            session.stored.popleft()
         lengths, session.snapshots = session.snapshots, ()
         slot.promised = self._bytes_of(session, slot.rows)
         session.snapshots = lengths[max(0, len(lengths) - self._num_snapshots_with_room(session)) :]
         slot.promised = self._bytes_of(session, slot.rows)
         opening.snapshots.extend(session.snapshots)
-        self.num_hits += opening.HasField("fork_of")
+        self.num_hits += opening.HasField("fork_of") or bool(session.stored)
         return opening
 
     def _keep(self, slot: SessionSlot) -> None:
@@ -360,6 +394,7 @@ class Slots:
         slot.enter(SlotState.KEPT)
         slot.promised = self._bytes_of(slot.session, slot.session.rows_written)
         self._use(slot)
+        self._to_store.append(slot)
         if self.num_kept > _MOST_KEPT:
             self._free(self._in(SlotState.KEPT)[0])
 

@@ -17,8 +17,9 @@ from typing import Any
 
 from coordinator.sessions.admission import MOST_WAITING, CacheCosts, SessionSlot, Slots, SlotState
 from coordinator.sessions.session import Session, SessionState
-from protos.brigade_pb2 import Frame, Result, Sample
-from worker.errors import FrameError
+from coordinator.sessions.stored_prefixes import StoredPrefixes
+from protos.brigade_pb2 import Frame, Piece, Result, Sample, Store
+from worker.errors import FrameError, PrefixLost
 
 Commit = tuple[Session, list[Sample]]
 _BACKGROUND_EVERY = 32  # frames, for each stage: less than 5 % of the steps of a lane wait for one of the background
@@ -38,6 +39,7 @@ class Scheduler:
         last_step: int = 0,
         most_lane_rows: int | None = None,
         answers_alone: bool = False,
+        stored: StoredPrefixes | None = None,
     ) -> None:
         """
         Args:
@@ -47,9 +49,10 @@ class Scheduler:
                 frame; None: the session's own.
             last_step: the last step that the chain has seen.
             answers_alone: only prompt frames pass all stages; the first one holds all layers.
+            stored: the prefixes on the nodes' disks; None if none are written there.
             most_lane_rows: what the windows of a lane may have together; None: any number.
         """
-        self.slots = Slots(costs, max_waiting)
+        self.slots = Slots(costs, max_waiting, stored)
         self._num_stages = num_stages
         self._num_lanes = lanes or (lambda num_sessions, rows_each: num_stages)
         self._chunk_rows = chunk_rows or (lambda session, num_unfed, beside_streams: session.chunk or session.num_unfed)
@@ -60,6 +63,8 @@ class Scheduler:
         self._prompts: dict[int, list[SessionSlot]] = {}  # likewise; [] for a frame that only closes slots
         self._background: dict[int, list[SessionSlot]] = {}  # likewise, one at most
         self._background_at = last_step  # the last of them
+        self._stores: dict[int, Piece] = {}  # pieces that the stages write, by step, one at most
+        self._stored_at = last_step  # the last of them
         self._step = last_step
         self._turn = 0  # prompt frames so far
         self._most_prompts = 1  # prompt frames in flight beside streams
@@ -68,7 +73,7 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is in flight."""
-        return not (self._lanes or self._prompts or self._background)
+        return not (self._lanes or self._prompts or self._background or self._stores)
 
     @property
     def num_waiting(self) -> int:
@@ -93,6 +98,9 @@ class Scheduler:
 
     def schedule(self) -> Frame | None:
         """Return the next frame to send, or None while nothing can be sent."""
+        return self._next_frame() or self._next_store()
+
+    def _next_frame(self) -> Frame | None:
         active = self.slots.with_room()
         if not self.slots.closed and not any(slot.session.is_ready for slot in active):
             return None
@@ -112,7 +120,8 @@ class Scheduler:
         # Open all slots before any window is made: a slot is copied in its state before this frame.
         frame.opened.extend(self.slots.open(chosen))
         for slot in chosen:
-            snapshot = self.slots.next_snapshot(slot, chunk) if slot.session.is_prefilling else None
+            is_chunk = slot.session.is_prefilling and not slot.session.stored
+            snapshot = self.slots.next_snapshot(slot, chunk) if is_chunk else None
             frame.windows.append(slot.session.next_window(len(chosen), chunk, snapshot))
             slot.last_step = self._step
         if not stays:  # every stage frees them
@@ -120,6 +129,22 @@ class Scheduler:
             self.slots.closed.clear()
         in_flight[frame.step] = chosen
         return frame
+
+    def _next_store(self) -> Frame | None:
+        """Return a frame that has all stages write a piece of a prefix to their disks, at a quiet moment.
+
+        While there is none, it is one frame in as many as of the background.
+        """
+        is_due = self.is_idle or self._step - self._stored_at >= _BACKGROUND_EVERY * self._num_stages
+        if self._stores or not is_due or (found := self.slots.next_store()) is None:
+            return None
+        slot, piece = found
+        self._step += 1
+        self._stored_at = self._step
+        self._stores[self._step] = piece
+        prefix_hash = slot.session.history.prefix_hash(piece.end)
+        stores = [Store(slot=slot.number, piece=piece, prefix_hash=prefix_hash)]
+        return Frame(epoch=self._epoch, step=self._step, stores=stores, stays=self._answers_alone)
 
     def commit(self, result: Result) -> list[Commit]:
         """Apply a result; return every session of its frame with the samples that became known.
@@ -137,17 +162,24 @@ class Scheduler:
             self._most_prompts, self._grew_at = min(self._most_prompts + 1, self._num_stages), self._step
         elif not any(self._prompts.values()):
             self._most_prompts = 1
+        if piece := self._stores.pop(result.step, None):
+            self.slots.note_stored(piece)
+            return []
         frames = next((each for each in (self._lanes, self._background) if result.step in each), self._prompts)
         slots = frames.pop(result.step, [])
         samples, guesses, scores = _by_slot(result.samples), _by_slot(result.guesses), _by_slot(result.scores)
         soft, pooled = _by_slot(result.soft), _by_slot(result.pooled)
         failed = {failure.slot for failure in result.failures}
+        lost = {failure.slot for failure in result.failures if failure.kind == PrefixLost.__name__}
         commits = []
         for slot in slots:
             session = slot.session
             if session.state is SessionState.FINISHED or slot.state is SlotState.FREE:
                 continue
             number = slot.number
+            if number in lost:
+                self.slots.lose_stored(session)
+                continue
             if number in failed:
                 session.finish("error")
             found = session.commit(samples[number], guesses[number], scores[number], soft[number], pooled[number])
@@ -205,10 +237,11 @@ class Scheduler:
             return [], 0
         self._turn += 1
         first = ready[0] if self._turn % 2 else min(ready, key=lambda slot: slot.session.num_unfed)
-        ready = [slot for slot in ready if slot.session.feeds_apart == first.session.feeds_apart]
+        is_apart = first.session.feeds_apart
+        ready = [slot for slot in ready if slot.session.feeds_apart == is_apart and not slot.session.stored]
         num_unfed = sum(slot.session.num_unfed for slot in ready)
         chunk = self._chunk_rows(first.session, num_unfed, beside_streams)
-        chosen, room = [first], chunk - first.session.num_unfed
+        chosen, room = [first], 0 if first.session.stored else chunk - first.session.num_unfed
         for slot in ready:
             rows = slot.session.num_unfed
             if slot is not first and rows <= min(room, self._chunk_rows(slot.session, num_unfed, beside_streams)):

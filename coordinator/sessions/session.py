@@ -11,7 +11,7 @@ from coordinator.sessions.output import Output, Scored, Token, Usage
 from coordinator.sessions.request import Request
 from coordinator.sessions.text import TextParser
 from coordinator.sessions.waterfall import Leg, Passage, Route
-from protos.brigade_pb2 import Pooled, Sample, Score, Soft, Window
+from protos.brigade_pb2 import Piece, Pooled, Sample, Score, Soft, Window
 from worker.compute.header import num_rows as count_rows
 from worker.memory.history import History
 from worker.model.cache_spec import MOST_SNAPSHOTS
@@ -78,6 +78,8 @@ class Session:
         self.snapshots: tuple[
             int, ...
         ] = ()  # lengths at which another slot can begin with its rows, beside the present one
+        self.stored: deque[Piece] = deque()  # pieces of its prefix on the nodes' disks, which come before other windows
+        self.reading = b""  # the name of the piece whose window is in flight
         self.branch = 0  # the most tokens that it was found to share with another session
         self.num_steps = 0  # windows that asked for tokens
         self.num_rows = 0  # of all windows
@@ -143,12 +145,14 @@ class Session:
     @property
     def held(self) -> int:
         """Leading tokens whose rows the first node has, if it makes answers alone; else those that were fed."""
+        if self.reading:
+            return 0  # a stage may turn out to lack them
         return self.fed_apart if self._chunk_ends else self.fed
 
     @property
     def is_prefilling(self) -> bool:
         """Whether there are more tokens to feed than one decoding step takes."""
-        return self.num_unfed > 1 and self.num_unfed > self._tail
+        return bool(self.stored) or (self.num_unfed > 1 and self.num_unfed > self._tail)
 
     @property
     def is_fed_apart_next(self) -> bool:
@@ -168,6 +172,8 @@ class Session:
     @property
     def is_ready(self) -> bool:
         """Whether its next window can be sent. Prompt chunks need not wait for each other's result; a proposal does."""
+        if self.reading:
+            return False
         is_free = self._proposal is None and not self.is_paused and self.state is not SessionState.FINISHED
         return is_free and (self.is_prefilling or not self._chunk_ends)
 
@@ -265,6 +271,8 @@ class Session:
             snapshot: the length at which the chunk is to end and the stages make one, at most `most_rows` away.
         """
         tokens, base = self.history.tokens, self.fed
+        if self.stored:
+            return self._stored_window(self.stored.popleft())
         most_rows = snapshot - base if snapshot else most_rows or self.chunk or self.num_unfed
         if chunk := self._num_chunk(most_rows):
             self.fed += chunk
@@ -291,6 +299,20 @@ class Session:
         self.num_rows += num_rows
         self.rows_written = max(self.rows_written, base + num_rows)
         return window
+
+    def _stored_window(self, piece: Piece) -> Window:
+        """Return the window whose rows every stage reads from its disk; no other one follows before its result."""
+        window = self._window(piece.begin, self.history.tokens[piece.begin : piece.end])
+        window.stored = self.reading = piece.name
+        self.fed, self.rows_written = piece.end, max(self.rows_written, piece.end)
+        return window
+
+    def feed_again(self) -> None:
+        """Begin to feed all tokens anew, whatever the slot holds."""
+        self.stored.clear()
+        self.reading = b""
+        self.fed = self.num_reused = 0
+        self.snapshots = ()
 
     def _num_chunk(self, most_rows: int) -> int:
         """Return the rows of the next chunk; 0 if all unfed tokens fit in a window with a proposal."""
@@ -357,6 +379,9 @@ class Session:
         self._known_scores += len(scores)
         self._new_pooled += [each.sum for each in pooled]
         self._known_rows += sum(each.rows for each in pooled)
+        if self.reading:
+            self.reading, self.num_reused = b"", self.fed
+            return []
         if not (samples or guesses):
             if self._chunk_ends:
                 self.fed_apart = self._chunk_ends.popleft()
@@ -409,9 +434,9 @@ class Session:
             self.enter(SessionState.REPLAYING if self.num_rows else SessionState.WAITING)
         assert self.state is not SessionState.FINISHED
         self.slot = None
-        self.fed = self.num_reused = self.rows_written = self.fed_apart = 0
+        self.rows_written = self.fed_apart = 0
         self._chunk_ends.clear()
-        self.snapshots = ()
+        self.feed_again()
         self._soft = None
         self._proposal = None
         self._asked_scores = self._known_scores

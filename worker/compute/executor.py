@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -24,6 +26,7 @@ from protos.brigade_pb2 import (
     Pooled,
     Result,
     Sampling,
+    Store,
     Timing,
     Window,
 )
@@ -35,7 +38,7 @@ from worker.compute.header import NUM_CANDIDATES, asked_rows, check_header, is_c
 from worker.compute.sampling import Draws, TokenScores
 from worker.compute.shard import Shard
 from worker.compute.slot import Slot
-from worker.errors import BrigadeError, CacheMismatch, FrameError, ModelError, SamplingError
+from worker.errors import BrigadeError, CacheMismatch, FrameError, ModelError, PrefixLost, SamplingError
 from worker.memory.history import History
 from worker.memory.slot_caches import CacheSegment, close_all
 from worker.model.cache_spec import ROW_BLOCK
@@ -57,6 +60,18 @@ _SEGMENT_BYTES = 1 << 22  # of a cache in one message: each takes milliseconds o
 _WEIGHT = 0.2  # of a new observation in the running mean
 
 
+class Pieces(Protocol):
+    """Pieces of prefixes on disk, by their names."""
+
+    def read(self, name: bytes) -> Sequence[CacheSegment]:
+        """Return what the caches hold in this piece. Raises PrefixLost if it is not there."""
+        ...
+
+    def discard(self, name: bytes) -> None:
+        """Remove a piece that does not fit the caches."""
+        ...
+
+
 class Executor:
     """One stage's shard and slots.
 
@@ -74,6 +89,7 @@ class Executor:
         checks_finite: bool = False,
         prompt_end: int | None = None,
         returns_segments: bool = False,
+        pieces: Pieces | None = None,
         drafter: Drafter | None = None,
         drafter_bytes: int = 0,
         drop_drafter: Callable[[], object] = lambda: None,
@@ -86,6 +102,7 @@ class Executor:
             prompt_end: of the layers that this stage runs for frames that do not stay, though it holds all; None: all
                 frames pass all of its layers.
             returns_segments: whether the coordinator gets what prompt chunks leave in the caches.
+            pieces: of prefixes on this node's disk; None if nothing is kept there.
             drafter: of the last stage.
             drafter_bytes: of the weights that this stage holds for drafting.
             drop_drafter: frees those weights, if the drafter fails.
@@ -97,6 +114,7 @@ class Executor:
         self._checks_finite = checks_finite
         self._prompt_end = prompt_end
         self.returns_segments = returns_segments
+        self._pieces = pieces
         self._drafter = drafter
         self._drop_drafter = drop_drafter
         self.weight_bytes = shard.nbytes + drafter_bytes
@@ -233,6 +251,8 @@ class Executor:
             else:
                 step.pending = [h, *states]
                 mx.async_eval(step.pending)
+        for store in frame.stores:
+            self._begin_store(step, store)
         if not step.goes_on and any(window.drafts or self._slots[window.slot].is_drafted for window in step.windows):
             step.slots = {window.slot: self._slots[window.slot] for window in step.windows}
             step.has_drafting = any(window.drafts or is_chunk(window) for window in step.windows)
@@ -300,20 +320,41 @@ class Executor:
         self._last = [window for window in step.windows if window.slot not in failed]
         if step.ends_long_prompt:
             mx.clear_cache()  # decoding would never use these buffers
-        return output, step.pending[0] if step.windows and step.goes_on else None
+        return output, step.pending[0] if step.goes_on and any(map(num_rows, step.windows)) else None
 
     def _segments(self, step: Step) -> Iterator[tuple[int, CacheSegment]]:
         """Yield by slot what a step leaves in the caches of this stage."""
         for window in step.windows:
             begin, end = window.base, window.base + num_rows(window)
             for each in self._slots[window.slot].caches.segments(begin, end, _SEGMENT_BYTES):
-                keys, values = (tuple(map(mx.contiguous, parts)) for parts in (each.keys, each.values))
-                yield window.slot, replace(each, keys=keys, values=values)
+                yield window.slot, _copied(each)
 
     def put_segment(self, number: int, segment: CacheSegment) -> None:
         """Write what another stage made of a prompt chunk to the caches of this slot, unless it has been closed."""
         if slot := self._slots.get(number):
             mx.async_eval(slot.caches.put_segment(segment))
+
+    def _begin_store(self, step: Step, store: Store) -> None:
+        """Copy a piece of a prefix out of a slot's caches; without it a later session computes these rows again."""
+        slot, piece = self._slots.get(store.slot), store.piece
+        if slot is None or len(slot.history) < piece.end or slot.history.prefix_hash(piece.end) != store.prefix_hash:
+            return
+        with suppress(CacheMismatch):
+            step.stored = [*map(_copied, slot.caches.stored(piece.begin, piece.end))]
+            step.pending = [array for segment in step.stored for array in segment.arrays]
+            mx.async_eval(step.pending)
+
+    def _restore(self, step: Step, window: Window) -> None:
+        """Read a window's rows from disk. Raises PrefixLost if they are not there, CacheMismatch as `Slot.begin`."""
+        if self._pieces is None:
+            raise PrefixLost("expected a node that keeps prefixes on its disk")
+        segments = self._pieces.read(window.stored)
+        try:
+            step.pending += self._slots[window.slot].restore(window, segments)
+        except PrefixLost:
+            self._pieces.discard(window.stored)
+            raise
+        mx.async_eval(step.pending)
 
     def _add_drafts(self, step: Step, rows: mx.array, output: Result) -> None:
         """Add the drafts to a result. A drafter that fails is dropped: drafts change no token."""
@@ -392,7 +433,10 @@ class Executor:
             slot = self._slots[window.slot]
             step.ends_long_prompt |= bool(asked_rows(window)) and slot.num_unasked >= _LONG_PROMPT
             try:
-                places.append(slot.begin(window))
+                if window.stored:
+                    self._restore(step, window)
+                else:
+                    places.append(slot.begin(window))
                 step.windows.append(window)
             except CacheMismatch as error:
                 self._fail(step, window.slot, error)
@@ -582,6 +626,7 @@ class Step:
     draws: list[tuple[Window, Draws]] = field(default_factory=list)
     scores: list[tuple[Window, TokenScores]] = field(default_factory=list)
     segments: Sequence[tuple[int, CacheSegment]] = ()  # by slot, that the coordinator gets
+    stored: Sequence[CacheSegment] | None = None  # a piece of a prefix for this node's disk
     pooled: list[tuple[Window, mx.array]] = field(default_factory=list)  # [D] float32 each
     checks: list[tuple[int, mx.array]] = field(default_factory=list)  # slots, and whether their values are finite
 
@@ -608,10 +653,23 @@ def _close(slots: Sequence[Slot]) -> None:
             slot.drafting.close()
 
 
+def _copied(segment: CacheSegment) -> CacheSegment:
+    """Return the segment with arrays of its own, since later rows change the buffers."""
+    keys, values = (tuple(map(mx.contiguous, parts)) for parts in (segment.keys, segment.values))
+    return replace(segment, keys=keys, values=values)
+
+
 def next_frame(step: Step) -> Frame:
     """Return the next stage's header: the windows that have not failed here."""
     frame = step.frame
-    return Frame(epoch=frame.epoch, step=frame.step, closed=frame.closed, opened=frame.opened, windows=step.windows)
+    return Frame(
+        epoch=frame.epoch,
+        step=frame.step,
+        closed=frame.closed,
+        opened=frame.opened,
+        windows=step.windows,
+        stores=frame.stores,
+    )
 
 
 def rows_of(some: Sequence[Window], windows: Sequence[Window], x: mx.array) -> mx.array:

@@ -30,6 +30,7 @@ from worker.model.model_spec import DTYPE_BYTES, MOST_DRAFTS
 _MOST_SLOTS = 1 << 16  # in one frame, since the event loop checks each
 _MOST_SHOWN = 64  # numbers in a message
 NUM_CANDIDATES = 64  # per canvas row, with CONDITIONING_TOP
+PIECE_NAME_BYTES = 16
 MOST_GRAMMAR = 1 << 20  # characters of a grammar
 _MOST_EOS = 64  # tokens that end an answer
 _CONDITIONINGS = (CONDITIONING_NONE, CONDITIONING_EXACT, CONDITIONING_TOP)
@@ -43,8 +44,8 @@ _MOST_TOKENS = 1 << 24  # larger than any context or vocabulary
 
 
 def num_rows(window: Window) -> int:
-    """Return a window's length L: its tokens, canvas and MASK rows."""
-    return len(window.tokens) + len(window.canvas) + window.masks
+    """Return a window's length L: its tokens, canvas and MASK rows; 0 if its rows are on the stages' disks."""
+    return 0 if window.stored else len(window.tokens) + len(window.canvas) + window.masks
 
 
 def asked_rows(window: Window, first: int = 0) -> range:
@@ -79,6 +80,7 @@ def check_header(frame: Frame, stage: int, hidden_size: int, dtype: DType) -> No
             raise FrameError(f"expected at most {_MOST_SLOTS} {name}, got {count} (step {frame.step})")
     _check_openings(frame)
     _check_windows(frame, stage)
+    _check_pieces(frame)
     rows = sum(map(num_rows, frame.windows)) if stage else 0  # tokens come in the header itself
     expected = ([1, rows, hidden_size], dtype) if rows else ([], DType.DTYPE_UNSPECIFIED)
     found = list(frame.hidden.shape), frame.hidden.dtype
@@ -238,6 +240,25 @@ def _check_snapshots(lengths: Sequence[int], found: str) -> None:
     """Raise FrameError unless there are at most `MOST_SNAPSHOTS` lengths, in ascending order."""
     if len(lengths) > MOST_SNAPSHOTS or any(a >= b for a, b in pairwise(lengths)):
         raise FrameError(f"expected at most {MOST_SNAPSHOTS} snapshots, ascending, got {brief(lengths)} {found}")
+
+
+def _check_pieces(frame: Frame) -> None:
+    """Raise FrameError unless what is read from disk, or written there, is well-formed and alone in the frame."""
+    names = [window.stored for window in frame.windows if window.stored]
+    names += [store.piece.name for store in frame.stores]
+    if names and len(frame.windows) + len(frame.stores) > 1:
+        raise FrameError(f"expected a piece of a prefix alone in its frame, got more (step {frame.step})")
+    if wrong := [name for name in names if len(name) != PIECE_NAME_BYTES]:
+        found = f"got {len(wrong[0])} (step {frame.step})"
+        raise FrameError(f"expected {PIECE_NAME_BYTES} bytes of the name of a piece of a prefix, {found}")
+    for store in frame.stores:
+        if not store.piece.begin < store.piece.end <= _MOST_TOKENS:
+            found = f"got [{store.piece.begin}, {store.piece.end}) (step {frame.step})"
+            raise FrameError(f"expected tokens of a piece of a prefix, {found}")
+    for window in frame.windows:
+        is_plain = is_chunk(window) and not (window.targets or window.pooled or window.snapshots)
+        if window.stored and not is_plain:
+            raise FrameError(f"expected only tokens in the window of a piece of a prefix (step {frame.step})")
 
 
 def check_grammar(grammar: Grammar, found: str = "") -> None:

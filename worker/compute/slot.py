@@ -12,9 +12,10 @@ from worker.compute.drafting import SlotDrafting
 from worker.compute.grammar import Guide
 from worker.compute.header import asked_rows, num_rows
 from worker.compute.sampling import Draws, Sampler
-from worker.errors import CacheMismatch
+from worker.errors import CacheMismatch, PrefixLost, first_line
 from worker.memory.history import History
-from worker.memory.slot_caches import Caches
+from worker.memory.slot_caches import Caches, CacheSegment
+from worker.model.quantisation import MISFITS
 
 
 class Slot:
@@ -60,14 +61,8 @@ class Slot:
         """
         if window.canvas and self.caches.states:
             raise CacheMismatch(f"slot {window.slot} cannot take a canvas: a recurrent layer reads rows in their order")
-        base, held, grid = window.base, len(self.history), self.caches.grid
-        if base % grid or len(window.tokens) % grid:
-            found = f"got {len(window.tokens)} of them after {base}"
-            raise CacheMismatch(f"slot {window.slot} takes tokens in whole blocks of {grid}, {found}")
-        if base > held or self.history.prefix_hash(base) != window.prefix_hash:
-            found = f"only {held} tokens" if base > held else "another prefix"
-            raise CacheMismatch(f"slot {window.slot} was to continue at {base} tokens but holds {found}")
-        self.history.cut(base)
+        base = window.base
+        self._cut_history(window)
         self.caches.cut(base)
         if window.snapshots:
             self.caches.keep_snapshots(window.snapshots[:-1])
@@ -77,6 +72,35 @@ class Slot:
         return LaneWindow(
             self.caches, base, num_rows(window), positions, has_drafts=window.wanted > 1, num_canvas=len(window.canvas)
         )
+
+    def restore(self, window: Window, segments: Sequence[CacheSegment]) -> list[mx.array]:
+        """Append rows that were computed before instead of those of the window; return arrays to be evaluated.
+
+        Raises:
+            CacheMismatch: the slot does not hold the window's prefix. PrefixLost: the segments are not of its caches.
+        """
+        self._cut_history(window)
+        try:
+            arrays = self.caches.put_stored(segments, window.base, window.base + len(window.tokens))
+        except (CacheMismatch, *MISFITS) as error:
+            raise PrefixLost(f"expected a piece of these caches: {first_line(error)}") from error
+        self.history.extend(window.tokens)
+        self.num_unasked += len(window.tokens)
+        if self.drafting:  # it has not seen these rows
+            self.drafting.close()
+            self.drafting = None
+        return arrays
+
+    def _cut_history(self, window: Window) -> None:
+        """Cut the history to the window's base. Raises CacheMismatch if that is not where it can continue."""
+        base, held, grid = window.base, len(self.history), self.caches.grid
+        if base % grid or len(window.tokens) % grid:
+            found = f"got {len(window.tokens)} of them after {base}"
+            raise CacheMismatch(f"slot {window.slot} takes tokens in whole blocks of {grid}, {found}")
+        if base > held or self.history.prefix_hash(base) != window.prefix_hash:
+            found = f"only {held} tokens" if base > held else "another prefix"
+            raise CacheMismatch(f"slot {window.slot} was to continue at {base} tokens but holds {found}")
+        self.history.cut(base)
 
     def next_place(self, base: int) -> LaneWindow:
         """Return the place of one more token's row, after `base` tokens."""

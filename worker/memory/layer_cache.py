@@ -168,6 +168,13 @@ class KVCache:
     def segment(self, begin: int, end: int) -> tuple[Parts, Parts]:
         """Return the keys and values of tokens [begin, end) of a cache without dropped rows."""
         assert not self.dropped
+        return self._parts(begin, end)
+
+    def whole(self) -> tuple[Parts, Parts]:
+        """Return all keys and values that are held, for `put_whole`."""
+        return self._parts(0, self.length - self.dropped)
+
+    def _parts(self, begin: int, end: int) -> tuple[Parts, Parts]:
         keys, values = (
             tuple(part[self._slot : self._slot + 1, :, begin:end] for part in rows.parts)
             for rows in (self._keys, self._values)
@@ -185,6 +192,17 @@ class KVCache:
                 rows.write(parts, self._slot, begin)
             except ValueError as error:
                 raise CacheMismatch(f"expected a segment like the cache: {error}") from error
+
+    def put_whole(self, length: int, dropped: int, keys: Parts, values: Parts) -> None:
+        """Take the place of a snapshot of `length` tokens, of which `dropped` are not among its keys and values."""
+        held = length - dropped
+        if not {part.shape[2] for part in (*keys, *values)} <= {held}:
+            found = f"got {[list(part.shape) for part in (*keys, *values)]}"
+            raise CacheMismatch(f"expected {held} rows of a snapshot of {length} tokens, {found}")
+        self.length, self.dropped, self._slot = length, dropped, 0
+        self._keys, self._values = Rows(1, held), Rows(1, held)
+        self._keys.parts, self._values.parts = keys, values
+        self._move(self._capacity_for(held))
 
     def _capacity_for(self, num_rows: int) -> int:
         return pack_capacity(num_rows) if self.can_be_packed else whole_blocks(num_rows, self.step)
@@ -536,6 +554,14 @@ class RecurrentState(ArraysCache):
     def snapshot(self) -> RecurrentState:
         """Return a copy from which to fork after later rows."""
         return self.fork(self.length)
+
+    def put_whole(self, length: int, dropped: int, keys: Parts, values: Parts) -> None:
+        """Take the state of a snapshot after `length` tokens, which `keys` holds."""
+        if len(keys) != len(self._arrays):
+            raise CacheMismatch(f"expected a state of {len(self._arrays)} arrays, got {len(keys)}")
+        self.cache = list(keys)
+        self._window, self._num_to_replay = None, 0
+        self.length, self._nbytes = length, sum(array.nbytes for array in keys)
 
     def move_to(self, stack: StateStack, slot: int) -> None:
         """Use the arrays of a stack from now on."""

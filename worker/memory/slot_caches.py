@@ -40,6 +40,7 @@ class CacheSegment:
     base: int  # the first token
     keys: Parts  # [1, H, L, ...] each, as they are stored
     values: Parts
+    is_whole: bool = False  # a snapshot of a cache that cannot be cut; `base` is how many tokens it has dropped
 
     @property
     def arrays(self) -> Parts:
@@ -191,6 +192,54 @@ class Caches:
             raise CacheMismatch(f"expected a segment of one of its caches, got one of {segment.number}")
         cache.put_segment(segment.base, segment.keys, segment.values)
         return cache.arrays()
+
+    def stored(self, begin: int, end: int) -> list[CacheSegment]:
+        """Return what a slot needs of tokens [begin, end) to continue at `end`, for `put_stored`.
+
+        Raises:
+            CacheMismatch: a cache that cannot be cut has no snapshot of `end`.
+        """
+        copies = iter(self.snapshots.get(end) or [None] * len(self.own))
+        found = []
+        for number in self.own_numbers:
+            for part, cache in enumerate(members(self.listed[number])):
+                copy = next(copies)
+                if isinstance(copy, KVCache):
+                    found.append(CacheSegment(number, part, copy.dropped, *copy.whole(), is_whole=True))
+                elif isinstance(copy, RecurrentState):
+                    found.append(CacheSegment(number, part, 0, tuple(copy.arrays()), (), is_whole=True))
+                elif isinstance(cache, KVCache) and not cache.dropped:
+                    found.append(CacheSegment(number, part, begin, *cache.segment(begin, end)))
+                else:
+                    raise CacheMismatch(f"expected a snapshot of {end} tokens, found those of {list(self.snapshots)}")
+        return found
+
+    def put_stored(self, segments: Sequence[CacheSegment], begin: int, end: int) -> list[mx.array]:
+        """Continue at `end` with what `stored` returned in another slot; return the buffers, to be evaluated.
+
+        Raises:
+            CacheMismatch: it is not of these caches, or they do not hold the first `begin` tokens.
+        """
+        by_place = {(segment.number, segment.part): segment for segment in segments}
+        places = [(n, part) for n in self.own_numbers for part in range(len(members(self.listed[n])))]
+        if missing := [place for place in places if place not in by_place]:
+            raise CacheMismatch(f"expected what all caches hold of tokens [{begin}, {end}), nothing is of {missing}")
+        pairs = [(cache, by_place[place]) for cache, place in zip(self.own, places, strict=True)]
+        rows = [(cache, segment) for cache, segment in pairs if not segment.is_whole]
+        self.begin()
+        for cache, segment in rows:
+            if segment.base != begin or not {part.shape[2] for part in segment.arrays} <= {end - begin}:
+                raise CacheMismatch(f"expected rows [{begin}, {end}), got others from {segment.base} on")
+            cache.cut(begin)
+        self.reserve(end - begin, None)
+        for cache, segment in pairs:
+            if segment.is_whole:
+                cache.put_whole(end, segment.base, segment.keys, segment.values)
+        self.settle(end)
+        for _, segment in rows:
+            if segment.arrays:  # some layers use the rows of others
+                self.put_segment(segment)
+        return [array for cache in self.own for array in cache.arrays()]
 
     def fork(self, length: int, snapshots: Sequence[int] = ()) -> Caches:
         """Return another slot's caches that continue from the first `length` tokens, and share these snapshots.

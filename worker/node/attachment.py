@@ -13,6 +13,7 @@ from worker.errors import FrameError
 from worker.node.framing import seal
 from worker.node.hop import Link
 from worker.node.network import Network, dial
+from worker.node.prefix_store import PrefixStore
 from worker.node.stage import Stage
 from worker.platform.machine import wait_slept
 from worker.platform.tasks import background
@@ -56,15 +57,17 @@ class Attachment:
             addresses = [request.successor, *request.successor_fallbacks]
             address = await dial(network, request.successor_name, addresses)
         drafter = await thread.run(partial(prepare_drafting, shard, part, request.num_features, context))
+        prefixes = PrefixStore(shard.start, shard.end, request.prefix_bytes) if request.prefix_bytes else None
         executor = Executor(
             *(shard, request.stage, request.loaded.dtype, name),
             checks_finite=request.check_finite,
             returns_segments=request.returns_segments,
+            pieces=prefixes,
             drafter=drafter,
             drafter_bytes=part.nbytes if part else 0,
             drop_drafter=partial(asyncio.get_running_loop().call_soon_threadsafe, drop_drafter),
         )
-        self._opening = Stage(executor, request.epoch, network.wire)
+        self._opening = Stage(executor, request.epoch, network.wire, prefixes)
         link = partial(Link, network, request.successor_name, address, request.epoch, request.stage, name)
         await self._opening.start(thread, link if address else None, wait_slept)
         self.stage = self._opening

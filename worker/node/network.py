@@ -20,7 +20,7 @@ from worker.errors import ConfigError, FrameError, StageLost
 from worker.node.certificates import Identity, KeyFile, Role
 from worker.node.framing import ENCRYPTED, PLAIN, Wire
 
-PROTOCOL_VERSION = 14  # raised with each field that an older node would wrongly ignore
+PROTOCOL_VERSION = 15  # raised with each field that an older node would wrongly ignore
 UPDATE_BOTH = "install the same version of brigade on both, from the coordinator by: brigade launch --update"
 ACCEPTED = (("brigade-accepted", "1"),)  # initial metadata of a stream that was not refused
 

@@ -5,6 +5,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from importlib.metadata import version
 from logging import Logger
 
@@ -27,6 +28,8 @@ from protos.brigade_pb2 import (
     ListenRequest,
     LoadRequest,
     MeasureRequest,
+    PrefixesReply,
+    PrefixesRequest,
     ProbePart,
     ProbeReply,
     Report,
@@ -46,12 +49,13 @@ from worker.node.links import answer_probe, measure_link, open_port
 from worker.node.log import worker_log
 from worker.node.model_sources import ModelSources
 from worker.node.network import ACCEPTED, PROTOCOL_VERSION, UPDATE_BOTH, Network
+from worker.node.prefix_store import list_prefixes
 from worker.node.rpc_errors import Context, reporting
 from worker.node.speed_cache import kept_speed, measured_speed
 from worker.node.stage import Stage
 from worker.node.weights_receive import next_message, receive_weights
 from worker.platform.machine import memory_budget
-from worker.platform.threads import MlxThread
+from worker.platform.threads import MlxThread, run_in_thread
 
 
 class NodeService(NodeServicer):
@@ -155,6 +159,10 @@ class NodeService(NodeServicer):
             async with contextlib.aclosing(receiving):
                 async for held in receiving:
                     yield held
+
+    async def Prefixes(self, request: PrefixesRequest, context: Context) -> PrefixesReply:
+        async with self._serving(context, "to list prefixes"):
+            return await run_in_thread(partial(list_prefixes, request))
 
     # The machine and its links
 

@@ -171,6 +171,7 @@ class WorldChain:
         self.clock_offsets = [0] * self.num_stages
         self.costs = self.answer_costs = costs or ChainCosts(self.num_stages)
         self.answers_alone = False
+        self.stored = None
         self.last_step = 0
         self.can_spare = can_spare
         self.begins_draining = asyncio.Event()

@@ -28,7 +28,7 @@ class FakeStage:
 
     answers, busy_s, last_step = True, 0.0, 0
 
-    def __init__(self, executor: Any, epoch: int, wire: Any) -> None:
+    def __init__(self, executor: Any, epoch: int, wire: Any, prefixes: Any) -> None:
         self._results: list[Result] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -121,6 +121,7 @@ async def chain_over(peers: Sequence[FakePeer]) -> AsyncIterator[Chain]:
         spec=SPEC,
         coordinator=None,
         check_finite=False,
+        prefix_bytes=0,
         load_request=lambda stage: None,
         drafter_request=lambda stage: None,
     )

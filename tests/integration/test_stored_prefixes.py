@@ -1,0 +1,203 @@
+"""Prefixes on the nodes' disks: all nodes end, others begin, and a prompt goes on where it was, with equal tokens."""
+
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.cluster.chain import Chain
+from coordinator.cluster.open import joined
+from coordinator.decoding.decode_options import Decode, make_cache_choice
+from coordinator.engine.engine import Engine
+from coordinator.engine.stats import KEY_HOLDER
+from coordinator.planning.plan import Goal
+from protos.brigade_pb2 import Frame
+from tests.integration.conftest import Models, deployed, running, serving
+from tests.integration.many import Live, request, solo, tokens_of
+from tests.integration.many import frames as frames
+from tests.integration.test_prefixes import rows_fed
+from tests.integration.windows import MASKED
+from tools.model_types.make import make_type
+
+LONG = {"max_position_embeddings": 4096}
+WIDE: dict[str, Any] = {"config": {"mask_token_id": 90, "head_dim": 32} | LONG, "sharpen": 4.0}
+KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "full": ("qwen3", {"config": MASKED["config"] | LONG}, make_cache_choice("full", None)),
+    "int8": ("qwen3", WIDE, make_cache_choice("int8", None)),
+    "int4": ("qwen3", WIDE, make_cache_choice("int4", None)),
+    "rotating": ("qwen3", {"config": MASKED["config"] | LONG}, make_cache_choice("rotating", 300)),
+    "sliding": ("gemma3_text", {"config": LONG}, make_cache_choice("full", None)),
+    "mla": ("deepseek_v3", LONG, make_cache_choice("full", None)),
+    "recurrent": ("qwen3_5", {}, make_cache_choice("full", None)),
+    "mixed": ("nemotron_h", {}, make_cache_choice("full", None)),
+}
+TINY = ("qwen3", "gemma3_text")
+TEXT, ENDS = tokens_of(1200), (300, 900, 1190)
+MOST = 64 << 20
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where all nodes of this process keep prefixes: their files tell the layers."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "brigade" / "prompts"
+
+
+def model_of(models: Models, tmp_path: Path, family: str, arguments: dict[str, Any]) -> Path:
+    return (
+        models(family, **arguments).folder
+        if family in TINY
+        else make_type(tmp_path / family, family, changes=arguments)
+    )
+
+
+@asynccontextmanager
+async def keeping(
+    folder: Path, layers: Sequence[int], most: int = MOST, goal: Goal = "latency"
+) -> AsyncIterator[Chain]:
+    """A chain of fresh nodes that keep prefixes on disk."""
+    async with (
+        serving(len(layers) - 1) as nodes,
+        deployed(folder, layers, nodes, goal=goal) as deployment,
+        joined(replace(deployment, prefix_bytes=most)) as chain,
+    ):
+        yield chain
+
+
+async def kept(folder: Path, layers: Sequence[int], *asked: Any, most: int = MOST, goal: Goal = "latency") -> Any:
+    """Have fresh nodes answer these requests one after another, and write what they keep."""
+    async with keeping(folder, layers, most, goal) as chain, Engine(chain) as engine:
+        found = [await engine.answer(each, chunk=256) for each in asked]
+    for thread in threading.enumerate():
+        if thread.name.startswith("prefixes"):  # a process ends after them
+            thread.join(10)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_after_a_restart_only_what_is_behind_the_deepest_piece_is_fed(
+    models: Models, tmp_path: Path, frames: list[Frame], kind: str
+) -> None:
+    """Another split reads it too, where each node has the layers; then the text goes on and is kept again."""
+    family, arguments, cache = KINDS[kind]
+    model = model_of(models, tmp_path, family, arguments)
+    asked = [
+        request(TEXT, 9, cache=cache, turn_ends=ENDS),
+        request((*TEXT, *tokens_of(200, 3)), 9, cache=cache, seed=3, temperature=0.8, turn_ends=(*ENDS, 1390)),
+        request((*TEXT[:1050], *tokens_of(80, 4)), 9, cache=cache),
+    ]
+    first, second = ((1, 3), (1, 2, 1)) if family in TINY else ((2, 4), (2, 2, 2))
+    can_be_cut = kind in ("full", "int8", "int4", "mla")
+    [before] = await kept(model, first, asked[0])
+    frames.clear()
+    [again] = await kept(model, second, asked[0])
+    assert again.tokens == before.tokens
+    num_read = 1024 if can_be_cut else 1190
+    assert again.usage.num_reused == num_read
+    assert rows_fed([f for f in frames if not any(w.stored for w in f.windows)][6:]) == again.usage.num_rows
+    assert again.usage.num_rows == len(TEXT) - num_read + len(again.tokens) - 1
+    found = await kept(model, second, asked[1])
+    found += await kept(model, second, *asked[1:])
+    async with running(model, second) as chain:
+        alone = await solo(chain, asked)
+    assert [each.tokens for each in found] == [alone[1].tokens, alone[1].tokens, alone[2].tokens]
+    assert [each.usage.num_reused for each in found] == ([1024, 1024, 1050] if can_be_cut else [1190, 1390, 900])
+
+
+def files_of(folder: Path, pattern: str = "*.rows") -> list[Path]:
+    return sorted(folder.glob(pattern))
+
+
+def bytes_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in files_of(folder))
+
+
+async def test_a_piece_that_a_node_lost_or_that_is_damaged_costs_only_time(
+    models: Models, folder: Path, frames: list[Frame]
+) -> None:
+    model = models("qwen3", **{"config": MASKED["config"] | LONG}).folder
+    asked = request(TEXT, 9)
+    [expected] = await kept(model, (1, 3), asked)
+    files = files_of(folder, "*-512-1024-*")
+    assert len(files) == 2 and len(files_of(folder)) == 4
+    modes = {path.stat().st_mode & 0o777 for path in files_of(folder.parent, "**/*")}
+    assert modes == {0o600, 0o700}  # the folder's own, too
+    own, others = files[0].read_bytes(), files_of(folder, "*-0-512-1-4.rows")[0].read_bytes()
+    damages = [own[:-1], own[:20], b"", own[:9000] + bytes([own[9000] ^ 1]) + own[9001:], others]
+    async with keeping(model, (1, 3)) as chain:
+        for damage in damages:
+            files[0].write_bytes(damage)
+            async with Engine(chain) as engine:
+                found = await engine.answer(asked, chunk=256)
+            assert found.tokens == expected.tokens and found.usage.num_reused in (0, 512)
+    [found] = await kept(model, (1, 3), asked)  # what was damaged was removed, computed and written again
+    assert found.tokens == expected.tokens and found.usage.num_reused == 1024
+    assert sum(window.stored != b"" for frame in frames for window in frame.windows) >= 2 + len(damages)
+
+
+async def test_nobody_else_and_no_other_model_begins_with_it(models: Models, tmp_path: Path) -> None:
+    """Another key, another kind of cache, other weights of the same shape, another first token."""
+    arguments: dict[str, Any] = {"config": MASKED["config"] | LONG}
+    model = models("qwen3", **arguments).folder
+    asked = request(TEXT, 5)
+    others = [
+        (model, asked, "somebody"),
+        (models("qwen3", seed=1, **arguments).folder, asked, ""),
+        (model, request((88, *TEXT[1:]), 5), ""),
+        (models("qwen3", **WIDE).folder, request(TEXT, 5, cache=make_cache_choice("int8", None)), ""),
+    ]
+    await kept(model, (1, 3), asked)
+    for folder, other, holder in others:
+        token = KEY_HOLDER.set(holder)
+        try:
+            [found] = await kept(folder, (1, 3), other)
+        finally:
+            KEY_HOLDER.reset(token)
+        assert found.usage.num_reused == 0
+    [found] = await kept(model, (1, 3), asked)
+    assert found.usage.num_reused == 1024
+
+
+async def test_the_oldest_pieces_give_way_and_those_of_a_full_disk_are_not_written(
+    models: Models, folder: Path
+) -> None:
+    model = models("qwen3", **{"config": MASKED["config"] | LONG}).folder
+    asked = [request(tokens_of(1100, seed), 3) for seed in range(3)]
+    await kept(model, (1, 3), asked[0])
+    size = bytes_of(folder)
+    found = await kept(model, (1, 3), *asked, most=size + size // 4)
+    assert bytes_of(folder) <= size + size // 4
+    assert [each.usage.num_reused for each in found] == [1024, 0, 0]
+    [found] = await kept(model, (1, 3), asked[2])
+    assert found.usage.num_reused >= 512
+    await kept(model, (1, 3), asked[1], most=100)
+    assert [path.name for path in files_of(folder, "*")] == ["secret"]
+
+
+@pytest.mark.parametrize("decode", [Decode("ngram"), Decode("diffusion", 8)])
+async def test_pieces_are_written_and_read_beside_streams_and_in_windows(models: Models, decode: Decode) -> None:
+    model = models("qwen3", **{"config": MASKED["config"] | LONG}).folder
+    asked = [request(tokens_of(700 + 100 * n, n), 12, decode, seed=n, temperature=0.7 * n) for n in range(3)]
+    async with running(model, (1, 2, 1)) as chain:
+        alone = await solo(chain, [*asked, request(tokens_of(20, 9), 400)])
+    for _ in range(2):
+        async with keeping(model, (1, 2, 1)) as chain, Engine(chain) as engine:
+            stream = Live(engine, request(tokens_of(20, 9), 400))
+            await stream.wait_pieces(2)
+            found = [await engine.answer(each, chunk=256) for each in asked]
+            assert [each.tokens for each in found] == [each.tokens for each in alone[:3]]
+            assert (await stream.answer()).tokens == alone[3].tokens
+    assert [each.usage.num_reused for each in found] == [512, 512, 512]
+
+
+async def test_where_one_node_makes_the_answers_it_alone_reads_and_writes(models: Models, folder: Path) -> None:
+    model = models("qwen3", **{"config": MASKED["config"] | LONG}).folder
+    asked = request(TEXT, 9)
+    [expected] = await kept(model, (2, 2), asked, goal="prompt")
+    assert {path.name.split("-", 3)[3] for path in files_of(folder)} == {"0-4.rows"}
+    [found] = await kept(model, (2, 2), asked, goal="prompt")
+    assert found.tokens == expected.tokens and found.usage.num_reused == 1024

@@ -1,0 +1,233 @@
+"""Prefixes on this node's disk: the rows of kept slots, in pieces, for later sessions that begin with the same tokens.
+
+A piece is a file in one folder, which only its user can read. Its name, a keyed hash of all that its rows depend on,
+comes from the coordinator. The file's name also tells which tokens and layers it is of, so a listing is an index.
+A file begins with the piece's name; a segment of each cache follows, with its checksum.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from protos.brigade_pb2 import Piece, PrefixesReply, PrefixesRequest
+from worker.errors import ConfigError, FrameError, PrefixLost
+from worker.memory.slot_caches import CacheSegment
+from worker.node.framing import read_report
+from worker.node.hop import can_pack, pack_segment, unpack_segment
+from worker.platform.installation import cache_folder
+
+_log = logging.getLogger(__name__)
+
+_FILE = re.compile(r"([0-9a-f]{32})-([0-9]{1,8})-([0-9]{1,8})-([0-9]{1,5})-([0-9]{1,5})\.rows")
+_MAGIC = b"brigade prefix 1"
+_SECRET_BYTES = 32
+_LENGTH_BYTES = 8  # of a segment's length
+_MOST_WAITING = 2  # pieces in memory that the disk has not taken yet; further ones are dropped
+_TOKEN_S = 0.001  # by which the next token of a prefix counts as used earlier
+_SPARE = 10  # a tenth of the disk stays free, whatever the limit
+_ABANDONED_S = 600.0  # after which an unfinished file is that of a process that has ended
+
+
+@dataclass(frozen=True)
+class PieceFile:
+    """A piece on disk, of layers [start, stop)."""
+
+    path: Path
+    piece: Piece
+    start: int
+    stop: int
+    nbytes: int
+    used: float  # when it was last written or read, seconds since 1970
+
+
+def prefix_folder() -> Path:
+    return cache_folder() / "prompts"
+
+
+def naming_secret(folder: Path | None = None) -> bytes:
+    """Return the key with which this user's coordinators name pieces; make one if there is none.
+
+    Raises:
+        ConfigError: the file cannot be read or written, or is not one that this function wrote.
+    """
+    path = (folder or prefix_folder()) / "secret"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            unfinished = path.with_name(f"secret.{os.getpid()}.{secrets.token_hex(4)}")
+            with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(secrets.token_bytes(_SECRET_BYTES))
+            try:
+                os.link(unfinished, path)  # fails if another process was quicker
+            finally:
+                unfinished.unlink()
+        secret = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot keep prefixes on disk: {error}; see `cache_disk` in cluster.yaml") from error
+    if len(secret) != _SECRET_BYTES:
+        raise ConfigError(f"{path}: expected {_SECRET_BYTES} bytes, found {len(secret)}; remove its folder")
+    return secret
+
+
+def piece_files(folder: Path) -> list[PieceFile]:
+    """Return all pieces of a folder, the least recently used first."""
+    found = []
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if match := _FILE.fullmatch(entry.name):
+                with contextlib.suppress(OSError):  # removed meanwhile
+                    stat = entry.stat(follow_symlinks=False)
+                    begin, end, start, stop = map(int, match.groups()[1:])
+                    piece = Piece(name=bytes.fromhex(match[1]), begin=begin, end=end)
+                    found.append(PieceFile(Path(entry.path), piece, start, stop, stat.st_size, stat.st_mtime))
+    return sorted(found, key=lambda file: file.used)
+
+
+def list_prefixes(request: PrefixesRequest, folder: Path | None = None) -> PrefixesReply:
+    """Return the pieces of this node that have these layers, after removing them if the request says so."""
+    files = piece_files(folder or prefix_folder())
+    chosen = [file for file in files if not request.end or (file.start <= request.start and request.end <= file.stop)]
+    if request.remove:
+        for file in chosen:
+            file.path.unlink(missing_ok=True)
+    reply = PrefixesReply(bytes=sum(file.nbytes for file in chosen), used=int(max((f.used for f in chosen), default=0)))
+    reply.pieces.extend({file.piece.name: file.piece for file in chosen}.values())
+    return reply
+
+
+class PrefixStore:
+    """The pieces of one stage's layers. A thread writes them, behind the steps; reading blocks its caller."""
+
+    def __init__(self, start: int, stop: int, limit: int, folder: Path | None = None) -> None:
+        """
+        Args:
+            start, stop: the layers [start, stop) of the stage.
+            limit: the most bytes that all pieces of the folder may take.
+        """
+        self._folder = folder or prefix_folder()
+        self._start, self._stop, self._limit = start, stop, limit
+        self._writer = ThreadPoolExecutor(1, "prefixes")  # a process ends once it has written everything
+        self._writing: list[Future[None]] = []
+        self._can_write = True
+
+    def put(self, piece: Piece, segments: Sequence[CacheSegment]) -> None:
+        """Have a piece written, unless the disk is too slow for it. Call on the MLX thread; the arrays are copied."""
+        is_known = all(can_pack(array) for segment in segments for array in segment.arrays)
+        self._writing = [each for each in self._writing if not each.done()]
+        if is_known and len(self._writing) < _MOST_WAITING:
+            blocks = [pack_segment(0, 0, 0, segment) for segment in segments]
+            self._writing.append(self._writer.submit(self._try_write, piece, blocks))
+
+    def read(self, name: bytes) -> list[CacheSegment]:
+        """Return a piece's segments and count it as used. Call on the MLX thread.
+
+        Raises:
+            PrefixLost: it is not here, or is damaged; then it is removed.
+        """
+        for path in self._paths(name):
+            try:
+                found = list(_segments_of(memoryview(path.read_bytes()), name))
+                _touch(path)
+                return found
+            except FileNotFoundError:
+                continue
+            except (OSError, FrameError) as error:
+                _log.warning("removed a damaged piece of a prefix: %s", error)
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        raise PrefixLost(f"expected a piece of a prefix on this node's disk, found none of layers {self._layers}")
+
+    def discard(self, name: bytes) -> None:
+        """Remove a piece that does not fit the caches."""
+        for path in self._paths(name):
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Take no more pieces; those that wait are still written."""
+        self._writer.shutdown(wait=False)
+
+    @property
+    def _layers(self) -> str:
+        return f"[{self._start}, {self._stop})"
+
+    def _paths(self, name: bytes) -> list[Path]:
+        """Return the files of a piece that have all layers of this stage."""
+        found = [(path, _FILE.fullmatch(path.name)) for path in self._folder.glob(f"{name.hex()}-*.rows")]
+        places = [(path, int(match[4]), int(match[5])) for path, match in found if match]
+        return [path for path, start, stop in places if start <= self._start and self._stop <= stop]
+
+    def _try_write(self, piece: Piece, blocks: Sequence[bytes]) -> None:
+        """Write a piece, unless an earlier one could not be written."""
+        try:
+            if self._can_write:
+                self._write(piece, blocks)
+        except OSError as error:
+            self._can_write = False
+            _log.warning("cannot keep prefixes on disk any more: %s", error)
+
+    def _write(self, piece: Piece, blocks: Sequence[bytes]) -> None:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        nbytes = sum(_LENGTH_BYTES + len(block) for block in blocks)
+        if not self._make_room(nbytes):
+            return
+        path = self._folder / f"{piece.name.hex()}-{piece.begin}-{piece.end}-{self._start}-{self._stop}.rows"
+        unfinished = path.with_suffix(f".{os.getpid()}.part")
+        try:
+            with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(_MAGIC + piece.name)
+                for block in blocks:
+                    file.write(len(block).to_bytes(_LENGTH_BYTES, "little"))
+                    file.write(block)
+            _touch(unfinished)
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Remove the least recently used pieces until there is room; return whether there is."""
+        _remove(path for path in self._folder.glob("*.part") if time.time() - path.stat().st_mtime > _ABANDONED_S)
+        files = piece_files(self._folder)
+        disk = shutil.disk_usage(self._folder)
+        room = min(self._limit - sum(file.nbytes for file in files), disk.free - disk.total // _SPARE)
+        for file in files:
+            if room >= nbytes:
+                break
+            file.path.unlink(missing_ok=True)
+            room += file.nbytes
+        return room >= nbytes
+
+
+def _touch(path: Path) -> None:
+    """Count a piece as used now, but the end of a prefix earlier than its beginning, without which it is useless."""
+    end = int(path.name.split("-")[2])
+    at = time.time() - end * _TOKEN_S
+    os.utime(path, (at, at))
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    with contextlib.suppress(OSError):
+        for path in paths:
+            path.unlink()
+
+
+def _segments_of(content: memoryview, name: bytes) -> Iterator[CacheSegment]:
+    """Yield the segments of a piece's file. Raises FrameError unless it is whole, and the file of this piece."""
+    at = len(_MAGIC) + len(name)
+    if content[:at] != _MAGIC + name:
+        raise FrameError("expected the file of this piece, got another one")
+    while at < len(content):
+        length = int.from_bytes(content[at : at + _LENGTH_BYTES], "little")
+        at += _LENGTH_BYTES
+        if at + length > len(content):
+            raise FrameError(f"expected {at + length} bytes, got {len(content)}")
+        report, data = read_report(content[at : at + length], "")
+        yield unpack_segment(report.segment, data)
+        at += length
