@@ -25,8 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
@@ -51,6 +51,7 @@ from coordinator.sessions.output import Output
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Contents, LoadRequest, Sampling
 from tools.bench_frames import Ticker
+from tools.child import child
 from tools.feed_costs import costs_alone
 from tools.feed_receiver import NAME, Peak, networks, serve
 from tools.sparse_model import write_sparse
@@ -128,7 +129,8 @@ async def _measure(folder: Path, layers: int, rounds: int, shaped: int, *, as_ma
     write_sparse(folder / "model", _CONFIG | {"num_hidden_layers": layers + 1}, None)
     checkpoint = open_folder(folder / "model")
     console = Console(width=150)
-    async with _receiver(folder) as receiver:
+    async with child("tools.bench_feed", "--receive", folder) as (ports, _, process):
+        receiver = Receiver(process, json.loads(ports), folder)
         ways = await receiver.ways(checkpoint, layers)
         for turn in range(1 + rounds):
             for way in ways:
@@ -231,19 +233,6 @@ class Receiver:
             connection.shutdown(socket.SHUT_WR)
             connection.recv(1)
         return nbytes
-
-
-@asynccontextmanager
-async def _receiver(folder: Path) -> AsyncIterator[Receiver]:
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-m", "tools.bench_feed", "--receive", str(folder)]
-    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
-    assert process.stdout is not None
-    try:
-        yield Receiver(process, json.loads(await process.stdout.readline()), folder)
-    finally:
-        process.kill()
-        await process.wait()
 
 
 def request_of(checkpoint: Checkpoint, layers: int) -> LoadRequest:

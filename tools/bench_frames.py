@@ -12,11 +12,9 @@ import asyncio
 import itertools
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import closing
 from functools import partial
 from typing import Annotated, Any
 
@@ -29,6 +27,7 @@ from rich.table import Table
 from coordinator.cli.flags import parse_counts
 from protos.brigade_pb2 import Credit, Frame, Result, Timing
 from protos.brigade_pb2_grpc import HopServicer
+from tools.child import child
 from tools.worker_process import address_with_hops
 from worker.node.hop import Link, add_hops, pack
 from worker.node.network import Network
@@ -146,8 +145,8 @@ async def _measure(hidden_size: int, rows: Sequence[int], count: int) -> None:
     for column in columns:
         table.add_column(column, justify="right")
     with closing(MlxThread()) as thread:
-        async with _receiver() as (port, answers):
-            for row in await thread.call(_send(port, partial(line_of, answers, loop), hidden_size, rows, count)):
+        async with child("tools.bench_frames", "--serve") as (port, answers, _):
+            for row in await thread.call(_send(int(port), partial(line_of, answers, loop), hidden_size, rows, count)):
                 table.add_row(*row)
     Console().print(table)
 
@@ -193,18 +192,6 @@ def hidden(num_rows: int, hidden_size: int) -> mx.array:
     array = mx.random.normal((1, num_rows, hidden_size)).astype(mx.bfloat16)
     mx.eval(array)
     return array
-
-
-@asynccontextmanager
-async def _receiver() -> AsyncIterator[tuple[int, asyncio.StreamReader]]:
-    command = [sys.executable, "-m", "tools.bench_frames", "--serve"]
-    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    try:
-        yield int(await process.stdout.readline()), process.stdout
-    finally:
-        process.terminate()
-        await process.wait()
 
 
 if __name__ == "__main__":

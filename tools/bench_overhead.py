@@ -6,14 +6,11 @@ Runs in turn, in one go: the whole model in this process, the same model on this
 bare `grpc.aio` stream to another process that carries the same bytes. Prints medians and their ratios.
 """
 
-import asyncio
 import itertools
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import closing
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -28,6 +25,7 @@ from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.engine.engine import generate_once
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
+from tools.child import child
 from worker.model.model_spec import DTYPE_BYTES, ModelSpec
 from worker.node.network import Network
 from worker.platform.machine import machine_name
@@ -104,7 +102,10 @@ def _hidden_bytes(spec: ModelSpec) -> int:
 async def _echo_ms(spec: ModelSpec, count: int) -> list[float]:
     """Round trips of one token's hidden state over a bare bidirectional stream to another process."""
     payload = bytes(_hidden_bytes(spec))
-    async with _echo_process() as address, Network().channel("echo", address) as channel:
+    async with (
+        child("tools.bench_overhead", "--echo") as (port, _, _),
+        Network().channel("echo", f"127.0.0.1:{int(port)}") as channel,
+    ):
         call = channel.stream_stream(_ECHO)()  # type: ignore[call-arg]
         times = []
         for _ in range(count):
@@ -114,18 +115,6 @@ async def _echo_ms(spec: ModelSpec, count: int) -> list[float]:
             times.append((time.perf_counter() - before) * 1e3)
         call.cancel()
         return times
-
-
-@asynccontextmanager
-async def _echo_process() -> AsyncIterator[str]:
-    command = [sys.executable, "-m", "tools.bench_overhead", "--echo"]
-    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    try:
-        yield f"127.0.0.1:{int(await process.stdout.readline())}"
-    finally:
-        process.terminate()
-        await process.wait()
 
 
 async def _serve_echo() -> None:

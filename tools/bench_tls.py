@@ -13,8 +13,6 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -38,6 +36,7 @@ from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Credit, Frame, Sampling, Timing
 from protos.brigade_pb2_grpc import HopServicer
 from tools.bench_frames import NextLine, Ticker, hidden, line_of
+from tools.child import child
 from tools.worker_process import free_port
 from worker.node.certificates import KeyFile, Role
 from worker.node.framing import ENCRYPTED, FrameAssembler, Wire
@@ -158,9 +157,10 @@ async def _measure(keys: Path, hidden_size: int, counts: dict[int, int], tokens:
 async def _send(ways: Sequence[Way], keys: Path, num_rows: int, hidden_size: int, count: int) -> None:
     is_ticking = num_rows > 1  # it takes time itself, which counts in a small frame
     with closing(MlxThread()) as thread:
-        async with _receiver(keys, is_ticking=is_ticking) as (ports, gaps):
+        ticking = ["--ticking"] if is_ticking else []
+        async with child("tools.bench_tls", "--serve", keys, *ticking) as (ports, gaps, _):
             gap = partial(line_of, gaps, asyncio.get_running_loop())
-            await thread.call(_send_from_loop(ways, ports, gap, num_rows, hidden_size, count))
+            await thread.call(_send_from_loop(ways, json.loads(ports), gap, num_rows, hidden_size, count))
 
 
 async def _send_from_loop(
@@ -192,18 +192,6 @@ async def _send_from_loop(
                     way.found.append((took_ms, *ticker.take(), *theirs))
         for call in calls:
             call.cancel()
-
-
-@asynccontextmanager
-async def _receiver(keys: Path, *, is_ticking: bool) -> AsyncIterator[tuple[list[int], asyncio.StreamReader]]:
-    command = [sys.executable, "-m", "tools.bench_tls", "--serve", str(keys), *(["--ticking"] if is_ticking else [])]
-    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    try:
-        yield json.loads(await process.stdout.readline()), process.stdout
-    finally:
-        process.terminate()
-        await process.wait()
 
 
 def _print(title: str, ways: Sequence[Way]) -> None:
@@ -245,26 +233,12 @@ async def _chain(keys: Path, is_encrypted: bool, thread: MlxThread) -> AsyncIter
     config.write_text("\n".join([*lines, "workers:", *workers]))
     async with AsyncExitStack() as stack:
         for name in _WORKERS:
-            await stack.enter_async_context(_worker(name, config))
+            arguments = ("--name", name, "--config", config, "--follow-parent")
+            await stack.enter_async_context(child("worker", *arguments))  # it listens once it prints a line
         options = cluster_options(config, None, None, None, None)
         checkpoint, spec = await read_model(options.model)
         opening = open_chain(options, checkpoint, spec, options.context, thread)
         yield await stack.enter_async_context(opening)
-
-
-@asynccontextmanager
-async def _worker(name: str, config: Path) -> AsyncIterator[None]:
-    """A worker process, from when it listens."""
-    command = [sys.executable, "-m", "worker", "--name", name, "--config", str(config), "--follow-parent"]
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
-    assert process.stdout is not None
-    try:
-        await process.stdout.readline()
-        yield
-    finally:
-        process.terminate()
-        await process.wait()
 
 
 if __name__ == "__main__":
