@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import closing
 from functools import partial
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import mlx.core as mx
@@ -90,15 +91,16 @@ class Answering:
     def awaited(self, frame: Frame) -> None:
         pass
 
-    def launch_ahead(self, result: Result, *, is_finished: bool) -> None:
+    def launch_ahead(self, step: SimpleNamespace, *, is_finished: bool) -> None:
         pass
 
-    def begin(self, frame: Frame, x: mx.array | None, received: int, taken: int) -> Result:
+    def begin(self, frame: Frame, x: mx.array | None, received: int, taken: int) -> SimpleNamespace:
         mx.eval(x)
-        return Result(step=frame.step, timings=[Timing(received=received, taken=taken)])
+        result = Result(step=frame.step, timings=[Timing(received=received, taken=taken)])
+        return SimpleNamespace(frame=frame, result=result, segments=(), has_drafting=False, goes_on=False)
 
-    def finish(self, result: Result) -> tuple[Result, None]:
-        return result, None
+    def finish(self, step: SimpleNamespace) -> tuple[Result, None]:
+        return step.result, None
 
     def build_ahead(self) -> None:
         pass
