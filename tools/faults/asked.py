@@ -1,11 +1,16 @@
 """What is asked of the bundled model while faults happen: every decoder, and every way of drawing."""
 
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from coordinator.decoding.decode_options import Decode
+from coordinator.planning.recovery import Limits
+from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Sampling
 from tools.faults.rig import Rig
+from tools.faults.trial import Trial
 
 MAX_TOKENS = 48
 FOX = "Tell me a story about a fox."
@@ -33,6 +38,18 @@ def four(rig: Rig, decode: str) -> list[Request]:
     first = greedy(rig, decode)
     samplings = (_ROUGH, first.prompt), (SAMPLED, rig.prompt(SUM)), (_PENALISED, rig.prompt(CODE))
     return [first, *(replace(first, sampling=sampling, prompt=prompt) for sampling, prompt in samplings)]
+
+
+@asynccontextmanager
+async def asking_four(
+    rig: Rig, limits: Limits, via: dict[str, str] | None = None, failpoints: Mapping[str, str] = {}
+) -> AsyncIterator[tuple[Trial, list[Request], list[Answer]]]:
+    """Open a cluster over whole workers. Yield it with four requests and the answers that one process gives."""
+    await rig.make_whole(**failpoints)
+    asked = four(rig, "ar")
+    expected = await rig.expected(asked)
+    async with rig.opened(rig.options(limits, via=via)) as trial:
+        yield trial, asked, expected
 
 
 async def of_kind(rig: Rig, kind: str, decode: str) -> list[Request]:

@@ -8,7 +8,7 @@ from functools import partial
 
 from coordinator.planning.recovery import Limits
 from coordinator.sessions.output import Answer
-from tools.faults.asked import four
+from tools.faults.asked import asking_four, four
 from tools.faults.case import COMES_BACK, IS_GONE, Case, num_pieces
 from tools.faults.rig import NAMES, Rig
 from tools.faults.trial import Seen, Trial
@@ -48,14 +48,10 @@ def inside() -> Iterator[Case]:
 
 
 async def hang(rig: Rig, name: str, failpoint: str) -> Seen:
-    await rig.make_whole(**{name: failpoint})
-    asked = four(rig, "ar")
-    expected = await rig.expected(asked)
-    async with rig.opened(rig.options(IS_GONE)) as trial:
+    async with asking_four(rig, IS_GONE, failpoints={name: failpoint}) as (trial, asked, expected):
         await trial.begin(asked, -1, lambda: None)
         found = await trial.answers()
-        is_prompt = trial.detect_s is not None and trial.detect_s <= HUNG_S
-        return trial.seen(found, expected, is_kept=is_prompt, also=_first_error(trial))
+        return trial.seen(found, expected, is_kept=trial.is_noticed_within(HUNG_S), also=_first_error(trial))
 
 
 async def nan(rig: Rig, name: str) -> Seen:
@@ -95,10 +91,7 @@ async def joins_never(rig: Rig) -> Seen:
 
 async def _lose_first(rig: Rig, limits: Limits, failpoint: str, num_stages: int) -> Seen:
     """It is started again with this failpoint, as often as it ends."""
-    await rig.make_whole()
-    asked = four(rig, "ar")
-    expected = await rig.expected(asked)
-    async with rig.opened(rig.options(limits)) as trial:
+    async with asking_four(rig, limits) as (trial, asked, expected):
         await trial.begin(asked, num_pieces(expected[0]) // 2, rig.first.kill)
         await trial.wait_lost()
         async with started_again(rig.first, failpoint):

@@ -54,8 +54,7 @@ async def kill(rig: Rig, asked: Sequence[Request], name: str, moment: str, *, co
         if comes_back:
             rig.nodes[name].start()
         found = await trial.answers()
-        is_prompt = trial.detect_s is not None and trial.detect_s <= KILLED_S
-        return trial.seen(found, expected, is_kept=is_prompt and len(trial.lost_at) == 1)
+        return trial.seen(found, expected, is_kept=trial.is_noticed_within(KILLED_S) and len(trial.lost_at) == 1)
 
 
 async def _kill_kind(rig: Rig, kind: str, decode: str, name: str) -> Seen:

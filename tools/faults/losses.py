@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from coordinator.sessions.request import Request
-from tools.faults.asked import FOX, MAX_TOKENS, four, greedy
+from tools.faults.asked import FOX, MAX_TOKENS, asking_four, four, greedy
 from tools.faults.case import COMES_BACK, IS_GONE, Case, num_pieces, still
 from tools.faults.command import Command, generate
 from tools.faults.kills import kill
@@ -84,15 +84,11 @@ async def does_not_fit(rig: Rig) -> Seen:
 
 
 async def two(rig: Rig, *, is_gone: bool) -> Seen:
-    await rig.make_whole()
-    asked = four(rig, "ar")
-    expected = await rig.expected(asked)
-
     def kill_both() -> None:
         rig.first.kill()
         rig.last.kill()
 
-    async with rig.opened(rig.options(IS_GONE if is_gone else COMES_BACK)) as trial:
+    async with asking_four(rig, IS_GONE if is_gone else COMES_BACK) as (trial, asked, expected):
         await trial.begin(asked, num_pieces(expected[0]) // 2, kill_both)
         await trial.wait_lost()
         if not is_gone:
@@ -103,10 +99,7 @@ async def two(rig: Rig, *, is_gone: bool) -> Seen:
 
 
 async def during_replay(rig: Rig) -> Seen:
-    await rig.make_whole()
-    asked = four(rig, "ar")
-    expected = await rig.expected(asked)
-    async with rig.opened(rig.options(COMES_BACK)) as trial:
+    async with asking_four(rig, COMES_BACK) as (trial, asked, expected):
 
         def lose_another() -> None:
             if len(trial.lost_at) == 1:
@@ -123,10 +116,7 @@ async def during_replay(rig: Rig) -> Seen:
 
 
 async def drain(rig: Rig) -> Seen:
-    await rig.make_whole()
-    asked = four(rig, "ar")
-    expected = await rig.expected(asked)
-    async with rig.opened(rig.options(COMES_BACK)) as trial:
+    async with asking_four(rig, COMES_BACK) as (trial, asked, expected):
         await trial.begin(asked, num_pieces(expected[0]) // 2, lambda: rig.first.signal(signal.SIGTERM))
         found = await trial.answers()
         code = await rig.first.wait_ended(10)

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from tools.faults.asked import four, greedy
+from tools.faults.asked import asking_four, greedy
 from tools.faults.case import COMES_BACK, IS_GONE, STOPPED_S, Case, num_pieces, still
 from tools.faults.rig import NAMES, Rig
 from tools.faults.trial import FAR_S, Seen, Trial
-from tools.proxy import Proxy, Way, proxy_to
+from tools.proxy import Proxy, proxy_to
 from tools.worker_process import until
 
 Harm = Callable[[Proxy], None]
@@ -36,18 +36,15 @@ def links() -> Iterator[Case]:
     yield Case("link", "last is not heard for 4 s, but sent to", FENCED, partial(cut_link, name="last", cut=back))
     for name in NAMES:
         yield Case("link", f"connections to {name} are reset", NEVER_WRONG, partial(spoil, name=name, harm=Proxy.reset))
-    for what, change in CONDITIONS.items():
-        yield Case("link", f"the links to last {what}", UNSEEN, partial(bear, change=change))
+    for what, (name, value) in CONDITIONS.items():
+        yield Case("link", f"the links to last {what}", UNSEEN, partial(bear, name=name, value=value))
     for what, harm in HARMS.items():
         yield Case("link", what, NEVER_WRONG, partial(spoil, name="last", harm=harm, times=3))
 
 
 async def pause(rig: Rig, name: str) -> Seen:
-    await rig.make_whole()
-    asked = four(rig, "ar")
-    expected = await rig.expected(asked)
     node = rig.nodes[name]
-    async with rig.opened(rig.options(COMES_BACK)) as trial:
+    async with asking_four(rig, COMES_BACK) as (trial, asked, expected):
         await trial.begin(asked, num_pieces(expected[0]) // 2, lambda: node.signal(signal.SIGSTOP))
         await until(lambda: trial.fault_at, 30, "the worker is stopped")
         await still(0.5)
@@ -57,16 +54,12 @@ async def pause(rig: Rig, name: str) -> Seen:
 
 
 async def stop(rig: Rig, name: str, seconds: float) -> Seen:
-    await rig.make_whole()
-    asked = four(rig, "ar")
-    expected = await rig.expected(asked)
     node = rig.nodes[name]
-    async with rig.opened(rig.options(IS_GONE)) as trial:
+    async with asking_four(rig, IS_GONE) as (trial, asked, expected):
         await trial.begin(asked, num_pieces(expected[0]) // 2, lambda: node.signal(signal.SIGSTOP))
         found = await trial.answers()
-        is_prompt = trial.detect_s is not None and trial.detect_s <= STOPPED_S
         await still(seconds - (trial.detect_s or 0))
-        seen = trial.seen(found, expected, is_kept=is_prompt)
+        seen = trial.seen(found, expected, is_kept=trial.is_noticed_within(STOPPED_S))
         node.signal(signal.SIGCONT)
         return await taken_back(rig, trial, name, seen)
 
@@ -103,81 +96,47 @@ def back(proxy: Proxy, value: bool) -> None:
 
 
 async def cut_link(rig: Rig, name: str, cut: Callable[[Proxy, bool], None], seconds: float = _CUT_S) -> Seen:
-    await rig.make_whole()
-    asked = four(rig, "ar")
-    expected = await rig.expected(asked)
     with proxy_to(rig.nodes[name].address) as proxy:
-        async with rig.opened(rig.options(IS_GONE, via={name: proxy.address})) as trial:
+        async with asking_four(rig, IS_GONE, via={name: proxy.address}) as (trial, asked, expected):
             await trial.begin(asked, num_pieces(expected[0]) // 2, lambda: cut(proxy, True))
             found = await trial.answers()
-            is_prompt = trial.detect_s is not None and trial.detect_s <= STOPPED_S
             await still(seconds - (trial.detect_s or 0))
-            seen = trial.seen(found, expected, is_kept=is_prompt)
+            seen = trial.seen(found, expected, is_kept=trial.is_noticed_within(STOPPED_S))
             cut(proxy, False)
             return await taken_back(rig, trial, name, seen)
 
 
-def slow(way: Way) -> None:
-    way.latency_s = 0.03
-
-
-def narrow(way: Way) -> None:
-    way.bytes_per_s = 300_000
-
-
-def sliced(way: Way) -> None:
-    way.slice_bytes = 13
-
-
-CONDITIONS: dict[str, Callable[[Way], None]] = {
-    "take 30 ms each way": slow,
-    "carry 300 kB/s": narrow,
-    "carry pieces of 13 bytes": sliced,
+CONDITIONS: dict[str, tuple[str, float]] = {  # an attribute of both ways of a proxy, and its value
+    "take 30 ms each way": ("latency_s", 0.03),
+    "carry 300 kB/s": ("bytes_per_s", 300_000),
+    "carry pieces of 13 bytes": ("slice_bytes", 13),
 }
 
 
-def _each(change: Callable[[Way], None], proxy: Proxy) -> None:
-    for way in proxy.ways:
-        change(way)
-
-
-async def bear(rig: Rig, change: Callable[[Way], None]) -> Seen:
-    await rig.make_whole()
-    asked = four(rig, "ar")
-    expected = await rig.expected(asked)
+async def bear(rig: Rig, name: str, value: float) -> Seen:
     with proxy_to(rig.last.address) as proxy:
-        async with rig.opened(rig.options(COMES_BACK, via={"last": proxy.address})) as trial:
-            await trial.begin(asked, 5, partial(_each, change, proxy))
+
+        def change() -> None:
+            for way in proxy.ways:
+                setattr(way, name, value)
+
+        async with asking_four(rig, COMES_BACK, via={"last": proxy.address}) as (trial, asked, expected):
+            await trial.begin(asked, 5, change)
             found = await trial.answers()
             return trial.seen(found, expected, is_kept=not trial.lost_at)
 
 
-def flip_there(proxy: Proxy) -> None:
-    proxy.there.hop_flips = 1
-
-
-def flip_back(proxy: Proxy) -> None:
-    proxy.back.hop_flips = 1
-
-
-def double(proxy: Proxy) -> None:
-    proxy.there.duplicates = 1
-
-
 HARMS: dict[str, Harm] = {
-    "three bits flip in what last is sent": flip_there,
-    "three bits flip in what last sends": flip_back,
-    "bytes for last come twice, three times": double,
+    "three bits flip in what last is sent": lambda proxy: setattr(proxy.there, "hop_flips", 1),
+    "three bits flip in what last sends": lambda proxy: setattr(proxy.back, "hop_flips", 1),
+    "bytes for last come twice, three times": lambda proxy: setattr(proxy.there, "duplicates", 1),
 }
 
 
 async def spoil(rig: Rig, name: str, harm: Harm, times: int = 1) -> Seen:
     """The harm is done again once the stream has gone on for some pieces."""
-    await rig.make_whole()
-    asked = four(rig, "ar")
-    expected = await rig.expected(asked)
     with proxy_to(rig.nodes[name].address) as proxy:
-        async with rig.opened(rig.options(COMES_BACK, via={name: proxy.address})) as trial:
+        async with asking_four(rig, COMES_BACK, via={name: proxy.address}) as (trial, asked, expected):
             await trial.begin(asked, 5, lambda: harm(proxy))
             for number in range(1, times):
                 await trial.live[0].wait_pieces(5 + 10 * number)

@@ -141,6 +141,9 @@ class Trial:
         since = self.fault_at or max(known, default=None)
         return None if since is None else self.lost_at[0] - since
 
+    def is_noticed_within(self, seconds: float) -> bool:
+        return self.detect_s is not None and self.detect_s <= seconds
+
     @property
     def gap_s(self) -> float | None:
         """The longest that a reader got nothing because of the first loss."""
