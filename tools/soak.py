@@ -16,7 +16,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import typer
@@ -64,7 +64,7 @@ def main(
     model: Annotated[str, typer.Option(help="A mask-trained model, as for `brigade generate`.")] = "demo",
 ) -> int:
     """Exit code 1 if a token was wrong, a request failed or stood still, or something was left behind."""
-    tell = _say_when if verbose else _say_nothing
+    tell = _say_when if verbose else lambda line: None  # the table counts what happened
     soak = run_async(run(cluster_options(None, model, 0, None, _CONTEXT), minutes * 60, seed, tell))
     print_soak(soak)
     return 1 if soak.violations else 0
@@ -100,43 +100,32 @@ async def make_table(
         return [(request, (await generate_once(chain, request)).tokens) for request in make_requests(spec)]
 
 
+@dataclass
 class Round:
     """One cluster's life."""
 
-    def __init__(
-        self,
-        options: ClusterOptions,
-        checkpoint: Checkpoint,
-        spec: ModelSpec,
-        table: Sequence[tuple[Request, list[int]]],
-        workers: Sequence[SoakWorker],
-        soak: Soak,
-        numbers: random.Random,
-        thread: MlxThread,
-        tell: Tell,
-    ) -> None:
-        self._thread = thread
-        self._tell = tell
-        self._options = options
-        self._checkpoint = checkpoint
-        self._spec = spec
-        self._table = table
-        self._workers = workers
-        self._soak = soak
-        self._numbers = numbers
-        self._is_over = False
+    options: ClusterOptions
+    checkpoint: Checkpoint
+    spec: ModelSpec
+    table: Sequence[tuple[Request, list[int]]]
+    workers: Sequence[SoakWorker]
+    soak: Soak
+    numbers: random.Random
+    thread: MlxThread
+    tell: Tell
+    is_over: bool = False
 
     async def run(self, seconds: float, *, is_faulty: bool) -> None:
         """Serve for so long; faults end before, so that the last answers come through as they should."""
         async with AsyncExitStack() as stack:
-            kept = await LocalWorker.start("mac-2", self._options.model)
+            kept = await LocalWorker.start("mac-2", self.options.model)
             stack.push_async_callback(kept.stop)
             nodes = await stack.enter_async_context(self._nodes(kept))
             peers = nodes.peers(nodes.workers)
             opening = cluster_over(
-                *(nodes, peers, self._options, self._checkpoint, self._spec, _CONTEXT),
-                say=self._tell,
-                thread=self._thread,
+                *(nodes, peers, self.options, self.checkpoint, self.spec, _CONTEXT),
+                say=self.tell,
+                thread=self.thread,
             )
             cluster = await stack.enter_async_context(opening)
             engine = await stack.enter_async_context(Engine(cluster.chain, when_lost=cluster.reopen))
@@ -147,40 +136,40 @@ class Round:
                     await self._make_faults(nodes, seconds)
                 else:
                     await asyncio.sleep(seconds)
-                self._is_over = True
-                self._soak.soaked_s += seconds
-            self._soak.num_recoveries += cluster.num_recoveries
+                self.is_over = True
+                self.soak.soaked_s += seconds
+            self.soak.num_recoveries += cluster.num_recoveries
 
     def _nodes(self, kept: LocalWorker) -> Nodes:
-        network, (first, last) = Network(), self._workers
+        network, (first, last) = Network(), self.workers
         nodes = Nodes([first.peer(), Peer(kept.name, [kept.address], network), last.peer()])
-        nodes.keep([kept], network, self._tell)
+        nodes.keep([kept], network, self.tell)
         return nodes
 
     async def _make_faults(self, nodes: Nodes, seconds: float) -> None:
         """One every few seconds, of workers that nothing is happening to; some at the same time."""
         until, busy = time.monotonic() + seconds, set[str]()
         async with asyncio.TaskGroup() as group:
-            while (pause_s := self._numbers.uniform(*_FAULT_S)) < until - time.monotonic():
+            while (pause_s := self.numbers.uniform(*_FAULT_S)) < until - time.monotonic():
                 await asyncio.sleep(pause_s)
                 victims = [(name, kind, fault) for name, kind, fault in self._faults(nodes) if name not in busy]
                 if victims:
-                    name, kind, fault = self._numbers.choice(victims)
+                    name, kind, fault = self.numbers.choice(victims)
                     busy.add(name)
-                    self._soak.faults[kind] += 1
-                    self._tell(f"{name}: {kind}")
+                    self.soak.faults[kind] += 1
+                    self.tell(f"{name}: {kind}")
                     group.create_task(self._suffer(fault, name, busy))
 
     async def _suffer(self, fault: Fault, name: str, busy: set[str]) -> None:
         try:
-            await fault(self._numbers)
+            await fault(self.numbers)
         finally:
             busy.discard(name)
 
     def _faults(self, nodes: Nodes) -> list[tuple[str, str, Fault]]:
         """Whom, what, and how."""
         found: list[tuple[str, str, Fault]] = []
-        for worker in self._workers:
+        for worker in self.workers:
             found += [
                 (worker.name, "killed", worker.kill_and_start),
                 (worker.name, "stopped", worker.stop_for_a_while),
@@ -197,14 +186,14 @@ class Round:
 
     async def _read(self, engine: Engine) -> None:
         """Ask for one answer after another until the round is over."""
-        while not self._is_over:
-            request, expected = self._numbers.choice(self._table)
-            most = self._numbers.randrange(1, 8) if self._numbers.random() < _LEAVES else None
+        while not self.is_over:
+            request, expected = self.numbers.choice(self.table)
+            most = self.numbers.randrange(1, 8) if self.numbers.random() < _LEAVES else None
             try:
                 async with asyncio.timeout(_STUCK_S):
                     answer = await _answer(engine, request, most)
             except TimeoutError:
-                _violated(self._soak, f"no end of an answer after {_STUCK_S:.0f} s: {_name(request)}")
+                _violated(self.soak, f"no end of an answer after {_STUCK_S:.0f} s: {_name(request)}")
             except BrigadeError as error:
                 self._failed(request, error)
             else:
@@ -212,13 +201,13 @@ class Round:
 
     def _failed(self, request: Request, error: BrigadeError) -> None:
         if error.message.startswith("given up: the chain was lost"):
-            self._soak.ends["given up after three losses without a token"] += 1
-            self._tell(f"given up: {_name(request)}")
+            self.soak.ends["given up after three losses without a token"] += 1
+            self.tell(f"given up: {_name(request)}")
         else:
-            _violated(self._soak, f"{error} ({_name(request)})")
+            _violated(self.soak, f"{error} ({_name(request)})")
 
     def _compare(self, request: Request, expected: Sequence[int], answer: Answer) -> None:
-        soak, is_whole = self._soak, bool(answer.finish_reason)
+        soak, is_whole = self.soak, bool(answer.finish_reason)
         soak.num_tokens += len(answer.tokens)
         soak.longest_still_s = max(soak.longest_still_s, answer.usage.still_s)
         if answer.tokens != list(expected if is_whole else expected[: len(answer.tokens)]):
@@ -243,10 +232,6 @@ async def _answer(engine: Engine, request: Request, most: int | None) -> Answer:
 
 def _say_when(line: str) -> None:
     say(f"{time.monotonic():.1f} {line}")
-
-
-def _say_nothing(line: str) -> None:
-    """What happened is in the table."""
 
 
 def _violated(soak: Soak, what: str) -> None:
