@@ -150,16 +150,11 @@ async def _count(counted: Counted, serving: "asyncio.Task[Any]") -> None:
 
 
 def _start() -> Any:
-    """The server's coroutine, by whatever names this checkout has."""
+    """Return the coroutine of this checkout's server."""
+    from coordinator.api.serve import ServeOptions, serve
     from coordinator.cluster.options import cluster_options
 
-    options = cluster_options(None, "demo", 1, None, None)
-    for name in ("coordinator.api.serve", "coordinator.api.run", "coordinator.http.run"):
-        with contextlib.suppress(ImportError):
-            module: Any = importlib.import_module(name)
-            make = module.ServeOptions if hasattr(module, "ServeOptions") else module.Serving
-            return module.serve(options, make(host="127.0.0.1", port=_PORT))
-    raise SystemExit("expected a checkout with a server, found none that is known")
+    return serve(cluster_options(None, "demo", 1, None, None), ServeOptions(host="127.0.0.1", port=_PORT))
 
 
 def main() -> None:

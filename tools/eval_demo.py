@@ -23,6 +23,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 from tools.demo_data import mix
 from tools.demo_data.turn import Turn
+from tools.windows_report import table as markdown_table
 
 DEFAULT_MODEL = Path(__file__).parents[1] / "worker" / "demo"
 MAX_TOKENS = 400
@@ -168,14 +169,11 @@ def _share(passed: list[bool]) -> float:
 def table(results: list[dict[str, Any]], window: int) -> str:
     """Lay the results out as a Markdown table."""
     header = ("kind", "items", "prompt tokens", "held-out accuracy, greedy", f"agreed prefix of {window}")
-    lines = [header, tuple("---" for _ in header)]
+    lines = []
     for r in results:
         checks = ", ".join(f"{name} {share} %" for name, share in r["checks"].items())
         lines.append((r["kind"], str(r["items"]), str(r["prompt_tokens"]), checks, f"{r['agreed_prefix']:.2f}"))
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    return "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
-    )
+    return markdown_table(header, lines)
 
 
 def parse_args() -> argparse.Namespace:
@@ -200,7 +198,7 @@ def main() -> None:
     for kind in mix.MEASURED:
         results.append(measure(model, tokenizer, kind, args))
         print(f"{kind}: {results[-1]['seconds']} s", file=sys.stderr, flush=True)
-    print(table(results, args.window))
+    print(table(results, args.window), end="")
     for failure in (f for r in results for f in r["failures"]):
         print("\n{prompt}\n  expected: {expected!r}\n  got:      {got!r}".format(**failure))
     if args.json:
