@@ -24,16 +24,16 @@ from rich.table import Table
 from coordinator.cli.demo import DEMO_PROMPT
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.deployment import Deployment
-from coordinator.cluster.open import choose_plan, joined, open_peers, read_model
+from coordinator.cluster.open import choose_plan, joined, open_peers
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.cluster.peer import Peer
 from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import generate_once
-from coordinator.engine.tokenizer import Tokenizer
+from coordinator.engine.inputs import InputProcessor
 from coordinator.planning.costs import ChainCosts
 from coordinator.planning.plan import require_fit
 from coordinator.sessions.output import Answer
-from coordinator.sessions.request import Request, check_request, eos_ids
+from coordinator.sessions.request import Conversation, Request, check_request
 from tools.proxy import proxy_to
 from worker.model.checkpoint import Checkpoint
 from worker.model.model_spec import ModelSpec
@@ -96,17 +96,16 @@ async def measure(options: ClusterOptions, delay_s: float, max_tokens: int) -> t
     The decoders take turns at each prompt. What a chain learns of its steps is kept from one prompt to the next, and
     only for the windows that choose for themselves.
     """
-    checkpoint, spec = await read_model(options.model, options.draft_model)
-    tokenizer = Tokenizer(checkpoint)
-    eos = eos_ids(checkpoint.config, checkpoint.generation_config) | tokenizer.eos
+    inputs = await InputProcessor.read(options.model, options.draft_model)
+    spec = inputs.spec
     decodes = [AR, *(decode for decode in DRAFTING if _is_able(decode, spec))]
     rows = [Row(_name(decode)) for decode in decodes]
-    async with open_slow_chain(options, checkpoint, spec, delay_s) as chain:
+    async with open_slow_chain(options, inputs.checkpoint, spec, delay_s) as chain:
         costs = chain.costs
         for number, prompt in enumerate((PROMPTS[0], *PROMPTS)):
-            ids = tuple(tokenizer.encode_chat([{"role": "user", "content": prompt}]))
+            ids = await inputs.prompt_ids(Conversation.of(prompt))
             for row, decode in zip(rows, decodes, strict=True):
-                request = Request(ids, max_tokens if number else _WARM_UP_TOKENS, decode=decode, eos=eos)
+                request = Request(ids, max_tokens if number else _WARM_UP_TOKENS, decode=decode, eos=inputs.eos)
                 check_request(request, spec)
                 chain.costs = costs if decode in LEARNING else ChainCosts(chain.num_stages)
                 answer = await generate_once(chain, request)

@@ -8,26 +8,22 @@ printed with its parts, as if both nodes were equally fast. Measured costs decid
 number is printed. Exits with 1 if an answer differs.
 """
 
-import itertools
 import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 import uvloop
 
 from coordinator.cluster.open import open_peers, read_model
 from coordinator.cluster.options import ClusterOptions, cluster_options
-from tools.serve_client import Outcome, Server, brigade, stream
+from tools.serve_client import Outcome, Server, brigade, long_text, stream
 from worker.errors import InputError
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command
-
-_WORDS = ("read", "the", "file", "before", "you", "change", "it", "and", "say", "why", "in", "one", "line")
-_TOKENS_PER_WORD = 4.5  # by the bundled tokenizer, about
 
 
 def main(
@@ -60,11 +56,11 @@ async def _compare(options: ClusterOptions, prompt: int, tokens: int, rounds: in
         for number in range(rounds + 1):  # the first is not counted: it compiles
             num_frames.append(await _num_frames(two))
             for server, found in zip((one, two), outcomes, strict=True):
-                found.append(await _ask(server, _prompt(number, prompt), tokens))
+                found.append(await _ask(server, long_text(prompt, number), tokens))
         num_frames.append(await _num_frames(two))
         async with two.client() as client:
             starts = [node["start"] for node in (await client.get("/cluster")).json()["nodes"]]
-            counted = await client.post("/tokenize", json={"prompt": _prompt(0, prompt)})
+            counted = await client.post("/tokenize", json={"prompt": long_text(prompt, 0)})
             num_tokens = counted.json()["count"]
     alone, apart = (found[1:] for found in outcomes)
     is_equal = [each.text for each in alone] == [each.text for each in apart]
@@ -99,20 +95,9 @@ async def _num_frames(server: Server) -> float:
 
 
 async def _ask(server: Server, prompt: str, tokens: int) -> Outcome:
-    body: dict[str, Any] = {
-        "prompt": prompt,
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "decode": "ar",
-    }
+    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "decode": "ar"}
     async with server.client() as client:
         return await stream(client, body)
-
-
-def _prompt(number: int, tokens: int) -> str:
-    words = itertools.islice(itertools.cycle(_WORDS), int(tokens / _TOKENS_PER_WORD))
-    return " ".join(f"{word}{number}{place % 90}" for place, word in enumerate(words))
 
 
 def _first_s(outcomes: Sequence[Outcome]) -> float:

@@ -6,7 +6,6 @@ A tiny random qwen3_5 model. The second turn follows the first one on a server, 
 have to be equal, and only tokens behind the deepest snapshot may be fed again. Exits with 1 otherwise.
 """
 
-import itertools
 import tempfile
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ import typer
 
 from tools import random_model
 from tools.model_types.make import make_type
-from tools.serve_client import brigade
+from tools.serve_client import brigade, long_text
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command
 
@@ -25,8 +24,6 @@ _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
-_WORDS = ("read", "the", "file", "before", "you", "change", "it", "and", "say", "why", "in", "one", "line")
-_TOKENS_PER_WORD = 4.5  # by the bundled tokenizer, about
 _VOCAB = 2048
 _ANSWER = 32  # tokens
 _MOST_FED = 100  # tokens of the second turn: its question and what stands around it
@@ -39,8 +36,7 @@ def main(
     local: Annotated[int, typer.Option(min=0, help="Workers.")] = 1,
 ) -> None:
     """Measure a second turn behind the first one, and by itself."""
-    words = itertools.islice(itertools.cycle(_WORDS), int(tokens / _TOKENS_PER_WORD))
-    question = {"role": "user", "content": " ".join(f"{word}{number}" for number, word in enumerate(words))}
+    question = {"role": "user", "content": long_text(tokens)}
     with tempfile.TemporaryDirectory() as folder:
         context = 2 * tokens + 1000
         model = make_type(

@@ -9,7 +9,6 @@ the second half of the turns on. Exits with 1 where any of this does not hold.
 """
 
 import asyncio
-import itertools
 import json
 import tempfile
 import time
@@ -23,11 +22,9 @@ import uvloop
 
 from tools import random_model
 from tools.load_serve import disturbed
-from tools.serve_client import brigade, events
+from tools.serve_client import brigade, events, long_text
 from worker.platform.run import run_command
 
-_WORDS = ("read", "the", "file", "before", "you", "change", "it", "and", "say", "why", "in", "one", "line")
-_TOKENS_PER_WORD = 4.5  # by the bundled tokenizer, about
 _MOST_GROWTH = 1.2  # of the server's memory between the half and the end
 _MOST_FED = 500  # prompt tokens per turn that nothing was reused for
 _TOOL = {
@@ -64,8 +61,7 @@ def main(
 
 
 async def _check(agents: int, turns: int, instructions: int, kills: int, local: int) -> list[str]:
-    words = itertools.islice(itertools.cycle(_WORDS), int(instructions / _TOKENS_PER_WORD))
-    system = {"role": "system", "content": " ".join(f"{word}{number}" for number, word in enumerate(words))}
+    system = {"role": "system", "content": long_text(instructions)}
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         context = 2 * instructions + 400 * turns

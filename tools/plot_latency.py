@@ -22,14 +22,13 @@ import uvloop
 
 from coordinator.bench.report import check_plot
 from coordinator.cluster.chain import Chain
-from coordinator.cluster.open import read_model
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import generate_once
-from coordinator.engine.tokenizer import Tokenizer
+from coordinator.engine.inputs import InputProcessor
 from coordinator.planning.costs import ChainCosts
 from coordinator.sessions.output import Answer
-from coordinator.sessions.request import Request, check_request, eos_ids
+from coordinator.sessions.request import Conversation, Request, check_request
 from tools.bench_hops import PROMPTS, open_slow_chain
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command
@@ -86,18 +85,17 @@ class Curves:
 
 async def measure(options: ClusterOptions, delays_ms: Sequence[float], rounds: int) -> Curves:
     """All decoders take turns at each prompt; another chain for each latency."""
-    checkpoint, spec = await read_model(options.model)
-    tokenizer = Tokenizer(checkpoint)
-    eos = eos_ids(checkpoint.config, checkpoint.generation_config) | tokenizer.eos
-    prompts = [tuple(tokenizer.encode_chat([{"role": "user", "content": prompt}])) for prompt in PROMPTS]
+    inputs = await InputProcessor.read(options.model)
+    spec = inputs.spec
+    prompts = [await inputs.prompt_ids(Conversation.of(prompt)) for prompt in PROMPTS]
     curves = Curves(machine_name(), spec.name)
     for delay_ms in delays_ms:
         taken = {name: Taken(len(prompts)) for name in DECODES}
-        async with open_slow_chain(options, checkpoint, spec, delay_ms / 1e3) as chain:
+        async with open_slow_chain(options, inputs.checkpoint, spec, delay_ms / 1e3) as chain:
             curves.layers, hops_ms = chain.plan.layers, [await _hop_ms(chain)]
             for number, (at, ids) in product(range(rounds + 1), enumerate(prompts)):
                 for name, decode in DECODES.items():
-                    request = Request(ids, _MOST_TOKENS if number else _WARM_UP_TOKENS, decode=decode, eos=eos)
+                    request = Request(ids, _MOST_TOKENS if number else _WARM_UP_TOKENS, decode=decode, eos=inputs.eos)
                     check_request(request, spec)
                     chain.costs = ChainCosts(chain.num_stages)
                     answer = await generate_once(chain, request)

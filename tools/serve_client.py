@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from tools.worker_process import free_port
 _START_S = 120.0
 _END_S = 30.0
 _DONE = "[DONE]"
+_WORDS = ("read", "the", "file", "before", "you", "change", "it", "and", "say", "why", "in", "one", "line")
+_TOKENS_PER_WORD = 4.5  # by the bundled tokenizer, about
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,12 @@ def _answers(url: str) -> bool:
         return httpx2.get(url, timeout=_START_S).status_code == 200
     except httpx2.TransportError:
         return False
+
+
+def long_text(tokens: int, number: int | None = None) -> str:
+    """Return about so many tokens of text; each `number` gives another text."""
+    words = enumerate(islice(cycle(_WORDS), int(tokens / _TOKENS_PER_WORD)))
+    return " ".join(f"{word}{place}" if number is None else f"{word}{number}{place % 90}" for place, word in words)
 
 
 async def stream(client: httpx2.AsyncClient, body: dict[str, Any], path: str = "/v1/completions") -> Outcome:
