@@ -64,7 +64,8 @@ def node_table(found: "Sequence[FoundNode]", file: str, width: int) -> Group:
         certificate = node.fingerprint[:16] if node.fingerprint else "none" if node.is_announced else "–"
         for i, endpoint in enumerate(node.endpoints):
             of_node = [node.name, node.version or "not heard"] if i == 0 else ["", ""]
-            last = [certificate, *([_standing(node)] if file else [])] if i == 0 else [""] * (1 + bool(file))
+            standing = ("at another address" if node.is_elsewhere else "yes") if node.is_configured else "no"
+            last = [certificate, *([standing] if file else [])] if i == 0 else [""] * (1 + bool(file))
             rows.append([*of_node, endpoint.address, endpoint.link or "–", *last])
     return fitting(heads, rows, width, num_left=len(heads))
 
@@ -84,12 +85,6 @@ def remarks(found: "Sequence[FoundNode]", num_ignored: int, timeout_s: float) ->
     if num_ignored:
         lines.append(f"{num_ignored} announcements were left out: incomplete, too many, or not from a worker")
     return lines
-
-
-def _standing(node: "FoundNode") -> str:
-    if not node.is_configured:
-        return "no"
-    return "at another address" if node.is_elsewhere else "yes"
 
 
 def init(

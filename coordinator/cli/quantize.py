@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from coordinator.quality.quantize import QuantizeOptions
     from worker.model.checkpoint import Checkpoint
 
-_panel, _mixed = "Quantisation", "Mixed bits"
+_format = partial(typer.Option, rich_help_panel="Quantisation")
+_mixed = partial(typer.Option, rich_help_panel="Mixed bits")
 _SENSITIVITY = "sensitivity"
 
 
@@ -30,45 +32,30 @@ def quantize(
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", show_default=False, help="A new folder.")],
     *,
-    q_mode: Annotated[
-        str, typer.Option(metavar="affine|mxfp4|mxfp8|nvfp4", help="The format.", rich_help_panel=_panel)
-    ] = "affine",
-    q_bits: Annotated[
-        int | None,
-        typer.Option(help="affine: bits per weight: 2, 3, 4, 5, 6 or 8. (default: 4)", rich_help_panel=_panel),
-    ] = None,
+    q_mode: Annotated[str, _format(metavar="affine|mxfp4|mxfp8|nvfp4", help="The format.")] = "affine",
+    q_bits: Annotated[int | None, _format(help="affine: bits per weight: 2, 3, 4, 5, 6 or 8. (default: 4)")] = None,
     q_group_size: Annotated[
-        int | None,
-        typer.Option(help="affine: weights that share a scale: 32, 64 or 128. (default: 64)", rich_help_panel=_panel),
+        int | None, _format(help="affine: weights that share a scale: 32, 64 or 128. (default: 64)")
     ] = None,
     keep: Annotated[
         str | None, typer.Option(metavar="NAME,...", help="Modules that are not quantised, as lm_head,embed_tokens.")
     ] = None,
     recipe: Annotated[
         str | None,
-        typer.Option(
+        _mixed(
             metavar="sensitivity",
             help="affine: give 8 bits to the parts that suffer most from --q-bits, as far as --target-bpw allows.",
-            rich_help_panel=_mixed,
         ),
     ] = None,
-    target_bpw: Annotated[
-        float | None, typer.Option(min=1, help="Bits per weight in the mean.", rich_help_panel=_mixed)
-    ] = None,
+    target_bpw: Annotated[float | None, _mixed(min=1, help="Bits per weight in the mean.")] = None,
     calibration: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="The text that --recipe and --method look at. (default: a small one)",
-            rich_help_panel=_mixed,
-        ),
+        _mixed(metavar="FILE", help="The text that --recipe and --method look at. (default: a small one)"),
     ] = None,
     method: Annotated[
         str | None,
-        typer.Option(
-            metavar="awq|gptq|dynamic",
-            help="affine: quantise by mlx_lm's method of this name, which looks at a text.",
-            rich_help_panel=_panel,
+        _format(
+            metavar="awq|gptq|dynamic", help="affine: quantise by mlx_lm's method of this name, which looks at a text."
         ),
     ] = None,
     as_json: flags.JsonFlag = False,
