@@ -22,7 +22,7 @@ from coordinator.cli.flags import given_flags
 from coordinator.cli.report import require_writable
 from coordinator.cli.run import TakeFlags
 from coordinator.cluster.options import ClusterOptions
-from coordinator.cluster.progress import TokenReport, say, show_tokens, telling_interrupts
+from coordinator.cluster.progress import say, show_tokens, telling_interrupts
 from coordinator.cluster.tables import fitting
 from coordinator.decoding.decode_options import takes
 from coordinator.engine.bounded import TEMPLATES, Texts
@@ -37,10 +37,7 @@ from worker.platform.threads import run_in_thread
 _MAX_WAIT_S = 7 * 86400.0  # for memory: nothing waits for a single answer
 _HEADS = ("questions", "decoder", "right", "of", "accuracy", "95 %", "as ar", "tokens/step", "rows/token", "ms/token")
 
-_SERVER_FIELDS = (
-    "window", "num_draft_tokens", "entropy_threshold", "position_penalty",
-    "canvas", "canvas_steps", "canvas_sampler", "canvas_threshold", "conditioning",
-)  # fmt: skip
+_SERVER_FIELDS = tuple(name for name in flags.WINDOWS if name != "decode")
 
 Ask = Callable[["EvalCase"], AsyncGenerator[Output, None]]
 
@@ -170,18 +167,9 @@ class EvalCase:
     def key(self, model: str) -> str:
         """Return what tells this answer from others in a file: all that the answer depends on."""
         spec, prompt = self.spec, (self.question.prompt, self.question.continuations, self.question.lengths)
-        about = (
-            model,
-            prompt,
-            self.system,
-            self.raw,
-            spec.max_tokens,
-            dict(spec.sampling),
-            repr(spec.decode),
-            spec.stops,
-        )
-        more = (spec.stop_token_ids, spec.dry_sequence_breakers)
-        return hashlib.sha256(json.dumps([*about, *more], sort_keys=True, default=str).encode()).hexdigest()[:32]
+        about: list[Any] = [model, prompt, self.system, self.raw, spec.max_tokens]
+        about += [dict(spec.sampling), repr(spec.decode), spec.stops, spec.stop_token_ids, spec.dry_sequence_breakers]
+        return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 @asynccontextmanager
@@ -279,37 +267,25 @@ class EvalRun:
         if num_known := len(set(keys)) - len(left):
             say(f"{num_known} of {len(set(keys))} answers are known")
         with show_tokens("answered", len(set(keys)), done=num_known) as report:
+
+            async def answer_in_turn(waiting: Iterator[tuple[str, EvalCase]]) -> None:
+                for key, case in waiting:
+                    known[key] = found = await _read_answer(ask(case))
+                    is_right = await run_in_thread(
+                        partial(self._is_right, case.set_name, case.question, case.decoder, found)
+                    )
+                    about = {"model": model, "question": case.question.place, "decoder": case.decoder}
+                    if file is not None:
+                        judged = {"expected": case.question.expected, "right": is_right}
+                        file.add({"key": key, **about, **judged, **found.as_json()})
+                    report(1, found.tokens)
+
             for kind in self._kinds:  # one after another: each has the nodes for itself
                 waiting = [(key, case) for key, case in left.items() if case.decoder == kind]
                 turns = iter(waiting)
-                await together(
-                    *(self._answer_in_turn(turns, model, ask, known, file, report) for _ in waiting[:concurrency])
-                )
+                await together(*(answer_in_turn(turns) for _ in waiting[:concurrency]))
         for key, case in zip(keys, self.cases, strict=True):
             self._answers.setdefault((case.set_name, case.decoder), []).append(known[key])
-
-    async def _answer_in_turn(
-        self,
-        waiting: Iterator[tuple[str, EvalCase]],
-        model: str,
-        ask: Ask,
-        known: dict[str, EvalAnswer],
-        file: Answers[EvalAnswer] | None,
-        report: TokenReport,
-    ) -> None:
-        for key, case in waiting:
-            reading, last = EvalReading(), None
-            async with aclosing(ask(case)) as outputs:
-                async for last in outputs:
-                    reading.add(last)
-            assert last is not None and last.usage is not None and last.finish_reason is not None
-            known[key] = found = reading.answer(last.finish_reason, last.usage)
-            is_right = await run_in_thread(partial(self._is_right, case.set_name, case.question, case.decoder, found))
-            about = {"model": model, "question": case.question.place, "decoder": case.decoder}
-            if file is not None:
-                judged = {"expected": case.question.expected, "right": is_right}
-                file.add({"key": key, **about, **judged, **found.as_json()})
-            report(1, found.tokens)
 
     def rows(self) -> list[AccuracyRow]:
         """Judge the answers: a row per set and decoder."""
@@ -333,6 +309,15 @@ class EvalRun:
                 say(f"{question.place}: {error.message}; its answer counts as wrong")
                 self._right[place] = False
         return self._right[place]
+
+
+async def _read_answer(asked: AsyncGenerator[Output, None]) -> EvalAnswer:
+    reading, last = EvalReading(), None
+    async with aclosing(asked) as outputs:
+        async for last in outputs:
+            reading.add(last)
+    assert last is not None and last.usage is not None and last.finish_reason is not None
+    return reading.answer(last.finish_reason, last.usage)
 
 
 async def run_eval(

@@ -417,6 +417,9 @@ class OutputFlags:
     ] = None
 
 
+WINDOWS = tuple(each.name for each in fields(DecodeFlags))
+
+
 def find_config(config: Path | None) -> Path | None:
     """Return the file that --config names, else ./cluster.yaml if it exists, with a line on standard error."""
     if config is None and CONFIG.is_file():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -44,11 +44,7 @@ if TYPE_CHECKING:
     from worker.model.checkpoint import Checkpoint
 
 _PROMPTS = {"text": "the argument", "prompt": "--prompt", "prompt_tokens": "--prompt-tokens"}
-_SERVER_FIELDS = (
-    "max_tokens", "stop", "ignore_eos", "decode", "window", "num_draft_tokens", "entropy_threshold", "position_penalty",
-    "canvas", "canvas_steps", "canvas_sampler", "canvas_threshold", "conditioning", "repeat_guard", "kv", "max_kv_size",
-    "kv_keep",
-)  # fmt: skip
+_SERVER_FIELDS = ("max_tokens", "stop", "ignore_eos", *flags.WINDOWS, "repeat_guard", "kv", "max_kv_size", "kv_keep")
 _ZERO_COUNTS = ("temperature", "seed")  # sampling parameters for which 0 does not mean off
 
 Keep = Callable[[Output, Callable[[str], None]], Awaitable[None]]
@@ -259,13 +255,16 @@ async def _answer(
     context = max(options.context, most_rows(request, inputs.spec.context))
     is_traced = output.as_json or output.stats or output.trace is not None
     async with open_engine(inputs, options, context, max_waiting=1) as engine:
-        with (
-            Printer(is_silent=output.as_json) as printer,
-            _failures_as_json(asked, request, answer, lambda: parser.text),
-        ):
-            outputs = engine.generate(request, parser=parser, chunk=asked.chunk, traced=is_traced)
-            await print_outputs(outputs, printer, answer, keep)
-            answer.statuses = await engine.chain.statuses()  # while the caches are still there
+        with Printer(is_silent=output.as_json) as printer:
+            try:
+                outputs = engine.generate(request, parser=parser, chunk=asked.chunk, traced=is_traced)
+                await print_outputs(outputs, printer, answer, keep)
+                answer.statuses = await engine.chain.statuses()  # while the caches are still there
+            except BrigadeError as error:
+                if output.as_json:  # the part of the answer that came before the error
+                    tokens = [*request.known.tokens, *answer.samples]
+                    _print_json(request, tokens, None, parser.text, error={"message": str(error)})
+                raise
         chain = engine.chain  # on which the answer ended
         if output.trace is not None:
             output.trace.write_text(json.dumps(trace_events(answer.usage.legs, answer.token_times)), encoding="utf-8")
@@ -319,20 +318,6 @@ def how_drawn(sampling: Sampling, own: Mapping[str, float]) -> str:
     names = ", ".join(f"{name} {value:g}" for name, value in own.items())
     choice = f"as the model's generation_config.json says ({names})" if own else f"at --temp {sampling.temperature:g}"
     return f"sampled {choice}, --seed {sampling.seed}"
-
-
-@contextmanager
-def _failures_as_json(
-    asked: GenerateOptions, request: Request, answer: Answer, text: Callable[[], str]
-) -> Iterator[None]:
-    """Print, with `--json`, the part of an answer that came before an error, and the error."""
-    try:
-        yield
-    except BrigadeError as error:
-        if asked.output.as_json:
-            tokens = [*request.known.tokens, *answer.samples]
-            _print_json(request, tokens, None, text(), error={"message": str(error)})
-        raise
 
 
 def _print_finished(asked: GenerateOptions, request: Request, text: str) -> None:
@@ -433,10 +418,8 @@ def _pairs(asked: GenerateOptions, request: Request, prompt: tuple[int, ...] | N
         ("num_draft_tokens", spec.decode.num_drafts, request.decode.num_drafts),
         *(
             (name, getattr(spec.decode, name), getattr(request.decode, name))
-            for name in (
-                *("window", "entropy_threshold", "position_penalty"),
-                *("canvas", "canvas_steps", "canvas_sampler", "canvas_threshold", "conditioning"),
-            )
+            for name in flags.WINDOWS
+            if name not in ("decode", "num_draft_tokens")
         ),
     ):
         if name in given:
