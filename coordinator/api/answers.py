@@ -59,17 +59,11 @@ class OneOf:
     def __init__(self, suffix: str, types: Mapping[str, Mapping[str, Any]], **shared: Any) -> None:
         """`types` are the fields that each `type` has beside the `shared` ones; `suffix` ends their names."""
         make: Any = TypedDict  # mypy knows it as a form of classes only
-        self._types = [
-            make(f"{_camel(kind)}{suffix}", {"type": Literal[kind], **shared, **fields})
-            for kind, fields in types.items()
-        ]
+        names = {kind: "".join(word.capitalize() for word in re.split(r"[._]", kind)) + suffix for kind in types}
+        self._types = [make(names[kind], {"type": Literal[kind], **shared, **fields}) for kind, fields in types.items()]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return handler.generate_schema(Union[tuple(self._types)])  # noqa: UP007 - made at run time
-
-
-def _camel(kind: str) -> str:
-    return "".join(word.capitalize() for word in re.split(r"[._]", kind))
 
 
 # --- answers made of blocks -------------------------------------------------------------------------------------------

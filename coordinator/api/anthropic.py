@@ -8,14 +8,7 @@ from pydantic import Discriminator, Field, RootModel, Tag
 from pydantic_core import from_json
 from typing_extensions import TypedDict
 
-from coordinator.api.answers import (
-    AnswerStats,
-    Block,
-    BlockAnswer,
-    OneOf,
-    answer_stats,
-    usage_of,
-)
+from coordinator.api.answers import AnswerStats, Block, BlockAnswer, OneOf, answer_stats, usage_of
 from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, Limit, ModelName, Section, Texts, Unsupported, text_or_list
 from coordinator.api.conversations import (
     Conversing,
@@ -322,10 +315,7 @@ class MessageAnswer(BlockAnswer):
                 delta = {"type": "thinking_delta", "thinking": text}
             case "call":
                 is_object = block.text.lstrip().startswith("{")  # or the call came whole, since no format streams it
-                delta = {
-                    "type": "input_json_delta",
-                    "partial_json": text if is_object else "{}",
-                }
+                delta = {"type": "input_json_delta", "partial_json": text if is_object else "{}"}
         return {"type": "content_block_delta", "index": block.index, "delta": delta}
 
     def close_block(self, block: Block, *, is_whole: bool) -> Iterator[Event]:

@@ -136,6 +136,12 @@ class OtherTool(Section):
     type: str
 
 
+def tool_type(tool: Any) -> str:
+    """Return the tag of a tool of OpenAI's APIs: that of functions, or the one of all others."""
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "function" if kind == "function" else "other"
+
+
 class OfferedTool(Section):
     """A tool that the client runs."""
 

@@ -22,6 +22,7 @@ from coordinator.api.conversations import (
     parse_arguments,
     text_of,
     thoughts_of,
+    tool_type,
 )
 from coordinator.api.server import Server
 from coordinator.api.sse import DONE, ApiAnswer, Event, renaming
@@ -107,12 +108,8 @@ class Message(Section):
 def _past_call(call: Json) -> Json:
     """Return a call of an earlier turn as chat templates take it."""
     if isinstance(custom := call.get("custom"), dict):
-        arguments = {"input": custom.get("input")}
-        return {
-            "id": call.get("id"),
-            "type": "function",
-            "function": {"name": custom.get("name"), "arguments": arguments},
-        }
+        called = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
+        return {"id": call.get("id"), "type": "function", "function": called}
     function = call.get("function")
     if not isinstance(function, dict):
         raise InputError("messages", f"expected tool_calls with a function, found {call.get('type')!r}")
@@ -142,12 +139,7 @@ class ChatTool(OfferedTool):
         return self.model_dump(exclude_unset=True)
 
 
-def _tool_type(tool: Any) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return "function" if kind == "function" else "other"
-
-
-Tool = Annotated[Annotated[ChatTool, Tag("function")] | Annotated[OtherTool, Tag("other")], Discriminator(_tool_type)]
+Tool = Annotated[Annotated[ChatTool, Tag("function")] | Annotated[OtherTool, Tag("other")], Discriminator(tool_type)]
 
 
 class ChatBody(OpenAIBody, Conversing):

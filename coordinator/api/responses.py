@@ -8,14 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired, get_args, get
 from pydantic import Discriminator, Field, RootModel, Tag
 from typing_extensions import TypedDict
 
-from coordinator.api.answers import (
-    AnswerStats,
-    Block,
-    BlockAnswer,
-    OneOf,
-    answer_stats,
-    usage_of,
-)
+from coordinator.api.answers import AnswerStats, Block, BlockAnswer, OneOf, answer_stats, usage_of
 from coordinator.api.body import (
     OPENAI_ONLY,
     UNSUPPORTED,
@@ -40,6 +33,7 @@ from coordinator.api.conversations import (
     parse_arguments,
     text_of,
     thoughts_of,
+    tool_type,
 )
 from coordinator.api.errors import ErrorBody, HttpError
 from coordinator.api.left_out import leave_out
@@ -154,13 +148,8 @@ class FunctionTool(OfferedTool):
         return function_tool(self.name, self.description, self.parameters)
 
 
-def _tool_type(tool: Any) -> str:
-    kind = tool.get("type", "function") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return "function" if kind == "function" else "other"
-
-
 Tool = Annotated[
-    Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")], Discriminator(_tool_type)
+    Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")], Discriminator(tool_type)
 ]
 
 

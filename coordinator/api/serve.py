@@ -173,7 +173,8 @@ async def _open_once(
     ) as engine:
         await engine.expect_grammars()
         server.open(engine)
-        say(f"serving {', '.join(server.names)} at {url}, {context_text(engine.context, serving.context)}")
+        no_room = f": the model has no room for {serving.context}" if (serving.context or 0) > engine.context else ""
+        say(f"serving {', '.join(server.names)} at {url}, up to {engine.context} tokens per request{no_room}")
         try:
             await _sleep_when_unused(server, engine, serving.keep_alive_s)
             return False
@@ -201,9 +202,3 @@ async def _sleep_when_unused(server: Server, engine: Engine, keep_alive_s: float
                 server.sleep(f"no request came for {keep_alive_s:g} s; the next one has the model loaded again")
                 say(f"asleep: {server.why}")
                 return
-
-
-def context_text(context: int, wanted: int | None) -> str:
-    """Return how long a request may be, and why that is less than was wanted."""
-    text = f"up to {context} tokens per request"
-    return f"{text}: the model has no room for {wanted}" if wanted is not None and wanted > context else text
