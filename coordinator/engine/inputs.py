@@ -26,7 +26,6 @@ from coordinator.sessions.request import (
     PENALTIES,
     Calls,
     Conversation,
-    PoolingKind,
     Prompt,
     Request,
     RequestSpec,
@@ -152,7 +151,8 @@ class InputProcessor:
         without = (*PENALTIES, *FILTERS) if refines else PENALTIES if decode.kind == "canvas" else ()
         sampling = self._sampling(asked.sampling, without=without)
         prompt = await self.prompt_ids(asked.prompt, most=most_prompt(spec, asked.max_tokens), calls=asked.calls)
-        is_offered = not asked.is_constrained and bool(asked.tools) and self._has_generic_calls(asked.calls)
+        has_calls = self.tokenizer is not None and self.tokenizer.has_generic_calls(asked.calls)
+        is_offered = not asked.is_constrained and bool(asked.tools) and has_calls
         not_enforced: list[str] = []
         if asked.is_constrained or (is_offered and decode.kind not in LOSSY and not sampling.min_tokens):
             try:
@@ -181,7 +181,7 @@ class InputProcessor:
             repeat_guard=asked.repeat_guard,
             priority=asked.priority,
             score_from=asked.score_from,
-            pool_from=_pool_from(asked.pooling, prompt),
+            pool_from=None if asked.pooling is None else 0 if asked.pooling == "mean" else max(0, len(prompt) - 1),
             tools=asked.tools,
             calls=asked.calls,
             continues_text=not isinstance(asked.prompt, Conversation),
@@ -352,9 +352,6 @@ class InputProcessor:
                 return InputError(field, f"tool {name}: {alone.message}")
         return InputError("tools", f"the schemas of {len(found)} tools together: {error.message}")
 
-    def _has_generic_calls(self, calls: Calls) -> bool:
-        return self.tokenizer is not None and self.tokenizer.has_generic_calls(calls)
-
     def _require_tokenizer(self, field: str) -> Tokenizer:
         if self.tokenizer is None:
             raise InputError(field, "this model has no tokenizer; give the prompt as token ids")
@@ -395,10 +392,6 @@ async def prepare_choices(inputs: InputProcessor, spec: RequestSpec, n: int) -> 
         sampling.seed = (sampling.seed + k) % 2**64
         requests.append(replace(first, sampling=sampling))
     return requests
-
-
-def _pool_from(pooling: PoolingKind | None, prompt: Sequence[int]) -> int | None:
-    return None if pooling is None else 0 if pooling == "mean" else max(0, len(prompt) - 1)
 
 
 def _system_of(prompt: Conversation) -> tuple[Mapping[str, Any], ...]:

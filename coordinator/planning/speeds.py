@@ -94,10 +94,6 @@ class LinkSpeed:
         """Return the milliseconds of so many bytes one way."""
         return self.rtt_ms / 2 + self.occupied_ms(num_bytes)
 
-    def with_worse(self, other: "LinkSpeed") -> "LinkSpeed":
-        """Return the worse of both in each respect."""
-        return LinkSpeed(max(self.rtt_ms, other.rtt_ms), min(self.bytes_per_s, other.bytes_per_s))
-
 
 @dataclass(frozen=True)
 class Survey:
@@ -113,11 +109,10 @@ class Survey:
 
     def link(self, sender: str, receiver: str) -> LinkSpeed:
         """Return the link as measured in either direction, else the worse of both ports."""
-        known = self.links.get((sender, receiver)) or self.links.get((receiver, sender))
-        return known or self._port(sender).with_worse(self._port(receiver))
-
-    def _port(self, name: str) -> LinkSpeed:
-        return self.ports.get(name, LinkSpeed())
+        if known := self.links.get((sender, receiver)) or self.links.get((receiver, sender)):
+            return known
+        one, other = (self.ports.get(name, LinkSpeed()) for name in (sender, receiver))
+        return LinkSpeed(max(one.rtt_ms, other.rtt_ms), min(one.bytes_per_s, other.bytes_per_s))
 
 
 NO_SPEEDS = Survey()

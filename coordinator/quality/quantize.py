@@ -125,14 +125,8 @@ class QuantizedModel:
         choose = quantised_modules(model, options)
         try:
             with redirect_stdout(io.StringIO()):  # it prints
-                model, self.config = quantize_model(
-                    model,
-                    config,
-                    options.group_size,
-                    options.bits,
-                    options.mode,
-                    quant_predicate=choose,
-                )
+                how = (options.group_size, options.bits, options.mode)
+                model, self.config = quantize_model(model, config, *how, quant_predicate=choose)
         except MISFITS as error:
             raise misfit(checkpoint, first_line(error)) from error
         self.num_parameters = int(get_total_parameters(model))

@@ -95,7 +95,9 @@ async def verify(
     with closing(MlxThread()) as thread:
         with telling_interrupts("interrupted while the cluster answered: nothing is proved"):
             answers = await _ask_cluster(options, checkpoint, spec, requests, thread, stream=stream)
-        await thread.run(_free_memory)
+        # the cluster's own shard, which tracebacks of cancelled tasks still hold, and MLX's buffer cache
+        await thread.run(gc.collect)
+        await thread.run(mx.clear_cache)
         return await _compare(answers, requests, Comparison(checkpoint, spec, thread), tell)
 
 
@@ -219,22 +221,14 @@ async def _ask_cluster(
         return _ClusterAnswers(chain.plan.assignments, digests, tokens, is_streamed, shares)
 
 
-def _free_memory() -> None:
-    """Free the cluster's own shard, which tracebacks of cancelled tasks still hold, and MLX's buffer cache."""
-    gc.collect()
-    mx.clear_cache()
-
-
 def _has_to_stream(options: ClusterOptions, chain: Chain, requests: Requests) -> bool:
     """Return whether the whole model does not fit here once the chain is closed; tell the user if so.
 
     Raises:
         InputError: the reference of a request's decoder cannot be streamed.
     """
-    needed, budget = (
-        chain.spec.shard_bytes(0, chain.spec.num_layers),
-        memory_budget() - _bytes_of_other_workers(options, chain),
-    )
+    needed = chain.spec.shard_bytes(0, chain.spec.num_layers)
+    budget = memory_budget() - _bytes_of_other_workers(options, chain)
     if needed <= budget:
         return False
     problem = f"{format_bytes(needed)} do not fit into the {format_bytes(max(0, budget))} of this machine"

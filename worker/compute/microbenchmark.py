@@ -17,7 +17,7 @@ from worker.model.build import MLX_DTYPES, absent, build, tensors_of_module
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import BACK, FRONT, describe, layout_of
 from worker.model.headers import TensorInfo
-from worker.model.model_spec import LayerSpec, ModelSpec
+from worker.model.model_spec import LayerSpec
 from worker.model.probe_pass import ModelInfo
 
 ROWS = (1, 512, 8, 64, 2, 4, 16)  # the most important first, since a slow device skips the last ones
@@ -44,7 +44,9 @@ def measure_speed(checkpoint: Checkpoint, within_s: float = _WITHIN_S) -> Speed:
     times: dict[LayerSpec, RowTimes] = {}
     try:
         for kind in tried:
-            times[kind] = _layer_times(checkpoint, info, _example(spec, kind), share_s)
+            numbers = [number for number, layer in enumerate(spec.layers) if layer == kind]
+            example = numbers[len(numbers) // 2]  # if possible not the first layer, which includes the embedding
+            times[kind] = _layer_times(checkpoint, info, example, share_s)
         head = _head_times(checkpoint, info, share_s)
     finally:
         mx.clear_cache()  # make room for a shard
@@ -54,12 +56,6 @@ def measure_speed(checkpoint: Checkpoint, within_s: float = _WITHIN_S) -> Speed:
         times[kind] = RowTimes(rows=times[first].rows, ms=[ms * factor for ms in times[first].ms])
     gbps = max(kind.read_bytes / max(times[kind].ms[0], 1e-6) / 1e6 for kind in tried)
     return Speed(kinds=[times[kind] for kind in spec.kinds], head=head, gbps=gbps)
-
-
-def _example(spec: ModelSpec, kind: LayerSpec) -> int:
-    """Return the index of a layer of this kind, if possible not the first layer, which includes the embedding."""
-    numbers = [number for number, layer in enumerate(spec.layers) if layer == kind]
-    return numbers[len(numbers) // 2]
 
 
 def _layer_times(checkpoint: Checkpoint, info: ModelInfo, number: int, within_s: float) -> RowTimes:
