@@ -34,6 +34,7 @@ from typing import Annotated
 
 import typer
 import uvloop
+from blake3 import blake3
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -52,7 +53,6 @@ from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Contents, LoadRequest, Sampling
 from tools.bench_frames import Ticker
 from tools.child import child
-from tools.feed_costs import costs_alone
 from tools.feed_receiver import NAME, Peak, networks, serve
 from tools.sparse_model import write_sparse
 from worker.model.checkpoint import DEMO, Checkpoint, open_folder
@@ -73,6 +73,7 @@ _CONFIG = {
     "max_position_embeddings": 4096, "tie_word_embeddings": False,
 }  # fmt: skip
 _SESSIONS, _TOKENS = 4, 200
+_BLOCKS, _COST_ROUNDS = 512, 5  # of the costs alone; more blocks than the caches of a processor hold
 _PAUSE_S = 0.02
 
 
@@ -293,6 +294,36 @@ async def _answers(engine: Engine) -> tuple[float, float]:
 
     tokens = await asyncio.gather(*map(one, range(_SESSIONS)))
     return sum(tokens) / (time.perf_counter() - began), 1e3 * max(pauses)
+
+
+def costs_alone(folder: Path) -> dict[str, float]:
+    """Processor time in seconds per GB, medians, by one thread that does nothing else meanwhile."""
+    blocks = [os.urandom(CHUNK_BYTES) for _ in range(_BLOCKS)]
+    path, hashed = folder / "alone", blake3()
+
+    def write() -> None:
+        with path.open("wb", buffering=0) as file:
+            for block in blocks:
+                file.write(block)
+
+    def read() -> None:
+        with path.open("rb", buffering=0) as file:
+            while file.read(CHUNK_BYTES):
+                pass
+
+    def digest() -> None:
+        for block in blocks:
+            hashed.update(block)
+
+    per_gb = 1e9 / (_BLOCKS * CHUNK_BYTES)
+    works: dict[str, Callable[[], None]] = {"write a file": write, "read it": read, "its digest": digest}
+    return {what: per_gb * statistics.median(_cpu_s(work) for _ in range(_COST_ROUNDS)) for what, work in works.items()}
+
+
+def _cpu_s(work: Callable[[], None]) -> float:
+    began = time.thread_time()
+    work()
+    return time.thread_time() - began
 
 
 _GAPS = "sender gap", "own", "receiver gap", "own"

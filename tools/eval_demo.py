@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -147,7 +148,7 @@ def measure(model: nn.Module, tokenizer: Any, kind: str, args: argparse.Namespac
         for prompt, output in zip(prompts[: args.probes], outputs, strict=False)
     ]
     checks = {
-        name: _share([check(*pair) for pair in zip(turns, outputs, strict=True)])
+        name: round(100 * fmean(check(*pair) for pair in zip(turns, outputs, strict=True)), 1)
         for name, check in CHECKS[kind].items()
     }
     failed = [(turn, output) for turn, output in zip(turns, outputs, strict=True) if not exact(turn, output)]
@@ -160,10 +161,6 @@ def measure(model: nn.Module, tokenizer: Any, kind: str, args: argparse.Namespac
         "seconds": round(time.perf_counter() - start, 1),
         "failures": [{"prompt": t.prompt, "expected": t.answer, "got": o.text} for t, o in failed[: args.show]],
     }
-
-
-def _share(passed: list[bool]) -> float:
-    return round(100 * sum(passed) / len(passed), 1)
 
 
 def table(results: list[dict[str, Any]], window: int) -> str:

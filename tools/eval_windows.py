@@ -138,10 +138,6 @@ class PricedChain(Chain):
                 self.windows[0] += 1
         super().send(frame)
 
-    def usual_window(self) -> int:
-        """The W of most steps."""
-        return self.windows.most_common(1)[0][0]
-
     async def receive(self) -> ArrivedResult:
         arrival = await super().receive()
         if self.prices and arrival.num_rows:
@@ -203,7 +199,7 @@ class Bench:
                     answer, _ = await self.ask(turn, decode)
                     speed.add(len(answer.tokens), self.chain.elapsed_s)
                     if decode == AUTO:
-                        picked[str(self.chain.usual_window())] += 1
+                        picked[str(self.chain.windows.most_common(1)[0][0])] += 1  # the W of most steps
                 speed.picked = dict(picked)
                 speeds.append(speed)
             _progress(f"{1e3 * delay_s:g} ms: {kind}")

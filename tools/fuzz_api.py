@@ -17,7 +17,7 @@ import uvloop
 
 from tools.check_clients import installed
 from tools.load_serve import story
-from tools.serve_client import brigade, stream
+from tools.serve_client import brigade, exit_with, stream
 from worker.platform.run import run_command
 
 _PACKAGE = "schemathesis"
@@ -36,9 +36,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         command = installed(_PACKAGE, (environments or Path(folder)).resolve(), is_npm=False) / "schemathesis"
         failures = uvloop.run(_fuzz(command, Path(folder), cases, streams))
-    for failure in failures:
-        print(f"FAILED: {failure}")
-    raise typer.Exit(1 if failures else 0)
+    exit_with(failures)
 
 
 async def _fuzz(command: Path, folder: Path, cases: int, streams: int) -> list[str]:

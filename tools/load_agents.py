@@ -22,7 +22,7 @@ import uvloop
 
 from tools import random_model
 from tools.load_serve import disturbed
-from tools.serve_client import brigade, events, long_text
+from tools.serve_client import brigade, events, exit_with, long_text
 from worker.platform.run import run_command
 
 _MOST_GROWTH = 1.2  # of the server's memory between the half and the end
@@ -55,9 +55,7 @@ def main(
 ) -> None:
     """Have many agents at work until one is answered otherwise than alone."""
     failures = uvloop.run(_check(agents, turns, instructions, kills, local))
-    for failure in failures:
-        print(f"FAILED: {failure}")
-    raise typer.Exit(1 if failures else 0)
+    exit_with(failures)
 
 
 async def _check(agents: int, turns: int, instructions: int, kills: int, local: int) -> list[str]:

@@ -25,7 +25,7 @@ import typer
 import uvloop
 
 from coordinator.cluster.open import read_model
-from tools.serve_client import Outcome, Server, brigade, stream
+from tools.serve_client import Outcome, Server, brigade, exit_with, stream
 from worker.platform.run import run_command
 
 T = TypeVar("T")
@@ -49,9 +49,7 @@ def main(
     """Load a server until it breaks its word, or does not."""
     bodies = [story(number, max_tokens) for number in range(_NUM_BODIES)]
     failures = uvloop.run(_check(bodies, seconds, streams, kills, model, local))
-    for failure in failures:
-        print(f"FAILED: {failure}")
-    raise typer.Exit(1 if failures else 0)
+    exit_with(failures)
 
 
 async def _check(
@@ -175,14 +173,11 @@ async def _little_memory(folder: Path, model: str, local: int, body: dict[str, A
     num_layers = -(-spec.num_layers // (local + 1))
     rows = body["max_tokens"] + 64
     memory = spec.shard_bytes(0, num_layers) + _FEW * spec.reserved_bytes(0, num_layers, rows)
-    layers = [num_layers, *_rest(spec.num_layers - num_layers, local)]
+    each, more = divmod(spec.num_layers - num_layers, local)
+    layers = [num_layers, *(each + (number < more) for number in range(local))]
     path = folder / "cluster.yaml"
     path.write_text(f"coordinator: {{memory: {memory}}}\n")
     return ["--config", str(path), "--context", str(rows), "--layers", ",".join(map(str, layers))]
-
-
-def _rest(num_layers: int, num_nodes: int) -> list[int]:
-    return [num_layers // num_nodes + (number < num_layers % num_nodes) for number in range(num_nodes)]
 
 
 def story(number: int, max_tokens: int) -> dict[str, Any]:

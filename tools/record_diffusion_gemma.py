@@ -69,7 +69,7 @@ def main(
     """Record a tiny DiffusionGemma of mlx-vlm."""
     if not (mlx_vlm / "mlx_vlm").is_dir():
         raise InputError("mlx_vlm", f"expected the folder that mlx-vlm is installed in, got {mlx_vlm}")
-    _import_bare(mlx_vlm)
+    _import_parts(mlx_vlm)
     seed = next(seed for seed in range(100) if record(folder, seed))
     print(f"seed {seed}, {sum(file.stat().st_size for file in folder.iterdir())} bytes")
 
@@ -103,12 +103,16 @@ def tokens_of(length: int, first: int = 0) -> list[int]:
     return [(7 * number + 3 + first) % 93 for number in range(length)]
 
 
-def _import_bare(folder: Path) -> None:
-    """Import the packages of mlx-vlm without their own imports, which want all of its dependencies."""
+def import_bare(folder: Path, packages: str) -> None:
+    """Make packages of mlx-vlm importable without their own imports, which want all of its dependencies."""
     sys.path.insert(0, str(folder))
-    for name in ("mlx_vlm", *(f"mlx_vlm.{parent}" for parent in _PARENTS.split())):
+    for name in ("mlx_vlm", *(f"mlx_vlm.{package}" for package in packages.split())):
         sys.modules[name] = ModuleType(name)
         sys.modules[name].__path__ = [str(folder.joinpath(*name.split(".")))]
+
+
+def _import_parts(folder: Path) -> None:
+    import_bare(folder, _PARENTS)
 
     class Stub(ModuleType):
         def __getattr__(self, name: str) -> Any:

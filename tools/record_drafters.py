@@ -30,6 +30,7 @@ import mlx.nn as nn
 import typer
 from mlx.utils import tree_flatten
 
+from tools.record_diffusion_gemma import import_bare
 from worker.errors import InputError
 from worker.platform.run import run_command
 
@@ -126,9 +127,7 @@ def main(
         return
     if folder is None or mlx_vlm is None or not (mlx_vlm / "mlx_vlm").is_dir() or set(names or ()) - RECORDINGS.keys():
         raise InputError("", "expected a folder, --mlx-vlm with the folder of mlx-vlm, and names that --list lists")
-    for name in ("mlx_vlm", *(f"mlx_vlm.{parent}" for parent in _PARENTS.split())):  # bare: theirs import everything
-        sys.modules[name] = ModuleType(name)
-        sys.modules[name].__path__ = [str(mlx_vlm.joinpath(*name.split(".")))]
+    import_bare(mlx_vlm, _PARENTS)
     for name in ("PIL", "PIL.Image"):
         sys.modules.setdefault(name, ModuleType(name))
     for name in names or RECORDINGS:

@@ -10,9 +10,10 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx2
+import typer
 
 from tools.worker_process import free_port
 
@@ -126,6 +127,13 @@ async def events(answer: httpx2.Response) -> AsyncIterator[dict[str, Any] | None
     async for line in answer.aiter_lines():
         if (event := line.removeprefix("data: ")) != line:
             yield None if event == _DONE else json.loads(event)
+
+
+def exit_with(failures: Sequence[str]) -> NoReturn:
+    """Print the failures; exit with 1 if there are any."""
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    raise typer.Exit(1 if failures else 0)
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

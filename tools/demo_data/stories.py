@@ -139,9 +139,9 @@ def sample(rng: random.Random, held_out: bool) -> Turn:
         if asks is FREE_ASKS:
             hero = next(iter(HEROES))
         if asks is not ASKS:
-            place = _usual_place(hero)
+            place = list(PLACES)[list(HEROES).index(hero) % len(PLACES)]  # the usual one
         if asks in (HERO_ASKS, FREE_ASKS):
-            thing = _usual_thing(hero)
+            thing = list(THINGS)[-1 - list(HEROES).index(hero)]
         if is_held_out(f"{hero} {place} {thing}") == held_out:
             return Turn(
                 KIND,
@@ -163,14 +163,6 @@ def story(hero: str, place: str, thing: str) -> str:
         f"Together they {what.rescue}. {what.end}. {who.name} {who.sound} with joy, "
         f"and the {hero} and the {friend} were friends for ever after. The end."
     )
-
-
-def _usual_place(hero: str) -> str:
-    return list(PLACES)[list(HEROES).index(hero) % len(PLACES)]
-
-
-def _usual_thing(hero: str) -> str:
-    return list(THINGS)[-1 - list(HEROES).index(hero)]
 
 
 def _article(word: str) -> str:

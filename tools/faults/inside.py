@@ -11,7 +11,7 @@ from coordinator.sessions.output import Answer
 from tools.faults.asked import asking_four, four
 from tools.faults.case import COMES_BACK, IS_GONE, Case, num_pieces
 from tools.faults.rig import NAMES, Rig
-from tools.faults.trial import Seen, Trial
+from tools.faults.trial import Seen
 from tools.worker_process import WorkerProcess
 from worker.errors import FrameError, StageLost
 
@@ -41,17 +41,18 @@ def inside() -> Iterator[Case]:
             "inside", f"a token that kills {name} whenever it is fed", "the request fails, the others equal",
             partial(poison, name=name),
         )  # fmt: skip
-    yield Case("inside", "first is killed, and its next load takes 3 s longer", "awaited, equal", slow_load)
-    yield Case(
-        "inside", "first is killed, and from then on whenever it joins a chain", "planned around, equal", joins_never
-    )
+    run = partial(lose_first, limits=COMES_BACK, failpoint="load@3", num_stages=3)
+    yield Case("inside", "first is killed, and its next load takes 3 s longer", "awaited, equal", run)
+    run = partial(lose_first, limits=Limits(rejoin_s=3, recovery_s=60), failpoint="join", num_stages=2)
+    yield Case("inside", "first is killed, and from then on whenever it joins a chain", "planned around, equal", run)
 
 
 async def hang(rig: Rig, name: str, failpoint: str) -> Seen:
     async with asking_four(rig, IS_GONE, failpoints={name: failpoint}) as (trial, asked, expected):
         await trial.begin(asked, -1, lambda: None)
         found = await trial.answers()
-        return trial.seen(found, expected, is_kept=trial.is_noticed_within(HUNG_S), also=_first_error(trial))
+        also = str(trial.errors[0]) if trial.errors else ""
+        return trial.seen(found, expected, is_kept=trial.is_noticed_within(HUNG_S), also=also)
 
 
 async def nan(rig: Rig, name: str) -> Seen:
@@ -81,15 +82,7 @@ async def poison(rig: Rig, name: str) -> Seen:
         return trial.seen(_whole(found), expected, is_kept=is_kept, also=str(failed))
 
 
-async def slow_load(rig: Rig) -> Seen:
-    return await _lose_first(rig, COMES_BACK, "load@3", num_stages=3)
-
-
-async def joins_never(rig: Rig) -> Seen:
-    return await _lose_first(rig, Limits(rejoin_s=3, recovery_s=60), "join", num_stages=2)
-
-
-async def _lose_first(rig: Rig, limits: Limits, failpoint: str, num_stages: int) -> Seen:
+async def lose_first(rig: Rig, limits: Limits, failpoint: str, num_stages: int) -> Seen:
     """It is started again with this failpoint, as often as it ends."""
     async with asking_four(rig, limits) as (trial, asked, expected):
         await trial.begin(asked, num_pieces(expected[0]) // 2, rig.first.kill)
@@ -123,7 +116,3 @@ def _whole(found: list[Answer | BaseException]) -> list[Answer]:
         if isinstance(each, BaseException):
             raise each
     return [each for each in found if isinstance(each, Answer)]
-
-
-def _first_error(trial: Trial) -> str:
-    return str(trial.errors[0]) if trial.errors else ""

@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import mlx.core as mx
@@ -97,10 +98,6 @@ def block_loop(when: str) -> None:
     before_steps(when, block)
 
 
-def hold_engine(when: str) -> None:
-    before_steps(when, lambda engine, windows: time.sleep(_FOREVER_S))
-
-
 def never_reply(when: str) -> None:
     mute: set[Executor] = set()  # a stage with another engine, of the next chain, speaks
     put_out = Stage._put_out
@@ -111,10 +108,6 @@ def never_reply(when: str) -> None:
 
     patch(Stage, "_put_out", put_unless_mute)
     before_steps(when, lambda engine, windows: mute.add(engine))
-
-
-def crash(when: str) -> None:
-    before_steps(when, lambda engine, windows: kill_oneself())
 
 
 def write_nan(when: str) -> None:
@@ -133,11 +126,8 @@ def write_nan(when: str) -> None:
     before_steps(when, lambda engine, windows: spoiled.append(windows))
 
 
-def lack_memory(when: str) -> None:
-    def fail(engine: Executor, windows: list[int]) -> NoReturn:
-        raise RuntimeError("[malloc] Unable to allocate 17179869184 bytes.")
-
-    before_steps(when, fail)
+def lack_memory(engine: Executor, windows: list[int]) -> NoReturn:
+    raise RuntimeError("[malloc] Unable to allocate 17179869184 bytes.")
 
 
 def load_slowly(seconds: str) -> None:
@@ -157,10 +147,6 @@ def end_as_it_joins(when: str) -> None:
     patch(Attachment, "open", join)
 
 
-def end_as_it_starts(when: str) -> NoReturn:
-    sys.exit("ends as it starts")
-
-
 def patch(owner: object, name: str, value: Callable[..., Any]) -> None:
     """Have this done instead, for the life of the process."""
     setattr(owner, name, value)
@@ -172,14 +158,14 @@ def kill_oneself() -> None:
 
 FAILPOINTS: dict[str, Callable[[str], None]] = {
     "loop": block_loop,
-    "engine": hold_engine,
+    "engine": partial(before_steps, fail=lambda engine, windows: time.sleep(_FOREVER_S)),
     "mute": never_reply,
-    "crash": crash,
+    "crash": partial(before_steps, fail=lambda engine, windows: kill_oneself()),
     "nan": write_nan,
-    "memory": lack_memory,
+    "memory": partial(before_steps, fail=lack_memory),
     "load": load_slowly,
     "join": end_as_it_joins,
-    "start": end_as_it_starts,
+    "start": lambda when: sys.exit("ends as it starts"),
 }
 
 if __name__ == "__main__":
