@@ -164,12 +164,7 @@ async def _send(ways: Sequence[Way], keys: Path, num_rows: int, hidden_size: int
 
 
 async def _send_from_loop(
-    ways: Sequence[Way],
-    ports: Sequence[int],
-    next_gap: NextLine,
-    num_rows: int,
-    hidden_size: int,
-    count: int,
+    ways: Sequence[Way], ports: Sequence[int], next_gap: NextLine, num_rows: int, hidden_size: int, count: int
 ) -> None:
     """Send the frames of all ways in turns. Runs on the MLX thread's loop."""
     ticker, steps = _ticker(is_ticking=num_rows > 1), itertools.count()

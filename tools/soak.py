@@ -123,9 +123,7 @@ class Round:
             nodes = await stack.enter_async_context(self._nodes(kept))
             peers = nodes.peers(nodes.workers)
             opening = cluster_over(
-                *(nodes, peers, self.options, self.checkpoint, self.spec, _CONTEXT),
-                say=self.tell,
-                thread=self.thread,
+                *(nodes, peers, self.options, self.checkpoint, self.spec, _CONTEXT), say=self.tell, thread=self.thread
             )
             cluster = await stack.enter_async_context(opening)
             engine = await stack.enter_async_context(Engine(cluster.chain, when_lost=cluster.reopen))

@@ -149,13 +149,7 @@ def _steps(measured: Measured) -> str:
         pays = [f"{measured.break_even(int(rows) // 2, delay):.2f}" for delay in (0, delay_ms)] if int(rows) > 1 else []
         window = str(int(rows) // 2) if pays else ""
         lines.append((rows, f"{cost:.1f}", window, *(pays or ("", ""))))
-    header = (
-        "rows",
-        "median, ms",
-        "W",
-        "pays from, tokens per step",
-        f"with {delay_ms:g} ms of hops",
-    )
+    header = ("rows", "median, ms", "W", "pays from, tokens per step", f"with {delay_ms:g} ms of hops")
     return (
         "## What a step costs\n\nOne process, one step alone, 128 tokens in the caches; half the rows are MASK "
         "rows.\n\n" + table(header, lines)

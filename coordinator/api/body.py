@@ -63,8 +63,7 @@ def _prompts(value: Any) -> list[RawPrompt]:
 
 
 RawPrompts = Annotated[
-    list[RawPrompt],
-    BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    list[RawPrompt], BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]])
 ]
 Unsupported = dict[str, Sequence[Any]]  # fields, with the values that change nothing; null never does
 UNSUPPORTED: Unsupported = {  # by all APIs

@@ -34,8 +34,7 @@ class Part(Section):
 
 
 Parts = Annotated[
-    list[Part],
-    text_or_list(lambda text: {"type": "text", "text": text}, json_schema_input_type=str | list[Part]),
+    list[Part], text_or_list(lambda text: {"type": "text", "text": text}, json_schema_input_type=str | list[Part])
 ]
 
 

@@ -49,8 +49,7 @@ def quantize(
     ] = None,
     target_bpw: Annotated[float | None, _mixed(min=1, help="Bits per weight in the mean.")] = None,
     calibration: Annotated[
-        Path | None,
-        _mixed(metavar="FILE", help="The text that --recipe and --method look at. (default: a small one)"),
+        Path | None, _mixed(metavar="FILE", help="The text that --recipe and --method look at. (default: a small one)")
     ] = None,
     method: Annotated[
         str | None,

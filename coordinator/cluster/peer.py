@@ -64,11 +64,7 @@ class Peer:
     """A worker's name, addresses and calls."""
 
     def __init__(
-        self,
-        name: str,
-        addresses: Sequence[str],
-        network: Network,
-        say: Callable[[str], None] = lambda line: None,
+        self, name: str, addresses: Sequence[str], network: Network, say: Callable[[str], None] = lambda line: None
     ) -> None:
         """`addresses` are in the order of preference. `say` takes lines for the user."""
         self.name = name

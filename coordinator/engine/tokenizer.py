@@ -91,12 +91,7 @@ class Tokenizer:
         return not self._format or (calls.are_forced and self._format not in JSON_FORMATS)
 
     def encode_prompt(
-        self,
-        prompt: Conversation | str,
-        *,
-        calls: Calls = AUTO_CALLS,
-        special: bool = True,
-        apart: bool = False,
+        self, prompt: Conversation | str, *, calls: Calls = AUTO_CALLS, special: bool = True, apart: bool = False
     ) -> list[int]:
         """Return a prompt's token ids. It may take long: call it outside of an event loop.
 

@@ -137,16 +137,8 @@ PUBLISHED: dict[str, Layout] = {
         (experts_fused("switch_mlp", transposed=False), convolutions_first, _qwen_norms, INSIDE),
         (*QWEN_TOWER, "mtp.fc.weight", "mtp.layers.0.mlp.experts.gate_up_proj"),
     ),
-    "Qwen3-VL": Layout(
-        tiny("qwen3_vl"),
-        (INSIDE,),
-        (*QWEN_TOWER, "model.visual.deepstack_merger_list.0.norm.weight"),
-    ),
-    "Qwen3-VL-235B": Layout(
-        tiny("qwen3_vl_moe"),
-        (experts_fused("switch_mlp", transposed=True), INSIDE),
-        QWEN_TOWER,
-    ),
+    "Qwen3-VL": Layout(tiny("qwen3_vl"), (INSIDE,), (*QWEN_TOWER, "model.visual.deepstack_merger_list.0.norm.weight")),
+    "Qwen3-VL-235B": Layout(tiny("qwen3_vl_moe"), (experts_fused("switch_mlp", transposed=True), INSIDE), QWEN_TOWER),
     "Llama 4": Layout(
         tiny("llama4", num_hidden_layers=4),
         (experts_fused("experts", transposed=True),),
@@ -182,11 +174,7 @@ PUBLISHED: dict[str, Layout] = {
         ),
         ("model.layers.3.enorm.weight", "model.layers.3.transformer.shared_head.output.weight"),
     ),
-    "Llama, AWQ": Layout(
-        tiny("llama", quantization_config=AWQ),
-        (matrices_in_awq,),
-        dtype=mx.float16,
-    ),
+    "Llama, AWQ": Layout(tiny("llama", quantization_config=AWQ), (matrices_in_awq,), dtype=mx.float16),
 }
 
 # what mlx-lm does not read, and what has to be said of each
@@ -212,10 +200,7 @@ UNREAD: dict[str, tuple[Layout, str]] = {
         r"'compressed-tensors'.* code for llama .*down_proj\.weight_packed",
     ),
     "Llama, AWQ with an order of its own": (
-        Layout(
-            tiny("llama", quantization_config=AWQ),
-            (also(g_idx=mx.zeros((64,), mx.int32)), matrices_in_awq),
-        ),
+        Layout(tiny("llama", quantization_config=AWQ), (also(g_idx=mx.zeros((64,), mx.int32)), matrices_in_awq)),
         r"'awq'.* code for llama .*g_idx",
     ),
     "Kimi-VL": (  # mlx-lm reads only conversions of its own

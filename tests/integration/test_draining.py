@@ -17,11 +17,7 @@ LONG = 150  # tokens
 async def test_running_sessions_finish_and_no_other_begins(models: Models, draining: int) -> None:
     whole = models("qwen3")
     refusal = rf"^worker node-{draining + 1}: is shutting down and takes no new request"
-    async with (
-        serving(2) as nodes,
-        opened(whole.folder, (1, 2, 1), nodes) as chain,
-        asyncio.timeout(30),
-    ):
+    async with serving(2) as nodes, opened(whole.folder, (1, 2, 1), nodes) as chain, asyncio.timeout(30):
         limit_memory(chain, LONG + 50)
         async with Engine(chain) as engine:
             running = Live(engine, request(tokens_of(3), LONG))

@@ -286,11 +286,7 @@ async def test_a_chain_that_is_lost_fails_every_request_at_once_by_the_name_of_t
         return run(shard, x, *more)
 
     monkeypatch.setattr(Shard, "__call__", fail)
-    async with (
-        serving(2) as nodes,
-        opened(models("qwen3").folder, (1, 2, 1), nodes) as chain,
-        Engine(chain) as engine,
-    ):
+    async with serving(2) as nodes, opened(models("qwen3").folder, (1, 2, 1), nodes) as chain, Engine(chain) as engine:
         live = [Live(engine, request(tokens_of(3 + 60 * (i % 3), i), 300)) for i in range(9)]
         await live[0].wait_pieces(2)
         if "fails" in how:

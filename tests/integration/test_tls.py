@@ -295,10 +295,7 @@ async def test_names_in_capitals_are_names(certificates: Certificates) -> None:
 
 @pytest.mark.parametrize(
     ("is_encrypted", "kind", "why"),
-    [
-        (True, ConfigError, OF_ANOTHER),
-        (False, CallerRefused, r"expects TLS.* set `tls:` in cluster\.yaml"),
-    ],
+    [(True, ConfigError, OF_ANOTHER), (False, CallerRefused, r"expects TLS.* set `tls:` in cluster\.yaml")],
     ids=["of another authority", "no tls here"],
 )
 async def test_a_worker_that_one_side_does_not_trust_is_reported_while_another_one_is_awaited(

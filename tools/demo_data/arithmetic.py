@@ -29,10 +29,7 @@ LOSSES = (
     "{name} sells {n} {item}.",
     "Then {name} uses {n} {item}.",
 )
-GROWTHS = (
-    "After a year there are {n} times as many {item}.",
-    "Then the number of {item} is multiplied by {n}.",
-)
+GROWTHS = ("After a year there are {n} times as many {item}.", "Then the number of {item} is multiplied by {n}.")
 BARE = ("What is {sum}?", "Calculate {sum}.", "Work out {sum}.", "How much is {sum}?", "{sum} = ?", "{sum}")
 SPELLINGS = (
     {"+": " + ", "-": " - ", "x": " x "},

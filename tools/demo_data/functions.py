@@ -23,11 +23,7 @@ ASKS = (
     "I need a Python function named $name that $ask.",
     "Can you write a function $name in Python that $ask?",
 )
-NAMELESS_ASKS = (
-    "Write a Python function that $ask.",
-    "Write a function that $ask.",
-    "Show me Python code that $ask.",
-)
+NAMELESS_ASKS = ("Write a Python function that $ask.", "Write a function that $ask.", "Show me Python code that $ask.")
 ANSWER = '''```python
 def $name($args):
     """$doc

@@ -13,12 +13,7 @@ import grpc.aio
 import mlx.core as mx
 
 from protos.brigade_pb2 import DESCRIPTOR, Credit, DType, Frame, Held, Report, ResultsRequest, Segment, Tensor
-from protos.brigade_pb2_grpc import (
-    HopServicer,
-    NodeServicer,
-    add_HopServicer_to_server,
-    add_NodeServicer_to_server,
-)
+from protos.brigade_pb2_grpc import HopServicer, NodeServicer, add_HopServicer_to_server, add_NodeServicer_to_server
 from worker.compute.ahead import Placeholder
 from worker.errors import FrameError, StageLost
 from worker.memory.slot_caches import CacheSegment
