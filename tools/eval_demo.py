@@ -25,6 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from tools.demo_data import mix
 from tools.demo_data.turn import Turn
 from tools.windows_report import table as markdown_table
+from worker.compute.header import common_prefix
 
 DEFAULT_MODEL = Path(__file__).parents[1] / "worker" / "demo"
 MAX_TOKENS = 400
@@ -114,10 +115,6 @@ def answer_all(model: nn.Module, tokenizer: Any, prompts: list[list[int]]) -> li
         has_ended = len(tokens) < MAX_TOKENS
         outputs.append(Output(tokenizer.decode(words), words + [tokenizer.eos_token_id] * has_ended, has_ended))
     return outputs
-
-
-def common_prefix(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def best(model: nn.Module, rows: list[int], cache: list[Any], keep: int) -> list[int]:

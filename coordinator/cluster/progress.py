@@ -125,14 +125,8 @@ def show_bytes(what: str, total: int) -> Iterator[ByteReport]:
     """Draw one bar of bytes. Outside a terminal write lines, less and less often."""
     console = Console(stderr=True)
     began, due_s, done, known = time.monotonic(), _TOKENS_FIRST_S, 0, 0
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with _drawn(console, *columns) as bars:
+    speed_columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with _drawn(console, TextColumn("{task.description}"), BarColumn(), *speed_columns) as bars:
         task = bars.add_task(what, total=total)
 
         def report(more: int, is_known: bool) -> None:

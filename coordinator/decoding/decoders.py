@@ -21,7 +21,7 @@ from coordinator.decoding.window_lengths import (
     most_padding,
 )
 from protos.brigade_pb2 import CONDITIONING_NONE, Conditioning, Sample
-from worker.compute.header import num_held
+from worker.compute.header import common_prefix
 from worker.model.model_spec import MOST_DRAFTS, CanvasTraining, Refinement
 
 _LOW_64 = (1 << 64) - 1
@@ -104,7 +104,7 @@ def verify_drafts(drafts: Sequence[int], samples: Sequence[Sample]) -> Accepted:
     those of one-token decoding: greedy and sampled alike. For a draft taken as certain this is the accept/resample
     rule of speculative sampling (Leviathan et al., arXiv 2211.17192).
     """
-    num_equal = num_held(drafts, [sample.token for sample in samples])
+    num_equal = common_prefix(drafts, [sample.token for sample in samples])
     return Accepted(list(samples[: num_equal + 1]), num_equal)
 
 
@@ -203,10 +203,7 @@ class Text:
             return None
         instead = self._rival.speed(num_together) if self._rival else 0.0
         window = self._chooser.choose(num_together, most=1 + min(length, room - 1), instead=instead)
-        if window < 2:
-            self._chooser.observe_drafts(0, 0)
-            return None
-        drafts = self._search.drafts(window - 1)
+        drafts = self._search.drafts(window - 1) if window > 1 else []
         if not drafts:
             self._chooser.observe_drafts(0, 0)
             return None

@@ -190,7 +190,7 @@ def arguments_grammars(calls: Calls, tools: Sequence[Mapping[str, Any]]) -> Iter
 
 
 def _format(markers: Markers, spell: Spell) -> _Format:
-    if markers.format == "mistral" and spell("[ARGS]") != _literal("[ARGS]"):
+    if markers.format == "mistral" and spell("[ARGS]") != json.dumps("[ARGS]"):
         return _MISTRAL  # older ones write a list, newer ones have a token that ends a name
     return JSON_FORMATS[markers.format]
 
@@ -205,7 +205,7 @@ def _rules(form: _Format, names: Sequence[str], spell: Spell) -> Iterable[str]:
     yield _call("call", form, names, spell)
     number = '":" /[0-9]{1,3}/' if form.is_numbered else ""
     for n, name in enumerate(names):
-        yield f"called_{n}: {_literal(name)} {number} {spell(form.before_arguments)} @arguments_{n}"
+        yield f"called_{n}: {json.dumps(name)} {number} {spell(form.before_arguments)} @arguments_{n}"
 
 
 def _call(rule: str, form: _Format, names: Sequence[str], spell: Spell) -> str:
@@ -222,7 +222,3 @@ def _arguments(function: Mapping[str, Any], field: str) -> str:
         return json_grammar(schema | {"type": "object"}, is_strict=function.get("strict") is True)
     except InputError as error:
         raise InputError(field, f"tool {function['name']}: {error.message}") from error
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text)

@@ -40,7 +40,7 @@ from coordinator.sessions.request import (
 from coordinator.sessions.text import Markers, TextParser
 from protos.brigade_pb2 import Grammar, Sampling
 from worker.compute.grammar import Grammars
-from worker.compute.header import check_grammar
+from worker.compute.header import check_grammar, common_prefix
 from worker.errors import BrigadeError, FrameError, InputError, ModelError, SamplingError
 from worker.model.checkpoint import Checkpoint
 from worker.model.model_spec import ModelSpec
@@ -241,9 +241,9 @@ class InputProcessor:
             return await self.prompt_ids(some, most=self.spec.context - 1, calls=asked.calls)
 
         later = {"role": "assistant", "content": "a"}, _ANY_USER
-        num = _num_alike(*[await ids(*system, {"role": "user", "content": text}, *later) for text in "ab"])
+        num = common_prefix(*[await ids(*system, {"role": "user", "content": text}, *later) for text in "ab"])
         texts = [await ids({"role": "system", "content": text}, _ANY_USER, *later) for text in "ab"]
-        if _num_alike(*texts) >= num:  # some templates put the system prompt before the last message of the user
+        if common_prefix(*texts) >= num:  # some templates put the system prompt before the last message of the user
             expected = "expected a chat template that begins with the system prompt, found another"
             raise InputError("kv_keep", f"{expected}; give a number of tokens")
         return num
@@ -265,7 +265,7 @@ class InputProcessor:
         for some in beginnings:
             with suppress(InputError):  # not every template takes every beginning
                 beginning = replace(prompt, messages=some, template_arguments=arguments)
-                lengths.add(_num_alike(ids, await self.prompt_ids(beginning, calls=asked.calls)))
+                lengths.add(common_prefix(ids, await self.prompt_ids(beginning, calls=asked.calls)))
         return tuple(sorted(lengths - {0, len(ids)}))
 
     async def _last_tokens(self, texts: Sequence[str]) -> set[int]:
@@ -397,11 +397,6 @@ async def prepare_choices(inputs: InputProcessor, spec: RequestSpec, n: int) -> 
 def _system_of(prompt: Conversation) -> tuple[Mapping[str, Any], ...]:
     """Return the messages of the system with which a conversation begins."""
     return tuple(takewhile(lambda message: message["role"] == "system", prompt.messages))
-
-
-def _num_alike(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return with how many equal ids both begin."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _num_letters(value: Any) -> int:

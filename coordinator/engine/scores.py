@@ -4,13 +4,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from itertools import takewhile
 
 from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import Engine, collect
 from coordinator.engine.inputs import InputProcessor
 from coordinator.sessions.output import Scored
 from coordinator.sessions.request import RequestSpec
+from worker.compute.header import common_prefix
 
 ScoredPrompt = str | tuple[int, ...]
 
@@ -84,8 +84,7 @@ async def score_continuations(
     specs = []
     for continuation in continuations:
         whole = await _joined(inputs, prompt, begin, continuation)
-        num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(begin, whole, strict=False)))
-        specs.append(scoring(whole, max(1, num_shared) if begin else 0))
+        specs.append(scoring(whole, max(1, common_prefix(begin, whole)) if begin else 0))
     answers = await collect(engine, [await engine.prepare(spec) for spec in specs])
     return [[score for output in answer for score in output.scores] for answer in answers]
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from protos.brigade_pb2 import Result, Sample, Window
 from worker.compute.grammar import Guide
-from worker.compute.header import is_chunk, num_held, num_rows
+from worker.compute.header import common_prefix, is_chunk, num_rows
 from worker.errors import SamplingError
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def add_drafts(
         num_known = len(tokens)
         if drawn:
             first = num_known - (window.wanted - 1)  # of the drafts
-            num_known = first + num_held(tokens[first:], drawn)
+            num_known = first + common_prefix(tokens[first:], drawn)
             tokens = [*tokens[:num_known], drawn[num_known - first]]
         shows = slot.is_drafted and (is_chunk(window) or (drawn and not window.masks))
         if (window.drafts and drawn) or shows:

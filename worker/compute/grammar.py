@@ -13,6 +13,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from protos.brigade_pb2 import Grammar
+from worker.compute.header import common_prefix
 from worker.errors import SamplingError
 
 # A grammar compiled while its session waits must still be here when the session opens, so keep one per waiting session.
@@ -99,9 +100,7 @@ class Guide:
 
     def _go_to(self, answer: Sequence[int], *, is_draft: bool) -> bool:
         """Match exactly these tokens; return False if the grammar forbids a draft among them."""
-        shared = 0
-        while shared < min(len(answer), len(self._taken)) and answer[shared] == self._taken[shared]:
-            shared += 1
+        shared = common_prefix(answer, self._taken)
         if len(self._taken) > shared:
             self._matcher.rollback(len(self._taken) - shared)
         rest = list(answer[shared:])

@@ -96,12 +96,10 @@ def asked_of(window: Window) -> tuple[int, ...]:
     return window.wanted, window.guessed + window.drafts, len(window.targets)
 
 
-def num_held(drafts: Sequence[int], samples: Sequence[int]) -> int:
-    """Return how many leading drafts equal the tokens sampled at their places."""
-    num_equal = 0
-    while num_equal < len(drafts) and drafts[num_equal] == samples[num_equal]:
-        num_equal += 1
-    return num_equal
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the longest common prefix."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def check_result(

@@ -105,9 +105,7 @@ def write_part(number: int, header: bytes, data: memoryview, seed: int | None = 
     fields = (*count, *frame, *payload)
     if seed is None:
         return b"".join(fields)
-    for piece in fields:
-        seed = zlib.crc32(piece, seed)
-    return b"".join((*fields, _PART_CHECKSUM, seed.to_bytes(4, "little")))
+    return b"".join((*fields, _PART_CHECKSUM, checksum_of(fields, seed).to_bytes(4, "little")))
 
 
 def checked_part(message: bytes, seed: int) -> memoryview:

@@ -368,10 +368,8 @@ class WeightsCache:
     def remove(self, key: str) -> bool:
         """Remove the unused files of a model. Return whether nothing of it is left."""
         folder = next(folder for folder in self._folders() if folder.name == key)
-        are_gone = all([remove_unused(path) for path in _files_in(folder)])
-        if are_gone and all([remove_unused(path) for path in folder.iterdir()]):
-            with contextlib.suppress(OSError):  # another process has just begun to receive into it
-                folder.rmdir()
+        if all([remove_unused(path) for path in _files_in(folder)]):
+            _remove_rest(folder)
         return not folder.exists()
 
     def require_room(self, nbytes: int) -> None:
