@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
 import mlx.core as mx
@@ -44,9 +45,8 @@ class DraftRequest:
 
     slot: Slot
     base: int  # of the window
-    tokens: Sequence[
-        int
-    ]  # known from the base on: those of the rows that hold, then the one sampled after them, if any
+    # known from the base on: those of the rows that hold, then the one sampled after them, if any
+    tokens: Sequence[int]
     count: int  # drafts that are wanted after them; 0: the drafter may read the tokens
     is_chunk: bool  # whether the window was a prompt chunk
     rows: mx.array  # [1, sum L, W] of all windows of the step, after the last layer
@@ -188,6 +188,11 @@ def _draw_alone(request: DraftRequest, guide: Guide | None, drafts: Sequence[mx.
         return request.slot.sampler(logits, [end], tokens, [len(tokens)], allowed=allowed).tokens
     except SamplingError:
         return mx.array([0])
+
+
+def last_rows(h: mx.array, lengths: Sequence[int]) -> mx.array:
+    """Return the last row of each slot [1, B, D] of the rows of all [1, sum L, D]."""
+    return h if h.shape[1] == len(lengths) else h[:, mx.array([end - 1 for end in accumulate(lengths)])]
 
 
 def fit_vocabulary(logits: mx.array, vocab_size: int, mask_token: int | None) -> mx.array:

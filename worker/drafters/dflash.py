@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from worker.compute.drafting import DraftRequest, draw_drafts, fit_vocabulary
+from worker.compute.drafting import DraftRequest, draw_drafts
 from worker.drafters.draft_head import HeadDrafter, HeadModule, ReadRows, project
 from worker.memory.layer_cache import KVCache
 from worker.model.model_spec import DraftHead
@@ -98,9 +98,6 @@ class DFlashModule(HeadModule):
 class DFlashDrafter(HeadDrafter):
     """Drafts a block in one pass; its logits are the model's own head's."""
 
-    def _features(self, rows: mx.array) -> mx.array:
-        return rows[..., self._shard.info.hidden_size :]
-
     def _read(self, texts: Sequence[ReadRows]) -> None:
         for text in texts:
             if text.pending:
@@ -132,7 +129,3 @@ class DFlashDrafter(HeadDrafter):
             for at, token in zip(some, drawn.split(len(some)), strict=True):
                 drafts[at].append(token)
         return [mx.concatenate(tokens) for tokens in drafts]
-
-    def _logits(self, h: mx.array) -> mx.array:
-        """Return the logits [N, V] of normed rows [1, N, D]."""
-        return fit_vocabulary(self._shard.head(h), self._shard.info.vocab_size, self._shard.mask_token)

@@ -18,7 +18,7 @@ import mlx.nn as nn
 
 from protos.brigade_pb2 import Cache
 from worker.compute.batching import LaneWindow
-from worker.compute.drafting import Drafter, DraftRequest
+from worker.compute.drafting import Drafter, DraftRequest, fit_vocabulary
 from worker.compute.grammar import Guide
 from worker.compute.held_tensors import HeldTensors, TensorReader
 from worker.compute.shard import Shard, accept_rows, run_windows
@@ -229,9 +229,9 @@ class HeadDrafter(Drafter, ABC):
         mx.async_eval([rows for text in texts for rows in text.pending])  # frees what they were computed from
         return found
 
-    @abstractmethod
     def _features(self, rows: mx.array) -> mx.array:
         """Return what the head reads [1, N, C] of rows [1, N, W] of the last layer."""
+        return rows[..., self._shard.info.hidden_size :]
 
     @abstractmethod
     def _read(self, texts: Sequence[ReadRows]) -> mx.array | None:
@@ -245,6 +245,10 @@ class HeadDrafter(Drafter, ABC):
     def _draft(self, requests: Sequence[DraftRequest], texts: Sequence[ReadRows]) -> list[mx.array]:
         """Read what is pending and return the drafts of each slot, not evaluated."""
 
+    def _logits(self, h: mx.array) -> mx.array:
+        """Return the logits [N, V], in the model's vocabulary, of the head's output [1, N, D]."""
+        return fit_vocabulary(self._shard.head(h), self._shard.info.vocab_size, self._shard.mask_token)
+
     def _embed(self, ids: mx.array) -> mx.array:
         """Return the embeddings [1, N, D] of ids [1, N]; an id outside of the vocabulary, from a peer, counts as 0."""
         embed = self._module.embed_tokens if self._part.spec.embeds else self._shard.embed
@@ -257,22 +261,6 @@ class HeadDrafter(Drafter, ABC):
         if text.guide is None and slot.guide:
             text.guide = slot.guide.copy()
         return text
-
-    def _run(
-        self,
-        texts: Sequence[ReadRows],
-        bases: Sequence[int],
-        lengths: Sequence[int],
-        run: Callable[[Sequence[Any]], mx.array],
-    ) -> mx.array:
-        """Run the layers on so many rows of each slot after each base, on the caches or views that `run` is given."""
-        for text, base in zip(texts, bases, strict=True):
-            text.caches.cut(base - text.first)
-        places = [
-            LaneWindow(text.caches, base - text.first, length)
-            for text, base, length in zip(texts, bases, lengths, strict=True)
-        ]
-        return run_windows(places, run)
 
 
 def make_caches(layers: Sequence[LayerSpec]) -> Caches:
@@ -290,14 +278,3 @@ def project(features: mx.array, head: DraftHead, eps: float = 1e-6) -> mx.array:
         return features
     mean = features[..., -1:].astype(mx.float32) / head.num_taps
     return (features[..., :-1] * mx.rsqrt(mean + eps)).astype(features.dtype)
-
-
-def last_rows(h: mx.array, lengths: Sequence[int]) -> mx.array:
-    """Return the last row of each slot [1, B, D] of the rows of all [1, sum L, D]."""
-    if h.shape[1] == len(lengths):
-        return h
-    ends, end = [], -1
-    for length in lengths:
-        end += length
-        ends.append(end)
-    return h[:, mx.array(ends)]

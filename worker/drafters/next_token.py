@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 
-from worker.compute.drafting import DraftRequest, draft_in_turn, fit_vocabulary
-from worker.drafters.draft_head import HeadDrafter, HeadModule, ReadRows, last_rows, project
+from worker.compute.batching import LaneWindow
+from worker.compute.drafting import DraftRequest, draft_in_turn, fit_vocabulary, last_rows
+from worker.compute.shard import run_windows
+from worker.drafters.draft_head import HeadDrafter, HeadModule, ReadRows, project
 from worker.model.model_spec import DraftHead
 
 
@@ -52,13 +55,16 @@ class NextTokenDrafter(HeadDrafter):
     def _step(
         self, texts: Sequence[ReadRows], bases: Sequence[int], lengths: Sequence[int], ids: mx.array, h: mx.array
     ) -> mx.array:
-        """Run the head over ids [1, sum L] and what comes with them [1, sum L, D]; return its output, alike."""
-        x = self._joined(ids, h)
+        """Run the head over ids [1, sum L], so many after each base, and what comes with them [1, sum L, D].
 
-        def run(caches: Sequence[Any]) -> mx.array:
-            return self._module(x, caches)
-
-        return self._run(texts, bases, lengths, run)
+        Returns:
+            Its output [1, sum L, D].
+        """
+        places = []
+        for text, base, length in zip(texts, bases, lengths, strict=True):
+            text.caches.cut(base - text.first)
+            places.append(LaneWindow(text.caches, base - text.first, length))
+        return run_windows(places, partial(self._module, self._joined(ids, h)))
 
     def _projected(self, features: mx.array) -> mx.array:
         """Return what the head takes beside a token [1, N, D] of the model's features [1, N, C]."""
@@ -67,10 +73,6 @@ class NextTokenDrafter(HeadDrafter):
     @abstractmethod
     def _joined(self, ids: mx.array, h: mx.array) -> Any:
         """Return the module's input of ids [1, N] and h [1, N, D]."""
-
-    @abstractmethod
-    def _logits(self, h: mx.array) -> mx.array:
-        """Return the logits [N, V] of the head's output [1, N, D], in the model's vocabulary."""
 
 
 class MtpModule(HeadModule):
@@ -117,9 +119,6 @@ class MtpDrafter(NextTokenDrafter):
         module = self._module
         parts = [module.pre_fc_norm_embedding(self._embed(ids)), module.pre_fc_norm_hidden(h)]
         return module.fc(mx.concatenate(parts, axis=-1))
-
-    def _logits(self, h: mx.array) -> mx.array:
-        return fit_vocabulary(self._shard.head(h), self._shard.info.vocab_size, self._shard.mask_token)
 
 
 class EagleModule(HeadModule):
@@ -194,9 +193,6 @@ class EagleDrafter(NextTokenDrafter):
         super().__init__(*args)
         draft_ids = mx.arange(self._module.lm_head.weight.shape[0])
         self._ids = draft_ids + self._module.d2t if "d2t" in self._module else None
-
-    def _features(self, rows: mx.array) -> mx.array:
-        return rows[..., self._shard.info.hidden_size :]
 
     def _projected(self, features: mx.array) -> mx.array:
         return project(features, self._part.spec, self._module.norm.eps)

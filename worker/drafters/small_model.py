@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from protos.brigade_pb2 import Cache
 from worker.compute.batching import LaneWindow
-from worker.compute.drafting import DraftRequest, draft_in_turn, fit_vocabulary
+from worker.compute.drafting import DraftRequest, draft_in_turn, fit_vocabulary, last_rows
 from worker.compute.grammar import Guide
 from worker.compute.shard import Shard
 from worker.errors import CacheMismatch
@@ -139,12 +139,7 @@ class SmallModel:
     def _read_rest(self, texts: Sequence[ReadText], requests: Sequence[DraftRequest]) -> mx.array:
         """Read what the texts lack; return the hidden states [1, B, D] of the last known tokens."""
         parts = [request.tokens_from(len(text.history)) for request, text in zip(requests, texts, strict=True)]
-        h = self._read(texts, parts)
-        last, end = [], -1
-        for part in parts:
-            end += len(part)
-            last.append(end)
-        return h if h.shape[1] == len(parts) else h[:, mx.array(last)]
+        return last_rows(self._read(texts, parts), [len(part) for part in parts])
 
     def _draft_together(
         self, requests: Sequence[DraftRequest], texts: Sequence[ReadText], h: mx.array
