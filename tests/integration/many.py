@@ -34,9 +34,9 @@ def request(prompt: Sequence[int], max_tokens: int, decode: Decode | None = None
     return Request(tuple(prompt), max_tokens, sampling, decode or Decode(), **fields)
 
 
-async def solo(chain: Chain, requests: Sequence[Request]) -> list[Answer]:
+async def solo(chain: Chain, requests: Sequence[Request], chunk: int = CHUNK) -> list[Answer]:
     """Each alone, one after another, with nothing to reuse."""
-    return [await generate_once(chain, each, chunk=CHUNK) for each in requests]
+    return [await generate_once(chain, each, chunk=chunk) for each in requests]
 
 
 async def together(chain: Chain, requests: Sequence[Request], chunk: int = CHUNK) -> list[Answer]:

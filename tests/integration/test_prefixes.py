@@ -123,18 +123,18 @@ async def test_a_turn_that_leaves_out_thoughts_goes_on_from_a_snapshot_where_not
     folder = (
         models(name, config={"max_position_embeddings": 4096}).folder if whole else make_type(tmp_path / name, name)
     )
-    text = tokens_of(1500)
+    text = tokens_of(620)
     asked = [
-        request(text, 9, turn_ends=(400, 1480)),
-        request((*text[:1490], *tokens_of(320, 3)), 9, seed=3, temperature=0.8, turn_ends=(1800,)),
-        request((*text[:500], *tokens_of(30, 4)), 9),
-        request((*text[:1490], *tokens_of(320, 3)[:315], 5), 9),
+        request(text, 9, turn_ends=(270, 600)),
+        request((*text[:610], *tokens_of(270, 3)), 9, seed=3, temperature=0.8, turn_ends=(870,)),
+        request((*text[:300], *tokens_of(30, 4)), 9),
+        request((*text[:610], *tokens_of(270, 3)[:265], 5), 9),
     ]
     async with running(folder, layers) as chain:
         async with Engine(chain) as engine:
             found = [await engine.answer(each, chunk=256) for each in asked]
-        alone = await solo(chain, asked)
-    assert [each.usage.num_reused for each in found] == [0, 1480, 400, 1800]
+        alone = await solo(chain, asked, chunk=256)
+    assert [each.usage.num_reused for each in found] == [0, 600, 270, 870]
     assert [each.tokens for each in found] == [each.tokens for each in alone]
 
 
@@ -211,7 +211,7 @@ async def test_requests_wait_for_memory_and_no_stage_ever_holds_more_than_its_bu
     asked = [request(tokens_of(30 + 30 * (i % 4), i % 3), 6) for i in range(9)]
     async with running_within(models("qwen3").folder, (1, 3), 256, slots=2) as chain:
         budgets = cache_costs(chain.plan, chain.spec).budgets
-        alone = await solo(chain, asked)
+        alone = await solo(chain, asked, chunk=64)
         async with Engine(chain) as engine:
             live = [Live(engine, each) for each in asked]
             while not all(each.task.done() for each in live):
