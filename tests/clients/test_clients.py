@@ -179,11 +179,12 @@ def test_a_model_whose_template_knows_no_tools_calls_them_by_every_api(tmp_path:
     )
     folder = make_caller(tmp_path / "model", thinks=False, knows_tools=False)
     with serving(folder, {"chat_template": alternating}) as plain:
-        for client in ("cline", "codex", "claude_code"):
+        for client in WHOLE:
+            few = {"tools": turn(client, "first")["tools"][:1]}  # the prompt describes them
             choice = {"tool_choice": MANY[path_of(client)], "temperature": 1.0, "parallel_tool_calls": False}
-            told = asked(plain, client, turn(client, "first", limit=40, **choice, seed=3))
-            assert set(told.names.values()) <= names_in(turn(client, "first")) and len(told.names) == 1
-            assert asked(plain, client, turn(client, "result")).reason
+            told = asked(plain, client, turn(client, "first", limit=40, **few, **choice, seed=3))
+            assert set(told.names.values()) <= names_in(few) and len(told.names) == 1
+            assert asked(plain, client, turn(client, "result", **few)).reason
 
 
 @EACH
