@@ -66,7 +66,7 @@ def test_drafts_are_those_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -
         seen.append(logits)
         return logits
 
-    for room in ("next_token", "dflash"):
+    for room in ("next_token", "draft_head"):
         monkeypatch.setattr(f"worker.drafters.{room}.fit_vocabulary", note)
     for count in (1, 3, 7):
         drafter: Any = make_drafter(part, model, 512)
