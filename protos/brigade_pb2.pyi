@@ -250,7 +250,7 @@ class Report(_message.Message):
     def __init__(self, result: _Optional[_Union[Result, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Segment(_message.Message):
-    __slots__ = ("epoch", "step", "slot", "base", "cache", "part", "tensors", "num_keys", "is_whole")
+    __slots__ = ("epoch", "step", "slot", "base", "cache", "part", "tensors", "num_keys", "length")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
@@ -259,7 +259,7 @@ class Segment(_message.Message):
     PART_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     NUM_KEYS_FIELD_NUMBER: _ClassVar[int]
-    IS_WHOLE_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     slot: int
@@ -268,8 +268,8 @@ class Segment(_message.Message):
     part: int
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     num_keys: int
-    is_whole: bool
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., slot: _Optional[int] = ..., base: _Optional[int] = ..., cache: _Optional[int] = ..., part: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., num_keys: _Optional[int] = ..., is_whole: _Optional[bool] = ...) -> None: ...
+    length: int
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., slot: _Optional[int] = ..., base: _Optional[int] = ..., cache: _Optional[int] = ..., part: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., num_keys: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class Piece(_message.Message):
     __slots__ = ("name", "begin", "end")

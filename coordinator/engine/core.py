@@ -39,6 +39,7 @@ from worker.errors import (
     StageLost,
     WaitedTooLong,
 )
+from worker.model.cache_spec import MOST_SNAPSHOT_BYTES
 from worker.node.framing import most_chunk_rows, most_lane_rows
 from worker.node.rpc_errors import error_named
 from worker.platform.tasks import background
@@ -198,8 +199,8 @@ class EngineCore:
 
     def _pays_apart(self, session: Session) -> bool:
         """Return whether all nodes are to compute the prompt of a session whose answer the first one makes alone."""
-        prompt_end, cache = self.chain.plan.prompt_end, session.request.cache
-        if prompt_end is None or self.costs.rows_that_can_be_cut(cache) < self.chain.spec.context:
+        prompt_end, spec = self.chain.plan.prompt_end, replace(self.chain.spec, cache=session.request.cache)
+        if prompt_end is None or spec.largest_snapshot_bytes > MOST_SNAPSHOT_BYTES:
             return False
         unfed = {}
         for session.feeds_apart in (False, True):

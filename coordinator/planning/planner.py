@@ -22,7 +22,9 @@ from coordinator.planning.plan import (
 )
 from coordinator.planning.speeds import NO_SPEEDS, Survey
 from worker.errors import ConfigError
+from worker.model.cache_spec import MOST_SNAPSHOT_BYTES
 from worker.model.model_spec import ModelSpec
+from worker.platform.text import format_bytes
 
 LATENCY_SLACK = 1.02  # plans within this factor of the best latency are equally good, and other things decide
 PROMPT_ROWS = 512  # rows of the prompt frame by which plans are compared
@@ -91,8 +93,9 @@ def _obstacle(spec: ModelSpec, nodes: Sequence[Node]) -> str:
         return "there is no other node"
     if spec.drafter:
         return "a drafter needs every prompt on the last node; --draft-model none leaves it out"
-    if spec.rows_that_can_be_cut < spec.context:
-        return "its caches are sliding windows or recurrent states, which cannot be sent token by token"
+    if spec.largest_snapshot_bytes > MOST_SNAPSHOT_BYTES:
+        size = format_bytes(spec.largest_snapshot_bytes)
+        return f"a layer's sliding window or state takes {size}, too much to be sent at once"
     return "there are more nodes than layers" if len(nodes) > spec.num_layers else ""
 
 

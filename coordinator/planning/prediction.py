@@ -105,7 +105,8 @@ class Prediction:
         if self._plan.prompt_end is None:
             return self._hops_ms(num_rows)
         start, end = self._plan.prompt_parts[-1]
-        back = self.links[-1].ms(num_rows * self._spec.segment_row_bytes(start, end))
+        num_back = num_rows * self._spec.segment_row_bytes(start, end) + self._spec.snapshot_bytes(start, end)
+        back = self.links[-1].ms(num_back)
         return [*(way.ms(num_bytes) for way in self.links[:-1]), back]
 
     def _round_ms(self, num_requests: int, lanes: int) -> float | None:

@@ -43,6 +43,7 @@ class CacheCosts:
     bytes_of: Callable[[Cache, int], Bytes]  # the most that a cache of this many rows takes
     rows_that_can_be_cut: Callable[[Cache], int]  # a longer cache can only be extended, or copied from a snapshot
     snapshot_bytes: Callable[[Cache], Bytes]  # the most that a snapshot takes
+    context: int = 0  # the model's, tokens: caches that can be cut up to there can be cut anywhere
 
     def most_rows(self, cache: Cache, at_most: int) -> int:
         """Return the longest such cache, up to this many rows, that every stage has memory for."""
@@ -74,6 +75,7 @@ def cache_costs(plan: Plan, spec: ModelSpec) -> CacheCosts:
         bytes_of=lambda cache, rows: bytes_by_kind(cache.SerializeToString(deterministic=True), rows),
         rows_that_can_be_cut=lambda cache: with_cache(cache.SerializeToString(deterministic=True)).rows_that_can_be_cut,
         snapshot_bytes=snapshot_bytes,
+        context=spec.context,
     )
 
 
@@ -169,7 +171,7 @@ class Slots:
         Raises:
             ContextExceeded: a stage could not hold it even alone. QueueFull: too many sessions wait already.
         """
-        needed = self._costs.bytes_of(session.request.cache, session.most_rows)
+        needed = self._bytes_of(session, session.most_rows)
         for node, need, budget in zip(self._costs.nodes, needed, self._costs.budgets, strict=True):
             if need > budget:
                 found = f"needs {format_bytes(need)} of cache on {node}, which has {format_bytes(budget)} for it"
@@ -220,16 +222,26 @@ class Slots:
         Args:
             most_rows: of the chunk; None for any number.
         """
-        session, length = slot.session, slot.session.next_snapshot
+        session, cuttable = slot.session, self._costs.rows_that_can_be_cut(slot.session.request.cache)
+        # What cannot be cut reaches the node that makes the answer as a snapshot of the last chunk's end.
+        last = session.end_apart if self._sends_snapshot(session) and session.end_apart > session.fed else None
+        wanted = session.next_snapshot if session.num_prompt > cuttable else None
+        length = min((each for each in (wanted, last) if each is not None), default=None)
         if length is None or (most_rows and length > session.fed + most_rows):
             return None
-        if session.num_prompt <= self._costs.rows_that_can_be_cut(session.request.cache):
-            return None
-        if len(session.snapshots_with(length)) > len(session.snapshots):
-            if not self._num_snapshots_with_room(session):
+        if len(session.snapshots_with(length)) > max(self._sends_snapshot(session), len(session.snapshots)):
+            if self._num_snapshots_with_room(session):
+                slot.promised = tuple(map(add, slot.promised, self._costs.snapshot_bytes(session.request.cache)))
+            elif length == last:
+                session.snapshots = ()  # there is memory for this one
+            else:
                 return None
-            slot.promised = tuple(map(add, slot.promised, self._costs.snapshot_bytes(session.request.cache)))
         return length
+
+    def _sends_snapshot(self, session: Session) -> bool:
+        """Whether nodes send a snapshot at the end of its prompt, for which there is memory in any case."""
+        cuttable = self._costs.rows_that_can_be_cut(session.request.cache)
+        return session.feeds_apart and cuttable < self._costs.context
 
     def close(self, session: Session, *, keep: bool) -> None:
         """Free the session's slot, or keep it as a prefix cache if its rows are complete on every stage."""
@@ -285,7 +297,7 @@ class Slots:
 
     def _bytes_of(self, session: Session, rows: int) -> Bytes:
         """Return the most that the session's caches of this many rows take, with its snapshots."""
-        cache, count = session.request.cache, len(session.snapshots)
+        cache, count = session.request.cache, max(self._sends_snapshot(session), len(session.snapshots))
         snapshots = (count * size for size in self._costs.snapshot_bytes(cache)) if count else repeat(0)
         return tuple(map(add, self._costs.bytes_of(cache, rows), snapshots))
 

@@ -243,6 +243,11 @@ class Session:
         self.snapshots = tuple(length for length in snapshots if length <= num_tokens)
 
     @property
+    def end_apart(self) -> int:
+        """The end of the last prompt chunk that passes all nodes; 0 if the session does not feed apart."""
+        return len(self.history) - self._tail if self.feeds_apart else 0
+
+    @property
     def next_snapshot(self) -> int | None:
         """The next length of the prompt of which a snapshot may spare later requests much; None if there is none."""
         least = max(self.fed + 1, LEAST_SAVED, *(length + LEAST_SAVED for length in self.snapshots[-1:]))

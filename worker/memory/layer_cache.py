@@ -161,9 +161,13 @@ class KVCache:
         if self.window is None:
             return None
         other = copy(self)
-        out_of_sight = max(0, self._first_seen(self.length) - self.keep - self.dropped)
-        other._move(self.length - self.dropped - out_of_sight, out_of_sight)
+        other.drop_unseen()
         return other
+
+    def drop_unseen(self) -> None:
+        """Drop all rows that no later query can see."""
+        out_of_sight = max(0, self._first_seen(self.length) - self.keep - self.dropped)
+        self._move(self.length - self.dropped - out_of_sight, out_of_sight)
 
     def segment(self, begin: int, end: int) -> tuple[Parts, Parts]:
         """Return the keys and values of tokens [begin, end) of a cache without dropped rows."""

@@ -40,7 +40,7 @@ class CacheSegment:
     base: int  # the first token
     keys: Parts  # [1, H, L, ...] each, as they are stored
     values: Parts
-    is_whole: bool = False  # a snapshot of a cache that cannot be cut; `base` is how many tokens it has dropped
+    length: int = 0  # of a snapshot of a cache that cannot be cut; `base` is then how many tokens it has dropped
 
     @property
     def arrays(self) -> Parts:
@@ -176,21 +176,47 @@ class Caches:
         self.snapshots = {length: self.snapshots[length] for length in lengths}
 
     def segments(self, begin: int, end: int, most_bytes: int) -> Iterator[CacheSegment]:
-        """Yield what its own caches hold of tokens [begin, end), in parts of so many bytes at most, or of one row."""
-        for number in self.own_numbers:
-            for part, cache in enumerate(members(self.listed[number])):
-                assert isinstance(cache, KVCache)
+        """Yield what its own caches hold of tokens [begin, end), in parts of so many bytes at most, or of one row.
+
+        Of a cache that cannot be cut that is its snapshot of `end`, or nothing without one.
+        """
+        copies = self.snapshots.get(end) or [None] * len(self.own)
+        for (number, part), cache, copy in zip(self._places(), self.own, copies, strict=True):
+            if copy:
+                yield _whole(number, part, copy)
+            elif isinstance(cache, KVCache) and cache.window is None:
                 rows = max(1, most_bytes * cache.capacity // cache.nbytes) if cache.nbytes else end - begin
                 for at in range(begin, end, rows):
                     yield CacheSegment(number, part, at, *cache.segment(at, min(at + rows, end)))
 
+    def _places(self) -> list[tuple[int, int]]:
+        """Return the number of each of its own caches in the model's list, and in its layer."""
+        return [(n, part) for n in self.own_numbers for part in range(len(members(self.listed[n])))]
+
     def put_segment(self, segment: CacheSegment) -> list[mx.array]:
-        """Write a segment; return the buffers, to be evaluated. Raises CacheMismatch if it fits no cache of these."""
-        caches = members(self.listed[segment.number]) if segment.number in self.own_numbers else ()
-        cache = caches[segment.part] if segment.part < len(caches) else None
-        if not isinstance(cache, KVCache):
+        """Write a segment; return the buffers, to be evaluated. Raises CacheMismatch if it fits no cache of these.
+
+        That of a cache that cannot be cut takes the place of the snapshot of its length, and of what the cache holds
+        if it is there now.
+        """
+        places = self._places()
+        if (place := (segment.number, segment.part)) not in places:
             raise CacheMismatch(f"expected a segment of one of its caches, got one of {segment.number}")
-        cache.put_segment(segment.base, segment.keys, segment.values)
+        index = places.index(place)
+        cache = self.own[index]
+        if segment.length:
+            whole = (segment.length, segment.base, segment.keys, segment.values)
+            if segment.length in self.snapshots and (snapshot := self.snapshots[segment.length][index]):
+                snapshot.put_whole(*whole)
+            if cache.length == segment.length:
+                cache.put_whole(*whole)
+                for other in self.own:  # layers with equal windows share a mask, and so have to hold equal rows
+                    if isinstance(other, KVCache) and other.window and other.dropped < segment.base:
+                        other.drop_unseen()
+        elif isinstance(cache, KVCache):
+            cache.put_segment(segment.base, segment.keys, segment.values)
+        else:
+            raise CacheMismatch(f"expected a whole state of cache {segment.number}, got rows")
         return cache.arrays()
 
     def stored(self, begin: int, end: int) -> list[CacheSegment]:
@@ -199,19 +225,15 @@ class Caches:
         Raises:
             CacheMismatch: a cache that cannot be cut has no snapshot of `end`.
         """
-        copies = iter(self.snapshots.get(end) or [None] * len(self.own))
+        copies = self.snapshots.get(end) or [None] * len(self.own)
         found = []
-        for number in self.own_numbers:
-            for part, cache in enumerate(members(self.listed[number])):
-                copy = next(copies)
-                if isinstance(copy, KVCache):
-                    found.append(CacheSegment(number, part, copy.dropped, *copy.whole(), is_whole=True))
-                elif isinstance(copy, RecurrentState):
-                    found.append(CacheSegment(number, part, 0, tuple(copy.arrays()), (), is_whole=True))
-                elif isinstance(cache, KVCache) and not cache.dropped:
-                    found.append(CacheSegment(number, part, begin, *cache.segment(begin, end)))
-                else:
-                    raise CacheMismatch(f"expected a snapshot of {end} tokens, found those of {list(self.snapshots)}")
+        for (number, part), cache, copy in zip(self._places(), self.own, copies, strict=True):
+            if copy:
+                found.append(_whole(number, part, copy))
+            elif isinstance(cache, KVCache) and not cache.dropped:
+                found.append(CacheSegment(number, part, begin, *cache.segment(begin, end)))
+            else:
+                raise CacheMismatch(f"expected a snapshot of {end} tokens, found those of {list(self.snapshots)}")
         return found
 
     def put_stored(self, segments: Sequence[CacheSegment], begin: int, end: int) -> list[mx.array]:
@@ -221,23 +243,21 @@ class Caches:
             CacheMismatch: it is not of these caches, or they do not hold the first `begin` tokens.
         """
         by_place = {(segment.number, segment.part): segment for segment in segments}
-        places = [(n, part) for n in self.own_numbers for part in range(len(members(self.listed[n])))]
-        if missing := [place for place in places if place not in by_place]:
+        if missing := [place for place in self._places() if place not in by_place]:
             raise CacheMismatch(f"expected what all caches hold of tokens [{begin}, {end}), nothing is of {missing}")
-        pairs = [(cache, by_place[place]) for cache, place in zip(self.own, places, strict=True)]
-        rows = [(cache, segment) for cache, segment in pairs if not segment.is_whole]
+        pairs = [(cache, by_place[place]) for cache, place in zip(self.own, self._places(), strict=True)]
         self.begin()
-        for cache, segment in rows:
-            if segment.base != begin or not {part.shape[2] for part in segment.arrays} <= {end - begin}:
-                raise CacheMismatch(f"expected rows [{begin}, {end}), got others from {segment.base} on")
-            cache.cut(begin)
-        self.reserve(end - begin, None)
         for cache, segment in pairs:
-            if segment.is_whole:
-                cache.put_whole(end, segment.base, segment.keys, segment.values)
+            if segment.length not in (0, end):
+                raise CacheMismatch(f"expected a snapshot of {end} tokens, got one of {segment.length}")
+            if not segment.length:
+                if segment.base != begin or not {part.shape[2] for part in segment.arrays} <= {end - begin}:
+                    raise CacheMismatch(f"expected rows [{begin}, {end}), got others from {segment.base} on")
+                cache.cut(begin)
+        self.reserve(end - begin, None)
         self.settle(end)
-        for _, segment in rows:
-            if segment.arrays:  # some layers use the rows of others
+        for _, segment in pairs:
+            if segment.length or segment.arrays:  # some layers use the rows of others
                 self.put_segment(segment)
         return [array for cache in self.own for array in cache.arrays()]
 
@@ -364,6 +384,13 @@ def pack_together(slots: Sequence[Caches], needed: Sequence[int]) -> None:
             Pack(group, capacity)
             for old in left.values():
                 old.thin_out()
+
+
+def _whole(number: int, part: int, copy: LayerCache) -> CacheSegment:
+    """Return a snapshot as a segment."""
+    if isinstance(copy, RecurrentState):
+        return CacheSegment(number, part, 0, tuple(copy.arrays()), (), copy.length)
+    return CacheSegment(number, part, copy.dropped, *copy.whole(), copy.length)
 
 
 def members(listed: Listed) -> tuple[LayerCache, ...]:

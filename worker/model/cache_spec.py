@@ -13,6 +13,7 @@ QUANTISED_BITS = {CACHE_INT8: 8, CACHE_INT4: 4}
 ROW_BLOCK = 256  # rows by which a cache grows
 WINDOW_CHUNK = 1024  # most rows of a prompt chunk for a sliding cache: 32 per expert if 4 of 128 are chosen
 MOST_SNAPSHOTS = 8  # per slot
+MOST_SNAPSHOT_BYTES = 8 << 20  # of one cache that nodes send to each other
 MOST_CANVAS = WINDOW_CHUNK // 2  # places: a finished canvas and the next one share one window
 _DOUBLING = 4096  # rows up to which a cache's capacity doubles; beyond, so much padding would be expensive
 

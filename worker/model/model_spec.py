@@ -228,9 +228,18 @@ class ModelSpec:
         )
 
     def segment_row_bytes(self, start: int, end: int) -> int:
-        """Return the bytes of one token in the caches of layers [start, end)."""
-        memories = (memory for layer in self.layers[start:end] for memory in layer.memories)
-        return sum(cache_spec(memory, self.cache).row_bytes(memory) for memory in memories)
+        """Return the bytes of one token in those caches of layers [start, end) that are sent token by token.
+
+        Of others a snapshot is sent at the end of a prompt.
+        """
+        memories = [(cache_spec(each, self.cache), each) for layer in self.layers[start:end] for each in layer.memories]
+        return sum(cache.row_bytes(memory) for cache, memory in memories if cache.rows_that_can_be_cut is None)
+
+    @property
+    def largest_snapshot_bytes(self) -> int:
+        """The most bytes of one cache's snapshot."""
+        memories = (memory for layer in self.layers for memory in layer.memories)
+        return max((cache_spec(memory, self.cache).snapshot_bytes(memory) for memory in memories), default=0)
 
     def snapshot_bytes(self, start: int, end: int) -> int:
         """Return the most bytes that one snapshot of a session takes in layers [start, end)."""

@@ -79,7 +79,7 @@ def can_pack(array: mx.array) -> bool:
 def pack_segment(epoch: int, step: int, slot: int, held: CacheSegment) -> bytes:
     """Return the report of a segment whose arrays are evaluated; they are copied once. Call on the MLX thread."""
     segment = Segment(epoch=epoch, step=step, slot=slot, base=held.base, cache=held.number, part=held.part)
-    segment.num_keys, segment.is_whole = len(held.keys), held.is_whole
+    segment.num_keys, segment.length = len(held.keys), held.length
     for array in held.arrays:
         segment.tensors.append(Tensor(dtype=_SEGMENT_ENUMS[array.dtype], shape=array.shape))
     return write_report(Report(segment=segment), [*map(_bytes_of, held.arrays)])
@@ -102,7 +102,7 @@ def unpack_segment(segment: Segment, data: memoryview) -> CacheSegment:
         arrays.append(placeholder.array)
         at += size
     keys, values = tuple(arrays[: segment.num_keys]), tuple(arrays[segment.num_keys :])
-    return CacheSegment(segment.cache, segment.part, segment.base, keys, values, segment.is_whole)
+    return CacheSegment(segment.cache, segment.part, segment.base, keys, values, segment.length)
 
 
 def _bytes_of(array: mx.array) -> memoryview:

@@ -200,7 +200,7 @@ def test_what_one_node_holds_of_some_tokens_another_one_goes_on_with(kind: Cache
     [
         ({"number": 0}, "expected a segment of one of its caches, got one of 0"),
         ({"part": 1}, "expected a segment of one of its caches"),
-        ({"number": 4}, "expected a segment of one of its caches"),
+        ({"number": 4}, "expected a whole state of cache 4, got rows"),
         ({"base": 1}, "expected keys and values of the 9 tokens held"),
         ({"keys": ()}, "expected keys and values of the 9 tokens held"),
         ({"values": (mx.zeros((1, H + 1, 9, K)),)}, "expected a segment like the cache"),

@@ -152,7 +152,7 @@ def test_an_automatic_objective_gives_prompts_to_nodes_that_make_tokens_no_faste
 
 
 def test_where_prompts_cannot_be_shared_they_are_planned_by_latency_and_the_reason_is_given() -> None:
-    spec = model([GB] * 8, window=512)
+    spec = model([GB] * 8, window=1 << 24)
     where = [Node(f"n{i}", 5 * GB) for i in range(3)]
     survey = Survey({f"n{i}": MEASURED for i in range(3)}, {f"n{i}": LinkSpeed(rtt_ms=5.0) for i in (1, 2)})
     goals: tuple[Goal, ...] = ("prompt", "latency", "throughput")
@@ -160,12 +160,13 @@ def test_where_prompts_cannot_be_shared_they_are_planned_by_latency_and_the_reas
         plan(spec, where, survey, Objective(1, goal=goal, num_requests=64)) for goal in goals
     )
     assert prompt.names == latency.names == ["n0", "n1"] and throughput.names == ["n0", "n1", "n2"]
-    assert "caches" in report_plan(spec, where, survey, Objective(1, goal="prompt")).advice
+    assert "window" in report_plan(spec, where, survey, Objective(1, goal="prompt")).advice
     assert why_not_shared(spec, where[:1], prompt) != why_not_shared(spec, where, prompt) != ""
     assert why_not_shared(SPEC, where, replace(prompt, prompt_end=1)) == ""
 
 
-def test_a_model_whose_caches_cannot_be_moved_by_rows_is_planned_as_usual() -> None:
-    spec = model([GB] * 8, window=512)
+def test_a_model_whose_windows_are_too_large_for_one_message_is_planned_as_usual() -> None:
     where = [Node(f"n{i}", ROOMY) for i in range(2)]
-    assert plan(spec, where, NO_SPEEDS, Objective(1, goal="prompt")).prompt_end is None
+    for window, end in ((512, 4), (1 << 24, None)):
+        spec = model([GB] * 8, window=window)
+        assert plan(spec, where, NO_SPEEDS, Objective(1, goal="prompt")).prompt_end == end
