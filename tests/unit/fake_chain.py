@@ -17,6 +17,7 @@ from coordinator.sessions.output import NO_TOKENS, KnownTokens
 from coordinator.sessions.request import Request
 from coordinator.sessions.scheduler import Scheduler
 from coordinator.sessions.session import Session
+from coordinator.sessions.stored_prefixes import StoredPrefixes
 from protos.brigade_pb2 import CACHE_INT8, Cache, Frame, Result, Sample, Sampling, Window
 from worker.compute.header import num_rows
 from worker.memory.history import History
@@ -102,11 +103,13 @@ class FakeChain:
     frames: list[Frame] = field(default_factory=list)
     in_flight: deque[tuple[Frame, Result]] = field(default_factory=deque)
     openings: list[tuple[int, int]] = field(default_factory=list)  # slot and seed
+    disk: dict[bytes, list[int]] = field(default_factory=dict)  # by a piece's name: the tokens up to its end
 
     def send(self, frame: Frame) -> None:
         assert frame.epoch == self.epoch
         assert frame.step == len(self.frames) + 1
-        assert frame.windows or frame.closed or frame.opened, "a frame for nothing"
+        assert frame.windows or frame.closed or frame.opened or frame.stores, "a frame for nothing"
+        assert not frame.stores or not (frame.windows or frame.opened)
         frame = Frame.FromString(frame.SerializeToString())
         self.frames.append(frame)
         self._open_and_close(frame)
@@ -115,7 +118,16 @@ class FakeChain:
         assert {opening.slot for opening in frame.opened} <= set(slots), "opened before it is needed"
         result = Result(epoch=frame.epoch, step=frame.step)
         for window in frame.windows:
-            self._take(window, result)
+            if window.stored:
+                assert len(frame.windows) == 1
+                self._read(window, result)
+            else:
+                self._take(window, result)
+        for store in frame.stores:
+            slot, piece = self.slots[store.slot], store.piece
+            assert piece.end <= len(slot.history) and slot.history.prefix_hash(piece.end) == store.prefix_hash
+            assert slot.num_rows <= self.cuttable or piece.end in slot.snapshots, "rows that are gone"
+            self.disk[piece.name] = slot.history.tokens[: piece.end]
         self.in_flight.append((frame, result))
 
     def receive(self) -> Result:
@@ -190,6 +202,20 @@ class FakeChain:
             result.samples.append(Sample(slot=window.slot, token=token))
         result.guesses.extend(self._guesses(window, slot.history.tokens, slot.seed))
 
+    def _read(self, window: Window, result: Result) -> None:
+        slot, end = self.slots[window.slot], window.base + len(window.tokens)
+        assert window.base <= len(slot.history) and not (window.wanted or window.masks or window.snapshots)
+        assert window.prefix_hash == slot.history.prefix_hash(window.base)
+        slot.history.cut(window.base)
+        slot.num_rows = window.base
+        if window.stored not in self.disk:
+            result.failures.add(slot=window.slot, kind="PrefixLost")
+            slot.starts, slot.snapshots = {0}, set()
+            return
+        slot.history.extend(window.tokens)
+        assert self.disk[window.stored] == slot.history.tokens, "the rows of another text"
+        slot.num_rows, slot.starts = end, set()
+
     def _guesses(self, window: Window, tokens: Sequence[int], seed: int) -> Iterable[Sample]:
         if not window.guessed:
             return
@@ -255,10 +281,13 @@ class Rig:
         keep: bool = False,
         lanes: Callable[[int, float], int] | None = None,
         most_lane_rows: int | None = None,
+        stored: StoredPrefixes | None = None,
     ) -> None:
-        """`budget` in rows; `keep` says whether the slots of those who end are kept."""
+        """`budget` in rows; `keep` says whether the slots of those who end are kept, `stored` what is on disk."""
         self.costs = costs_per_row(budget, num_stages, cuttable)
-        self.scheduler = Scheduler(*(num_stages, self.costs, epoch, max_waiting, lanes), most_lane_rows=most_lane_rows)
+        self.scheduler = Scheduler(
+            *(num_stages, self.costs, epoch, max_waiting, lanes), most_lane_rows=most_lane_rows, stored=stored
+        )
         self.chain = FakeChain(epoch, cuttable)
         self.num_stages = num_stages
         self.chunk = chunk

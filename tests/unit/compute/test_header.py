@@ -14,7 +14,9 @@ from protos.brigade_pb2 import (
     Frame,
     Grammar,
     Opening,
+    Piece,
     Sampling,
+    Store,
     Window,
 )
 from worker.compute.header import check_header
@@ -69,3 +71,28 @@ def test_what_no_slot_can_be_opened_with_is_refused(opened: list[Opening]) -> No
 def test_only_a_prompt_chunk_may_ask_for_a_snapshot_at_its_end(window: Window, is_taken: bool) -> None:
     with nullcontext() if is_taken else pytest.raises(FrameError, match=r"got .* in the window of slot 0"):
         check_header(Frame(step=41, windows=[window]), 0, 64, DType.DTYPE_FLOAT32)
+
+
+NAME = bytes(16)
+
+
+@pytest.mark.parametrize(
+    ("frame", "said"),
+    [
+        (Frame(windows=[Window(tokens=[1], stored=NAME)]), ""),
+        (Frame(stores=[Store(piece=Piece(name=NAME, end=1))]), ""),
+        (Frame(windows=[Window(tokens=[1], stored=NAME), Window(slot=1, tokens=[1])]), "alone in its frame"),
+        (Frame(stores=[Store(piece=Piece(name=NAME, end=1))] * 2), "alone in its frame"),
+        (Frame(windows=[Window(tokens=[1], stored=NAME[1:])]), "16 bytes of the name of a piece of a prefix, got 15"),
+        (Frame(stores=[Store(piece=Piece(end=1))]), "16 bytes of the name of a piece of a prefix, got 0"),
+        (Frame(stores=[Store(piece=Piece(name=NAME, begin=5, end=5))]), r"got \[5, 5\)"),
+        (Frame(stores=[Store(piece=Piece(name=NAME, end=2**25))]), r"got \[0, 33554432\)"),
+        (Frame(windows=[Window(tokens=[1], stored=NAME, wanted=1)]), "only tokens in the window of a piece"),
+        (Frame(windows=[Window(tokens=[1], stored=NAME, pooled=1)]), "only tokens in the window of a piece"),
+        (Frame(windows=[Window(tokens=[1], stored=NAME, snapshots=[1])]), "only tokens in the window of a piece"),
+        (Frame(windows=[Window(tokens=[1], stored=NAME, targets=[1])]), "only tokens in the window of a piece"),
+    ],
+)
+def test_pieces_of_prefixes_are_named_bounded_and_alone(frame: Frame, said: str) -> None:
+    with pytest.raises(FrameError, match=said) if said else nullcontext():
+        check_header(frame, 0, 64, DType.DTYPE_FLOAT32)
