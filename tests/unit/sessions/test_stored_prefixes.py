@@ -59,7 +59,7 @@ def test_a_session_that_nothing_can_be_cut_of_is_kept_from_snapshot_to_snapshot(
     assert [(piece.begin, piece.end) for piece in written(again)] == [(900, 1300)]
     third = restarted(again, 10)
     third.chain.disk |= rig.chain.disk
-    assert third.answer(LONG).num_reused == 0, "its beginning is on the disks, but not in the list of this chain"
+    assert third.answer(longer).num_reused == 0, "not all nodes have its beginning"
 
 
 @pytest.mark.parametrize("other", ["key", "owner", "cache", "text"])
