@@ -87,7 +87,7 @@ def target(models: Models, name: str) -> Path:
     return models("qwen3_5").folder if name == "mtp" else models("qwen3", sharpen=4.0).folder
 
 
-async def answer(chain: Chain, decode: Decode, sampling: Sampling, num_tokens: int = 24) -> Answer:
+async def answer(chain: Chain, decode: Decode, sampling: Sampling, num_tokens: int = 16) -> Answer:
     return await generate_once(chain, Request(tokens_of(CHUNK + 3), num_tokens, sampling, decode), chunk=CHUNK)
 
 
@@ -121,7 +121,7 @@ async def test_sessions_with_and_without_drafts_share_a_lane(models: Models, nam
     folder, head = target(models, name), make_head(tmp_path / name, name)
     source = SIDE_BY_SIDE[1]
     async with running(folder, (1, 2, 1), drafter=head) as chain:
-        await assert_equal_side_by_side(chain, [*SIDE_BY_SIDE, request(tokens_of(40, 6), 30, Decode("draft"))])
+        await assert_equal_side_by_side(chain, [*SIDE_BY_SIDE, request(tokens_of(40, 6), 16, Decode("draft"))])
         async with Engine(chain) as engine:  # the second turn forks the first one's slot
             turn = replace(source, prompt=(*source.prompt, *(await engine.answer(source)).tokens, 5))
             again = await engine.answer(turn)
@@ -181,10 +181,10 @@ async def test_a_head_whose_features_go_beyond_float16_only_fails_its_drafts(
 
 async def test_a_lost_chain_goes_on_with_a_head(models: Models, tmp_path: Path) -> None:
     folder, head = target(models, "eagle3"), make_head(tmp_path / "eagle3", "eagle3")
-    each = request(tokens_of(30), 40, Decode("draft", num_drafts=3), logit_bias=BIAS)
+    each = request(tokens_of(20), 24, Decode("draft", num_drafts=3), logit_bias=BIAS)
     async with running(folder, (2, 2)) as chain:
         expected = await plain(chain, each)
-    assert (await answer_over_a_loss(folder, (2, 2), each, 15, head)).tokens == expected.tokens
+    assert (await answer_over_a_loss(folder, (2, 2), each, 8, head)).tokens == expected.tokens
 
 
 async def test_a_model_that_holds_its_own_head_drafts_by_default(
