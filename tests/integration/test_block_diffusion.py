@@ -190,7 +190,7 @@ async def test_sampled_canvases_are_the_same_on_every_split_alone_and_in_lanes(
     name: str, folders: dict[str, Path]
 ) -> None:
     requests = [
-        request(folders[name], tokens_of(length, seed=length), temperature=0.9, seed=length)
+        request(folders[name], tokens_of(length, seed=length), 13, temperature=0.9, seed=length)
         for length in (3, 8, 13, 17)
     ]
     another = replace(requests[0], sampling=Sampling(seed=99, temperature=0.9))
@@ -211,7 +211,7 @@ def test_the_blocks_of_a_grid_make_a_difference(folders: dict[str, Path], expect
 @configs
 async def test_a_lost_worker_changes_no_canvas(name: str, folders: dict[str, Path]) -> None:
     asked = [
-        request(folders[name], tokens_of(length, seed=length), 40, temperature=temperature, seed=length)
+        request(folders[name], tokens_of(length, seed=length), 24, temperature=temperature, seed=length)
         for length, temperature in ((3, 0.0), (9, 0.8), (14, 0.8))
     ]
     async with running(folders[name], LAYERS) as chain:
