@@ -26,7 +26,7 @@ from worker.errors import ModelError, QueueFull, ReaderLost, StageLost
 LAYERS = (1, 3)
 ASKED = request(tokens_of(20), 12, seed=3, temperature=0.9, logprobs=3)
 FOREVER = 450  # tokens: more than any test waits for
-STREAMS = [request(tokens_of(4 + 9 * i, i), 24, seed=i, temperature=i % 2) for i in range(3)]
+STREAMS = [request(tokens_of(4 + 9 * i, i), 16, seed=i, temperature=i % 2) for i in range(3)]
 
 
 # --- one stream ---------------------------------------------------------------------------------------------------
@@ -75,14 +75,14 @@ async def test_a_reader_that_is_behind_pauses_its_own_session_only(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     let_unread(monkeypatch, 6)
-    slow = request(tokens_of(9, 1), 40)
+    slow = request(tokens_of(9, 1), 20)
     async with running(models("qwen3").folder, LAYERS) as chain:
         [expected] = await solo(chain, [slow])
         async with Engine(chain) as engine, aclosing(engine.generate(slow, chunk=CHUNK)) as pieces:
             found = Answer()
             found.add(await anext(pieces))
-            other = Live(engine, request(tokens_of(9, 2), 40))
-            assert len((await other.answer()).tokens) == 40
+            other = Live(engine, request(tokens_of(9, 2), 20))
+            assert len((await other.answer()).tokens) == 20
             [session] = engine.sessions
             assert session.is_paused and session.num_generated == 1 + 6, "one read, six unread, and not one more"
             async for piece in pieces:
@@ -134,7 +134,7 @@ async def test_a_tokenizer_that_breaks_anywhere_fails_its_own_request_only(model
     bug, hole = RuntimeError("broke"), TypeError("sequence item 0: expected str instance, NoneType found")
     async with running(models("qwen3").folder, LAYERS) as chain:
         async with Engine(chain) as engine:
-            other = Live(engine, request(tokens_of(3, 1), 100))
+            other = Live(engine, request(tokens_of(3, 1), 60))
             for place, error, raised, said in (
                 ("add_token", bug, RuntimeError, "broke"),
                 ("last_segment", bug, RuntimeError, "broke"),
@@ -144,7 +144,7 @@ async def test_a_tokenizer_that_breaks_anywhere_fails_its_own_request_only(model
                 text: Any = TextParser(Broken(place, error), ())
                 with pytest.raises(raised, match=said):
                     await engine.answer(request(tokens_of(3), 12), parser=text)
-            assert len((await other.answer()).tokens) == 100
+            assert len((await other.answer()).tokens) == 60
         await wait_freed(chain)
 
 
