@@ -43,12 +43,12 @@ async def test_a_cache_that_a_session_does_not_choose_or_that_never_slides_is_a_
     async with running(whole.folder, (1, 3)) as chain:
         for kind, window in [*VERIFIED, ("diffusion-fast", 8)]:
             full, unsaid, rotating = [
-                await answer(chain, kind, window, cache=cache)
+                await answer(chain, kind, window, cache=cache, num_tokens=8)
                 for cache in (FULL, Cache(), make_cache_choice("rotating", 64))
             ]
             assert full.tokens == unsaid.tokens == rotating.tokens
             assert [s.cache_bytes for s in full.statuses] == [s.cache_bytes for s in unsaid.statuses]
-            assert kind == "diffusion-fast" or full.tokens == whole.tokens(PROMPT, N)
+            assert kind == "diffusion-fast" or full.tokens == whole.tokens(PROMPT, 8)
 
 
 # --- rotating -------------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ async def test_a_quantised_cache_gives_the_tokens_of_mlx_lms_whatever_the_decode
         expected = [(cache, quantised(whole, prompt, N, group_size, bits)) for cache, bits in ((INT8, 8), (INT4, 4))]
         assert expected[0][1] != expected[1][1]
         async with running(whole.folder, layers) as chain:
-            for kind, window in VERIFIED if head_dim == 32 and layers == SPLITS[-1] else VERIFIED[:3]:
+            for kind, window in VERIFIED if head_dim == 32 and layers == SPLITS[-1] else VERIFIED[:2]:
                 for cache, tokens in expected:
                     assert (await answer(chain, kind, window, prompt=prompt, cache=cache)).tokens == tokens
 
