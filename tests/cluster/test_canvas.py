@@ -39,25 +39,22 @@ def test_canvases_over_three_processes_are_those_of_one_and_of_the_server(start:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(refused)))
 
 
-def test_diffusion_gemma_over_three_processes_answers_as_one_and_as_the_server_that_loses_a_worker(
+def test_diffusion_gemma_over_the_three_processes_of_a_server_answers_as_one_and_over_a_lost_worker(
     start: Starter, tmp_path: Path
 ) -> None:
     refiner = make_refiner(tmp_path / "refiner")
-    nodes = [(each.name, each.address) for each in (start.worker(n, "--model", refiner) for n in ("mini", "air"))]
-    config = write_cluster(tmp_path / "cluster.yaml", *nodes, model=str(refiner), layers="[2, 1, 3]")
     server = start_server(start, refiner, "--local", "2", "--layers", "2,1,3")
     sampled = ("--raw", "--max-tokens", "40", "--seed", "3", "--temp", "0.8", "--ignore-eos", "--canvas-steps", "5")
     body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 40, "seed": 3, "temperature": 0.8, "ignore_eos": True}
     for sampler, conditioning in (("entropy", "exact"), ("confidence", "top-64")):
         flags = (PROMPT, *sampled, "--canvas-sampler", sampler, "--conditioning", conditioning)
         here = answer_here(*flags, "--model", refiner, "--local", "0")
-        there = answer_here(*flags, "--config", config)
-        assert there["tokens"] == here["tokens"] and len(here["tokens"]) == 40
+        assert len(here["tokens"]) == 40
         body |= {"canvas_steps": 5, "canvas_sampler": sampler, "conditioning": conditioning}
         assert server.post("/v1/completions", **body).json()["choices"][0]["text"] == here["text"]
 
     [worker] = [child for child in start.children(server.running, 3) if "worker-2" in child.cmdline()]
-    body["max_tokens"] = 160  # or the answer might be over before the worker is lost
+    body["max_tokens"] = 96  # or the answer might be over before the worker is lost
     expected = server.post("/v1/completions", **body).json()["choices"][0]["text"]
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     found, stats = "", {}
