@@ -99,7 +99,7 @@ def test_cases_that_cannot_be_measured_are_named_and_the_rest_is_measured(talker
 
 def test_a_model_that_mlx_lm_lacks_is_measured_with_prompts_of_text(tmp_path: Path) -> None:
     refiner = make_refiner(tmp_path / "refiner")
-    flags = ("--local", "1", "--decode", "auto", "-p", "4", "-g", "20", "-n", "1", "--concurrency", "1", "--json")
+    flags = ("--local", "1", "--decode", "auto", "-p", "4", "-g", "4", "-n", "1", "--concurrency", "1", "--json")
     rows = parse(run_here("bench", "--model", refiner, *flags))["rows"]
     assert [(row["system"], row["decode"]) for row in rows] == [("one process", "canvas"), ("cluster", "canvas")]
     spec, decode = describe(open_checkpoint(str(refiner))), Decode("canvas")
