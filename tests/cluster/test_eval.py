@@ -29,7 +29,7 @@ def test_an_evaluation_that_was_killed_goes_on_and_gives_the_same_table(
     start: Starter, reciter: Path, tmp_path: Path
 ) -> None:
     source, target = write(tmp_path / "q.jsonl", 12), tmp_path / "a.jsonl"
-    asked = ("eval", "--questions", source, "--check", "contains", "-m", "120", "--decode", "ar,ngram", *HERE, reciter)
+    asked = ("eval", "--questions", source, "--check", "contains", "-m", "40", "--decode", "ar,ngram", *HERE, reciter)
     whole = parse(run_here(*asked, "--json"))
     assert [(row["decoder"], row["num"], row["num_right"], row["equal_to_ar"]) for row in whole["rows"]] == [
         ("ar", 12, 6, 1.0),
