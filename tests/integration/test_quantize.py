@@ -22,6 +22,7 @@ from worker.model.checkpoint import open_folder
 mlx_lm_convert = importlib.import_module("mlx_lm.convert")  # the package has a function of that name
 
 STATE = {"model": "m"}
+MATRIX = pytest.mark.matrix
 FAMILIES = ("llama", "qwen3_moe", "deepseek_v3", "gemma3")
 
 
@@ -102,10 +103,12 @@ def assert_equal(found: Path, expected: Path) -> None:
     ("family", "options"),
     [
         *((family, quantize_options("affine", 4, None, ())) for family in FAMILIES),
-        *(("llama", quantize_options("affine", bits, 32, ())) for bits in (2, 3, 5, 6, 8)),
+        ("llama", quantize_options("affine", 3, 32, ())),
         ("llama", quantize_options("affine", 8, 128, ["lm_head", "embed_tokens"])),
-        *(("qwen3_moe", quantize_options(mode, None, None, ())) for mode in ("mxfp4", "mxfp8", "nvfp4")),
+        *(("qwen3_moe", quantize_options(mode, None, None, ())) for mode in ("mxfp4", "nvfp4")),
         ("qwen3_moe", quantize_options("affine", 4, 64, ["down_proj"])),
+        *(pytest.param("llama", quantize_options("affine", bits, 32, ()), marks=MATRIX) for bits in (2, 5, 6, 8)),
+        pytest.param("qwen3_moe", quantize_options("mxfp8", None, None, ()), marks=MATRIX),
     ],
     ids=lambda value: value if isinstance(value, str) else f"{value.mode}-{value.bits}-{value.group_size}",
 )
@@ -130,7 +133,7 @@ def test_the_files_are_those_of_mlx_lms_convert_and_mlx_lm_loads_them(
     assert model(mx.array([[1, 2, 3]])).shape[:2] == (1, 3)
 
 
-@pytest.mark.matrix
+@MATRIX
 @pytest.mark.parametrize("name", [name for name in all_types() if name not in UNEQUAL])
 def test_every_type_is_quantised_as_by_mlx_lm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     source, options = make(tmp_path / "source", name), quantize_options("affine", 4, None, ())
@@ -150,7 +153,7 @@ def test_a_run_that_was_cut_off_at_any_tensor_gives_the_same_files(
     quantise(sources["qwen3_moe"], tmp_path / "whole", options)
     write = module._bytes_of
     num_tensors = len(weights_of(tmp_path / "whole"))
-    for cut in (0, 5, 9, 20, num_tensors - 1):
+    for cut in (0, 9, 20, num_tensors - 1):
         folder, left = tmp_path / f"cut-{cut}", cut
 
         def until_cut(array: mx.array) -> memoryview:
