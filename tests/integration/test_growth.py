@@ -17,7 +17,7 @@ from tests.integration.many import Live, request, tokens_of
 from worker.model.model_spec import ModelSpec
 
 ROWS = 256  # by which caches grow
-ANSWERS = [request(tokens_of(170 + 9 * i, i), 140, seed=i, temperature=i % 2) for i in range(3)]
+ANSWERS = [request(tokens_of(200 + 9 * i, i), 90, seed=i, temperature=i % 2) for i in range(3)]
 
 
 def with_room(plan: Plan, spec: ModelSpec, num_caches: int) -> admission.CacheCosts:
