@@ -114,14 +114,14 @@ async def test_every_decoder_sampling_and_chunking_side_by_side_changes_no_token
 ) -> None:
     bias = dict(BIASED.logit_bias)
     requests = [
-        request(tokens_of(11, 1), 24),
-        request(tokens_of(3, 2), 24, Decode("diffusion", 8), logit_bias=bias),
-        request(tokens_of(40, 3), 20, Decode("diffusion", 16), seed=1, temperature=1.0),
-        request(tokens_of(6, 4) * 5, 24, Decode("ngram"), logit_bias=bias),
-        request(tokens_of(2, 5), 20, Decode("diffusion-fast", 4, 1.0)),
-        request(tokens_of(19, 6), 20, Decode("diffusion-fast", 16, 2.0), seed=2, temperature=0.7),
-        request(tokens_of(25, 7), 20, Decode("ngram"), **PENALISED, logit_bias=bias),
-        request(tokens_of(9, 8), 24, Decode("diffusion", 4), **PENALISED, logit_bias=bias),
+        request(tokens_of(11, 1), 14),
+        request(tokens_of(3, 2), 14, Decode("diffusion", 8), logit_bias=bias),
+        request(tokens_of(40, 3), 14, Decode("diffusion", 16), seed=1, temperature=1.0),
+        request(tokens_of(6, 4) * 5, 14, Decode("ngram"), logit_bias=bias),
+        request(tokens_of(2, 5), 14, Decode("diffusion-fast", 4, 1.0)),
+        request(tokens_of(19, 6), 14, Decode("diffusion-fast", 16, 2.0), seed=2, temperature=0.7),
+        request(tokens_of(25, 7), 14, Decode("ngram"), **PENALISED, logit_bias=bias),
+        request(tokens_of(9, 8), 14, Decode("diffusion", 4), **PENALISED, logit_bias=bias),
     ]
     folder = models(family, **MASKED).folder
     async with running(folder, layers) as chain:

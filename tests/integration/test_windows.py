@@ -218,7 +218,7 @@ async def test_diffusion_fast_is_wedlm_recomputed_from_nothing_at_every_step(
     alone = recompute(whole.folder)
     several = 0
     async with running(whole.folder, layers) as chain:
-        for window, threshold in WINDOWS if is_all else WINDOWS[::2] if (family, layers) == COVERING else WINDOWS[::6]:
+        for window, threshold in WINDOWS if is_all else WINDOWS[::3] if (family, layers) == COVERING else WINDOWS[::6]:
             expected = expected_wedlm(alone, window, threshold, len(PROMPT) + N)
             found = await answer(chain, "diffusion-fast", window, threshold=threshold)
             assert found.tokens == expected, f"W={window}, tau={threshold}"
