@@ -8,7 +8,7 @@ from tests.cluster.commands import parse, run_here
 
 def test_thresholds_are_found_for_the_kinds_that_reach_them_and_decode_by_their_name(tmp_path: Path) -> None:
     target = tmp_path / "thresholds.json"
-    asked = ("calibrate", "--questions", "arithmetic", "-o", target)
+    asked = ("calibrate", "--questions", "arithmetic", "-m", "32", "-o", target)
     none = run_here(*asked, "--agreement", "0.9999", "--limit", "2", "--local", "0")
     assert none.code == 1 and "arithmetic" in none.err and not target.exists()
     found = parse(run_here(*asked, "--agreement", "0.8", "--limit", "4", "--local", "1", "--json"))["kinds"][
