@@ -34,8 +34,14 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ChainCosts, "pays_apart", lambda *args: True)
 
 
-@pytest.mark.parametrize("layers", [(2, 2), (1, 2, 1)], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        *(("full", (1, 2, 1)), ("int8", (2, 2))),
+        *(pytest.param(*case, marks=pytest.mark.matrix) for case in (("full", (2, 2)), ("int8", (1, 2, 1)))),
+    ],
+    ids=str,
+)
 async def test_turns_and_requests_side_by_side_get_the_tokens_of_one_node(
     models: Models, tmp_path: Path, kind: str, layers: tuple[int, ...]
 ) -> None:
