@@ -15,10 +15,10 @@ from tests.integration.windows import BIASED, SAMPLINGS, answer, assert_same_sam
 from tools.model_types.make import make_type
 
 CASES = [  # the sampling, tokens of the answer, and the most steps for them
-    (SAMPLINGS["greedy"], 30, 30),
-    (SAMPLINGS["penalties"], 30, 30),
+    (SAMPLINGS["greedy"], 16, 16),
+    (SAMPLINGS["penalties"], 16, 16),
     (SAMPLINGS["biased"], 60, 40),  # of three tokens: some drafts hold, some do not
-    (Sampling(logit_bias={17: 40.0}, logprobs=2), 120, 25),
+    (Sampling(logit_bias={17: 40.0}, logprobs=2), 60, 20),
 ]
 IRREGULAR = ("qwen3_next", "falcon_h1", "mamba", "mamba2")  # their text of three tokens seldom repeats itself
 PROMPT = tokens_of(27)
@@ -53,11 +53,11 @@ async def test_drafts_that_hold_and_fail_side_by_side_change_no_token(
 ) -> None:
     bias = dict(BIASED.logit_bias)
     requests = [
-        request(tokens_of(11, 1), 24),
-        request(tokens_of(6, 4) * 5, 40, Decode("ngram"), logit_bias=bias),
-        request(tokens_of(25, 7), 30, Decode("ngram"), seed=3, temperature=1.0, logit_bias=bias),
-        request(tokens_of(9, 2) * 3, 20, Decode("ngram")),
-        request(tokens_of(19, 6), 30, seed=2, temperature=0.7),
+        request(tokens_of(11, 1), 14),
+        request(tokens_of(6, 4) * 5, 24, Decode("ngram"), logit_bias=bias),
+        request(tokens_of(25, 7), 18, Decode("ngram"), seed=3, temperature=1.0, logit_bias=bias),
+        request(tokens_of(9, 2) * 3, 12, Decode("ngram")),
+        request(tokens_of(19, 6), 18, seed=2, temperature=0.7),
     ]
     async with running(make_type(tmp_path / name, name), (2, 3, 1)) as chain:
         alone = [
