@@ -59,9 +59,10 @@ def main(
 class Ticker:
     """How long the event loop keeps a task waiting beyond what it asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_ticking: bool = True) -> None:
+        """Unless it `is_ticking`, all times are 0."""
         self._longest = [0.0, 0.0]
-        self._task = asyncio.create_task(self._tick())
+        self._task = asyncio.create_task(self._tick()) if is_ticking else None
 
     def take(self) -> tuple[float, float]:
         """The longest wait since the last call, and the most that the loop itself computed in one; milliseconds."""

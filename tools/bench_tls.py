@@ -66,17 +66,10 @@ class Way:
         return [statistics.median(values) for values in zip(*self.found, strict=True)]
 
 
-class Still:
-    """A ticker that does not tick."""
-
-    def take(self) -> tuple[float, float]:
-        return 0.0, 0.0
-
-
 class Receiver(HopServicer):
     """The other process: takes frames in and says so, with the gaps of its loop."""
 
-    def __init__(self, wire: Wire, ticker: Ticker | Still) -> None:
+    def __init__(self, wire: Wire, ticker: Ticker) -> None:
         self._wire = wire
         self._ticker = ticker
 
@@ -112,10 +105,6 @@ def main(
         print(f"load after: {os.getloadavg()[0]:.1f}")
 
 
-def _ticker(*, is_ticking: bool) -> Ticker | Still:
-    return Ticker() if is_ticking else Still()
-
-
 def _ways(keys: Path, name: str, role: Role) -> list[Way]:
     encrypted = KeyFile(keys, name, role)
     plain = Way("plaintext", Network().wire, Network())
@@ -130,7 +119,7 @@ async def _serve(keys: Path, *, is_ticking: bool) -> None:
 async def _receive(keys: Path, *, is_ticking: bool) -> None:
     """Take frames on the MLX thread's loop, as a worker does."""
     servers = []  # gRPC stops one that nobody holds
-    ticker, ports = _ticker(is_ticking=is_ticking), []
+    ticker, ports = Ticker(is_ticking=is_ticking), []
     for way in _ways(keys, "mini", Role.WORKER):
         server = way.network.server()
         add_hops(Receiver(way.wire, ticker), server)
@@ -155,9 +144,8 @@ async def _measure(keys: Path, hidden_size: int, counts: dict[int, int], tokens:
 
 
 async def _send(ways: Sequence[Way], keys: Path, num_rows: int, hidden_size: int, count: int) -> None:
-    is_ticking = num_rows > 1  # it takes time itself, which counts in a small frame
+    ticking = ["--ticking"] if num_rows > 1 else []  # it takes time itself, which counts in a small frame
     with closing(MlxThread()) as thread:
-        ticking = ["--ticking"] if is_ticking else []
         async with child("tools.bench_tls", "--serve", keys, *ticking) as (ports, gaps, _):
             gap = partial(line_of, gaps, asyncio.get_running_loop())
             await thread.call(_send_from_loop(ways, json.loads(ports), gap, num_rows, hidden_size, count))
@@ -167,7 +155,7 @@ async def _send_from_loop(
     ways: Sequence[Way], ports: Sequence[int], next_gap: NextLine, num_rows: int, hidden_size: int, count: int
 ) -> None:
     """Send the frames of all ways in turns. Runs on the MLX thread's loop."""
-    ticker, steps = _ticker(is_ticking=num_rows > 1), itertools.count()
+    ticker, steps = Ticker(is_ticking=num_rows > 1), itertools.count()
     array = hidden(num_rows, hidden_size)
     async with AsyncExitStack() as stack:
         calls = []

@@ -131,13 +131,8 @@ async def measure_answers(measured: Measured, limit: int, timed: int) -> None:
                         if number < timed:
                             now[name].add(len(answer.tokens), answer.ttft_s + answer.decode_s)
                         if not delay_ms:
-                            scores[name].add(
-                                is_right=is_right(turn, stream.text, answer.finish_reason == "stop"),
-                                is_equal=answer.tokens == expected,
-                                num_tokens=len(answer.tokens),
-                                num_steps=answer.usage.num_steps,
-                                num_rows=answer.usage.num_rows - answer.usage.num_prompt + 1,
-                            )
+                            held = is_right(turn, stream.text, answer.finish_reason == "stop")
+                            scores[name].add(answer, expected, is_right=held)
                 print(f"{delay_ms:g} ms: {kind}", file=sys.stderr, flush=True)
         speeds += now.values()
     measured.scores, measured.speeds = list(scores.values()), speeds

@@ -173,13 +173,7 @@ class Bench:
             for score, decode in zip(scores, decodes, strict=True):
                 answer, text = await self.ask(turn, decode)
                 expected = expected or answer.tokens
-                score.add(
-                    is_right=is_right(turn, text, answer.finish_reason == "stop"),
-                    is_equal=answer.tokens == expected,
-                    num_tokens=len(answer.tokens),
-                    num_steps=answer.usage.num_steps,
-                    num_rows=answer.usage.num_rows - answer.usage.num_prompt + 1,
-                )
+                score.add(answer, expected, is_right=is_right(turn, text, answer.finish_reason == "stop"))
             _progress(f"{len(self.chain.peers)} workers, {kind}: {number}/{len(turns)}")
         return scores
 

@@ -15,6 +15,7 @@ import mlx.nn as nn
 import typer
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import qwen3
+from mlx_lm.utils import make_shards
 from tokenizers import Tokenizer
 
 from worker.errors import InputError
@@ -25,7 +26,7 @@ from worker.platform.run import run_command
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _GROUP = 64
 _EXPERT_GROUP = 32
-_SHARD_BYTES = 4 * 2**30
+_SHARD_GIB = 4
 _TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function | tojson }}\n{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
@@ -155,11 +156,7 @@ def _write(folder: Path, config: dict[str, Any], weights: dict[str, mx.array]) -
     """The configuration, and tensors in files of a few GiB with an index."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    files: list[dict[str, mx.array]] = [{}]
-    for name, array in weights.items():
-        if sum(held.nbytes for held in files[-1].values()) + array.nbytes > _SHARD_BYTES:
-            files.append({})
-        files[-1][name] = array
+    files = make_shards(weights, _SHARD_GIB)
     weight_map: dict[str, str] = {}
     for number, part in enumerate(files, 1):
         file = f"model-{number:05}-of-{len(files):05}.safetensors"

@@ -1,9 +1,11 @@
 """What `tools.eval_windows` measured, as plain data and JSON. Pure."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from coordinator.sessions.output import Answer
 
 Setting = tuple[str, int | None, float | None]  # decoder, window in MASK rows, threshold in nats
 
@@ -24,13 +26,14 @@ class Score:
     num_rows: int = 0  # with MASK and padding rows; of the prompt only its last row, the first that can tell a token
     penalty: float | None = None  # nats per position, where another than the default was asked for
 
-    def add(self, *, is_right: bool, is_equal: bool, num_tokens: int, num_steps: int, num_rows: int) -> None:
+    def add(self, answer: Answer, expected: Sequence[int], *, is_right: bool) -> None:
+        """Add an answer; `expected` are the tokens of `ar`."""
         self.num_answers += 1
         self.num_right += is_right
-        self.num_equal += is_equal
-        self.num_tokens += num_tokens
-        self.num_steps += num_steps
-        self.num_rows += num_rows
+        self.num_equal += answer.tokens == expected
+        self.num_tokens += len(answer.tokens)
+        self.num_steps += answer.usage.num_steps
+        self.num_rows += answer.usage.num_rows - answer.usage.num_prompt + 1
 
     @property
     def setting(self) -> Setting:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from coordinator.sessions.output import Answer, Token, Usage
 from tools.demo_data.turn import Turn
 from tools.eval_windows import ACCURACY, PricedCosts, Prices, is_right
 from tools.windows_data import Measured, Score, Speed
@@ -46,9 +47,11 @@ def test_rows_that_are_computed_in_vain_lower_the_cacheability() -> None:
     assert (ar.tokens_per_step, ar.cacheability, ar.rows_per_token, ar.round_trips) == (1, 1, 1, 100)
     assert (window.tokens_per_step, window.cacheability, window.rows_per_token, window.round_trips) == (5, 0.2, 5, 20)
     total = Score("facts", "ar", None, None)
-    total.add(is_right=True, is_equal=True, num_tokens=8, num_steps=8, num_rows=8)
-    total.add(is_right=False, is_equal=True, num_tokens=2, num_steps=2, num_rows=2)
-    assert (total.accuracy, total.equal, total.num_tokens) == (50, 100, 10)
+    for count, has_it_right in (8, True), (2, False):
+        tokens = list(range(count))
+        usage = Usage(num_prompt=7, started=0, num_reused=0, num_steps=count, num_rows=6 + count)
+        total.add(Answer(samples=[Token(token) for token in tokens], usage=usage), tokens, is_right=has_it_right)
+    assert (total.accuracy, total.equal, total.num_tokens, total.rows_per_token) == (50, 100, 10, 1)
     assert measured().break_even(16, delay_ms=0) == 4 and measured().break_even(16, delay_ms=50) == 1.5
     assert Measured.from_json(json.loads(measured().to_json())) == measured()
 
