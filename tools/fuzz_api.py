@@ -19,6 +19,7 @@ from tools.check_clients import installed
 from tools.load_serve import story
 from tools.serve_client import brigade, exit_with, stream
 from worker.platform.run import run_command
+from worker.platform.tasks import cancel_all
 
 _PACKAGE = "schemathesis"
 _PART_S = 120  # of one run; runs go on with other seeds until there were enough cases
@@ -64,10 +65,7 @@ async def _fuzz(command: Path, folder: Path, cases: int, streams: int) -> list[s
                     failures.append(f"seed {seed}: {printed[-_SHOWN:]}")
                 num_cases += int(found[1].replace(",", "")) if found else 0
                 print(f"{num_cases} requests, {num_streams} streams, {len(failures)} failures", flush=True)
-            for task in beside:
-                task.cancel()
-            ended = await asyncio.gather(*beside, return_exceptions=True)
-            failures += [repr(each) for each in ended if isinstance(each, Exception)]
+            failures += [repr(each) for each in await cancel_all(*beside) if isinstance(each, Exception)]
     return failures
 
 

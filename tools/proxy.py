@@ -6,10 +6,12 @@ import random
 import socket
 import struct
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any
 
 from worker.config import join_address, split_address
 from worker.node.network import hop_address
+from worker.platform.tasks import cancel_all
 
 _PIECE_BYTES = 65536
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: what is closed so is reset
@@ -149,16 +151,9 @@ class Proxy:
             there, back = await asyncio.open_connection(*split_address(target))
             with contextlib.closing(back), self._noted(writer, back):
                 is_hop = target == hop_address(self._target)
-                ways = [
-                    asyncio.create_task(_carry(reader, back, self.there, is_hop=is_hop)),
-                    asyncio.create_task(_carry(there, writer, self.back, is_hop=is_hop)),
-                ]
-                try:
-                    await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    for task in ways:
-                        task.cancel()
-                    await asyncio.gather(*ways, return_exceptions=True)
+                await _until_one_ends(
+                    _carry(reader, back, self.there, is_hop=is_hop), _carry(there, writer, self.back, is_hop=is_hop)
+                )
 
     @contextlib.contextmanager
     def _noted(self, *writers: asyncio.StreamWriter) -> Iterator[None]:
@@ -194,13 +189,16 @@ async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way
         await due.join()
         await way.wait_healed()  # the other side does not hear of the end either
 
-    tasks = [asyncio.create_task(deliver()), asyncio.create_task(read())]
+    await _until_one_ends(deliver(), read())  # delivery ends where nobody takes it
+
+
+async def _until_one_ends(*works: Coroutine[Any, Any, None]) -> None:
+    """Run all until one of them ends, in whatever way."""
+    tasks = [asyncio.create_task(work) for work in works]
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)  # delivery ends where nobody takes it
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(*tasks)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from coordinator.engine.stats import REQUEST_ID
 from coordinator.sessions.output import Output
 from coordinator.sessions.request import Request as EngineRequest
 from worker.errors import BrigadeError, InputError, internal_error_kind
+from worker.platform.tasks import cancel_all
 from worker.platform.text import json_bytes
 
 T = TypeVar("T")
@@ -202,8 +203,7 @@ class EventStream(StreamingResponse):
 
 
 async def _close(events: AsyncGenerator[Event, None], upcoming: "asyncio.Future[Event]") -> None:
-    upcoming.cancel()
-    await asyncio.gather(upcoming, return_exceptions=True)
+    await cancel_all(upcoming)
     await events.aclose()
 
 
@@ -227,6 +227,4 @@ async def unless(failing: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T
             other.result()
         return working.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(*tasks)

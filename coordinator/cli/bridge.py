@@ -26,6 +26,7 @@ from coordinator.sessions.output import Answer, ToolCall
 from coordinator.sessions.request import Conversation, RequestSpec
 from worker.errors import BrigadeError, InputError
 from worker.platform.installation import version_of
+from worker.platform.tasks import cancel_all
 from worker.platform.text import Json, to_json
 from worker.platform.threads import CallThread
 
@@ -99,10 +100,7 @@ class Bridge:
                 if ended.done():
                     ended.result()
         finally:
-            everything = [taking, failing, *self._running.values()]
-            for task in everything:
-                task.cancel()
-            await asyncio.gather(*everything, return_exceptions=True)
+            await cancel_all(taking, failing, *self._running.values())
 
     async def _take(self, lines: AsyncGenerator[bytes, None]) -> None:
         async for text in lines:

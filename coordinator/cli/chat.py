@@ -29,6 +29,7 @@ from coordinator.sessions.output import Output, Usage
 from coordinator.sessions.request import Conversation, RequestSpec, require_utf8
 from worker.errors import BrigadeError, InputError
 from worker.platform.interrupts import INTERRUPTED
+from worker.platform.tasks import cancel_all
 from worker.platform.text import to_json
 from worker.platform.threads import CallThread
 
@@ -263,8 +264,7 @@ class Chat:
         try:
             await asyncio.wait([answering])
         finally:
-            answering.cancel()  # if this task itself is cancelled
-            await asyncio.gather(answering, return_exceptions=True)
+            await cancel_all(answering)  # if this task itself is cancelled
             self._answering = None
             self.dialogue.answer("".join(said))
         if answering.cancelled():

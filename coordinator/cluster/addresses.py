@@ -12,8 +12,9 @@ from protos.brigade_pb2_grpc import NodeStub
 from worker.config import split_address
 from worker.errors import CallerRefused, ConfigError, StageLost, Unanswered
 from worker.node.certificates import Role
-from worker.node.network import PROTOCOL_VERSION, Network, give_up, has_succeeded, wait_head_start
+from worker.node.network import PROTOCOL_VERSION, Network, has_succeeded, wait_head_start
 from worker.node.rpc_errors import closed_before_reply, error_of, is_unconnected, unresolved_name
+from worker.platform.tasks import cancel_all
 
 _REQUEST = HelloRequest(protocol_version=PROTOCOL_VERSION)
 _HANDSHAKE_S = 2.0
@@ -68,7 +69,7 @@ class AddressRace:
             self._use(address, channels[address])
             return replies[address]
         finally:
-            await give_up(asking.values())
+            await cancel_all(*asking.values())
             await asyncio.gather(*(each.close(grace=None) for each in channels.values() if each is not self._channel))
 
     async def ask_in_use(self, within_s: float) -> HelloReply:

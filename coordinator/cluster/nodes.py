@@ -17,6 +17,7 @@ from worker.config import ClusterConfig, is_loopback, split_address
 from worker.errors import BrigadeError, CallerRefused, StageLost, error_text
 from worker.node.network import Network
 from worker.platform.machine import memory_budget
+from worker.platform.tasks import cancel_all
 
 _ASK_S = 1.0
 _PAUSE_S = 0.1
@@ -74,9 +75,7 @@ class Nodes:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        for keeping in self._keeping:
-            keeping.cancel()
-        await asyncio.gather(*self._keeping, return_exceptions=True)
+        await cancel_all(*self._keeping)
         await self._close_left()
         for peer in self.peers(self.workers):
             await peer.close()
@@ -121,9 +120,7 @@ class Nodes:
             is_over = await self._wait_asked(asking.values(), within_s, is_restarting=len(asking) < len(workers))
         finally:
             unanswered = {name for name, task in asking.items() if not task.done()}
-            for task in asking.values():
-                task.cancel()
-            outcomes = dict(zip(asking, await asyncio.gather(*asking.values(), return_exceptions=True), strict=True))
+            outcomes = dict(zip(asking, await cancel_all(*asking.values()), strict=True))
         now = time.monotonic()
         for worker in workers:
             if worker.peer is not asked.get(worker.name):

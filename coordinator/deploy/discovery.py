@@ -28,6 +28,7 @@ from worker.node.announce import SERVICE, About
 from worker.platform import linux, mac
 from worker.platform.commands import Commands
 from worker.platform.interfaces import Interface, own_interfaces
+from worker.platform.tasks import cancel_all
 from worker.platform.threads import run_in_thread
 
 if TYPE_CHECKING:
@@ -104,9 +105,7 @@ class ServiceListener:
 
     async def aclose(self) -> None:
         """Cancel what is still being resolved."""
-        for task in self._resolving.values():
-            task.cancel()
-        await asyncio.gather(*self._resolving.values(), return_exceptions=True)
+        await cancel_all(*self._resolving.values())
 
     async def _resolve(self, zeroconf: "Zeroconf", name: str) -> None:
         from zeroconf import Error

@@ -25,7 +25,7 @@ from coordinator.deploy.ssh import Remote
 from worker.config import WorkerConfig
 from worker.errors import BrigadeError, StageLost, Unanswered
 from worker.node.network import Network
-from worker.platform.tasks import together
+from worker.platform.tasks import cancel_all, together
 from worker.platform.text import printable
 
 _LOOK_S = 60.0
@@ -156,9 +156,7 @@ async def wait_answer(worker: WorkerConfig, network: Network, remote: Remote, be
             why = f"{error.found}: {fix}"
         raise BrigadeError(f"runs, but {why} Its log: {await _last_lines(remote)}") from None
     finally:
-        for task in (watching, asking):
-            task.cancel()
-        await asyncio.gather(watching, asking, return_exceptions=True)
+        await cancel_all(watching, asking)
     if node != worker.name or incarnation == before:
         name = printable(node)
         raise BrigadeError(f"another process answers at {address} as worker {name}: end that one, or use another port")

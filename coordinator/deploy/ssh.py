@@ -20,6 +20,7 @@ from pathlib import Path
 from coordinator.deploy.install import worker_folder
 from worker.errors import BrigadeError, ConfigError
 from worker.node.certificates import file_name
+from worker.platform.tasks import cancel_all
 from worker.platform.text import printable
 
 ANSWER_MARK = "@brigade "  # begins the lines that scripts address to us; greetings and other programs print lines, too
@@ -183,9 +184,7 @@ async def _talk(process: asyncio.subprocess.Process, fed: bytes, read: Read, *, 
         await process.wait()
         return (await reading).decode(sys.getfilesystemencoding(), errors="replace")
     finally:
-        for task in (reading, writing):
-            task.cancel()
-        await asyncio.gather(reading, writing, return_exceptions=True)
+        await cancel_all(reading, writing)
 
 
 async def _end_of(stream: asyncio.StreamReader) -> bytes:

@@ -14,6 +14,7 @@ from tools.faults.rig import NAMES, Rig
 from tools.faults.trial import Seen
 from tools.worker_process import WorkerProcess
 from worker.errors import FrameError, StageLost
+from worker.platform.tasks import background
 
 HUNG_S = 10.0  # a worker that answers, but brings no results
 _STEP = 24  # of a chain: after the warm-up, the prompts and some tokens
@@ -102,12 +103,8 @@ async def started_again(node: WorkerProcess, failpoint: str) -> AsyncIterator[No
                 node.start(failpoint)
             await asyncio.sleep(0.05)
 
-    watching = asyncio.create_task(watch())
-    try:
+    async with background(watch()):
         yield
-    finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
 
 
 def _whole(found: list[Answer | BaseException]) -> list[Answer]:

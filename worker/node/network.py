@@ -19,6 +19,7 @@ from worker.config import ClusterConfig, hop_port, join_address, may_be_plaintex
 from worker.errors import ConfigError, FrameError, StageLost
 from worker.node.certificates import Identity, KeyFile, Role
 from worker.node.framing import ENCRYPTED, PLAIN, Wire
+from worker.platform.tasks import cancel_all
 
 PROTOCOL_VERSION = 15  # raised with each field that an older node would wrongly ignore
 UPDATE_BOTH = "install the same version of brigade on both, from the coordinator by: brigade launch --update"
@@ -326,7 +327,7 @@ async def dial(network: Network, node: str, addresses: Sequence[str]) -> str:
         found = (address for address, attempt in zip(addresses, attempts, strict=True) if has_succeeded(attempt))
         return next(found, addresses[0])
     finally:
-        await give_up(attempts)
+        await cancel_all(*attempts)
         await asyncio.gather(*(channel.close(grace=None) for channel in channels))
 
 
@@ -346,13 +347,6 @@ async def wait_head_start(
             return
         if until is None and any(map(has_succeeded, done)):
             until = loop.time() + min(HEAD_START_S, (end - loop.time()) / 2)
-
-
-async def give_up(attempts: Collection[Attempt]) -> None:
-    """Cancel the attempts that have not ended."""
-    for attempt in attempts:
-        attempt.cancel()
-    await asyncio.gather(*attempts, return_exceptions=True)
 
 
 def has_succeeded(attempt: Attempt) -> bool:

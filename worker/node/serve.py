@@ -27,6 +27,7 @@ from worker.node.service import HopService, NodeService
 from worker.platform.installation import running_code
 from worker.platform.interrupts import INTERRUPTED
 from worker.platform.machine import allow_connections, kept_awake
+from worker.platform.tasks import cancel_all
 from worker.platform.threads import MlxThread
 
 _DRAIN_S = 10.0  # how long sessions in progress may take to end
@@ -245,7 +246,5 @@ async def listening(
                 log.warning("%s", why_not.message)
         yield found
     finally:
-        for task in later:
-            task.cancel()
-        await asyncio.gather(*later, return_exceptions=True)
+        await cancel_all(*later)
         await found.stop()

@@ -21,7 +21,7 @@ from worker.node.framing import PLAIN, Arrival, FrameAssembler, Wire
 from worker.node.hop import pack, pack_segment, unpack
 from worker.node.prefix_store import PrefixStore
 from worker.platform.mlx_memory import forget_peak, memory_errors_named, memory_held
-from worker.platform.tasks import shielded
+from worker.platform.tasks import cancel_all, shielded
 from worker.platform.threads import MlxThread
 
 _DEPTH = 64  # frames that may wait here: more than a scheduler ever has in flight, so one more is a peer's error
@@ -188,9 +188,7 @@ class Stage:
             await self._has_ended.wait()
         finally:
             self.end()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(*tasks)
         raise self._failure.again()  # type: ignore[union-attr]
 
     def end(self) -> None:
@@ -242,8 +240,7 @@ class Stage:
             while frames := await self._credit.get():
                 yield Credit(frames=frames)
         finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            await cancel_all(reading)
         self._raise_failure()
         assembler.end()
 

@@ -17,6 +17,13 @@ def report_failure(task: Task) -> None:
         )
 
 
+async def cancel_all(*tasks: asyncio.Future[Any]) -> list[Any]:
+    """Cancel the tasks that have not ended. Return the result or exception of each once all have."""
+    for task in tasks:
+        task.cancel()
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
 @asynccontextmanager
 async def background(
     work: Coroutine[Any, Any, None], when_done: Callable[[Task], object] = report_failure
@@ -27,8 +34,7 @@ async def background(
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancel_all(task)
 
 
 async def shielded(work: Coroutine[Any, Any, None]) -> None:
@@ -56,9 +62,7 @@ async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION) if tasks else ((), ())
         return [task.result() for task in sorted(done, key=tasks.index)]
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(*tasks)
 
 
 class Use:

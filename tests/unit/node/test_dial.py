@@ -8,7 +8,8 @@ import pytest
 
 from worker.errors import ConfigError
 from worker.node import network
-from worker.node.network import Attempt, give_up, has_succeeded, hop_address, wait_head_start
+from worker.node.network import Attempt, has_succeeded, hop_address, wait_head_start
+from worker.platform.tasks import cancel_all
 
 FAR = 20.0
 
@@ -25,7 +26,7 @@ async def attempting() -> AsyncIterator[tuple[list["asyncio.Future[None]"], list
     try:
         yield ends, attempts
     finally:
-        await give_up(attempts)
+        await cancel_all(*attempts)
 
 
 def first(attempts: list[Attempt]) -> int:
