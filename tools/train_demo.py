@@ -9,7 +9,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +64,9 @@ CONFIG: dict[str, Any] = {
 GENERATION_CONFIG = {"do_sample": False, "eos_token_id": CONFIG["eos_token_id"], "pad_token_id": CONFIG["pad_token_id"]}
 Params = dict[str, Any]
 Noise = Callable[..., Streams]
+Losses = Callable[[mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]  # see `make_step`
 Step = Callable[[Params, mx.array, mx.array, mx.array], tuple[Params, mx.array]]
+Batch = tuple[mx.array, mx.array]  # tokens and is_answer [B, L]
 
 
 class Phase(NamedTuple):
@@ -125,33 +127,38 @@ def forward(model: qwen3.Model, ids: mx.array, positions: mx.array, mask: mx.arr
     return model.model.embed_tokens.as_linear(model.model.norm(h)).astype(mx.float32)
 
 
-def losses(model: qwen3.Model, tokens: mx.array, is_answer: mx.array, noise: Noise, key: mx.array) -> mx.array:
-    """The AR and the MASK loss, [2], of tokens [B, L] with is_answer [B, L], masked by this noise."""
+def losses(
+    model: qwen3.Model, noise: Noise, tokens: mx.array, is_answer: mx.array, key: mx.array
+) -> tuple[mx.array, mx.array]:
+    """The sum of the AR and the MASK loss, and both of them, [2], of tokens [B, L] masked by this noise."""
     B, L = tokens.shape
     noisy = noise(tokens, is_answer, key=key)
     clean_positions = mx.broadcast_to(mx.arange(L), (B, L))
     ids, positions = mx.concatenate([tokens, noisy.ids], 1), mx.concatenate([clean_positions, noisy.positions], 1)
     logits = forward(model, ids, positions, noisy.mask)
-    return mx.stack(
+    parts = mx.stack(
         [
             _mean_loss(logits[:, : L - 1], tokens[:, 1:], is_answer[:, 1:].astype(mx.float32)),
             _mean_loss(logits[:, L:], noisy.targets, noisy.weights),
         ]
     )
+    return parts.sum(), parts
 
 
 def _mean_loss(logits: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
     return (nn.losses.cross_entropy(logits, targets) * weights).sum() / weights.sum()
 
 
-def make_step(model: qwen3.Model, optimizer: optim.Optimizer, dtype: mx.Dtype, noise: Noise) -> Step:
-    """Compile one training step: (params, tokens, is_answer, key) -> (new params, losses [2])."""
+def make_step(module: nn.Module, optimizer: optim.Optimizer, losses: Losses) -> Step:
+    """Compile one training step: (params, tokens, is_answer, key) -> (new params, parts [2]).
+
+    `losses` returns, of tokens, is_answer and a key, what is to become less, and the parts that are reported.
+    """
+    dtype = mx.bfloat16 if mx.default_device() == mx.gpu else mx.float32
 
     def total(params: Params, *batch: mx.array) -> tuple[mx.array, mx.array]:
-        model.update(tree_map(lambda p: p.astype(dtype), params))
-        tokens, is_answer, key = batch
-        parts = losses(model, tokens, is_answer, noise, key)
-        return parts.sum(), parts
+        module.update(tree_map(lambda p: p.astype(dtype), params))
+        return losses(*batch)
 
     @functools.partial(mx.compile, inputs=optimizer.state, outputs=optimizer.state)
     def step(params: Params, tokens: mx.array, is_answer: mx.array, key: mx.array) -> tuple[Params, mx.array]:
@@ -167,7 +174,7 @@ def learning_rate(progress: float, steps_done: int, peak: float, warmup: int = 2
     return peak * min(1.0, (steps_done + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
 
-def batches(pool: rows.Rows, batch: int, seed: int) -> Iterator[tuple[mx.array, mx.array]]:
+def batches(pool: rows.Rows, batch: int, seed: int) -> Iterator[Batch]:
     """Shuffle the pool's rows for ever and give them in batches, tokens and is_answer [B, L]."""
     tokens, is_answer = mx.array(pool.tokens), mx.array(pool.is_answer)
     shuffler = np.random.default_rng(seed)
@@ -178,28 +185,35 @@ def batches(pool: rows.Rows, batch: int, seed: int) -> Iterator[tuple[mx.array, 
             yield tokens[chosen], is_answer[chosen]
 
 
-def share_done(steps_done: int, seconds: float, args: argparse.Namespace) -> float:
-    return steps_done / args.steps if args.steps else seconds / (60 * args.minutes)
+def train(
+    module: nn.Module,
+    kinds: Sequence[Losses],
+    choose: Callable[[Sequence[Step]], Step],
+    next_batch: Callable[[float], Batch],
+    weight_decay: float,
+    args: argparse.Namespace,
+) -> Params:
+    """Train until `args.minutes` or `args.steps` are over and return the weights, float32.
 
-
-def train(model: qwen3.Model, phases: list[tuple[Phase, rows.Rows]], args: argparse.Namespace) -> Params:
-    """Train until `args.minutes` or `args.steps` are over and return the weights, float32."""
-    optimizer = optim.AdamW(learning_rate=0.0, betas=[0.9, 0.98], weight_decay=0.05)
-    params: Params = tree_map(lambda p: p.astype(mx.float32), model.trainable_parameters())
+    Args:
+        choose: returns the step to take, of those for each of `kinds`.
+        next_batch: takes the share that is done.
+    """
+    optimizer = optim.AdamW(learning_rate=0.0, betas=[0.9, 0.98], weight_decay=weight_decay)
+    params: Params = tree_map(lambda p: p.astype(mx.float32), module.trainable_parameters())
     optimizer.init(params)
-    dtype = mx.bfloat16 if mx.default_device() == mx.gpu else mx.float32
-    steps = [make_step(model, optimizer, dtype, noise) for noise in NOISES]
-    feeds = [(phase, batches(pool, phase.batch, args.seed)) for phase, pool in phases]
-    rng, report, number, previous = random.Random(args.seed), Report(args.print_every), 0, mx.zeros(2)
-    while (progress := share_done(number, report.seconds(), args)) < 1:
-        phase, feed = next((phase, feed) for phase, feed in feeds if progress < phase.until)
+    steps = [make_step(module, optimizer, losses) for losses in kinds]
+    report, number, previous, progress = Report(args.print_every), 0, mx.zeros(2), 0.0
+    while progress < 1:
+        batch = next_batch(progress)
         optimizer.learning_rate = learning_rate(progress, number, args.lr)
-        params, parts = rng.choice(steps)(params, *next(feed), mx.random.key(args.seed + number))
+        params, parts = choose(steps)(params, *batch, mx.random.key(args.seed + number))
         mx.async_eval(params, optimizer.state, parts)
         mx.eval(previous)  # one step stays in flight
         previous = parts
-        report.show(number, progress, parts, phase.batch * phase.length)
+        report.show(number, progress, parts, batch[0].size)
         number += 1
+        progress = number / args.steps if args.steps else report.seconds() / (60 * args.minutes)
     return params
 
 
@@ -224,32 +238,34 @@ class Report:
         self.shown, self.tokens = now, 0
 
 
-def save(params: Params, folder: Path) -> None:
-    """Write the weights in bfloat16 and the two configuration files, in Hugging Face layout."""
+def save(params: Params, folder: Path, **files: dict[str, Any]) -> None:
+    """Write the weights in bfloat16 and these JSON files, in Hugging Face layout."""
     weights = dict[str, mx.array](tree_flatten(tree_map(lambda p: p.astype(mx.bfloat16), params)))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "pt"})
-    for name, content in (("config.json", CONFIG), ("generation_config.json", GENERATION_CONFIG)):
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for the model")
-    parser.add_argument("--resume", type=Path, help="folder of a model to go on from")
-    parser.add_argument("--minutes", type=float, default=8, help="training time without the making of the data")
+def make_parser(description: str, minutes: float, pool: float) -> argparse.ArgumentParser:
+    """Return a parser of the flags of a training, with these defaults."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--minutes", type=float, default=minutes, help="training time without the making of the data")
     parser.add_argument(
         "--steps", type=int, help="train this many steps instead; then the same seed gives the same model"
     )
     parser.add_argument("--batch", type=int, default=64, help="rows of 512 tokens per step")
-    parser.add_argument("--pool", type=float, default=200, help="millions of tokens of text to make")
+    parser.add_argument("--pool", type=float, default=pool, help="millions of tokens of text to make")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--print-every", type=int, default=500)
-    return parser.parse_args()
+    return parser
 
 
 def main() -> None:
-    args = parse_args()
+    parser = make_parser(__doc__.splitlines()[0], minutes=8, pool=200)
+    parser.add_argument("--resume", type=Path, help="folder of a model to go on from")
+    args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     text = Tokenizer.from_file(str(args.resume / "tokenizer.json")) if args.resume else make_tokenizer(args.seed)
     tokenizer.save(text, args.out)
@@ -263,7 +279,14 @@ def main() -> None:
     if args.resume:
         model.load_weights(str(args.resume / "model.safetensors"))
     print(f"{get_total_parameters(model):,} parameters", flush=True)
-    save(train(model, list(zip(phases, pools, strict=True)), args), args.out)
+    feeds = [batches(pool, phase.batch, args.seed) for phase, pool in zip(phases, pools, strict=True)]
+
+    def next_batch(progress: float) -> Batch:
+        return next(next(feed for phase, feed in zip(phases, feeds, strict=True) if progress < phase.until))
+
+    kinds = [functools.partial(losses, model, noise) for noise in NOISES]
+    params = train(model, kinds, random.Random(args.seed).choice, next_batch, 0.05, args)
+    save(params, args.out, config=CONFIG, generation_config=GENERATION_CONFIG)
 
 
 if __name__ == "__main__":

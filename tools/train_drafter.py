@@ -6,22 +6,18 @@ the features of the tokens before it. It learns what the model itself says there
 Shapes: B rows, L tokens per row, A anchors per row, W rows of a block, D hidden, V vocabulary, T taps.
 """
 
-import argparse
 import functools
-import json
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import qwen3
 from mlx_lm.utils import get_total_parameters
 from tokenizers import Tokenizer
 
 from tools.demo_data import rows, tokenizer
-from tools.train_demo import CONFIG, NoCache, Params, Report, TableRope, batches, learning_rate, share_done
+from tools.train_demo import CONFIG, NoCache, Step, TableRope, batches, make_parser, save, train
 from worker.drafters.dflash import DFlashModule
 from worker.model.checkpoint import DEMO
 from worker.model.model_spec import DraftHead, HeadKind
@@ -112,9 +108,9 @@ def _heads(norm: Any, x: mx.array, num_heads: int) -> mx.array:
 
 
 def losses(
-    module: DFlashModule, model: qwen3.Model, tokens: mx.array, is_answer: mx.array, key: mx.array, W: int, A: int
-) -> mx.array:
-    """Return the loss and the share of drafts that hold before the first that fails, [2]."""
+    module: DFlashModule, model: qwen3.Model, W: int, A: int, tokens: mx.array, is_answer: mx.array, key: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Return the loss; and beside it the share of drafts that hold before the first that fails, [2]."""
     B, L = tokens.shape
     features, target = map(mx.stop_gradient, features_of(model, tokens))
     noise = mx.random.uniform(shape=(B, L), key=key)
@@ -129,55 +125,13 @@ def losses(
     weights = answers * mx.exp(-mx.arange(W - 1) / _DECAY)
     each = -(mx.softmax(goal, axis=-1) * (logits - mx.logsumexp(logits, axis=-1, keepdims=True))).sum(axis=-1)
     held = mx.cumprod((logits.argmax(axis=-1) == goal.argmax(axis=-1)).astype(mx.float32) * answers, axis=-1)
-    return mx.stack([(each * weights).sum() / weights.sum(), held.sum() / answers.sum()])
-
-
-def train(module: DFlashModule, model: qwen3.Model, pool: rows.Rows, args: argparse.Namespace) -> Params:
-    """Train until `args.minutes` or `args.steps` are over and return the weights, float32."""
-    optimizer = optim.AdamW(learning_rate=0.0, betas=[0.9, 0.98], weight_decay=0.01)
-    params: Params = tree_map(lambda p: p.astype(mx.float32), module.trainable_parameters())
-    optimizer.init(params)
-    dtype = mx.bfloat16 if mx.default_device() == mx.gpu else mx.float32
-
-    def make_step(W: int) -> Any:
-        def total(params: Params, *batch: mx.array) -> tuple[mx.array, mx.array]:
-            module.update(tree_map(lambda p: p.astype(dtype), params))
-            tokens, is_answer, key = batch
-            parts = losses(module, model, tokens, is_answer, key, W, args.anchors)
-            return parts[0], parts
-
-        @functools.partial(mx.compile, inputs=optimizer.state, outputs=optimizer.state)
-        def step(params: Params, *batch: mx.array) -> tuple[Params, mx.array]:
-            (_, parts), grads = mx.value_and_grad(total)(params, batch[0].astype(mx.int32), *batch[1:])
-            grads, _ = optim.clip_grad_norm(grads, 1.0)
-            return optimizer.apply_gradients(grads, params), parts
-
-        return step
-
-    steps, feed = {W: make_step(W) for W in set(BLOCKS)}, batches(pool, args.batch, args.seed)
-    rng, report, number, previous = np.random.default_rng(args.seed), Report(args.print_every), 0, mx.zeros(2)
-    while (progress := share_done(number, report.seconds(), args)) < 1:
-        optimizer.learning_rate = learning_rate(progress, number, args.lr)
-        params, parts = steps[int(rng.choice(BLOCKS))](params, *next(feed), mx.random.key(args.seed + number))
-        mx.async_eval(params, optimizer.state, parts)
-        mx.eval(previous)  # one step stays in flight
-        previous = parts
-        report.show(number, progress, parts, args.batch * LENGTH)
-        number += 1
-    return params
+    parts = mx.stack([(each * weights).sum() / weights.sum(), held.sum() / answers.sum()])
+    return parts[0], parts
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for the drafter")
-    parser.add_argument("--minutes", type=float, default=5, help="training time without the making of the data")
-    parser.add_argument("--steps", type=int, help="train this many steps instead")
-    parser.add_argument("--batch", type=int, default=64, help="rows of 512 tokens per step")
+    parser = make_parser(__doc__.splitlines()[0], minutes=5, pool=60)
     parser.add_argument("--anchors", type=int, default=12, help="blocks per row")
-    parser.add_argument("--pool", type=float, default=60, help="millions of tokens of text to make")
-    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--print-every", type=int, default=500)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     text = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
@@ -189,10 +143,14 @@ def main() -> None:
         layer.self_attn.rope = TableRope(CONFIG["head_dim"], CONFIG["rope_theta"])
     module = make_head(args.seed)
     print(f"{get_total_parameters(module):,} parameters", flush=True)
-    params = train(module, model, pool, args)
-    weights = dict[str, mx.array](tree_flatten(tree_map(lambda p: p.astype(mx.bfloat16), params)))
-    mx.save_safetensors(str(args.out / "model.safetensors"), weights, {"format": "pt"})
-    (args.out / "config.json").write_text(json.dumps(DRAFTER_CONFIG, indent=2) + "\n")
+    sizes, rng, feed = sorted(set(BLOCKS)), np.random.default_rng(args.seed), batches(pool, args.batch, args.seed)
+    kinds = [functools.partial(losses, module, model, W, args.anchors) for W in sizes]
+
+    def choose(steps: Sequence[Step]) -> Step:
+        return steps[sizes.index(rng.choice(BLOCKS))]
+
+    params = train(module, kinds, choose, lambda progress: next(feed), 0.01, args)
+    save(params, args.out, config=DRAFTER_CONFIG)
 
 
 if __name__ == "__main__":
