@@ -35,6 +35,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "recurrent": ("qwen3_5", {}, make_cache_choice("full", None)),
     "mixed": ("nemotron_h", {}, make_cache_choice("full", None)),
 }
+RARE = ("int4", "rotating", "mla")
 TINY = ("qwen3", "gemma3_text")
 TEXT, ENDS = tokens_of(1200), (300, 900, 1190)
 MOST = 64 << 20
@@ -78,7 +79,9 @@ async def kept(folder: Path, layers: Sequence[int], *asked: Any, most: int = MOS
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.matrix if kind in RARE else ()) for kind in KINDS]
+)
 async def test_after_a_restart_only_what_is_behind_the_deepest_piece_is_fed(
     models: Models, tmp_path: Path, frames: list[Frame], kind: str
 ) -> None:

@@ -175,7 +175,7 @@ class PrefixStore:
 
     def _write(self, piece: Piece, blocks: Sequence[bytes]) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        nbytes = sum(_LENGTH_BYTES + len(block) for block in blocks)
+        nbytes = len(_MAGIC + piece.name) + sum(_LENGTH_BYTES + len(block) for block in blocks)
         if not self._make_room(nbytes):
             return
         path = self._folder / f"{piece.name.hex()}-{piece.begin}-{piece.end}-{self._start}-{self._stop}.rows"

@@ -1,0 +1,136 @@
+"""Pieces of prefixes on a node's disk: read as they were written, by the same layers only, within a limit."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from protos.brigade_pb2 import Piece, PrefixesRequest
+from worker.errors import ConfigError, PrefixLost
+from worker.memory.slot_caches import CacheSegment
+from worker.node.prefix_store import PrefixStore, list_prefixes, naming_secret, piece_files
+
+LIMIT = 1 << 20
+SEGMENTS = [
+    CacheSegment(2, 0, 4, (mx.arange(24.0).reshape(1, 2, 3, 4),), (mx.ones((1, 2, 3, 4), mx.bfloat16),)),
+    CacheSegment(3, 1, 0, (mx.zeros((1, 5)), mx.full((1, 2), 7, mx.float16)), (), 7),
+    CacheSegment(4, 0, 4, (mx.array([[[[1]]]], mx.uint32),), ()),
+]
+
+
+def name_of(number: int) -> bytes:
+    return bytes([number]) * 16
+
+
+def write(folder: Path, *numbers: int, layers: tuple[int, int] = (2, 5), limit: int = LIMIT) -> None:
+    for number in numbers:
+        store = PrefixStore(*layers, limit, folder)
+        store.put(Piece(name=name_of(number), begin=4, end=7 + number), SEGMENTS)
+        store.close()
+        store._writer.shutdown()
+
+
+def read(folder: Path, number: int = 1, layers: tuple[int, int] = (2, 5)) -> list[CacheSegment]:
+    return PrefixStore(*layers, LIMIT, folder).read(name_of(number))
+
+
+def test_a_piece_is_read_as_it_was_written_also_by_fewer_of_its_layers(tmp_path: Path) -> None:
+    write(tmp_path / "prompts", 1)
+    for layers in ((2, 5), (3, 5), (2, 3)):
+        found = read(tmp_path / "prompts", layers=layers)
+        for each, expected in zip(found, SEGMENTS, strict=True):
+            assert (each.number, each.part, each.base, each.length) == (
+                expected.number, expected.part, expected.base, expected.length,
+            )  # fmt: skip
+            pairs = zip((each.keys, each.values), (expected.keys, expected.values), strict=True)
+            for ours, theirs in pairs:
+                assert [array.dtype for array in ours] == [array.dtype for array in theirs]
+                assert all(mx.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    for layers in ((1, 5), (2, 6)):
+        with pytest.raises(PrefixLost):
+            read(tmp_path / "prompts", layers=layers)
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "prompts").iterdir()}
+    assert modes == {0o600} and (tmp_path / "prompts").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda own, other: own[:-1],
+        lambda own, other: own[:40],
+        lambda own, other: own[:10],
+        lambda own, other: b"",
+        lambda own, other: own[:-30] + bytes([own[-30] ^ 1]) + own[-29:],
+        lambda own, other: own + b"more",
+        lambda own, other: own + (1 << 60).to_bytes(8, "little"),
+        lambda own, other: other,
+    ],
+)
+def test_what_is_torn_damaged_or_of_another_piece_is_refused_and_removed(
+    tmp_path: Path, damage: Callable[[bytes, bytes], bytes]
+) -> None:
+    write(tmp_path, 1, 2)
+    paths = {file.piece.name: file.path for file in piece_files(tmp_path)}
+    own, other = (paths[name_of(number)] for number in (1, 2))
+    own.write_bytes(damage(own.read_bytes(), other.read_bytes()))
+    with pytest.raises(PrefixLost):
+        read(tmp_path)
+    assert not own.exists() and read(tmp_path, 2)
+
+
+def test_the_least_recently_used_pieces_give_way(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    [size] = [file.nbytes for file in piece_files(tmp_path)]
+    write(tmp_path, 2, 3, limit=3 * size)
+    for number in (1, 2, 3):
+        os.utime(next(tmp_path.glob(f"{name_of(number).hex()}*")), (number, number))
+    read(tmp_path, 1)
+    write(tmp_path, 4, 5, limit=3 * size)
+    assert {file.piece.name for file in piece_files(tmp_path)} == set(map(name_of, (1, 4, 5)))
+    write(tmp_path, 6, limit=size - 1)
+    assert not piece_files(tmp_path) and not list(tmp_path.iterdir())
+
+
+def test_the_beginning_of_a_prefix_outlives_its_end(tmp_path: Path) -> None:
+    write(tmp_path, 30, 20, 10)
+    [size] = {file.nbytes for file in piece_files(tmp_path)}
+    write(tmp_path, 1, limit=2 * size)
+    assert {file.piece.name for file in piece_files(tmp_path)} == set(map(name_of, (1, 10)))
+
+
+def test_pieces_are_listed_by_layers_and_removed(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    write(tmp_path, 1, 2, layers=(5, 8))
+    (tmp_path / "something.rows").write_bytes(b"else")
+    ours = list_prefixes(PrefixesRequest(start=3, end=5), tmp_path)
+    assert [(p.name, p.begin, p.end) for p in ours.pieces] == [(name_of(1), 4, 8)] and ours.bytes > 0 < ours.used
+    assert not list_prefixes(PrefixesRequest(start=4, end=6), tmp_path).pieces
+    every = list_prefixes(PrefixesRequest(remove=True), tmp_path)
+    assert {p.name for p in every.pieces} == {name_of(1), name_of(2)} and every.bytes == 3 * ours.bytes
+    assert [path.name for path in tmp_path.iterdir()] == ["something.rows"]
+    assert not list_prefixes(PrefixesRequest(), tmp_path / "absent").pieces
+
+
+def test_the_secret_stays_the_same_and_is_for_its_user_only(tmp_path: Path) -> None:
+    folder = tmp_path / "prompts"
+    secret = naming_secret(folder)
+    assert naming_secret(folder) == secret and len(secret) == 32 and naming_secret(tmp_path / "other") != secret
+    assert [path.name for path in folder.iterdir()] == ["secret"]
+    assert (folder / "secret").stat().st_mode & 0o777 == 0o600
+    (folder / "secret").write_bytes(b"short")
+    with pytest.raises(ConfigError, match="expected 32 bytes, found 5"):
+        naming_secret(folder)
+    with pytest.raises(ConfigError, match="cannot keep prefixes on disk"):
+        naming_secret(folder / "secret")
+
+
+def test_a_disk_that_takes_no_more_costs_pieces_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "prompts").write_bytes(b"a file where the folder should be")
+    store = PrefixStore(2, 5, LIMIT, tmp_path / "prompts")
+    for number in (1, 2):
+        store.put(Piece(name=name_of(number), begin=4, end=7), SEGMENTS)
+    store.close()
+    store._writer.shutdown()
+    assert caplog.text.count("cannot keep prefixes on disk any more") == 1
