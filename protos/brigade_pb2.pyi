@@ -469,7 +469,7 @@ class Grammar(_message.Message):
     def __init__(self, text: _Optional[str] = ..., begins: _Optional[int] = ..., eos: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Window(_message.Message):
-    __slots__ = ("slot", "base", "prefix_hash", "tokens", "wanted", "masks", "guessed", "positions", "targets", "drafts", "canvas", "canvas_step", "temperature", "conditioning", "soft", "pooled", "canvas_first", "stored", "snapshots")
+    __slots__ = ("slot", "base", "prefix_hash", "tokens", "wanted", "masks", "guessed", "positions", "targets", "drafts", "canvas", "canvas_step", "temperature", "conditioning", "soft", "pooled", "canvas_first", "stored", "upcoming", "snapshots")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -488,6 +488,7 @@ class Window(_message.Message):
     POOLED_FIELD_NUMBER: _ClassVar[int]
     CANVAS_FIRST_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
+    UPCOMING_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     slot: int
     base: int
@@ -507,8 +508,9 @@ class Window(_message.Message):
     pooled: int
     canvas_first: int
     stored: bytes
+    upcoming: _containers.RepeatedScalarFieldContainer[bytes]
     snapshots: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, slot: _Optional[int] = ..., base: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., wanted: _Optional[int] = ..., masks: _Optional[int] = ..., guessed: _Optional[int] = ..., positions: _Optional[_Iterable[int]] = ..., targets: _Optional[_Iterable[int]] = ..., drafts: _Optional[int] = ..., canvas: _Optional[_Iterable[int]] = ..., canvas_step: _Optional[int] = ..., temperature: _Optional[float] = ..., conditioning: _Optional[_Union[Conditioning, str]] = ..., soft: _Optional[_Union[Soft, _Mapping]] = ..., pooled: _Optional[int] = ..., canvas_first: _Optional[int] = ..., stored: _Optional[bytes] = ..., snapshots: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, slot: _Optional[int] = ..., base: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., wanted: _Optional[int] = ..., masks: _Optional[int] = ..., guessed: _Optional[int] = ..., positions: _Optional[_Iterable[int]] = ..., targets: _Optional[_Iterable[int]] = ..., drafts: _Optional[int] = ..., canvas: _Optional[_Iterable[int]] = ..., canvas_step: _Optional[int] = ..., temperature: _Optional[float] = ..., conditioning: _Optional[_Union[Conditioning, str]] = ..., soft: _Optional[_Union[Soft, _Mapping]] = ..., pooled: _Optional[int] = ..., canvas_first: _Optional[int] = ..., stored: _Optional[bytes] = ..., upcoming: _Optional[_Iterable[bytes]] = ..., snapshots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Soft(_message.Message):
     __slots__ = ("slot", "conditioning", "rows", "ids")

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
+from itertools import islice
 
 from coordinator.decoding.decoders import Decoder, Proposal, Verified
 from coordinator.decoding.window_lengths import padded
@@ -12,6 +13,7 @@ from coordinator.sessions.request import Request
 from coordinator.sessions.text import TextParser
 from coordinator.sessions.waterfall import Leg, Passage, Route
 from protos.brigade_pb2 import Piece, Pooled, Sample, Score, Soft, Window
+from worker.compute.header import MOST_UPCOMING
 from worker.compute.header import num_rows as count_rows
 from worker.memory.history import History
 from worker.model.cache_spec import MOST_SNAPSHOTS
@@ -309,6 +311,7 @@ class Session:
         """Return the window whose rows every stage reads from its disk; no other one follows before its result."""
         window = self._window(piece.begin, self.history.tokens[piece.begin : piece.end])
         window.stored = self.reading = piece.name
+        window.upcoming.extend(each.name for each in islice(self.stored, MOST_UPCOMING))
         self.fed, self.rows_written = piece.end, max(self.rows_written, piece.end)
         return window
 

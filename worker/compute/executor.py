@@ -63,8 +63,8 @@ _WEIGHT = 0.2  # of a new observation in the running mean
 class Pieces(Protocol):
     """Pieces of prefixes on disk, by their names."""
 
-    def read(self, name: bytes) -> Sequence[CacheSegment]:
-        """Return what the caches hold in this piece. Raises PrefixLost if it is not there."""
+    def read(self, name: bytes, upcoming: Sequence[bytes]) -> Sequence[CacheSegment]:
+        """Return what the caches hold in this piece, and begin to read others. Raises PrefixLost if it is not there."""
         ...
 
     def discard(self, name: bytes) -> None:
@@ -348,7 +348,7 @@ class Executor:
         """Read a window's rows from disk. Raises PrefixLost if they are not there, CacheMismatch as `Slot.begin`."""
         if self._pieces is None:
             raise PrefixLost("expected a node that keeps prefixes on its disk")
-        segments = self._pieces.read(window.stored)
+        segments = self._pieces.read(window.stored, window.upcoming)
         try:
             step.pending += self._slots[window.slot].restore(window, segments)
         except PrefixLost:

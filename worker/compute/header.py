@@ -31,6 +31,7 @@ _MOST_SLOTS = 1 << 16  # in one frame, since the event loop checks each
 _MOST_SHOWN = 64  # numbers in a message
 NUM_CANDIDATES = 64  # per canvas row, with CONDITIONING_TOP
 PIECE_NAME_BYTES = 16
+MOST_UPCOMING = 4  # pieces that a stage reads ahead
 MOST_GRAMMAR = 1 << 20  # characters of a grammar
 _MOST_EOS = 64  # tokens that end an answer
 _CONDITIONINGS = (CONDITIONING_NONE, CONDITIONING_EXACT, CONDITIONING_TOP)
@@ -244,7 +245,8 @@ def _check_pieces(frame: Frame) -> None:
     """Raise FrameError unless what is read from disk, or written there, is well-formed and alone in the frame."""
     names = [window.stored for window in frame.windows if window.stored]
     names += [store.piece.name for store in frame.stores]
-    if names and len(frame.windows) + len(frame.stores) > 1:
+    names += [name for window in frame.windows for name in window.upcoming]
+    if names and (len(frame.windows) + len(frame.stores) > 1 or len(names) > 1 + MOST_UPCOMING):
         raise FrameError(f"expected a piece of a prefix alone in its frame, got more (step {frame.step})")
     if wrong := [name for name in names if len(name) != PIECE_NAME_BYTES]:
         found = f"got {len(wrong[0])} (step {frame.step})"

@@ -283,7 +283,7 @@ def write_report(report: Report, blocks: Sequence[bytes | memoryview] = ()) -> b
     return b"".join((*fields, _REPORT_CHECKSUM, checksum_of(fields, 0).to_bytes(4, "little")))
 
 
-def read_report(message: bytes | memoryview, node: str) -> tuple[Report, memoryview]:
+def read_report(message: bytes, node: str) -> tuple[Report, memoryview]:
     """Return a report and its data, without a copy. Raises FrameError if it differs from what `node` wrote."""
     view = memoryview(message)
     content, checksum = view[:-_CHECKSUM_BYTES], view[-_CHECKSUM_BYTES:]

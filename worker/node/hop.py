@@ -49,7 +49,7 @@ def pack(header: Frame, array: mx.array | None, wire: Wire = PLAIN) -> list[byte
             raise FrameError(f"hidden states of dtype {array.dtype} cannot be sent; {expected}")
         header.hidden.dtype = _ENUMS[array.dtype]
         header.hidden.shape.extend(array.shape)
-        payload = _bytes_of(array)
+        payload = bytes_of(array)
     first, *others = cut(payload, wire.part_bytes)
     seed, first_seed = (checksum_seed(n, header.step) if wire.has_checksums else None for n in (1, 0))
     rest = [write_part(number, b"", data, seed) for number, data in enumerate(others, start=1)]
@@ -78,11 +78,17 @@ def can_pack(array: mx.array) -> bool:
 
 def pack_segment(epoch: int, step: int, slot: int, held: CacheSegment) -> bytes:
     """Return the report of a segment whose arrays are evaluated; they are copied once. Call on the MLX thread."""
-    segment = Segment(epoch=epoch, step=step, slot=slot, base=held.base, cache=held.number, part=held.part)
-    segment.num_keys, segment.length = len(held.keys), held.length
+    segment = segment_header(held)
+    segment.epoch, segment.step, segment.slot = epoch, step, slot
+    return write_report(Report(segment=segment), [*map(bytes_of, held.arrays)])
+
+
+def segment_header(held: CacheSegment) -> Segment:
+    """Return what a segment says beside its bytes."""
+    segment = Segment(base=held.base, cache=held.number, part=held.part, num_keys=len(held.keys), length=held.length)
     for array in held.arrays:
         segment.tensors.append(Tensor(dtype=_SEGMENT_ENUMS[array.dtype], shape=array.shape))
-    return write_report(Report(segment=segment), [*map(_bytes_of, held.arrays)])
+    return segment
 
 
 def unpack_segment(segment: Segment, data: memoryview) -> CacheSegment:
@@ -105,7 +111,7 @@ def unpack_segment(segment: Segment, data: memoryview) -> CacheSegment:
     return CacheSegment(segment.cache, segment.part, segment.base, keys, values, segment.length)
 
 
-def _bytes_of(array: mx.array) -> memoryview:
+def bytes_of(array: mx.array) -> memoryview:
     """Return the array's own memory, or that of a contiguous copy."""
     view = memoryview(array)  # type: ignore[arg-type]
     if not view.c_contiguous:

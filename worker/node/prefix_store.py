@@ -2,7 +2,7 @@
 
 A piece is a file in one folder, which only its user can read. Its name, a keyed hash of all that its rows depend on,
 comes from the coordinator. The file's name also tells which tokens and layers it is of, so a listing is an index.
-A file begins with the piece's name; a segment of each cache follows, with its checksum.
+A file begins with the piece's name and a digest of all that follows: a segment of each cache.
 """
 
 import contextlib
@@ -11,25 +11,32 @@ import os
 import re
 import secrets
 import shutil
+import struct
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from protos.brigade_pb2 import Piece, PrefixesReply, PrefixesRequest
+from blake3 import blake3
+
+from protos.brigade_pb2 import Piece, PrefixesReply, PrefixesRequest, Segment
+from worker.compute.header import MOST_UPCOMING
 from worker.errors import ConfigError, FrameError, PrefixLost
 from worker.memory.slot_caches import CacheSegment
-from worker.node.framing import read_report
-from worker.node.hop import can_pack, pack_segment, unpack_segment
+from worker.node.hop import bytes_of, can_pack, segment_header, unpack_segment
 from worker.platform.installation import cache_folder
 
 _log = logging.getLogger(__name__)
 
+PackedSegment = tuple[Segment, memoryview]
+
 _FILE = re.compile(r"([0-9a-f]{32})-([0-9]{1,8})-([0-9]{1,8})-([0-9]{1,5})-([0-9]{1,5})\.rows")
 _MAGIC = b"brigade prefix 1"
 _SECRET_BYTES = 32
-_LENGTH_BYTES = 8  # of a segment's length
+_LENGTH_BYTES = struct.calcsize("<IQ")  # of a segment's header and of its data
+_NUM_THREADS = 4
+_MOST_AHEAD = 2 * MOST_UPCOMING
 _MOST_WAITING = 2  # pieces in memory that the disk has not taken yet; further ones are dropped
 _TOKEN_S = 0.001  # by which the next token of a prefix counts as used earlier
 _SPARE = 10  # a tenth of the disk stays free, whatever the limit
@@ -114,8 +121,9 @@ class PrefixStore:
         """
         self._folder = folder or prefix_folder()
         self._start, self._stop, self._limit = start, stop, limit
-        self._writer = ThreadPoolExecutor(1, "prefixes")  # a process ends once it has written everything
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "prefixes")  # a process ends once they have written everything
         self._writing: list[Future[None]] = []
+        self._ahead: dict[bytes, Future[list[PackedSegment]]] = {}  # pieces that are read ahead
         self._can_write = True
 
     def put(self, piece: Piece, segments: Sequence[CacheSegment]) -> None:
@@ -123,27 +131,26 @@ class PrefixStore:
         is_known = all(can_pack(array) for segment in segments for array in segment.arrays)
         self._writing = [each for each in self._writing if not each.done()]
         if is_known and len(self._writing) < _MOST_WAITING:
-            blocks = [pack_segment(0, 0, 0, segment) for segment in segments]
-            self._writing.append(self._writer.submit(self._try_write, piece, blocks))
+            packed = [(segment_header(each), memoryview(b"".join(map(bytes_of, each.arrays)))) for each in segments]
+            self._writing.append(self._threads.submit(self._try_write, piece, packed))
 
-    def read(self, name: bytes) -> list[CacheSegment]:
-        """Return a piece's segments and count it as used. Call on the MLX thread.
+    def read(self, name: bytes, upcoming: Sequence[bytes] = ()) -> list[CacheSegment]:
+        """Return a piece's segments and count it as used; begin to read others. Call on the MLX thread.
 
         Raises:
             PrefixLost: it is not here, or is damaged; then it is removed.
         """
-        for path in self._paths(name):
-            try:
-                found = list(_segments_of(memoryview(path.read_bytes()), name))
-                _touch(path)
-                return found
-            except FileNotFoundError:
-                continue
-            except (OSError, FrameError) as error:
-                _log.warning("removed a damaged piece of a prefix: %s", error)
-                with contextlib.suppress(OSError):
-                    path.unlink()
-        raise PrefixLost(f"expected a piece of a prefix on this node's disk, found none of layers {self._layers}")
+        for each in (name, *upcoming):
+            if each not in self._ahead:
+                self._ahead[each] = self._threads.submit(self._load, each)
+        found = self._ahead.pop(name).result()
+        while len(self._ahead) > _MOST_AHEAD:  # of sessions that have ended
+            self._ahead.pop(next(iter(self._ahead)))
+        try:
+            return [unpack_segment(*packed) for packed in found]
+        except FrameError as error:
+            self.discard(name)
+            raise PrefixLost(f"expected segments of a cache: {error}") from error
 
     def discard(self, name: bytes) -> None:
         """Remove a piece that does not fit the caches."""
@@ -152,7 +159,7 @@ class PrefixStore:
 
     def close(self) -> None:
         """Take no more pieces; those that wait are still written."""
-        self._writer.shutdown(wait=False)
+        self._threads.shutdown(wait=False)
 
     @property
     def _layers(self) -> str:
@@ -164,28 +171,41 @@ class PrefixStore:
         places = [(path, int(match[4]), int(match[5])) for path, match in found if match]
         return [path for path, start, stop in places if start <= self._start and self._stop <= stop]
 
-    def _try_write(self, piece: Piece, blocks: Sequence[bytes]) -> None:
+    def _load(self, name: bytes) -> list[PackedSegment]:
+        """Return a piece's segments. Raises PrefixLost as `read`."""
+        for path in self._paths(name):
+            try:
+                found = _segments_of(memoryview(path.read_bytes()), name)
+                _touch(path)
+                return found
+            except FileNotFoundError:
+                continue
+            except (OSError, FrameError) as error:
+                _log.warning("removed a damaged piece of a prefix: %s", error)
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        raise PrefixLost(f"expected a piece of a prefix on this node's disk, found none of layers {self._layers}")
+
+    def _try_write(self, piece: Piece, packed: Sequence[PackedSegment]) -> None:
         """Write a piece, unless an earlier one could not be written."""
         try:
             if self._can_write:
-                self._write(piece, blocks)
+                self._write(piece, packed)
         except OSError as error:
             self._can_write = False
             _log.warning("cannot keep prefixes on disk any more: %s", error)
 
-    def _write(self, piece: Piece, blocks: Sequence[bytes]) -> None:
+    def _write(self, piece: Piece, packed: Sequence[PackedSegment]) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        nbytes = len(_MAGIC + piece.name) + sum(_LENGTH_BYTES + len(block) for block in blocks)
-        if not self._make_room(nbytes):
+        blocks = [block for segment, data in packed for block in (*_lengths(segment, data), data)]
+        head = _MAGIC + piece.name + _digest(blocks)
+        if not self._make_room(len(head) + sum(map(len, blocks))):
             return
         path = self._folder / f"{piece.name.hex()}-{piece.begin}-{piece.end}-{self._start}-{self._stop}.rows"
         unfinished = path.with_suffix(f".{os.getpid()}.part")
         try:
             with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(_MAGIC + piece.name)
-                for block in blocks:
-                    file.write(len(block).to_bytes(_LENGTH_BYTES, "little"))
-                    file.write(block)
+                file.writelines((head, *blocks))
             _touch(unfinished)
             unfinished.replace(path)
         finally:
@@ -218,16 +238,32 @@ def _remove(paths: Iterable[Path]) -> None:
             path.unlink()
 
 
-def _segments_of(content: memoryview, name: bytes) -> Iterator[CacheSegment]:
-    """Yield the segments of a piece's file. Raises FrameError unless it is whole, and the file of this piece."""
+def _lengths(segment: Segment, data: memoryview) -> tuple[bytes, bytes]:
+    """Return what precedes the data of a segment in a file."""
+    header = segment.SerializeToString()
+    return struct.pack("<IQ", len(header), len(data)), header
+
+
+def _digest(blocks: Iterable[bytes | memoryview]) -> bytes:
+    digest = blake3()
+    for block in blocks:
+        digest.update(block)
+    return digest.digest()
+
+
+def _segments_of(content: memoryview, name: bytes) -> list[PackedSegment]:
+    """Return the segments of a piece's file. Raises FrameError unless it is whole, and the file of this piece."""
     at = len(_MAGIC) + len(name)
     if content[:at] != _MAGIC + name:
         raise FrameError("expected the file of this piece, got another one")
-    while at < len(content):
-        length = int.from_bytes(content[at : at + _LENGTH_BYTES], "little")
+    digest, rest = content[at : at + blake3.digest_size], content[at + blake3.digest_size :]
+    if digest != _digest([rest]):
+        raise FrameError("expected a piece as it was written, got one with another digest")
+    found, at = [], 0
+    while at < len(rest):  # as it was written
+        num_header, num_data = struct.unpack_from("<IQ", rest, at)
         at += _LENGTH_BYTES
-        if at + length > len(content):
-            raise FrameError(f"expected {at + length} bytes, got {len(content)}")
-        report, data = read_report(content[at : at + length], "")
-        yield unpack_segment(report.segment, data)
-        at += length
+        header = Segment.FromString(bytes(rest[at : at + num_header]))
+        found.append((header, rest[at + num_header : at + num_header + num_data]))
+        at += num_header + num_data
+    return found

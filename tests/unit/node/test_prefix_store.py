@@ -29,7 +29,7 @@ def write(folder: Path, *numbers: int, layers: tuple[int, int] = (2, 5), limit: 
         store = PrefixStore(*layers, limit, folder)
         store.put(Piece(name=name_of(number), begin=4, end=7 + number), SEGMENTS)
         store.close()
-        store._writer.shutdown()
+        store._threads.shutdown()
 
 
 def read(folder: Path, number: int = 1, layers: tuple[int, int] = (2, 5)) -> list[CacheSegment]:
@@ -132,5 +132,5 @@ def test_a_disk_that_takes_no_more_costs_pieces_only(tmp_path: Path, caplog: pyt
     for number in (1, 2):
         store.put(Piece(name=name_of(number), begin=4, end=7), SEGMENTS)
     store.close()
-    store._writer.shutdown()
+    store._threads.shutdown()
     assert caplog.text.count("cannot keep prefixes on disk any more") == 1
