@@ -66,7 +66,7 @@ async def launch(
     from coordinator.deploy.install import LaunchMode
     from coordinator.deploy.package import installed
     from coordinator.deploy.ssh import require_ssh
-    from worker.node.certificates import Role
+    from worker.node.certificates import Role, expiry_warning
     from worker.node.network import Network
 
     require_ssh()
@@ -78,7 +78,7 @@ async def launch(
     keys = certificates(cluster, [worker.name for worker in workers], say)
     network = Network.of(cluster, cluster.coordinator.name, Role.COORDINATOR)
     own = network.own  # an error in it is raised before anything is sent
-    if warning := own.warning() if own else "":
+    if own and (warning := expiry_warning(own.name, own.role, own.until)):
         say(f"warning: {warning}")
     package = await run_in_thread(installed)
     if others := [worker.name for worker in cluster.workers if not worker.ssh]:

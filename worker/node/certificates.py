@@ -47,10 +47,6 @@ class Identity:
     authority: bytes
     until: datetime
 
-    def warning(self) -> str:
-        """Return a line if the certificate expires soon, else an empty string."""
-        return expiry_warning(self.name, self.role, self.until)
-
 
 def expiry_warning(name: str, role: Role, until: datetime) -> str:
     """Return a line about a certificate that expires soon, else an empty string."""

@@ -17,7 +17,7 @@ import grpc.aio
 
 from worker.config import ClusterConfig, hop_port, join_address, may_be_plaintext, split_address
 from worker.errors import ConfigError, FrameError, StageLost
-from worker.node.certificates import Identity, KeyFile, Role
+from worker.node.certificates import Identity, KeyFile, Role, expiry_warning
 from worker.node.framing import ENCRYPTED, PLAIN, Wire
 from worker.platform.tasks import cancel_all
 
@@ -238,7 +238,7 @@ class Network:
     def _checked(self, keys: KeyFile) -> Identity:
         """Return this node's identity after all checks: a peer would just close the connection. Warn if it expires."""
         own = keys.read()
-        if warning := own.warning():
+        if warning := expiry_warning(own.name, own.role, own.until):
             self._say(warning)
         return own
 
