@@ -130,6 +130,7 @@ class Sent:
     is_alone: bool  # so far
     alternatives: dict[int, int]  # by slot: the most that each sample may have
     num_drafts: int = 0  # that its largest window asks for
+    num_read: int = 0  # tokens whose rows the stages read from their disks
     num_drafting: int = 0  # windows that ask for drafts
     softened: Mapping[int, tuple[Conditioning, int]] = field(default_factory=dict)  # as `softened_of` returns it
     pooled: Mapping[int, int] = field(default_factory=dict)  # as `pooled_of` returns it
@@ -208,6 +209,7 @@ class Flight:
             alternatives=alternatives,
             num_drafts=max(drafts, default=0),
             num_drafting=len(drafts),
+            num_read=sum(len(window.tokens) for window in frame.windows if window.stored),
             softened=softened_of(frame.windows),
             pooled=pooled_of(frame.windows),
         )
@@ -227,6 +229,8 @@ class Flight:
         sent = arrival.sent
         self._timeouts.done(sent.kind)
         self._last_result = arrival.at / 1e9
+        if sent.num_read and not arrival.result.failures:
+            self.costs.observe_read(sent.num_read, arrival.took_s)
         if sent.num_rows:
             stages_s = [(timing.sampled - timing.started) / 1e9 for timing in arrival.result.timings]
             last = arrival.result.timings[-1]

@@ -355,7 +355,10 @@ class EngineCore:
         num_stages = 1 if chain.answers_alone else chain.num_stages  # that answers pass
         lanes = LaneChooser(num_stages, chain.answer_costs.stages_s, chain.answer_costs.hops_s)
         self.costs: CacheCosts = cache_costs(chain.plan, chain.spec)
-        stored = StoredPrefixes(*chain.stored, self.costs.rows_that_can_be_cut) if chain.stored else None
+        stored = None
+        if chain.stored:
+            costs = self.costs.rows_that_can_be_cut, chain.answer_costs.pays_to_read
+            stored = StoredPrefixes(*chain.stored, *costs)
         self._route = Route(chain.plan.assignments, chain.clock_offsets)
         self.scheduler = Scheduler(
             *(chain.num_stages, self.costs, chain.epoch, self._max_waiting),

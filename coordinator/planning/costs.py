@@ -204,6 +204,7 @@ class ChainCosts:
         self.scratch = [ScratchCosts() for _ in range(num_stages)]
         self._stages = [StepCosts({rows: found[stage] for rows, found in by_rows}) for stage in range(num_stages)]
         self._returns = StepCosts()  # of what prompt chunks leave in caches, on its way to the first stage
+        self._token_read_s: float | None = None  # of a token's rows, from the disks of all nodes
         self._hops_s: dict[int, float] = {}  # of all hops together, by number of rows: long prompts take longer
         self._lately_s: dict[int, float] = {}  # of recent passages, by the bits of their number of rows
 
@@ -255,6 +256,19 @@ class ChainCosts:
         last_s = sum(times) + self.hops_s(rows) + return_s
         alone_s = times[0] / share * num_alone / rows
         return (-(-num_apart // rows) - 1) * max(*times, return_s) + last_s < alone_s
+
+    def pays_to_read(self, num_tokens: int) -> bool:
+        """Return whether so many tokens' rows come sooner from the nodes' disks than they are computed."""
+        times = self.stages_s(rows := min(num_tokens, self.chunk_size(num_tokens, beside_streams=False)))
+        if not times or self._token_read_s is None:
+            return True
+        computed_s = (num_tokens / rows - 1) * max(times) + sum(times) + self.hops_s(rows)
+        return num_tokens * self._token_read_s < computed_s
+
+    def observe_read(self, num_tokens: int, seconds: float) -> None:
+        """Learn how long all nodes took to read the rows of so many tokens from their disks."""
+        known_s = seconds / num_tokens if self._token_read_s is None else self._token_read_s
+        self._token_read_s = known_s + _WEIGHT * (seconds / num_tokens - known_s)
 
     def observe_return(self, num_rows: int, seconds: float) -> None:
         """Learn for how long what a chunk of so many rows left in caches kept the way to the first stage busy."""

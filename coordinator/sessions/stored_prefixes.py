@@ -20,15 +20,23 @@ _LEAST_READ = 128  # tokens: to compute fewer costs less than another frame
 class StoredPrefixes:
     """The pieces that every node of a chain has, by name."""
 
-    def __init__(self, key: bytes, pieces: Iterable[Piece], rows_that_can_be_cut: Callable[[Cache], int]) -> None:
+    def __init__(
+        self,
+        key: bytes,
+        pieces: Iterable[Piece],
+        rows_that_can_be_cut: Callable[[Cache], int],
+        pays: Callable[[int], bool] = lambda num_tokens: True,
+    ) -> None:
         """
         Args:
             key: the secret, joined with the model's identity; at most 64 bytes.
             rows_that_can_be_cut: up to which length caches of a kind can be cut anywhere.
+            pays: whether it is quicker to read the rows of so many tokens than to compute them.
         """
         self._key = key
         self._pieces = {piece.name: piece for piece in pieces}
         self._rows_that_can_be_cut = rows_that_can_be_cut
+        self._pays = pays
 
     def pieces_for(self, session: Session) -> list[Piece]:
         """Return the pieces with which a session goes on from the tokens that its slot holds; none if few tokens."""
@@ -45,7 +53,8 @@ class StoredPrefixes:
         while end > first:
             chosen.insert(0, found[end])
             end = found[end].begin
-        return chosen if chosen and chosen[-1].end - first >= _LEAST_READ else []
+        num_tokens = chosen[-1].end - first if chosen else 0
+        return chosen if num_tokens >= _LEAST_READ and self._pays(num_tokens) else []
 
     def next_piece(self, session: Session) -> Piece | None:
         """Return the first piece of an ended session that is not stored; None if all are."""

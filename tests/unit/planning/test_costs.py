@@ -225,6 +225,19 @@ def test_a_prompt_is_computed_by_all_where_that_pays_though_what_it_leaves_has_t
         assert costs.pays_apart(5000, 5000, 0.5) == pays
 
 
+def test_rows_are_read_from_disks_where_that_is_quicker_than_to_compute_them() -> None:
+    costs = ChainCosts(2)
+    assert costs.pays_to_read(5000), "nothing is known: it is tried"
+    for _ in range(3):
+        for rows in (1, 512):
+            costs.observe(rows, [rows * 1e-3] * 2, rows * 2e-3, was_alone=True)
+    assert costs.pays_to_read(5000)
+    for read_ms, pays in ((0.5, True), (3.0, False), (0.5, True)):
+        for _ in range(40):
+            costs.observe_read(512, 512 * read_ms * 1e-3)
+        assert costs.pays_to_read(5000) == pays
+
+
 def test_chunks_are_as_long_as_memory_allows_by_what_earlier_ones_took() -> None:
     """A row takes 1,000 bytes, and 10 for each token before it; the first chunk is as short as the warm-up."""
     scratch = ScratchCosts()
