@@ -152,7 +152,7 @@ def test_an_automatic_objective_gives_prompts_to_nodes_that_make_tokens_no_faste
 
 
 def test_where_prompts_cannot_be_shared_they_are_planned_by_latency_and_the_reason_is_given() -> None:
-    spec = model([GB] * 8, window=1 << 24)
+    spec = model([GB] * 8, per_token=1 << 14, window=4096)
     where = [Node(f"n{i}", 5 * GB) for i in range(3)]
     survey = Survey({f"n{i}": MEASURED for i in range(3)}, {f"n{i}": LinkSpeed(rtt_ms=5.0) for i in (1, 2)})
     goals: tuple[Goal, ...] = ("prompt", "latency", "throughput")
@@ -167,6 +167,6 @@ def test_where_prompts_cannot_be_shared_they_are_planned_by_latency_and_the_reas
 
 def test_a_model_whose_windows_are_too_large_for_one_message_is_planned_as_usual() -> None:
     where = [Node(f"n{i}", ROOMY) for i in range(2)]
-    for window, end in ((512, 4), (1 << 24, None)):
-        spec = model([GB] * 8, window=window)
+    for window, end in ((64, 4), (4096, None)):
+        spec = model([GB] * 8, per_token=1 << 14, window=window)
         assert plan(spec, where, NO_SPEEDS, Objective(1, goal="prompt")).prompt_end == end
