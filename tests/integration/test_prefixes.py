@@ -12,7 +12,17 @@ from coordinator.sessions.admission import cache_costs
 from coordinator.sessions.output import Answer
 from protos.brigade_pb2 import Frame, Opening
 from tests.integration.conftest import CHUNK, Models, opened, receive, running, send, serving
-from tests.integration.many import SPLITS, Frames, Live, request, running_within, solo, tokens_of, wait_freed
+from tests.integration.many import (
+    SPLITS,
+    Frames,
+    Live,
+    request,
+    running_within,
+    solo,
+    tokens_of,
+    wait_freed,
+    whole_tokens,
+)
 from tests.integration.many import frames as frames
 from tests.integration.test_hybrids import OTHERS as HYBRIDS
 from tests.integration.upstream import window_of
@@ -98,14 +108,14 @@ async def test_windows_leave_a_prefix_that_can_be_continued(models: Models, deco
 
 async def test_a_prompt_that_leaves_the_old_text_reuses_what_both_share(models: Models) -> None:
     """Two continuations of one text, several times: the kept text itself stays what it was."""
-    async with running(models("qwen3").folder, (1, 2, 1)) as chain:
+    whole = models("qwen3")
+    async with running(whole.folder, (1, 2, 1)) as chain:
         asked = [request((*tokens_of(30), *tokens_of(4, 1 + i % 2)), 6, seed=i, temperature=i % 2) for i in range(5)]
         async with Engine(chain) as engine:
             await engine.answer(request(tokens_of(35), 8), chunk=CHUNK)
             found = [await engine.answer(each, chunk=CHUNK) for each in asked]
-        alone = await solo(chain, asked)
     assert all(each.usage.num_reused >= 30 for each in found)
-    assert [each.tokens for each in found] == [each.tokens for each in alone]
+    assert [each.tokens for each in found] == whole_tokens(whole, asked)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +161,7 @@ async def test_two_live_requests_with_one_long_prefix_feed_it_once_and_both_are_
 ) -> None:
     """The source goes on while and after it was copied; the copy ends first, then another is made."""
     family, arguments, cache = KINDS[kind]
-    long = request(tokens_of(40), 60, cache=cache)
+    long = request(tokens_of(40), 44, cache=cache)
     short = [request((*tokens_of(40)[:36], *tokens_of(5, i)), 6, cache=cache, seed=i, temperature=1.0) for i in (1, 2)]
     async with running(models(family, **arguments).folder, layers) as chain:
         frames.clear()
@@ -170,7 +180,8 @@ async def test_two_live_requests_with_one_long_prefix_feed_it_once_and_both_are_
 async def test_a_copy_of_a_slot_whose_prompt_is_still_being_fed_has_what_was_fed_by_then(
     models: Models, frames: Frames
 ) -> None:
-    async with running(models("qwen3").folder, (1, 2, 1)) as chain:
+    whole = models("qwen3")
+    async with running(whole.folder, (1, 2, 1)) as chain:
         frames.clear()
         asked = [request(tokens_of(200), 6), request((*tokens_of(200)[:150], 5, 6), 6), request(tokens_of(100), 6)]
         async with Engine(chain) as engine:
@@ -179,9 +190,8 @@ async def test_a_copy_of_a_slot_whose_prompt_is_still_being_fed_has_what_was_fed
                 await frames.wait_window(lambda window, number=number: window.base >= 3 * CHUNK * number)
                 live.append(Live(engine, asked[number]))
             found = [await each.answer() for each in live]
-        alone = await solo(chain, asked)
     assert 0 < found[1].usage.num_reused < 150 and 0 < found[2].usage.num_reused < 100
-    assert [each.tokens for each in found] == [each.tokens for each in alone]
+    assert [each.tokens for each in found] == whole_tokens(whole, asked)
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
@@ -209,9 +219,9 @@ async def test_kept_prefixes_give_way_to_requests_and_every_stage_frees_them(
 
 async def test_requests_wait_for_memory_and_no_stage_ever_holds_more_than_its_budget(models: Models) -> None:
     asked = [request(tokens_of(30 + 30 * (i % 4), i % 3), 6) for i in range(9)]
-    async with running_within(models("qwen3").folder, (1, 3), 256, slots=2) as chain:
+    whole = models("qwen3")
+    async with running_within(whole.folder, (1, 3), 256, slots=2) as chain:
         budgets = cache_costs(chain.plan, chain.spec).budgets
-        alone = await solo(chain, asked, chunk=64)
         async with Engine(chain) as engine:
             live = [Live(engine, each) for each in asked]
             while not all(each.task.done() for each in live):
@@ -219,7 +229,7 @@ async def test_requests_wait_for_memory_and_no_stage_ever_holds_more_than_its_bu
                 assert all(bytes_ <= budget for bytes_, budget in zip(held, budgets, strict=True)), held
             found = [await each.answer() for each in live]
         await wait_freed(chain)
-    assert [each.tokens for each in found] == [each.tokens for each in alone]
+    assert [each.tokens for each in found] == whole_tokens(whole, asked)
 
 
 @pytest.mark.parametrize("slots", [1, 2], ids=["in its place", "as a copy"])

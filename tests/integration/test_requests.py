@@ -5,7 +5,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -16,8 +15,18 @@ from coordinator.engine.engine import Engine
 from coordinator.sessions.output import Answer, Output
 from coordinator.sessions.text import TextParser
 from protos.brigade_pb2 import Frame
-from tests.integration.conftest import CHUNK, Models, opened, running, serving
-from tests.integration.many import Frames, Live, request, running_within, solo, tokens_of, wait_freed, wait_slots
+from tests.integration.conftest import CHUNK, Models, Whole, opened, running, serving
+from tests.integration.many import (
+    Frames,
+    Live,
+    request,
+    running_within,
+    solo,
+    tokens_of,
+    wait_freed,
+    wait_slots,
+    whole_tokens,
+)
 from tests.integration.many import frames as frames
 from tests.integration.windows import MASKED, Words
 from worker.compute.shard import Shard
@@ -169,24 +178,23 @@ async def test_a_request_that_waits_too_long_for_memory_is_refused(models: Model
 
 
 @asynccontextmanager
-async def streaming(folder: Path, layers: Sequence[int]) -> AsyncIterator[tuple[Engine, list[Live]]]:
+async def streaming(whole: Whole, layers: Sequence[int]) -> AsyncIterator[tuple[Engine, list[Live]]]:
     """STREAMS under way; in the end each is what it is alone, and nothing is held but their prefixes."""
-    async with running(folder, layers) as chain:
-        alone = await solo(chain, STREAMS)
+    async with running(whole.folder, layers) as chain:
         async with Engine(chain) as engine:
             live = [Live(engine, each) for each in STREAMS]
             yield engine, live
             found = [await each.answer() for each in live]
             await wait_slots(chain, len(STREAMS))
         await wait_freed(chain)
-    assert [each.tokens for each in found] == [each.tokens for each in alone]
+    assert [each.tokens for each in found] == whole_tokens(whole, STREAMS)
 
 
 @pytest.mark.parametrize("layers", [(4,), (1, 2, 1)], ids=str)
 async def test_cancelling_while_decoding_frees_the_slot_on_every_stage_and_changes_no_tokens(
     models: Models, frames: list[Frame], layers: tuple[int, ...]
 ) -> None:
-    async with streaming(models("qwen3").folder, layers) as (engine, live):
+    async with streaming(models("qwen3"), layers) as (engine, live):
         leaving = Live(engine, request(tokens_of(7, 9), FOREVER))
         for each in (leaving, live[-1]):
             await each.wait_pieces(3)
@@ -198,7 +206,7 @@ async def test_cancelling_while_decoding_frees_the_slot_on_every_stage_and_chang
 async def test_cancelling_while_the_prompt_is_fed_frees_its_slot_and_changes_no_tokens(
     models: Models, frames: Frames
 ) -> None:
-    async with streaming(models("gemma3_text").folder, (1, 2, 1)) as (engine, live):
+    async with streaming(models("gemma3_text"), (1, 2, 1)) as (engine, live):
         await live[0].wait_pieces(2)
         frames.clear()
         leaving = Live(engine, request(tokens_of(400, 9), 5))
@@ -211,7 +219,7 @@ async def test_cancelling_while_the_prompt_is_fed_frees_its_slot_and_changes_no_
 async def test_many_cancels_at_once_free_all_their_slots_and_leave_the_others(models: Models) -> None:
     """While waiting, while prompts are fed and while decoding."""
     decodes = [Decode(), Decode("diffusion", 8), Decode("ngram")]
-    async with streaming(models("qwen3", **MASKED).folder, (1, 2, 1)) as (engine, live):
+    async with streaming(models("qwen3", **MASKED), (1, 2, 1)) as (engine, live):
         leaving = [Live(engine, request(tokens_of(1 + 3 * i, i), FOREVER, decodes[i % 3])) for i in range(12)]
         await live[0].wait_pieces(2)
         leaving += [Live(engine, request(tokens_of(300, i), 5)) for i in range(4)]
@@ -244,7 +252,7 @@ async def test_an_exception_in_one_requests_emit_fails_that_request_alone(models
         if text.startswith(","):
             raise KeyError("the client is gone")
 
-    async with streaming(models("qwen3").folder, (1, 3)) as (engine, _):
+    async with streaming(models("qwen3"), (1, 3)) as (engine, _):
         failing = Live(engine, request(tokens_of(4, 8), FOREVER), emit=fail)
         with pytest.raises(KeyError, match="the client is gone"):
             await failing.answer()
@@ -252,10 +260,11 @@ async def test_an_exception_in_one_requests_emit_fails_that_request_alone(models
 
 
 async def test_a_stop_string_ends_one_of_several_requests_and_no_other(models: Models) -> None:
-    async with running(models("qwen3", **MASKED).folder, (1, 3)) as chain:
-        alone = await solo(chain, STREAMS)
-        text = "".join(f" {token}" for token in alone[1].tokens)
-        stop = "".join(f" {token}" for token in alone[1].tokens[12:14])
+    whole = models("qwen3", **MASKED)
+    alone = whole_tokens(whole, STREAMS)
+    text = "".join(f" {token}" for token in alone[1])
+    stop = "".join(f" {token}" for token in alone[1][12:14])
+    async with running(whole.folder, (1, 3)) as chain:
         for decode in (Decode(), Decode("ngram"), Decode("diffusion", 8)):
             asked = [request(each.prompt, each.max_tokens, decode, sampling=each.sampling) for each in STREAMS]
             pieces: list[list[Output]] = [[], [], []]
@@ -266,7 +275,7 @@ async def test_a_stop_string_ends_one_of_several_requests_and_no_other(models: M
                 ))  # fmt: skip
             assert "".join(piece.text for piece in pieces[1]) == text[: text.index(stop)]
             assert [each.finish_reason for each in found] == ["length", "stop", "length"]
-            assert [found[i].tokens for i in (0, 2)] == [alone[i].tokens for i in (0, 2)]
+            assert [found[i].tokens for i in (0, 2)] == [alone[i] for i in (0, 2)]
 
 
 # --- a chain that is lost -------------------------------------------------------------------------------------------
