@@ -143,9 +143,9 @@ async def test_a_turn_that_leaves_out_thoughts_goes_on_from_a_snapshot_where_not
     async with running(folder, layers) as chain:
         async with Engine(chain) as engine:
             found = [await engine.answer(each, chunk=256) for each in asked]
-        alone = await solo(chain, asked, chunk=256)
+        alone = await solo(chain, asked[1:], chunk=256)
     assert [each.usage.num_reused for each in found] == [0, 600, 270, 870]
-    assert [each.tokens for each in found] == [each.tokens for each in alone]
+    assert [each.tokens for each in found[1:]] == [each.tokens for each in alone]
 
 
 # --- copies of what is still in use ---------------------------------------------------------------------------------
