@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 from itertools import pairwise, product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +11,9 @@ from coordinator.cluster.chain import Chain
 from coordinator.decoding.decode_options import Decode, make_cache_choice
 from coordinator.engine.engine import Engine
 from coordinator.planning.costs import LaneChooser
-from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from tests.integration.conftest import CHUNK, Models, Pass, running
-from tests.integration.many import SPLITS, Live, request, solo, together, tokens_of
+from tests.integration.many import SPLITS, Live, request, solo, together, tokens_of, whole_tokens
 from tests.integration.many import two_lanes as two_lanes
 from tests.integration.windows import BIASED, MASKED, assert_same_samples
 from worker.compute.executor import Executor
@@ -65,26 +63,11 @@ in_step = cases("qwen3", chosen={("qwen3", False, (1, 3))})
 ahead = cases("qwen3", chosen={("qwen3", True, (1, 2, 1))})
 
 
-def assert_same(found: Sequence[Answer], alone: Sequence[Answer]) -> None:
+async def assert_as_alone(chain: Chain, requests: Sequence[Request]) -> None:
+    alone, found = await solo(chain, requests), await together(chain, requests)
     assert [(each.tokens, each.finish_reason) for each in found] == [
         (each.tokens, each.finish_reason) for each in alone
     ]
-
-
-_alone: dict[str, list[Answer]] = {}
-
-
-async def alone_by(chain: Chain, folder: Path, requests: Sequence[Request]) -> list[Answer]:
-    """Each request's answer alone: computed once per model, on the first split and mode that asks for it."""
-    key = f"{folder} {requests}"
-    if key not in _alone:
-        _alone[key] = await solo(chain, requests)
-    return _alone[key]
-
-
-async def assert_as_alone(chain: Chain, folder: Path, requests: Sequence[Request]) -> None:
-    alone = await alone_by(chain, folder, requests)
-    assert_same(await together(chain, requests), alone)
 
 
 @pytest.mark.usefixtures("two_lanes")
@@ -98,13 +81,12 @@ async def assert_as_alone(chain: Chain, folder: Path, requests: Sequence[Request
 async def test_requests_side_by_side_get_the_tokens_that_each_gets_alone(
     models: Models, passes: list[Pass], runs_ahead: bool, family: str, layers: tuple[int, ...]
 ) -> None:
-    folder = models(family).folder
-    async with running(folder, layers) as chain:
-        alone = await alone_by(chain, folder, MIXED)
-        assert max((len(each.rows) for each in passes), default=1) == 1
-        assert_same(await together(chain, MIXED), alone)
+    whole = models(family)
+    async with running(whole.folder, layers) as chain:
+        found, alone = await together(chain, MIXED), whole_tokens(whole, MIXED)
+    assert [(each.tokens, each.finish_reason) for each in found] == [(tokens, "length") for tokens in alone]
     assert max(len(each.rows) for each in passes) > 1, "no two windows ever shared a pass"
-    assert len({tuple(each.tokens) for each in alone}) == len(MIXED)
+    assert len({tuple(tokens) for tokens in alone}) == len(MIXED)
 
 
 @pytest.mark.usefixtures("two_lanes")
@@ -125,7 +107,7 @@ async def test_every_decoder_sampling_and_chunking_side_by_side_changes_no_token
     ]
     folder = models(family, **MASKED).folder
     async with running(folder, layers) as chain:
-        await assert_as_alone(chain, folder, requests)
+        await assert_as_alone(chain, requests)
     assert any(len(set(each.rows)) >= 3 for each in passes), "windows of one length alone prove less"
 
 
@@ -144,7 +126,7 @@ async def test_full_rotating_and_quantised_caches_share_a_lane(
     ]
     folder = models(family, **WIDE).folder
     async with running(folder, layers) as chain:
-        await assert_as_alone(chain, folder, requests)
+        await assert_as_alone(chain, requests)
     assert max(len(each.rows) for each in passes) > 1
 
 
@@ -170,12 +152,10 @@ async def test_requests_that_join_and_leave_between_steps_change_no_token(
 ) -> None:
     """Each joins when the one before it has its second token, and leaves whenever it is done."""
     requests = [request(tokens_of(1 + (9 * i) % 31, i), 4 + (5 * i) % 11, seed=i, temperature=i % 2) for i in range(7)]
-    folder = models(family).folder
-    async with running(folder, layers) as chain:
-        alone = await alone_by(chain, folder, requests)
-        async with Engine(chain) as engine:
-            found = [await each.answer() for each in await staggered(engine, requests)]
-    assert_same(found, alone)
+    whole = models(family)
+    async with running(whole.folder, layers) as chain, Engine(chain) as engine:
+        found = [await each.answer() for each in await staggered(engine, requests)]
+    assert [each.tokens for each in found] == whole_tokens(whole, requests)
     assert all(later.usage.started > earlier.token_times[1] for earlier, later in pairwise(found))
 
 
