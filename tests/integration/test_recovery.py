@@ -151,15 +151,17 @@ def folder(models: Models) -> Path:
     return models("qwen3", **MASKED).folder
 
 
-_expected: dict[str, list[Answer]] = {}
+_expected: dict[str, Answer] = {}
 
 
 async def unfailed(folder: Path, asked: Sequence[Request]) -> list[Answer]:
-    key = f"{folder} {asked}"
-    if key not in _expected:
+    """Each request's answer alone, computed once."""
+    keys = {f"{folder} {each}": each for each in asked}
+    if missing := [key for key in keys if key not in _expected]:
         async with running(folder, LAYERS) as chain:
-            _expected[key] = await solo(chain, asked)
-    return _expected[key]
+            answers = await solo(chain, [keys[key] for key in missing])
+        _expected.update(zip(missing, answers, strict=True))
+    return [_expected[key] for key in keys]
 
 
 async def lose(rig: Rig, which: int, *, comes_back: bool) -> None:
