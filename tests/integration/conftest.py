@@ -249,6 +249,10 @@ class Whole:
             self._tokens[key] = self.reference.generate(prompt, num_tokens, sampling, CHUNK)
         return self._tokens[key]
 
+    def tokens_of(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Each request's tokens alone: for full caches and lossless decoders."""
+        return [self.tokens(each.prompt, each.max_tokens, each.sampling) for each in requests]
+
     def logits(self, prompt: Sequence[int], generated: Sequence[int]) -> mx.array:
         """The logits [N, V] float32 from which each of `generated` was chosen, fed as the chain is fed."""
         cache = make_prompt_cache(self.reference.model)

@@ -16,7 +16,7 @@ from coordinator.planning.costs import LaneChooser
 from coordinator.sessions.output import Answer, Output
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Frame, Sampling, StatusReply, Window
-from tests.integration.conftest import CHUNK, Whole, running
+from tests.integration.conftest import CHUNK, running
 
 SPLITS = [(4,), (1, 3), (1, 2, 1)]
 splits = pytest.mark.parametrize("layers", SPLITS, ids=lambda layers: "+".join(map(str, layers)))
@@ -37,11 +37,6 @@ def request(prompt: Sequence[int], max_tokens: int, decode: Decode | None = None
 async def solo(chain: Chain, requests: Sequence[Request], chunk: int = CHUNK) -> list[Answer]:
     """Each alone, one after another, with nothing to reuse."""
     return [await generate_once(chain, each, chunk=chunk) for each in requests]
-
-
-def whole_tokens(whole: Whole, requests: Sequence[Request]) -> list[list[int]]:
-    """Each request's tokens alone, as the unsharded model makes them: for full caches and lossless decoders."""
-    return [whole.tokens(each.prompt, each.max_tokens, each.sampling) for each in requests]
 
 
 async def together(chain: Chain, requests: Sequence[Request], chunk: int = CHUNK) -> list[Answer]:

@@ -13,7 +13,7 @@ from coordinator.engine.engine import Engine
 from coordinator.planning.costs import LaneChooser
 from coordinator.sessions.request import Request
 from tests.integration.conftest import CHUNK, Models, Pass, running
-from tests.integration.many import SPLITS, Live, request, solo, together, tokens_of, whole_tokens
+from tests.integration.many import SPLITS, Live, request, solo, together, tokens_of
 from tests.integration.many import two_lanes as two_lanes
 from tests.integration.windows import BIASED, MASKED, assert_same_samples
 from worker.compute.executor import Executor
@@ -83,7 +83,7 @@ async def test_requests_side_by_side_get_the_tokens_that_each_gets_alone(
 ) -> None:
     whole = models(family)
     async with running(whole.folder, layers) as chain:
-        found, alone = await together(chain, MIXED), whole_tokens(whole, MIXED)
+        found, alone = await together(chain, MIXED), whole.tokens_of(MIXED)
     assert [(each.tokens, each.finish_reason) for each in found] == [(tokens, "length") for tokens in alone]
     assert max(len(each.rows) for each in passes) > 1, "no two windows ever shared a pass"
     assert len({tuple(tokens) for tokens in alone}) == len(MIXED)
@@ -155,7 +155,7 @@ async def test_requests_that_join_and_leave_between_steps_change_no_token(
     whole = models(family)
     async with running(whole.folder, layers) as chain, Engine(chain) as engine:
         found = [await each.answer() for each in await staggered(engine, requests)]
-    assert [each.tokens for each in found] == whole_tokens(whole, requests)
+    assert [each.tokens for each in found] == whole.tokens_of(requests)
     assert all(later.usage.started > earlier.token_times[1] for earlier, later in pairwise(found))
 
 

@@ -12,17 +12,7 @@ from coordinator.sessions.admission import cache_costs
 from coordinator.sessions.output import Answer
 from protos.brigade_pb2 import Frame, Opening
 from tests.integration.conftest import CHUNK, Models, opened, receive, running, send, serving
-from tests.integration.many import (
-    SPLITS,
-    Frames,
-    Live,
-    request,
-    running_within,
-    solo,
-    tokens_of,
-    wait_freed,
-    whole_tokens,
-)
+from tests.integration.many import SPLITS, Frames, Live, request, running_within, solo, tokens_of, wait_freed
 from tests.integration.many import frames as frames
 from tests.integration.test_hybrids import OTHERS as HYBRIDS
 from tests.integration.upstream import window_of
@@ -115,7 +105,7 @@ async def test_a_prompt_that_leaves_the_old_text_reuses_what_both_share(models: 
             await engine.answer(request(tokens_of(35), 8), chunk=CHUNK)
             found = [await engine.answer(each, chunk=CHUNK) for each in asked]
     assert all(each.usage.num_reused >= 30 for each in found)
-    assert [each.tokens for each in found] == whole_tokens(whole, asked)
+    assert [each.tokens for each in found] == whole.tokens_of(asked)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +181,7 @@ async def test_a_copy_of_a_slot_whose_prompt_is_still_being_fed_has_what_was_fed
                 live.append(Live(engine, asked[number]))
             found = [await each.answer() for each in live]
     assert 0 < found[1].usage.num_reused < 150 and 0 < found[2].usage.num_reused < 100
-    assert [each.tokens for each in found] == whole_tokens(whole, asked)
+    assert [each.tokens for each in found] == whole.tokens_of(asked)
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
@@ -229,7 +219,7 @@ async def test_requests_wait_for_memory_and_no_stage_ever_holds_more_than_its_bu
                 assert all(bytes_ <= budget for bytes_, budget in zip(held, budgets, strict=True)), held
             found = [await each.answer() for each in live]
         await wait_freed(chain)
-    assert [each.tokens for each in found] == whole_tokens(whole, asked)
+    assert [each.tokens for each in found] == whole.tokens_of(asked)
 
 
 @pytest.mark.parametrize("slots", [1, 2], ids=["in its place", "as a copy"])

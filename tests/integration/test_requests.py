@@ -16,17 +16,7 @@ from coordinator.sessions.output import Answer, Output
 from coordinator.sessions.text import TextParser
 from protos.brigade_pb2 import Frame
 from tests.integration.conftest import CHUNK, Models, Whole, opened, running, serving
-from tests.integration.many import (
-    Frames,
-    Live,
-    request,
-    running_within,
-    solo,
-    tokens_of,
-    wait_freed,
-    wait_slots,
-    whole_tokens,
-)
+from tests.integration.many import Frames, Live, request, running_within, solo, tokens_of, wait_freed, wait_slots
 from tests.integration.many import frames as frames
 from tests.integration.windows import MASKED, Words
 from worker.compute.shard import Shard
@@ -187,7 +177,7 @@ async def streaming(whole: Whole, layers: Sequence[int]) -> AsyncIterator[tuple[
             found = [await each.answer() for each in live]
             await wait_slots(chain, len(STREAMS))
         await wait_freed(chain)
-    assert [each.tokens for each in found] == whole_tokens(whole, STREAMS)
+    assert [each.tokens for each in found] == whole.tokens_of(STREAMS)
 
 
 @pytest.mark.parametrize("layers", [(4,), (1, 2, 1)], ids=str)
@@ -261,7 +251,7 @@ async def test_an_exception_in_one_requests_emit_fails_that_request_alone(models
 
 async def test_a_stop_string_ends_one_of_several_requests_and_no_other(models: Models) -> None:
     whole = models("qwen3", **MASKED)
-    alone = whole_tokens(whole, STREAMS)
+    alone = whole.tokens_of(STREAMS)
     text = "".join(f" {token}" for token in alone[1])
     stop = "".join(f" {token}" for token in alone[1][12:14])
     async with running(whole.folder, (1, 3)) as chain:
