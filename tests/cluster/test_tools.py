@@ -30,7 +30,7 @@ PROGRAMS = [
     program("bench_hops", "--delay-ms 0 --workers 1 --max-tokens 1", r"ar .* 4 of 4", mark=MATRIX),
     program("bench_prompts", "--prompt 64 --tokens 2 --rounds 1", r"with two nodes .* answers equal", mark=MATRIX),
     program("bench_restart", "--rounds 1 --local 0 --prompt 1100", r"after a restart .* answers equal", mark=MATRIX),
-    program("bench_turns", "--tokens 700 --local 0", r"of which \d\d fed; .* answers equal"),
+    program("bench_turns", "--tokens 700 --local 0", r"of which \d\d fed; .* answers equal", mark=MATRIX),
     program("bench_lanes", "@model --held 8 --turns 1", r"1 to 16 rows, as many in all +\d"),
     program("bench_overhead", "--tokens 2 --prompt 1 --rounds 1", r"overhead per token .* ms", mark=MATRIX),
     program("bench_ring", "@model --tokens 8 --prompt 1", r'"tokens_per_s": \d', mark=MATRIX),
