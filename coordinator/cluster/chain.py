@@ -57,6 +57,7 @@ _WARM_UP_ROWS = 64
 _TURNS = 8  # of the MLX thread's loop, from a result's arrival until the chain has learned from it
 _STOP_S = 2.0  # for the step in progress of a stage that is stopped
 _OWN_STEP_S = 120.0  # beyond the time of a step, until this process is given up
+_LIST_S = 2.0  # for the pieces of prefixes on all nodes
 _CLOCKS_S = 60.0  # between two measurements of the clock offsets
 
 
@@ -255,7 +256,12 @@ class Chain:
         if self.answers_alone:
             requests = [PrefixesRequest(end=self.spec.num_layers)]
         own = await run_in_thread(partial(list_prefixes, requests[0]))
-        replies = await asyncio.gather(*map(Peer.prefixes, self.peers, requests[1:]))
+        try:
+            async with asyncio.timeout(_LIST_S):
+                replies = await asyncio.gather(*map(Peer.prefixes, self.peers, requests[1:]))
+        except (TimeoutError, BrigadeError) as error:
+            self._say(f"no prefixes are read from disks: {error or 'a worker does not list them'}")
+            return []
         held = [{(p.name, p.begin, p.end) for p in reply.pieces} for reply in (own, *replies)]
         return [Piece(name=name, begin=begin, end=end) for name, begin, end in set.intersection(*held)]
 
@@ -338,7 +344,7 @@ class Chain:
             drafter_bytes=own.part.nbytes if own.part else 0,
             drop_drafter=partial(self._main.call_soon_threadsafe, own.drop_part),
         )
-        stage = Stage(engine, self.epoch, self.peers[0].wire if self.peers else PLAIN, prefixes)
+        stage = Stage(engine, self.epoch, self.peers[0].wire if self.peers else PLAIN)
         self._stack.push_async_callback(_stop, stage)
         link = None
         watched: list[Work] = []

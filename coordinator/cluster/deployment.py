@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 
 from coordinator.cluster.peer import COORDINATOR_ID, Peer
 from coordinator.cluster.progress import NodeProgress
@@ -172,7 +173,7 @@ class OwnNode:
             contents = await run_in_thread(partial(contents_of, checkpoint))
             model = Contents(marks=contents.marks, hub_hashes=contents.hub_hashes).SerializeToString(deterministic=True)
             model += checkpoint.fingerprint.SerializeToString(deterministic=True)
-            parts = f"{PROTOCOL_VERSION} {deployment.spec.dtype} ".encode() + model
+            parts = f"{PROTOCOL_VERSION} {version('mlx-lm')} {deployment.spec.dtype} ".encode() + model
             self._naming_key = checkpoint, hashlib.blake2b(parts, key=secret, digest_size=32).digest()
         return self._naming_key[1]
 

@@ -197,6 +197,7 @@ class Flight:
         self.open(frame)
         kind = self._timeouts.kind_of(frame)
         rows, asked = sum(map(num_rows, frame.windows)), {w.slot: asked_of(w) for w in frame.windows}
+        asked |= {store.slot: (0, 0, 0) for store in frame.stores}  # a stage may fail to
         alternatives = {slot: logprobs - 1 for slot in asked if (logprobs := self._logprobs.get(slot))}
         drafts = [window.drafts for window in frame.windows if window.drafts]
         self._sent[frame.step] = Sent(
@@ -229,10 +230,10 @@ class Flight:
         sent = arrival.sent
         self._timeouts.done(sent.kind)
         self._last_result = arrival.at / 1e9
+        stages_s = [(timing.sampled - timing.started) / 1e9 for timing in arrival.result.timings]
         if sent.num_read and not arrival.result.failures:
-            self.costs.observe_read(sent.num_read, arrival.took_s)
+            self.costs.observe_read(sent.num_read, sum(stages_s))
         if sent.num_rows:
-            stages_s = [(timing.sampled - timing.started) / 1e9 for timing in arrival.result.timings]
             last = arrival.result.timings[-1]
             drafting_s = min(max(0, last.drafted - last.sampled) / 1e9, arrival.took_s)
             lost_s = 0.0

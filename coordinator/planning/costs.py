@@ -14,6 +14,7 @@ _CHUNK_GAIN = 1.1  # factor by which a larger chunk has to be faster
 _TRIED = 512  # rows: a size up to which costs are tried, since the rows of a mixture of experts share their weights
 _BESIDE_STREAMS_S = 0.5  # for a chunk of more than 32 rows through the whole chain, beside streams
 _WEIGHT = 0.1  # of a new observation
+_FORGIVEN = 0.9  # of the time of a read that was too slow, with each one that is left out
 _REMEMBERED = 15  # observations of a size; their median counts: interruptions and new kernels make single steps long
 _SETTLED = 8  # observations of a size before its own cost replaces the line between others
 _WEIGHT_OF_ALL = 0.02  # of a step in what the drafts of all sessions do
@@ -263,10 +264,13 @@ class ChainCosts:
         if not times or self._token_read_s is None:
             return True
         computed_s = (num_tokens / rows - 1) * max(times) + sum(times) + self.hops_s(rows)
-        return num_tokens * self._token_read_s < computed_s
+        pays = num_tokens * self._token_read_s < computed_s
+        if not pays:
+            self._token_read_s *= _FORGIVEN  # it is tried again in the end: disks are not always that busy
+        return pays
 
     def observe_read(self, num_tokens: int, seconds: float) -> None:
-        """Learn how long all nodes took to read the rows of so many tokens from their disks."""
+        """Learn how long all nodes together took to read the rows of so many tokens from their disks."""
         known_s = seconds / num_tokens if self._token_read_s is None else self._token_read_s
         self._token_read_s = known_s + _WEIGHT * (seconds / num_tokens - known_s)
 

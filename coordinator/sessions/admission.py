@@ -7,7 +7,6 @@ least recently used goes first.
 """
 
 from bisect import bisect
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -111,6 +110,7 @@ class SessionSlot:
     rows: int = 0  # of every cache, for which there is memory
     state: SlotState = SlotState.WAITING
     last_step: int = 0  # the last step that carried a window of it
+    is_stored: bool = False  # no piece of it is left to be written to disk
 
     @property
     def number(self) -> int:
@@ -132,10 +132,10 @@ class Slots:
         """`stored` are the prefixes on the nodes' disks; None if none are written there."""
         self.max_waiting = max_waiting  # most sessions that wait for memory
         self.closed: list[int] = []  # slots for the stages to free with the next frame
+        self._closing: dict[int, list[int]] = {}  # by step: those that its frame frees, until its result has come
         self.num_hits = 0  # sessions that began with rows of another
         self._costs = costs
         self._stored = stored
-        self._to_store: deque[SessionSlot] = deque()  # kept slots, of which pieces may not be on disk yet
         # In the order of arrival. A kept slot moves to the end at each use, so the least recently used comes first.
         self._slots: dict[Session, SessionSlot] = {}
 
@@ -229,7 +229,7 @@ class Slots:
         length = min((each for each in (wanted, last) if each is not None), default=None)
         if length is None or (most_rows and length > session.fed + most_rows):
             return None
-        if len(session.snapshots_with(length)) > max(self._sends_snapshot(session), len(session.snapshots)):
+        if len(session.snapshots_with(length)) > self._num_snapshots(session):
             if self._num_snapshots_with_room(session):
                 slot.promised = tuple(map(add, slot.promised, self._costs.snapshot_bytes(session.request.cache)))
             elif length == last:
@@ -262,24 +262,37 @@ class Slots:
 
     def next_store(self) -> tuple[SessionSlot, Piece] | None:
         """Return a kept slot and the next piece of it that is not on the nodes' disks."""
-        while self._stored and self._to_store:
-            slot = self._to_store[0]
-            piece = self._stored.next_piece(slot.session) if slot.state is SlotState.KEPT else None
-            if piece:
-                return slot, piece
-            self._to_store.popleft()
+        for slot in self._in(SlotState.KEPT) if self._stored else ():
+            if not slot.is_stored:
+                assert self._stored is not None
+                if piece := self._stored.next_piece(slot.session):
+                    return slot, piece
+                slot.is_stored = True
         return None
 
-    def note_stored(self, piece: Piece) -> None:
-        """Note that all stages were given a piece for their disks."""
-        if self._stored:
+    def note_stored(self, slot: SessionSlot, piece: Piece, *, is_written: bool) -> None:
+        """Note whether all stages write a piece of this slot to their disks; if not, nothing more of it is written."""
+        if self._stored and is_written:
             self._stored.add(piece)
+        slot.is_stored |= not is_written
 
-    def lose_stored(self, session: Session) -> None:
-        """Have a session compute its rows, since a stage has lost the piece that it was to read."""
+    def lose_stored(self, slot: SessionSlot) -> None:
+        """Have a session begin again, since a stage has lost the piece that it was to read."""
         if self._stored:
-            self._stored.forget(session.reading)
-        session.feed_again()
+            self._stored.forget(slot.session.reading)
+        self._take(slot)
+        self._admit()
+
+    def take_closed(self, step: int) -> list[int]:
+        """Return the slots that the frame of this step frees. Their numbers are used again once its result has come."""
+        closed, self.closed = self.closed, []
+        if closed:
+            self._closing[step] = closed
+        return closed
+
+    def note_passed(self, step: int) -> None:
+        """Note that the frame of this step has passed all stages."""
+        self._closing.pop(step, None)
 
     def _in(self, state: SlotState) -> list[SessionSlot]:
         return [slot for slot in list(self._slots.values()) if slot.state is state]
@@ -297,9 +310,13 @@ class Slots:
 
     def _bytes_of(self, session: Session, rows: int) -> Bytes:
         """Return the most that the session's caches of this many rows take, with its snapshots."""
-        cache, count = session.request.cache, max(self._sends_snapshot(session), len(session.snapshots))
+        cache, count = session.request.cache, self._num_snapshots(session)
         snapshots = (count * size for size in self._costs.snapshot_bytes(cache)) if count else repeat(0)
         return tuple(map(add, self._costs.bytes_of(cache, rows), snapshots))
+
+    def _num_snapshots(self, session: Session) -> int:
+        """Return for how many snapshots of the session memory is reserved."""
+        return max(1 if self._sends_snapshot(session) else 0, len(session.snapshots))
 
     def _num_snapshots_with_room(self, session: Session) -> int:
         """Return for how many more snapshots of the session there is memory, at most as many as it may have."""
@@ -360,13 +377,13 @@ class Slots:
             self._take(takeable[place])
         if source and room.takes_over:  # its rows beyond the shared ones stay until the first window cuts them
             del self._slots[source.session]
+            source.enter(SlotState.FREE)
             session.take_slot(source.number, shared, source.session.snapshots)
             slot.promised = tuple(map(max, needed, source.promised))
             slot.enter(SlotState.TAKEN_OVER)
         else:
             used = {each.number for each in self._slots.values() if each.state is not SlotState.WAITING}
-            if session.feeds_apart:  # a frame that stays on the first node frees none on the others
-                used.update(self.closed)
+            used.update(self.closed, *self._closing.values())
             session.take_slot(next(number for number in count() if number not in used))
             slot.promised = needed
             slot.enter(SlotState.PROMISED)
@@ -406,7 +423,6 @@ class Slots:
         slot.enter(SlotState.KEPT)
         slot.promised = self._bytes_of(slot.session, slot.session.rows_written)
         self._use(slot)
-        self._to_store.append(slot)
         if self.num_kept > _MOST_KEPT:
             self._free(self._in(SlotState.KEPT)[0])
 

@@ -63,7 +63,7 @@ class Scheduler:
         self._prompts: dict[int, list[SessionSlot]] = {}  # likewise; [] for a frame that only closes slots
         self._background: dict[int, list[SessionSlot]] = {}  # likewise, one at most
         self._background_at = last_step  # the last of them
-        self._stores: dict[int, Piece] = {}  # pieces that the stages write, by step, one at most
+        self._stores: dict[int, tuple[SessionSlot, Piece]] = {}  # what stages write to disk, by step, one at most
         self._stored_at = last_step  # the last of them
         self._step = last_step
         self._turn = 0  # prompt frames so far
@@ -125,8 +125,7 @@ class Scheduler:
             frame.windows.append(slot.session.next_window(len(chosen), chunk, snapshot))
             slot.last_step = self._step
         if not stays:  # every stage frees them
-            frame.closed.extend(self.slots.closed)
-            self.slots.closed.clear()
+            frame.closed.extend(self.slots.take_closed(frame.step))
         in_flight[frame.step] = chosen
         return frame
 
@@ -141,7 +140,7 @@ class Scheduler:
         slot, piece = found
         self._step += 1
         self._stored_at = self._step
-        self._stores[self._step] = piece
+        self._stores[self._step] = found
         prefix_hash = slot.session.history.prefix_hash(piece.end)
         stores = [Store(slot=slot.number, piece=piece, prefix_hash=prefix_hash)]
         return Frame(epoch=self._epoch, step=self._step, stores=stores, stays=self._answers_alone)
@@ -162,23 +161,23 @@ class Scheduler:
             self._most_prompts, self._grew_at = min(self._most_prompts + 1, self._num_stages), self._step
         elif not any(self._prompts.values()):
             self._most_prompts = 1
-        if piece := self._stores.pop(result.step, None):
-            self.slots.note_stored(piece)
+        self.slots.note_passed(result.step)
+        if result.step in self._stores:
+            self.slots.note_stored(*self._stores.pop(result.step), is_written=not result.failures)
             return []
         frames = next((each for each in (self._lanes, self._background) if result.step in each), self._prompts)
         slots = frames.pop(result.step, [])
         samples, guesses, scores = _by_slot(result.samples), _by_slot(result.guesses), _by_slot(result.scores)
         soft, pooled = _by_slot(result.soft), _by_slot(result.pooled)
-        failed = {failure.slot for failure in result.failures}
-        lost = {failure.slot for failure in result.failures if failure.kind == PrefixLost.__name__}
+        failed = {failure.slot: failure.kind for failure in result.failures}
         commits = []
         for slot in slots:
             session = slot.session
             if session.state is SessionState.FINISHED or slot.state is SlotState.FREE:
                 continue
             number = slot.number
-            if number in lost:
-                self.slots.lose_stored(session)
+            if session.reading and failed.get(number) == PrefixLost.__name__:
+                self.slots.lose_stored(slot)
                 continue
             if number in failed:
                 session.finish("error")

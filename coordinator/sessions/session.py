@@ -315,13 +315,6 @@ class Session:
         self.fed, self.rows_written = piece.end, max(self.rows_written, piece.end)
         return window
 
-    def feed_again(self) -> None:
-        """Begin to feed all tokens anew, whatever the slot holds."""
-        self.stored.clear()
-        self.reading = b""
-        self.fed = self.num_reused = 0
-        self.snapshots = ()
-
     def _num_chunk(self, most_rows: int) -> int:
         """Return the rows of the next chunk; 0 if all unfed tokens fit in a window with a proposal."""
         unfed = self.num_unfed
@@ -442,9 +435,11 @@ class Session:
             self.enter(SessionState.REPLAYING if self.num_rows else SessionState.WAITING)
         assert self.state is not SessionState.FINISHED
         self.slot = None
-        self.rows_written = self.fed_apart = 0
+        self.fed = self.num_reused = self.rows_written = self.fed_apart = 0
         self._chunk_ends.clear()
-        self.feed_again()
+        self.stored.clear()
+        self.reading = b""
+        self.snapshots = ()
         self._soft = None
         self._proposal = None
         self._asked_scores = self._known_scores

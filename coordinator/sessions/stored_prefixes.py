@@ -1,8 +1,8 @@
 """Prefixes on the nodes' disks: which pieces of sessions every node has, what to read, and what to write next. Pure.
 
-A piece is what all caches hold of tokens [begin, end). It is named by a hash, keyed with a secret of this user, of the
-model, the kind of cache, the holder of the API key and tokens [0, end): whoever lists a disk learns no text from it.
-Pieces of one session follow each other; one that cannot be cut anywhere has them end at its snapshots.
+A piece is what all caches hold of tokens [begin, end). Its name is a hash of the model, the kind of cache, the holder
+of the API key, `begin` and tokens [0, end), keyed with a secret of this user: file names reveal no text. Pieces of one
+session follow each other. Caches that cannot be cut end their pieces at snapshots.
 """
 
 import hashlib
@@ -40,14 +40,12 @@ class StoredPrefixes:
 
     def pieces_for(self, session: Session) -> list[Piece]:
         """Return the pieces with which a session goes on from the tokens that its slot holds; none if few tokens."""
-        first, most = session.fed, session.most_reused
-        names = self._names(session, self._ends_within(first, most))
+        first = session.fed
         found: dict[int, Piece] = {}  # by end, those that continue what is there
-        for end, name in names.items():
-            piece = self._pieces.get(name)
-            follows = piece is not None and piece.end == end and (piece.begin <= first or piece.begin in found)
-            if piece is not None and follows and piece.begin % session.grid == end % session.grid == 0:
-                found[end] = piece
+        for piece in self._pieces_of(session, session.most_reused):
+            follows = first < piece.end and (piece.begin <= first or piece.begin in found)
+            if follows and piece.begin % session.grid == piece.end % session.grid == 0:
+                found[piece.end] = piece
         end = max(found, default=first)
         chosen: list[Piece] = []
         while end > first:
@@ -62,12 +60,15 @@ class StoredPrefixes:
             ends: Sequence[int] = range(PIECE_TOKENS, session.fed + 1, PIECE_TOKENS)
         else:
             ends = session.snapshots
-        names = self._names(session, {*ends, *self._ends_within(0, session.fed)})
-        stored = [0, *(end for end, name in names.items() if name in self._pieces)]
-        missing = next((end for end in ends if end not in stored), None)
-        if missing is None:
+        stored = [0]
+        for piece in self._pieces_of(session, session.fed):
+            if piece.begin in stored:
+                stored.append(piece.end)
+        end = next((end for end in ends if end not in stored), None)
+        if end is None:
             return None
-        return Piece(name=names[missing], begin=max(end for end in stored if end < missing), end=missing)
+        begin = max(each for each in stored if each < end)
+        return Piece(name=_name(self._hashes(session, [end])[end], begin), begin=begin, end=end)
 
     def add(self, piece: Piece) -> None:
         """Note that every node was given this piece."""
@@ -77,16 +78,23 @@ class StoredPrefixes:
         """Note that a node has lost a piece."""
         self._pieces.pop(name, None)
 
-    def _ends_within(self, first: int, last: int) -> set[int]:
-        return {piece.end for piece in self._pieces.values() if first < piece.end <= last}
+    def _pieces_of(self, session: Session, most: int) -> list[Piece]:
+        """Return the pieces of the session's first `most` tokens, by their ends."""
+        pieces = sorted((each for each in self._pieces.values() if each.end <= most), key=lambda each: each.end)
+        hashes = self._hashes(session, {piece.end for piece in pieces})
+        return [piece for piece in pieces if piece.name == _name(hashes[piece.end], piece.begin)]
 
-    def _names(self, session: Session, ends: Iterable[int]) -> dict[int, bytes]:
-        """Return the names of the session's pieces with these ends, ascending."""
+    def _hashes(self, session: Session, ends: Iterable[int]) -> dict[int, bytes]:
+        """Return hashes of the session's first tokens up to each of these ends."""
         cache = session.request.cache.SerializeToString(deterministic=True)
-        hasher = hashlib.blake2b(key=self._key, digest_size=PIECE_NAME_BYTES)
+        hasher = hashlib.blake2b(key=self._key)
         hasher.update(repr((session.owner, cache)).encode())
-        names, at = {}, 0
+        found, at = {}, 0
         for end in sorted(ends):
             hasher.update(array("I", session.history.tokens[at:end]).tobytes())
-            names[end], at = hasher.copy().digest(), end
-        return names
+            found[end], at = hasher.copy().digest(), end
+        return found
+
+
+def _name(prefix_hash: bytes, begin: int) -> bytes:
+    return hashlib.blake2b(prefix_hash + begin.to_bytes(4, "little"), digest_size=PIECE_NAME_BYTES).digest()

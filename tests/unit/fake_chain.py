@@ -282,11 +282,15 @@ class Rig:
         lanes: Callable[[int, float], int] | None = None,
         most_lane_rows: int | None = None,
         stored: StoredPrefixes | None = None,
+        answers_alone: bool = False,
     ) -> None:
         """`budget` in rows; `keep` says whether the slots of those who end are kept, `stored` what is on disk."""
         self.costs = costs_per_row(budget, num_stages, cuttable)
         self.scheduler = Scheduler(
-            *(num_stages, self.costs, epoch, max_waiting, lanes), most_lane_rows=most_lane_rows, stored=stored
+            *(num_stages, self.costs, epoch, max_waiting, lanes),
+            most_lane_rows=most_lane_rows,
+            stored=stored,
+            answers_alone=answers_alone,
         )
         self.chain = FakeChain(epoch, cuttable)
         self.num_stages = num_stages

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Protocol
@@ -23,6 +22,7 @@ from protos.brigade_pb2 import (
     Failure,
     Frame,
     Opening,
+    Piece,
     Pooled,
     Result,
     Sampling,
@@ -69,6 +69,14 @@ class Pieces(Protocol):
 
     def discard(self, name: bytes) -> None:
         """Remove a piece that does not fit the caches."""
+        ...
+
+    def put(self, piece: Piece, segments: Sequence[CacheSegment]) -> bool:
+        """Have a piece written behind the steps; return whether it will be."""
+        ...
+
+    def close(self) -> None:
+        """Take no more pieces; those that wait are still written."""
         ...
 
 
@@ -154,6 +162,8 @@ class Executor:
         self._slots.clear()
         self.cache_bytes = 0
         _close(slots)
+        if self._pieces:
+            self._pieces.close()
 
     def check(self, frame: Frame) -> None:
         """Raise FrameError unless this header is valid for this stage. Any thread may call it."""
@@ -304,6 +314,10 @@ class Executor:
         step.timing.started += at_another
         step.timing.taken += at_another
         self._step_ns = step.timing.computed - step.timing.started
+        if step.stored is not None and self._pieces:
+            store = step.frame.stores[0]
+            if not self._pieces.put(store.piece, step.stored):
+                self._fail(step, store.slot, PrefixLost("its disk is too slow, or takes nothing more"))
         output = next_frame(step) if step.goes_on else result_of(step)
         step.timing.sampled = step.timing.computed if step.goes_on else time.monotonic_ns()
         step.timing.drafted = step.timing.sampled
@@ -335,14 +349,18 @@ class Executor:
             mx.async_eval(slot.caches.put_segment(segment))
 
     def _begin_store(self, step: Step, store: Store) -> None:
-        """Copy a piece of a prefix out of a slot's caches; without it a later session computes these rows again."""
+        """Copy a piece of a prefix out of a slot's caches, to be written to disk."""
         slot, piece = self._slots.get(store.slot), store.piece
-        if slot is None or len(slot.history) < piece.end or slot.history.prefix_hash(piece.end) != store.prefix_hash:
-            return
-        with suppress(CacheMismatch):
+        try:
+            held = len(slot.history) if slot else 0
+            if slot is None or held < piece.end or slot.history.prefix_hash(piece.end) != store.prefix_hash:
+                raise CacheMismatch(f"slot {store.slot} does not hold the {piece.end} tokens that are to be stored")
             step.stored = [*map(_copied, slot.caches.stored(piece.begin, piece.end))]
-            step.pending = [array for segment in step.stored for array in segment.arrays]
-            mx.async_eval(step.pending)
+        except CacheMismatch as error:
+            self._fail(step, store.slot, error)
+            return
+        step.pending = [array for segment in step.stored for array in segment.arrays]
+        mx.async_eval(step.pending)
 
     def _restore(self, step: Step, window: Window) -> None:
         """Read a window's rows from disk. Raises PrefixLost if they are not there, CacheMismatch as `Slot.begin`."""

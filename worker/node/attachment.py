@@ -67,7 +67,7 @@ class Attachment:
             drafter_bytes=part.nbytes if part else 0,
             drop_drafter=partial(asyncio.get_running_loop().call_soon_threadsafe, drop_drafter),
         )
-        self._opening = Stage(executor, request.epoch, network.wire, prefixes)
+        self._opening = Stage(executor, request.epoch, network.wire)
         link = partial(Link, network, request.successor_name, address, request.epoch, request.stage, name)
         await self._opening.start(thread, link if address else None, wait_slept)
         self.stage = self._opening

@@ -36,7 +36,7 @@ _MAGIC = b"brigade prefix 1"
 _SECRET_BYTES = 32
 _LENGTH_BYTES = struct.calcsize("<IQ")  # of a segment's header and of its data
 _NUM_THREADS = 4
-_MOST_AHEAD = 2 * MOST_UPCOMING
+_READ_S = 2.0  # for a piece, from when it is needed
 _MOST_WAITING = 2  # pieces in memory that the disk has not taken yet; further ones are dropped
 _TOKEN_S = 0.001  # by which the next token of a prefix counts as used earlier
 _SPARE = 10  # a tenth of the disk stays free, whatever the limit
@@ -68,14 +68,13 @@ def naming_secret(folder: Path | None = None) -> bytes:
     path = (folder or prefix_folder()) / "secret"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            unfinished = path.with_name(f"secret.{os.getpid()}.{secrets.token_hex(4)}")
+        if not path.exists():
+            unfinished = path.with_name(f"secret.{secrets.token_hex(4)}")
             with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(secrets.token_bytes(_SECRET_BYTES))
-            try:
-                os.link(unfinished, path)  # fails if another process was quicker
-            finally:
-                unfinished.unlink()
+            with contextlib.suppress(FileExistsError):  # another process was quicker
+                os.link(unfinished, path)
+            unfinished.unlink()
         secret = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot keep prefixes on disk: {error}; see `cache_disk` in cluster.yaml") from error
@@ -126,28 +125,31 @@ class PrefixStore:
         self._ahead: dict[bytes, Future[list[PackedSegment]]] = {}  # pieces that are read ahead
         self._can_write = True
 
-    def put(self, piece: Piece, segments: Sequence[CacheSegment]) -> None:
-        """Have a piece written, unless the disk is too slow for it. Call on the MLX thread; the arrays are copied."""
+    def put(self, piece: Piece, segments: Sequence[CacheSegment]) -> bool:
+        """Have a piece written; return whether it will be. Call on the MLX thread; the arrays are copied."""
         is_known = all(can_pack(array) for segment in segments for array in segment.arrays)
         self._writing = [each for each in self._writing if not each.done()]
-        if is_known and len(self._writing) < _MOST_WAITING:
-            packed = [(segment_header(each), memoryview(b"".join(map(bytes_of, each.arrays)))) for each in segments]
-            self._writing.append(self._threads.submit(self._try_write, piece, packed))
+        if not is_known or not self._can_write or len(self._writing) >= _MOST_WAITING:
+            return False
+        packed = [(segment_header(each), memoryview(b"".join(map(bytes_of, each.arrays)))) for each in segments]
+        self._writing.append(self._threads.submit(self._try_write, piece, packed))
+        return True
 
     def read(self, name: bytes, upcoming: Sequence[bytes] = ()) -> list[CacheSegment]:
         """Return a piece's segments and count it as used; begin to read others. Call on the MLX thread.
 
         Raises:
-            PrefixLost: it is not here, or is damaged; then it is removed.
+            PrefixLost: it is not here, its disk is too slow, or it is damaged; then it is removed.
         """
-        for each in (name, *upcoming):
-            if each not in self._ahead:
-                self._ahead[each] = self._threads.submit(self._load, each)
-        found = self._ahead.pop(name).result()
-        while len(self._ahead) > _MOST_AHEAD:  # of sessions that have ended
+        for each in (*upcoming, name):
+            loading = self._ahead.pop(each, None)
+            self._ahead[each] = loading or self._threads.submit(self._load, each)
+        while len(self._ahead) > 1 + MOST_UPCOMING:  # of sessions that have ended, or that take turns with this one
             self._ahead.pop(next(iter(self._ahead)))
         try:
-            return [unpack_segment(*packed) for packed in found]
+            return [unpack_segment(*packed) for packed in self._ahead.pop(name).result(_READ_S)]
+        except TimeoutError:
+            raise PrefixLost(f"expected a piece of a prefix within {_READ_S:g} s: the disk is too slow") from None
         except FrameError as error:
             self.discard(name)
             raise PrefixLost(f"expected segments of a cache: {error}") from error
@@ -180,7 +182,9 @@ class PrefixStore:
                 return found
             except FileNotFoundError:
                 continue
-            except (OSError, FrameError) as error:
+            except OSError as error:
+                _log.warning("cannot read a piece of a prefix: %s", error)
+            except FrameError as error:
                 _log.warning("removed a damaged piece of a prefix: %s", error)
                 with contextlib.suppress(OSError):
                     path.unlink()
@@ -202,7 +206,7 @@ class PrefixStore:
         if not self._make_room(len(head) + sum(map(len, blocks))):
             return
         path = self._folder / f"{piece.name.hex()}-{piece.begin}-{piece.end}-{self._start}-{self._stop}.rows"
-        unfinished = path.with_suffix(f".{os.getpid()}.part")
+        unfinished = path.with_suffix(f".{secrets.token_hex(4)}.part")
         try:
             with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.writelines((head, *blocks))
@@ -216,7 +220,10 @@ class PrefixStore:
         _remove(path for path in self._folder.glob("*.part") if time.time() - path.stat().st_mtime > _ABANDONED_S)
         files = piece_files(self._folder)
         disk = shutil.disk_usage(self._folder)
-        room = min(self._limit - sum(file.nbytes for file in files), disk.free - disk.total // _SPARE)
+        num_held = sum(file.nbytes for file in files)
+        room = min(self._limit - num_held, disk.free - disk.total // _SPARE)
+        if room + num_held < nbytes:
+            return False
         for file in files:
             if room >= nbytes:
                 break

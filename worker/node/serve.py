@@ -87,7 +87,8 @@ def serve(
     thread = MlxThread()
     log = worker_log(name, None if follow_parent else sys.stderr)
     configuration = configuration_of(cluster) if cluster else None
-    service = NodeService(name, thread, network, sources, memory_bytes, configuration, log)
+    prefix_limit = cluster.cache_disk if cluster else None
+    service = NodeService(name, thread, network, sources, memory_bytes, configuration, log, prefix_limit)
     try:
         with kept_awake():
             uvloop.run(run())

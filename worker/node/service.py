@@ -70,12 +70,14 @@ class NodeService(NodeServicer):
         memory_bytes: int | None = None,
         configuration: Configuration | None = None,
         log: Logger | None = None,
+        prefix_limit: int | None = None,
     ) -> None:
         """Make a node with an empty worker.
 
         Args:
             sources: the models that coordinators may load; by default the bundled one and those of the hub's cache.
             memory_bytes: the memory that the node was told to offer; by default its memory budget.
+            prefix_limit: the most bytes of prefixes on its disk; None leaves it to the coordinator.
         """
         self.name = name
         self.log = log or worker_log(name, None)
@@ -84,6 +86,7 @@ class NodeService(NodeServicer):
         self.thread = thread
         self._cache = sources.cache if sources else None
         self._memory_bytes = memory_bytes
+        self._prefix_limit = prefix_limit
         self._configuration = configuration
         self._incarnation = secrets.token_hex(8)
         self._started = time.time_ns()
@@ -120,6 +123,8 @@ class NodeService(NodeServicer):
         async with reporting(context, self.name, self.log), contextlib.AsyncExitStack() as stack:
             with refusals_logged(self.log, f"to join the chain of coordinator {request.coordinator.name}"):
                 self.network.require_coordinator(context)
+                if self._prefix_limit is not None:
+                    request.prefix_bytes = min(request.prefix_bytes, self._prefix_limit)
                 attaching = self.worker.attached(request, context.write, self.network)
                 attachment = await stack.enter_async_context(attaching)
             with self._chain_logged(request, attachment):

@@ -19,7 +19,6 @@ from worker.compute.executor import Executor, Step
 from worker.errors import BrigadeError, FrameError, StageLost, without_trace
 from worker.node.framing import PLAIN, Arrival, FrameAssembler, Wire
 from worker.node.hop import pack, pack_segment, unpack
-from worker.node.prefix_store import PrefixStore
 from worker.platform.mlx_memory import forget_peak, memory_errors_named, memory_held
 from worker.platform.tasks import cancel_all, shielded
 from worker.platform.threads import MlxThread
@@ -64,10 +63,9 @@ async def _close(link: Outlet) -> None:
 class Stage:
     """One shard at its place in the chain."""
 
-    def __init__(self, executor: Executor, epoch: int, wire: Wire = PLAIN, prefixes: PrefixStore | None = None) -> None:
-        """`wire` is the format of both hops, `prefixes` what is on this node's disk."""
+    def __init__(self, executor: Executor, epoch: int, wire: Wire = PLAIN) -> None:
+        """`wire` is the format of both hops."""
         self.executor = executor
-        self._prefixes = prefixes
         self.last_step = 0  # completed
         self._epoch = epoch
         self._wire = wire
@@ -197,8 +195,6 @@ class Stage:
         self._idle.set()
         self._begun = None
         self.executor.close()
-        if self._prefixes:
-            self._prefixes.close()
 
     def fail(self, error: BaseException) -> None:
         """End the stage with this error, unless it has ended: from now on all calls raise it."""
@@ -304,8 +300,6 @@ class Stage:
             report = pack_segment(step.frame.epoch, step.frame.step, slot, segment)
             self._sent_bytes += len(report)
             self.deliver(report)
-        if self._prefixes and step.stored is not None:
-            self._prefixes.put(step.frame.stores[0].piece, step.stored)
         if step.goes_on and self.executor.returns_segments:
             self.deliver(Result(epoch=step.frame.epoch, step=step.frame.step))
         output = header if isinstance(header, Result) else Outgoing(step.frame.step, pack(header, array, self._wire))

@@ -28,7 +28,7 @@ class FakeStage:
 
     answers, busy_s, last_step = True, 0.0, 0
 
-    def __init__(self, executor: Any, epoch: int, wire: Any, prefixes: Any) -> None:
+    def __init__(self, executor: Any, epoch: int, wire: Any) -> None:
         self._results: list[Result] = []
         self._tasks: list[asyncio.Task[None]] = []
 

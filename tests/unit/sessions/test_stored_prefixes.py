@@ -84,8 +84,10 @@ def test_a_lost_piece_costs_its_session_time_and_is_written_again(number: int, c
     again = restarted(rig, cuttable)
     del again.chain.disk[names[number]]
     session = again.answer(LONG, turn_ends=(300, 900))
-    assert session.generated == plain_answer(LONG, 3) and session.num_reused == 0
-    assert read(again) == names[: number + 1] and [piece.name for piece in written(again)] == [names[number]]
+    assert session.generated == plain_answer(LONG, 3)
+    assert session.num_reused == (0 if number == 0 else 300 if cuttable == 10 else PIECE_TOKENS)
+    assert read(again) == names[: number + 1] + names[:number]
+    assert [piece.name for piece in written(again)] == [names[number]]
     assert restarted(rig, cuttable).answer(LONG).num_reused >= 900
 
 
@@ -142,3 +144,24 @@ def test_whatever_is_lost_and_shared_answers_are_the_same(seed: int, cuttable: i
         rig = rig_with(list(pieces.values()), cuttable, budget=9000)
         rig.chain.disk = {name: tokens for name, tokens in disk.items() if numbers.random() < 0.9}
     assert reused > 1000
+
+
+def test_a_piece_that_a_stage_does_not_write_is_not_counted_as_stored_and_its_slot_not_asked_again() -> None:
+    rig = rig_with()
+    rig.run(session := rig.submit(LONG))
+    [frame] = rig.send_all()
+    result = rig.chain.receive()
+    result.failures.add(slot=frame.stores[0].slot, kind="PrefixLost")
+    assert rig.scheduler.commit(result) == [] and rig.scheduler.schedule() is None
+    rig.answer([*LONG, *session.generated, 1])
+    assert [(piece.begin, piece.end) for piece in written(rig)][1:] == [(0, 512), (512, 1024)]
+
+
+def test_a_slot_that_was_taken_over_is_not_written_under_its_old_owner() -> None:
+    rig = rig_with(num_stages=2)
+    rig.run(first := rig.submit(LONG))
+    stream = rig.submit([*LONG, *first.generated, 4], 300)
+    rig.run(stream)
+    rig.drain()
+    assert [(piece.begin, piece.end) for piece in written(rig)] == [(0, 512), (512, 1024)]
+    assert rig.chain.forks and stream.generated == plain_answer([*LONG, *first.generated, 4], 300)
