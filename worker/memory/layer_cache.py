@@ -559,11 +559,15 @@ class RecurrentState(ArraysCache):
         """Return a copy from which to fork after later rows."""
         return self.fork(self.length)
 
+    def whole(self) -> Parts:
+        """Return its arrays, an empty one for each that is unused."""
+        return tuple(mx.zeros(0) if array is None else array for array in self.cache)
+
     def put_whole(self, length: int, dropped: int, keys: Parts, values: Parts) -> None:
-        """Take the state of a snapshot after `length` tokens, which `keys` holds."""
+        """Take the state of a snapshot after `length` tokens, which `keys` holds as `whole` returned it."""
         if len(keys) != len(self._arrays):
             raise CacheMismatch(f"expected a state of {len(self._arrays)} arrays, got {len(keys)}")
-        self.cache = list(keys)
+        self.cache = [array if array.size else None for array in keys]
         self._window, self._num_to_replay = None, 0
         self.length, self._nbytes = length, sum(array.nbytes for array in keys)
 

@@ -185,7 +185,9 @@ class Caches:
             if copy:
                 yield _whole(number, part, copy)
             elif isinstance(cache, KVCache) and cache.window is None:
-                rows = max(1, most_bytes * cache.capacity // cache.nbytes) if cache.nbytes else end - begin
+                if not cache.nbytes:  # a layer without attention, or one that uses the rows of another
+                    continue
+                rows = max(1, most_bytes * cache.capacity // cache.nbytes)
                 for at in range(begin, end, rows):
                     yield CacheSegment(number, part, at, *cache.segment(at, min(at + rows, end)))
 
@@ -389,7 +391,7 @@ def pack_together(slots: Sequence[Caches], needed: Sequence[int]) -> None:
 def _whole(number: int, part: int, copy: LayerCache) -> CacheSegment:
     """Return a snapshot as a segment."""
     if isinstance(copy, RecurrentState):
-        return CacheSegment(number, part, 0, tuple(copy.arrays()), (), copy.length)
+        return CacheSegment(number, part, 0, copy.whole(), (), copy.length)
     return CacheSegment(number, part, copy.dropped, *copy.whole(), copy.length)
 
 

@@ -113,6 +113,8 @@ def unpack_segment(segment: Segment, data: memoryview) -> CacheSegment:
 
 def bytes_of(array: mx.array) -> memoryview:
     """Return the array's own memory, or that of a contiguous copy."""
+    if not array.size:
+        return memoryview(b"")
     view = memoryview(array)  # type: ignore[arg-type]
     if not view.c_contiguous:
         view = memoryview(mx.contiguous(array))  # type: ignore[arg-type]

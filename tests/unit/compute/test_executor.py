@@ -1,15 +1,18 @@
 """What an executor concludes from the times of its steps."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from protos.brigade_pb2 import Frame, Opening, Result, Window
+from protos.brigade_pb2 import Frame, Opening, Piece, Result, Store, Window
 from tests.tiny import make_model
 from worker.compute.executor import Executor, share_of_begin
 from worker.compute.shard import Shard
+from worker.errors import PrefixLost
 from worker.memory.history import History
+from worker.memory.slot_caches import CacheSegment
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
 
@@ -51,3 +54,71 @@ def test_only_a_prompt_chunk_that_is_alone_tells_what_memory_it_took(tmp_path: P
     both = chunk(0, 64)
     both.MergeFrom(chunk(1, 64))
     assert scratch(both) == [False]
+
+
+class Disk:
+    """Pieces in memory."""
+
+    def __init__(self) -> None:
+        self.pieces: dict[bytes, Sequence[CacheSegment]] = {}
+        self.takes = True
+
+    def read(self, name: bytes, upcoming: Sequence[bytes]) -> Sequence[CacheSegment]:
+        if name not in self.pieces:
+            raise PrefixLost("not here")
+        return self.pieces[name]
+
+    def discard(self, name: bytes) -> None:
+        del self.pieces[name]
+
+    def put(self, piece: Piece, segments: Sequence[CacheSegment]) -> bool:
+        if self.takes:
+            self.pieces[piece.name] = segments
+        return self.takes
+
+    def close(self) -> None: ...
+
+
+def test_a_piece_is_written_only_of_the_tokens_that_it_names_and_read_back_to_the_last_bit(tmp_path: Path) -> None:
+    checkpoint = open_folder(make_model(tmp_path / "model"))
+    spec = describe(checkpoint)
+    shard, disk, name = Shard(checkpoint, 0, spec.num_layers), Disk(), bytes(16)
+    shard.materialise(lambda num_bytes: None)
+    executor = Executor(shard, 0, spec.dtype, pieces=disk)
+    tokens, other = History(range(1, 41)), History(range(2, 42))
+
+    def step(frame: Frame) -> Result:
+        executor.check(frame)
+        result = executor.step(frame, 0)
+        assert isinstance(result, Result)
+        return result
+
+    def window(history: History, slot: int, base: int, **more: Any) -> Window:
+        prefix_hash = history.prefix_hash(base)
+        return Window(slot=slot, base=base, prefix_hash=prefix_hash, tokens=history.tokens[base:], **more)
+
+    def store(history: History, slot: int = 0) -> Result:
+        piece = Piece(name=name, end=40)
+        return step(Frame(stores=[Store(slot=slot, piece=piece, prefix_hash=history.prefix_hash(40))]))
+
+    step(Frame(opened=[Opening(slot=0)], windows=[window(tokens, 0, 0)]))
+    assert [failure.kind for failure in store(other).failures] == ["CacheMismatch"] and not disk.pieces
+    assert [failure.slot for failure in store(tokens, 3).failures] == [3]
+    disk.takes = False
+    assert [failure.kind for failure in store(tokens).failures] == ["PrefixLost"]
+    disk.takes = True
+    assert not store(tokens).failures and disk.pieces
+    read = step(Frame(opened=[Opening(slot=1)], windows=[window(tokens, 1, 0, stored=name)]))
+    assert not read.samples and not read.failures
+    both = [
+        step(Frame(windows=[Window(slot=slot, base=40, prefix_hash=tokens.prefix_hash(40), tokens=[7], wanted=1)]))
+        for slot in (0, 1)
+    ]
+    ours, theirs = ([(each.token, each.logprob) for each in result.samples] for result in both)
+    assert ours == theirs and len(ours) == 1
+    lost = step(Frame(opened=[Opening(slot=2)], windows=[window(tokens, 2, 0, stored=bytes(15) + b"1")]))
+    assert [failure.kind for failure in lost.failures] == ["PrefixLost"]
+    assert not step(Frame(windows=[window(other, 2, 0)])).failures, "the slot takes other windows then"
+    disk.pieces[name] = disk.pieces[name][1:]
+    torn = step(Frame(opened=[Opening(slot=4)], windows=[window(tokens, 4, 0, stored=name)]))
+    assert [failure.kind for failure in torn.failures] == ["PrefixLost"] and not disk.pieces

@@ -258,3 +258,58 @@ def test_what_was_saved_has_the_arrays_that_a_recurrent_layer_replaced_since() -
     state[0] = after
     state.restore(saved)
     assert state[0] is before
+
+
+def test_snapshots_of_another_node_take_the_place_of_what_was_not_computed_here() -> None:
+    """The window of a layer that was computed here then holds the same rows, for both share a mask."""
+    whole = Caches(ENTRIES, range(6), Cache())
+    part = Caches(ENTRIES, range(6), Cache())  # computes its first two layers only
+    for begin in range(0, 40, 4):
+        feed(whole, range(begin, begin + 4))
+        part.begin()
+        part.reserve(4, None)
+        for cache in part.own[:2]:
+            cache.update_and_fetch(rows(range(begin, begin + 4)), -rows(range(begin, begin + 4)))  # type: ignore[union-attr]
+        part.settle(begin + 4)
+        if begin == 36:
+            whole.take_snapshot()
+            part.take_snapshot()
+        for segment in whole.segments(begin, begin + 4, 1 << 20):
+            if segment.number >= 2:
+                mx.eval(part.put_segment(segment))
+    for snapshot in (part, part.fork(40)):
+        assert [held(cache) for cache in snapshot.own if isinstance(cache, KVCache) and cache.window] == (
+            [list(range(35, 40))] * 3
+        )
+        assert [held(cache) for cache in snapshot.own if isinstance(cache, KVCache) and not cache.window] == (
+            [list(range(40))] * 3
+        )
+        [state] = [cache for cache in snapshot.own if isinstance(cache, RecurrentState)]
+        assert state[0].tolist() == [[39] * 3]
+
+
+def test_stored_rows_and_snapshots_make_another_slot_the_same() -> None:
+    one = Caches(ENTRIES, range(6), Cache())
+    ends = (300, 340)
+    for begin, end in zip((0, *ends), ends, strict=False):
+        for at in range(begin, end, 20):
+            feed(one, range(at, at + 20))
+        one.take_snapshot()
+    other = Caches(ENTRIES, range(6), Cache())
+    for begin, end in zip((0, *ends), ends, strict=False):
+        mx.eval(other.put_stored(one.stored(begin, end), begin, end))
+        assert lengths(other) == {end}
+    forks = one.fork(340), other
+    for cache, expected in zip(forks[1].own, forks[0].own, strict=True):
+        if isinstance(cache, KVCache):
+            assert held(cache)[-5:] == held(expected)[-5:] and len(held(cache)) in (5, 340)
+        else:
+            assert cache[0].tolist() == expected[0].tolist()
+    for caches in forks:
+        feed(caches, range(340, 345))
+    with pytest.raises(CacheMismatch, match="expected a snapshot of 345 tokens"):
+        one.stored(340, 345)
+    with pytest.raises(CacheMismatch, match="nothing is of"):
+        other.put_stored(one.stored(300, 340)[1:], 300, 340)
+    with pytest.raises(CacheMismatch, match=r"expected rows \[20, 340\)"):
+        other.put_stored(one.stored(300, 340), 20, 340)
