@@ -17,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.api.errors import HttpError, error_response
-from coordinator.engine.stats import BEST_PRIORITY, KEY_HOLDER, REQUEST_ID
+from coordinator.engine.stats import BEST_PRIORITY, KEY_DIGEST, KEY_HOLDER, REQUEST_ID
 from worker.errors import InputError
 
 OPEN_PATHS = ("/health", "/live", "/")  # no key needed, unless a query makes them cost a step of the chain
@@ -155,6 +155,7 @@ class AuthMiddleware:
             holder = self._holder(scope, headers)
             with self._counted(holder, is_counted=scope["method"] == "POST"):
                 KEY_HOLDER.set(holder)
+                KEY_DIGEST.set(self._keys.digests[holder].hex() if self._keys and holder else "")
                 BEST_PRIORITY.set(self._keys.best_priority.get(holder, 0) if self._keys else 0)
                 await self._app(scope, receive, send_with_id)
         except HttpError as error:  # the application answers its own

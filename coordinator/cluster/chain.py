@@ -35,6 +35,7 @@ from worker.compute.header import check_pooled, check_result, check_soft
 from worker.drafters.kinds import prepare_drafting
 from worker.errors import (
     BrigadeError,
+    ConfigError,
     EngineHung,
     FrameError,
     NodeBusy,
@@ -131,7 +132,7 @@ class Chain:
                     self.clock_offsets[stage] = await peer.clock_offset()
                 await self._start()
                 if self.deployment.prefix_bytes:
-                    self.stored = await self._own.naming_key(self.deployment), await self._stored_pieces()
+                    await self._list_stored()
                 await self.thread.call(self._warm_up(progress))
         except TimeoutError:
             if self._stage is None:
@@ -248,6 +249,13 @@ class Chain:
         replies = await self._worker_statuses()
         theirs = [reply if isinstance(reply, StatusReply) else StatusReply() for reply in replies]
         return [self._stage.status(), *theirs]
+
+    async def _list_stored(self) -> None:
+        """List the prefixes on disks; go on without any if this node cannot name them."""
+        try:
+            self.stored = await self._own.naming_key(self.deployment), await self._stored_pieces()
+        except ConfigError as error:
+            self._say(f"{error}; requests go on without")
 
     async def _stored_pieces(self) -> list[Piece]:
         """Return the pieces of prefixes that all nodes which make answers have on their disks."""

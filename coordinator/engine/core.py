@@ -19,7 +19,7 @@ from coordinator.cluster.step_timeouts import ArrivedResult
 from coordinator.decoding.decoders import Decoder
 from coordinator.decoding.suffix_automaton import EndedTexts
 from coordinator.engine.quarantine import MOST_LOSSES, Quarantine
-from coordinator.engine.stats import KEY_HOLDER, Stats
+from coordinator.engine.stats import KEY_DIGEST, Stats
 from coordinator.planning.costs import LaneChooser
 from coordinator.sessions.admission import MOST_WAITING, CacheCosts, cache_costs
 from coordinator.sessions.output import Output
@@ -120,7 +120,7 @@ class EngineCore:
             put=partial(self._put, queue),
             started=time.monotonic_ns(),
             is_traced=traced,
-            owner=KEY_HOLDER.get(),
+            owner=KEY_DIGEST.get(),
         )
 
     def _make_decoder(self, request: Request) -> Decoder:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # it imports mlx, for which --help should not wait
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")  # of the request that the present task answers
 BEST_PRIORITY: ContextVar[int] = ContextVar("best_priority", default=0)  # that the request's API key may ask for
 KEY_HOLDER: ContextVar[str] = ContextVar("key_holder", default="")  # the name of its API key; empty without keys
+KEY_DIGEST: ContextVar[str] = ContextVar("key_digest", default="")  # of the key itself, in hex; empty likewise
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 TOKENS = tuple(float(2**power) for power in range(18))
 RATES_S = 120  # for which rates are kept

@@ -68,7 +68,7 @@ class Session:
                 proposal.
             put: takes the outputs for the reader; an exception is the last of them.
             is_traced: keep the timing records of every frame.
-            owner: the holder of its API key: no session of another one begins with its rows.
+            owner: a digest of its API key: no session of another one begins with its rows.
         """
         self.request = request
         self.owner = owner

@@ -1,7 +1,7 @@
 """Prefixes on the nodes' disks: which pieces of sessions every node has, what to read, and what to write next. Pure.
 
-A piece is what all caches hold of tokens [begin, end). Its name is a hash of the model, the kind of cache, the holder
-of the API key, `begin` and tokens [0, end), keyed with a secret of this user: file names reveal no text. Pieces of one
+A piece is what all caches hold of tokens [begin, end). Its name is a hash of the model, the kind of cache, the API
+key, `begin` and tokens [0, end), keyed with a secret of this user: file names reveal no text. Pieces of one
 session follow each other. Caches that cannot be cut end their pieces at snapshots.
 """
 

@@ -13,7 +13,7 @@ from coordinator.cluster.chain import Chain
 from coordinator.cluster.open import joined
 from coordinator.decoding.decode_options import Decode, make_cache_choice
 from coordinator.engine.engine import Engine
-from coordinator.engine.stats import KEY_HOLDER
+from coordinator.engine.stats import KEY_DIGEST
 from coordinator.planning.plan import Goal
 from protos.brigade_pb2 import Frame
 from tests.integration.conftest import Models, deployed, running, serving
@@ -155,11 +155,11 @@ async def test_nobody_else_and_no_other_model_begins_with_it(models: Models, tmp
     ]
     await kept(model, (1, 3), asked)
     for folder, other, holder in others:
-        token = KEY_HOLDER.set(holder)
+        token = KEY_DIGEST.set(holder)
         try:
             [found] = await kept(folder, (1, 3), other)
         finally:
-            KEY_HOLDER.reset(token)
+            KEY_DIGEST.reset(token)
         assert found.usage.num_reused == 0
     [found] = await kept(model, (1, 3), asked)
     assert found.usage.num_reused == 1024

@@ -14,7 +14,7 @@ import shutil
 import struct
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,18 +27,19 @@ from worker.memory.slot_caches import CacheSegment
 from worker.node.hop import bytes_of, can_pack, segment_header, unpack_segment
 from worker.platform.installation import cache_folder
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("brigade.prefixes")
 
 PackedSegment = tuple[Segment, memoryview]
 
 _FILE = re.compile(r"([0-9a-f]{32})-([0-9]{1,8})-([0-9]{1,8})-([0-9]{1,5})-([0-9]{1,5})\.rows")
 _MAGIC = b"brigade prefix 1"
-_SECRET_BYTES = 32
+_SECRET, _SECRET_BYTES = "secret", 32
 _LENGTH_BYTES = struct.calcsize("<IQ")  # of a segment's header and of its data
 _NUM_THREADS = 4
+_WRITE_S = 0.5  # for one of the pieces that wait, before the next one
 _READ_S = 2.0  # for a piece, from when it is needed
-_MOST_WAITING = 2  # pieces in memory that the disk has not taken yet; further ones are dropped
-_TOKEN_S = 0.001  # by which the next token of a prefix counts as used earlier
+_MOST_WAITING = 2  # pieces in memory that the disk has not taken yet; a further one waits
+_TOKEN_S = 0.01  # by which the next token of a prefix counts as used earlier
 _SPARE = 10  # a tenth of the disk stays free, whatever the limit
 _ABANDONED_S = 600.0  # after which an unfinished file is that of a process that has ended
 
@@ -60,27 +61,32 @@ def prefix_folder() -> Path:
 
 
 def naming_secret(folder: Path | None = None) -> bytes:
-    """Return the key with which this user's coordinators name pieces; make one if there is none.
+    """Return the key with which this user's coordinators name pieces; make one if there is none, or a damaged one.
 
     Raises:
-        ConfigError: the file cannot be read or written, or is not one that this function wrote.
+        ConfigError: the file cannot be read or written.
     """
-    path = (folder or prefix_folder()) / "secret"
+    path = (folder or prefix_folder()) / _SECRET
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not path.exists():
-            unfinished = path.with_name(f"secret.{secrets.token_hex(4)}")
-            with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(secrets.token_bytes(_SECRET_BYTES))
-            with contextlib.suppress(FileExistsError):  # another process was quicker
-                os.link(unfinished, path)
-            unfinished.unlink()
-        secret = path.read_bytes()
+        _make_private(path.parent)
+        if not path.exists() or path.stat().st_size != _SECRET_BYTES:
+            unfinished = path.with_name(f"{_SECRET}.{secrets.token_hex(4)}.part")
+            try:
+                with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                    file.write(secrets.token_bytes(_SECRET_BYTES))
+                unfinished.replace(path)
+            finally:
+                unfinished.unlink(missing_ok=True)
+        return path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"cannot keep prefixes on disk: {error}; see `cache_disk` in cluster.yaml") from error
-    if len(secret) != _SECRET_BYTES:
-        raise ConfigError(f"{path}: expected {_SECRET_BYTES} bytes, found {len(secret)}; remove its folder")
-    return secret
+        raise ConfigError(f"cannot keep prefixes on disk: {error}") from error
+
+
+def _make_private(folder: Path) -> None:
+    """Make the folder, for its user only."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_mode & 0o077:
+        folder.chmod(0o700)
 
 
 def piece_files(folder: Path) -> list[PieceFile]:
@@ -88,7 +94,7 @@ def piece_files(folder: Path) -> list[PieceFile]:
     found = []
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            if match := _FILE.fullmatch(entry.name):
+            if (match := _FILE.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
                 with contextlib.suppress(OSError):  # removed meanwhile
                     stat = entry.stat(follow_symlinks=False)
                     begin, end, start, stop = map(int, match.groups()[1:])
@@ -102,8 +108,9 @@ def list_prefixes(request: PrefixesRequest, folder: Path | None = None) -> Prefi
     files = piece_files(folder or prefix_folder())
     chosen = [file for file in files if not request.end or (file.start <= request.start and request.end <= file.stop)]
     if request.remove:
-        for file in chosen:
-            file.path.unlink(missing_ok=True)
+        _remove(file.path for file in chosen)
+        if not request.end:
+            _remove([(folder or prefix_folder()) / _SECRET])  # what it has named can be read no more
     reply = PrefixesReply(bytes=sum(file.nbytes for file in chosen), used=int(max((f.used for f in chosen), default=0)))
     reply.pieces.extend({file.piece.name: file.piece for file in chosen}.values())
     return reply
@@ -126,8 +133,13 @@ class PrefixStore:
         self._can_write = True
 
     def put(self, piece: Piece, segments: Sequence[CacheSegment]) -> bool:
-        """Have a piece written; return whether it will be. Call on the MLX thread; the arrays are copied."""
+        """Have a piece written; return whether it will be, or the disk is too slow for it or takes nothing more.
+
+        Call on the MLX thread; the arrays are copied.
+        """
         is_known = all(can_pack(array) for segment in segments for array in segment.arrays)
+        if len(self._writing) >= _MOST_WAITING:
+            wait(self._writing, _WRITE_S, FIRST_COMPLETED)
         self._writing = [each for each in self._writing if not each.done()]
         if not is_known or not self._can_write or len(self._writing) >= _MOST_WAITING:
             return False
@@ -185,7 +197,7 @@ class PrefixStore:
             except OSError as error:
                 _log.warning("cannot read a piece of a prefix: %s", error)
             except FrameError as error:
-                _log.warning("removed a damaged piece of a prefix: %s", error)
+                _log.warning("removed %s, a damaged piece of a prefix: %s", path.name, error)
                 with contextlib.suppress(OSError):
                     path.unlink()
         raise PrefixLost(f"expected a piece of a prefix on this node's disk, found none of layers {self._layers}")
@@ -200,10 +212,10 @@ class PrefixStore:
             _log.warning("cannot keep prefixes on disk any more: %s", error)
 
     def _write(self, piece: Piece, packed: Sequence[PackedSegment]) -> None:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_private(self._folder)
         blocks = [block for segment, data in packed for block in (*_lengths(segment, data), data)]
         head = _MAGIC + piece.name + _digest(blocks)
-        if not self._make_room(len(head) + sum(map(len, blocks))):
+        if not self._make_room(len(head) + sum(map(len, blocks)), piece.end):
             return
         path = self._folder / f"{piece.name.hex()}-{piece.begin}-{piece.end}-{self._start}-{self._stop}.rows"
         unfinished = path.with_suffix(f".{secrets.token_hex(4)}.part")
@@ -215,33 +227,37 @@ class PrefixStore:
         finally:
             unfinished.unlink(missing_ok=True)
 
-    def _make_room(self, nbytes: int) -> bool:
-        """Remove the least recently used pieces until there is room; return whether there is."""
+    def _make_room(self, nbytes: int, end: int) -> bool:
+        """Remove pieces used before a new one with this end, the least recently used first; return whether it fits."""
         _remove(path for path in self._folder.glob("*.part") if time.time() - path.stat().st_mtime > _ABANDONED_S)
         files = piece_files(self._folder)
         disk = shutil.disk_usage(self._folder)
-        num_held = sum(file.nbytes for file in files)
-        room = min(self._limit - num_held, disk.free - disk.total // _SPARE)
-        if room + num_held < nbytes:
+        room = min(self._limit - sum(file.nbytes for file in files), disk.free - disk.total // _SPARE)
+        older = [file for file in files if file.used < _used_now(end)]  # not the beginning of its own prefix
+        if room + sum(file.nbytes for file in older) < nbytes:
             return False
-        for file in files:
+        for file in older:
             if room >= nbytes:
                 break
             file.path.unlink(missing_ok=True)
             room += file.nbytes
-        return room >= nbytes
+        return True
+
+
+def _used_now(end: int) -> float:
+    """Return when a piece counts as used if that is now: the end of a prefix is useless without its beginning."""
+    return time.time() - end * _TOKEN_S
 
 
 def _touch(path: Path) -> None:
-    """Count a piece as used now, but the end of a prefix earlier than its beginning, without which it is useless."""
-    end = int(path.name.split("-")[2])
-    at = time.time() - end * _TOKEN_S
+    """Count a piece as used now."""
+    at = _used_now(int(path.name.split("-")[2]))
     os.utime(path, (at, at))
 
 
 def _remove(paths: Iterable[Path]) -> None:
-    with contextlib.suppress(OSError):
-        for path in paths:
+    for path in paths:
+        with contextlib.suppress(OSError):
             path.unlink()
 
 
