@@ -1,6 +1,6 @@
 """The first token of a prompt on fresh servers and after a restart of all nodes, with prefixes kept on their disks.
 
-python -m tools.bench_restart [--model demo] [--prompt 4000] [--rounds 3] [--local 1]
+python -m tools.bench_restart [--model demo] [--prompt 1600] [--rounds 3] [--local 1]
 
 In each round a server starts with an empty disk, answers a long prompt and ends; then it starts again, with its
 workers, and answers the same prompt. Both answer another prompt of that length before, which compiles. Ratios are of
@@ -18,6 +18,7 @@ import uvloop
 import yaml
 
 from tools.serve_client import Outcome, brigade, long_text, stream
+from worker.errors import InputError
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command
 
@@ -26,7 +27,7 @@ _TOKENS = 8  # of an answer
 
 def main(
     model: Annotated[str, typer.Option(help="A folder, a hub repository, or `demo`.")] = "demo",
-    prompt: Annotated[int, typer.Option(min=1100, help="Tokens, about.")] = 4000,
+    prompt: Annotated[int, typer.Option(min=1100, help="Tokens, about.")] = 1600,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     local: Annotated[int, typer.Option(min=0, help="Workers.")] = 1,
 ) -> None:
@@ -46,9 +47,11 @@ async def _compare(model: str, prompt: int, rounds: int, local: int) -> bool:
             for found in (fresh, again):
                 with brigade("--config", config, "--local", str(local), "--context", str(2 * prompt)) as server:
                     async with server.client() as client:
-                        for text in (long_text(prompt, 100 + number + len(again)), long_text(prompt, number)):
+                        for text in (long_text(prompt, 9 - number), long_text(prompt, number)):
                             body = {"prompt": text, "max_tokens": _TOKENS, "temperature": 0, "ignore_eos": True}
                             outcome = await stream(client, body)
+                            if outcome.status != 200:
+                                raise InputError("prompt", f"the server answers with status {outcome.status}")
                         found.append(outcome)
             num_bytes = _bytes_in(folder)
     is_equal = [each.text for each in fresh] == [each.text for each in again]
