@@ -262,9 +262,10 @@ class Slots:
 
     def next_store(self) -> tuple[SessionSlot, Piece] | None:
         """Return a kept slot and the next piece of it that is not on the nodes' disks."""
-        for slot in self._in(SlotState.KEPT) if self._stored else ():
+        if self._stored is None:
+            return None
+        for slot in self._in(SlotState.KEPT):
             if not slot.is_stored:
-                assert self._stored is not None
                 if piece := self._stored.next_piece(slot.session):
                     return slot, piece
                 slot.is_stored = True

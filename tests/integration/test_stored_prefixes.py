@@ -148,7 +148,7 @@ async def test_nobody_else_and_no_other_model_begins_with_it(models: Models, tmp
     model = models("qwen3", **arguments).folder
     asked = request(TEXT, 5)
     others = [
-        (model, asked, "somebody"),
+        (model, asked, "another key"),
         (models("qwen3", seed=1, **arguments).folder, asked, ""),
         (model, request((88, *TEXT[1:]), 5), ""),
         (models("qwen3", **WIDE).folder, request(TEXT, 5, cache=make_cache_choice("int8", None)), ""),
