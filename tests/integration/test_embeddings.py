@@ -125,9 +125,8 @@ async def test_embeddings_by_http_follow_the_models_own_files(tmp_path: Path) ->
         none = await client.post("/v1/embeddings", json={"input": [[]]})
         second = await client.post("/v1/embeddings", json={"input": ["a", []]})
     assert plain["usage"] == {"prompt_tokens": sum(map(len, ids)), "total_tokens": sum(map(len, ids))}
-    assert by_id["data"] == plain["data"] and one["data"][0]["embedding"] == pytest.approx(
-        plain["data"][0]["embedding"], abs=CLOSE
-    )
+    for number, same in enumerate([*by_id["data"], one["data"][0]]):  # other frames, and so other roundings
+        assert same["embedding"] == pytest.approx(plain["data"][number % len(TEXTS)]["embedding"], abs=CLOSE)
     whole = states(model, CONTEXT * [5]).mean(axis=0)
     assert full.json()["data"][0]["embedding"] == pytest.approx(whole / np.linalg.norm(whole), abs=CLOSE)
     for number, mean in enumerate(means):
