@@ -24,6 +24,9 @@ def program(name: str, arguments: str, *printed: str, codes: tuple[int, ...] = (
 
 
 PROGRAMS = [
+    program(
+        "bench_compile", "@model --tokens 8 --context 4 --capacity 16", r"16 requests  fixed, compiled +\d", mark=MATRIX
+    ),
     program("bench_feed", "--layers 1 --rounds 1", r"feeding", mark=MATRIX),
     program("bench_floor", "@model --turns 1 --tokens 16 --prompt 1", r"floor / brigade: \d", mark=MATRIX),
     program("bench_frames", "--hidden-size 8 --rows 1 --frames 1", r"1 \S 0\.00 ", mark=MATRIX),
