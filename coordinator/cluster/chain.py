@@ -30,7 +30,7 @@ from protos.brigade_pb2 import (
     StatusReply,
     Window,
 )
-from worker.compute.executor import Executor
+from worker.compute.executor import Executor, close_slots
 from worker.compute.header import check_pooled, check_result, check_soft
 from worker.drafters.kinds import prepare_drafting
 from worker.errors import (
@@ -206,6 +206,11 @@ class Chain:
 
     # On the MLX thread's loop
 
+    @property
+    def held_slots(self) -> dict[int, History]:
+        """The tokens of the slots that stage 0 holds, by number: before any frame, those of the chain before."""
+        return {number: slot.history for number, slot in self._own.slots.items()}
+
     def send(self, frame: Frame) -> None:
         """Hand a frame to stage 0."""
         assert self._stage is not None
@@ -343,11 +348,15 @@ class Chain:
         drafter = await own.thread.run(partial(prepare_drafting, own.shard, own.part, self.spec.num_features, context))
         limit = self.deployment.prefix_bytes
         prefixes = PrefixStore(own.shard.start, own.shard.end, limit) if limit else None
+        is_whole = self.answers_alone or not self.peers
+        if not is_whole or drafter:
+            await own.thread.run(partial(close_slots, own.slots))
         engine = Executor(
             *(own.shard, 0, self.spec.dtype),
             checks_finite=self.deployment.check_finite,
             prompt_end=self.plan.prompt_end,
             pieces=prefixes,
+            slots=own.slots if is_whole and not drafter else None,
             drafter=drafter,
             drafter_bytes=own.part.nbytes if own.part else 0,
             drop_drafter=partial(self._main.call_soon_threadsafe, own.drop_part),
@@ -418,18 +427,19 @@ class Chain:
 
         While requests wait, send a single row, or block: it shows that every stage computes.
         """
+        slot = max(self.held_slots, default=-1) + 1
         prefix_hash = History().prefix_hash(0)
         grid = self.spec.canvas.grid if self.spec.canvas else 1
         num_rows = max(grid, min(_WARM_UP_ROWS, self.spec.context) // grid * grid)
-        chunk = Window(slot=0, prefix_hash=prefix_hash, tokens=[0] * num_rows, wanted=1)
-        row = Window(slot=0, prefix_hash=prefix_hash, tokens=[0] * grid, wanted=1)
+        chunk = Window(slot=slot, prefix_hash=prefix_hash, tokens=[0] * num_rows, wanted=1)
+        row = Window(slot=slot, prefix_hash=prefix_hash, tokens=[0] * grid, wanted=1)
         windows = [row] if self._is_awaited else [chunk, chunk, row, row]
         if self.answers_alone:
             chunk.wanted = 0
             windows = [chunk, row] if self._is_awaited else windows
-        frames = [Frame(opened=[Opening(slot=0)])]
+        frames = [Frame(opened=[Opening(slot=slot)])]
         frames += [Frame(windows=[window], stays=self.answers_alone and window is row) for window in windows]
-        frames.append(Frame(closed=[0]))
+        frames.append(Frame(closed=[slot]))
         for step, frame in enumerate(frames):
             report = LoadProgress(phase="warm-up", done=step, total=len(frames))
             self._main.call_soon_threadsafe(progress, "", report)

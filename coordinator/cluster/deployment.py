@@ -11,7 +11,9 @@ from coordinator.cluster.progress import NodeProgress
 from coordinator.cluster.weights import known_digests, load_pushing
 from coordinator.planning.plan import Plan
 from protos.brigade_pb2 import Contents, Coordinator, LoadProgress, LoadRequest
+from worker.compute.executor import close_slots
 from worker.compute.shard import Shard
+from worker.compute.slot import Slot
 from worker.drafters.kinds import DrafterPart
 from worker.model.checkpoint import Checkpoint
 from worker.model.contents import contents_of
@@ -134,6 +136,7 @@ class OwnNode:
         self.thread = thread or MlxThread()
         self.shard: Shard | None = None
         self.part: DrafterPart | None = None  # what this stage needs of a drafter
+        self.slots: dict[int, Slot] = {}  # by number, of its last executor, which the next one of this shard continues
         self._part_source: tuple[Checkpoint, int] | None = None
         self._source: Checkpoint | None = None  # of the shard; fine-tunes of one model may differ in their weights only
         self._naming_key: tuple[Checkpoint, bytes] | None = None
@@ -144,6 +147,7 @@ class OwnNode:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        self.thread.post(partial(close_slots, self.slots))
         if self._closes_thread:
             self.thread.close()
 
@@ -186,6 +190,7 @@ class OwnNode:
         if held and self._source is deployment.checkpoint and (held.start, held.end) == (own.start, own.end):
             progress(own.name, LoadProgress(phase="kept", done=held.nbytes, total=held.nbytes))
             return
+        await self.thread.run(partial(close_slots, self.slots))
         tensors = held.tensors if held and self._source is deployment.checkpoint else {}
         self.shard = held = None  # frees its memory
         found = await load_shard(

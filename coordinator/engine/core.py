@@ -21,7 +21,7 @@ from coordinator.decoding.suffix_automaton import EndedTexts
 from coordinator.engine.quarantine import MOST_LOSSES, Quarantine
 from coordinator.engine.stats import KEY_DIGEST, Stats
 from coordinator.planning.costs import LaneChooser
-from coordinator.sessions.admission import MOST_WAITING, CacheCosts, cache_costs
+from coordinator.sessions.admission import MOST_WAITING, CacheCosts, Slots, cache_costs
 from coordinator.sessions.output import Output
 from coordinator.sessions.request import Request, room_for_answer
 from coordinator.sessions.scheduler import Commit, Scheduler
@@ -204,7 +204,8 @@ class EngineCore:
             return False
         unfed = {}
         for session.feeds_apart in (False, True):
-            unfed[session.feeds_apart] = len(session.history) - self.scheduler.slots.num_shared(session)
+            held = 0 if session.feeds_apart else session.fed
+            unfed[session.feeds_apart] = len(session.history) - max(held, self.scheduler.slots.num_shared(session))
         return self.chain.costs.pays_apart(unfed[False], unfed[True], prompt_end / self.chain.spec.num_layers)
 
     def _chunk_rows(self, session: Session, num_unfed: int, beside_streams: bool) -> int:
@@ -277,8 +278,9 @@ class EngineCore:
                 if self._when_lost is None or self._is_closing:
                     raise
                 self._lose_chain(error)
+                before = self.scheduler.slots
                 self._begin_epoch(await self._next_chain(self._when_lost(error)))
-                self._replay()
+                self._replay(before)
 
     async def _next_chain(self, opening: Coroutine[Any, Any, Chain]) -> Chain:
         """Open a chain on the main loop."""
@@ -388,15 +390,24 @@ class EngineCore:
             else:
                 session.lose_chain(now)
 
-    def _replay(self) -> None:
-        """Feed every session again from its own tokens; those in quarantine one at a time."""
-        sessions = list(self.sessions)
+    def _replay(self, before: Slots) -> None:
+        """Feed every session again from its own tokens, those in quarantine one at a time.
+
+        Where stage 0 made the answers alone, and does so still, they go on in their slots.
+        """
+        sessions, held, slots = list(self.sessions), self.chain.held_slots, self.scheduler.slots
+        slots.adopt(before, held)
         for session in sessions:  # all before the first one enters, whose failure may let another one in
-            session.rewind(self._make_decoder(session.request))
+            session.feeds_apart = False
+            num_held = before.num_held(session, held) if held and self._quarantine.may_run(session) else 0
+            session.rewind(self._make_decoder(session.request), num_held)
             self._fit(session)
-        for session in sessions:
+            if session.feeds_apart:
+                session.rewind()
+        for session in sorted(sessions, key=lambda session: session.slot is None):  # its number is not free
             if self._quarantine.may_run(session):
                 self._enter_again(session)
+        slots.free_unused(held)
         self._send_all()
 
     def _enter_again(self, session: Session) -> None:

@@ -302,7 +302,8 @@ def _reopen(nodes: Sequence[NodeRecord], now: Situation, limits: Limits, splits:
         return GiveUp()
     expected = now.plan.names
     absent_s = [now.now - each.since for each in nodes if each.name in expected and each.state is NodeState.ABSENT]
-    waits_s = [limits.rejoin_s - each_s for each_s in absent_s if each_s < limits.rejoin_s]
+    rejoin_s = limits.rejoin_s if now.plan.prompt_end is None else 0.0  # else the first node goes on alone, at once
+    waits_s = [rejoin_s - each_s for each_s in absent_s if each_s < rejoin_s]
     plan = None if waits_s else _plan_for_next(nodes, now, limits, splits)
     if asked := tuple(each.name for each in nodes if _is_to_be_asked(each, now.now, has_plan=plan is not None)):
         within_s = min(_LONGEST_ASK_S, _FIRST_ASK_S * 2 ** min(now.num_asks, 9))

@@ -175,7 +175,7 @@ class Scheduler:
             session = slot.session
             if session.state is SessionState.FINISHED or slot.state is SlotState.FREE:
                 continue
-            number = slot.number
+            number, slot.has_result = slot.number, True
             if session.reading and failed.get(number) == PrefixLost.__name__:
                 self.slots.lose_stored(slot)
                 continue

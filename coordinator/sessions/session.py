@@ -215,7 +215,9 @@ class Session:
         If it `feeds_apart`, a chunk comes first, so that all nodes open its slot.
         """
         chunk = self._tail if self.feeds_apart else 0
-        return max(0, min(len(self.history), self._known_scores, self._known_rows + 1) - 1 - chunk)
+        unknown = [self._known_scores] * (self._known_scores < self.num_prompt)
+        unknown += [self._known_rows + 1] * (self._known_rows < self.num_prompt)
+        return max(0, min([len(self.history), *unknown]) - 1 - chunk)
 
     @property
     def fills(self) -> list[tuple[int, Token]]:
@@ -425,17 +427,20 @@ class Session:
         self.finish_reason = reason
         self._soft = None  # a kept slot never uses it
 
-    def rewind(self, decoder: Decoder | None = None) -> None:
+    def rewind(self, decoder: Decoder | None = None, num_held: int = 0) -> None:
         """Begin again in another slot or chain: all known tokens are fed again, as if they were the prompt.
 
         Args:
             decoder: takes over from the present one, which chooses by the costs of the last chain; None keeps that.
+            num_held: leading tokens that its slot still holds, if only on the first stage; 0: the slot is lost.
         """
         if self.state is SessionState.RUNNING:
             self.enter(SessionState.REPLAYING if self.num_rows else SessionState.WAITING)
         assert self.state is not SessionState.FINISHED
-        self.slot = None
-        self.fed = self.num_reused = self.rows_written = self.fed_apart = 0
+        if not num_held:
+            self.slot = None
+            self.num_reused = self.rows_written = 0
+        self.fed, self.fed_apart = num_held, 0
         self._chunk_ends.clear()
         self.stored.clear()
         self.reading = b""

@@ -206,6 +206,12 @@ class StepsAhead:
             self._ready += [found.following] if found.following and found.following.slots else []
         return found
 
+    def undo(self) -> None:
+        """Undo all steps."""
+        for each in self._ready:
+            each.drop(set(each.slots))
+        self._ready.clear()
+
     def clear(self) -> None:
         """Forget all steps: their slots are about to close."""
         self._ready.clear()

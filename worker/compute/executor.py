@@ -98,12 +98,12 @@ class Executor:
         prompt_end: int | None = None,
         returns_segments: bool = False,
         pieces: Pieces | None = None,
+        slots: dict[int, Slot] | None = None,
         drafter: Drafter | None = None,
         drafter_bytes: int = 0,
         drop_drafter: Callable[[], object] = lambda: None,
     ) -> None:
-        """Start with no slots.
-
+        """
         Args:
             node: this worker's name, which failures carry; empty on the coordinator.
             checks_finite: whether a window fails if its output holds NaN or infinities, before another stage sees it.
@@ -111,6 +111,7 @@ class Executor:
                 frames pass all of its layers.
             returns_segments: whether the coordinator gets what prompt chunks leave in the caches.
             pieces: of prefixes on this node's disk; None if nothing is kept there.
+            slots: by number, those that an executor of the same shard and dtype left; this one may leave its own there.
             drafter: of the last stage.
             drafter_bytes: of the weights that this stage holds for drafting.
             drop_drafter: frees those weights, if the drafter fails.
@@ -126,7 +127,8 @@ class Executor:
         self._drafter = drafter
         self._drop_drafter = drop_drafter
         self.weight_bytes = shard.nbytes + drafter_bytes
-        self._slots: dict[int, Slot] = {}
+        self._can_leave_slots = slots is not None
+        self._slots: dict[int, Slot] = {} if slots is None else slots
         self.cache_bytes = 0  # between two steps, counted now and then; other threads read it
         self._counted_at = 0  # nanoseconds
         self._idle_since = 0  # when the device last ran out of work, nanoseconds
@@ -154,14 +156,16 @@ class Executor:
     def num_slots(self) -> int:
         return len(self._slots)
 
-    def close(self) -> None:
-        """Free all slots."""
-        self._ahead.clear()
+    def close(self, *, leaves_slots: bool = False) -> None:
+        """Free all slots, or leave them as after the last step that began, if they were not made for this executor."""
         self._in_flight.clear()
-        slots = list(self._slots.values())
-        self._slots.clear()
+        if leaves_slots and self._can_leave_slots:
+            self._ahead.undo()
+        else:
+            self._ahead.clear()
+            close_slots(self._slots)
+        self._slots = {}  # from now on those left are the next executor's
         self.cache_bytes = 0
-        _close(slots)
         if self._pieces:
             self._pieces.close()
 
@@ -662,6 +666,13 @@ def share_of_begin(started: int, begun: int, waits_since: int, computed: int) ->
     """
     began_ns, device_ns, waited_ns = begun - started, computed - begun, computed - waits_since
     return began_ns / max(1, began_ns + (device_ns if waited_ns > _STILL_BUSY * device_ns else waited_ns))
+
+
+def close_slots(slots: dict[int, Slot]) -> None:
+    """Free the slots and remove them."""
+    ended = list(slots.values())
+    slots.clear()
+    _close(ended)
 
 
 def _close(slots: Sequence[Slot]) -> None:

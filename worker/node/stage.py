@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol
 from protos.brigade_pb2 import Credit, Frame, Result, StatusReply
 from worker.compute.ahead import StepOutputs
 from worker.compute.executor import Executor, Step
-from worker.errors import BrigadeError, FrameError, StageLost, without_trace
+from worker.errors import BrigadeError, ChainReplaced, FrameError, StageLost, without_trace
 from worker.node.framing import PLAIN, Arrival, FrameAssembler, Wire
 from worker.node.hop import pack, pack_segment, unpack
 from worker.platform.mlx_memory import forget_peak, memory_errors_named, memory_held
@@ -190,11 +190,15 @@ class Stage:
         raise self._failure.again()  # type: ignore[union-attr]
 
     def end(self) -> None:
-        """Leave the chain and free all slots; the step in progress has ended, since this runs on its thread."""
+        """Leave the chain and free all slots; the step in progress has ended, since this runs on its thread.
+
+        The first stage may leave its slots to the next chain, if this one ends because of another node.
+        """
         self.fail(StageLost("left the chain"))
         self._idle.set()
         self._begun = None
-        self.executor.close()
+        error = self._failure
+        self.executor.close(leaves_slots=isinstance(error, ChainReplaced) or bool(error and error.node))
 
     def fail(self, error: BaseException) -> None:
         """End the stage with this error, unless it has ended: from now on all calls raise it."""

@@ -172,6 +172,7 @@ class WorldChain:
         self.costs = self.answer_costs = costs or ChainCosts(self.num_stages)
         self.answers_alone = False
         self.stored = None
+        self.held_slots: dict[int, Any] = {}
         self.last_step = 0
         self.can_spare = can_spare
         self.begins_draining = asyncio.Event()

@@ -126,7 +126,7 @@ async def chain_over(peers: Sequence[FakePeer]) -> AsyncIterator[Chain]:
         drafter_request=lambda stage: None,
     )
     shard = SimpleNamespace(tap=lambda *_: None)
-    own: Any = SimpleNamespace(shard=shard, part=None, drop_part=lambda: None, thread=SameThread())
+    own: Any = SimpleNamespace(shard=shard, part=None, slots={}, drop_part=lambda: None, thread=SameThread())
     async with Chain(own, deployment) as found:
         yield found
 

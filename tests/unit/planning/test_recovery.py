@@ -109,6 +109,14 @@ def test_a_node_that_has_said_that_it_ends_is_not_awaited_even_if_it_is_gone_bef
     assert decide(there, lost(0.5), LIMITS, Splits()) == Load(WHOLE, ("air",))
 
 
+def test_a_lost_node_that_only_computed_prompts_is_not_awaited() -> None:
+    """The first node holds all layers, and goes on with the answers in their slots."""
+    there = nodes(LD, LD, A, plan=plan_over(ALL))
+    for prompt_end, action in ((None, Ask(("air",), 0.3)), (1, Open(plan_over(("max", "mini")), ("air",)))):
+        situation = lost(plan=replace(plan_over(ALL), prompt_end=prompt_end))
+        assert decide([replace(each, asked_at=99.8) for each in there], situation, LIMITS, Splits()) == action
+
+
 def test_a_spare_node_takes_part_and_is_not_awaited() -> None:
     there = nodes(LD, A, LD, plan=WHOLE)
     there[1].is_spare = True
