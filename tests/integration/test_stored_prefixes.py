@@ -105,8 +105,8 @@ async def test_after_a_restart_only_what_is_behind_the_deepest_piece_is_fed(
     assert again.usage.num_rows == len(TEXT) - num_read + len(again.tokens) - 1
     found = await kept(model, second, asked[1])
     found += await kept(model, second, *asked[1:])
-    async with running(model, second) as chain:
-        alone = await solo(chain, asked)
+    async with running(model, (sum(second),)) as chain:
+        alone = await solo(chain, asked, chunk=256)
     assert [each.tokens for each in found] == [alone[1].tokens, alone[1].tokens, alone[2].tokens]
     assert [each.usage.num_reused for each in found] == ([1024, 1024, 1050] if can_be_cut else [1190, 1390, 900])
 
@@ -186,13 +186,14 @@ async def test_the_oldest_pieces_give_way_and_those_of_a_full_disk_are_not_writt
 async def test_pieces_are_written_and_read_beside_streams_and_in_windows(models: Models, decode: Decode) -> None:
     model = models("qwen3", **{"config": MASKED["config"] | LONG}).folder
     asked = [request(tokens_of(700 + 100 * n, n), 12, decode, seed=n, temperature=0.7 * n) for n in range(3)]
-    async with running(model, (1, 2, 1)) as chain:
-        alone = await solo(chain, [*asked, request(tokens_of(20, 9), 400)])
+    async with running(model, (4,)) as chain:
+        alone = await solo(chain, [*asked, request(tokens_of(20, 9), 150)], chunk=256)
     for _ in range(2):
         async with keeping(model, (1, 2, 1)) as chain, Engine(chain) as engine:
-            stream = Live(engine, request(tokens_of(20, 9), 400))
+            stream = Live(engine, request(tokens_of(20, 9), 150))
             await stream.wait_pieces(2)
             found = [await engine.answer(each, chunk=256) for each in asked]
+            assert not stream.task.done(), "beside it"
             assert [each.tokens for each in found] == [each.tokens for each in alone[:3]]
             assert (await stream.answer()).tokens == alone[3].tokens
     assert [each.usage.num_reused for each in found] == [512, 512, 512]
