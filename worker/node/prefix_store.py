@@ -229,7 +229,7 @@ class PrefixStore:
 
     def _make_room(self, nbytes: int, end: int) -> bool:
         """Remove pieces used before a new one with this end, the least recently used first; return whether it fits."""
-        _remove(path for path in self._folder.glob("*.part") if time.time() - path.stat().st_mtime > _ABANDONED_S)
+        _remove(filter(_is_abandoned, self._folder.glob("*.part")))
         files = piece_files(self._folder)
         disk = shutil.disk_usage(self._folder)
         room = min(self._limit - sum(file.nbytes for file in files), disk.free - disk.total // _SPARE)
@@ -259,6 +259,14 @@ def _remove(paths: Iterable[Path]) -> None:
     for path in paths:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def _is_abandoned(unfinished: Path) -> bool:
+    """Return whether nobody writes this file any more; another thread or process may have renamed it."""
+    try:
+        return time.time() - unfinished.stat().st_mtime > _ABANDONED_S
+    except OSError:
+        return False
 
 
 def _lengths(segment: Segment, data: memoryview) -> tuple[bytes, bytes]:
