@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Protocol
 
 import mlx.core as mx
@@ -22,6 +23,7 @@ from coordinator.bench.results import (
     BenchRow,
     BenchTrial,
     FrameCosts,
+    PromptRow,
     frame_costs,
     sent_between,
     summarise,
@@ -62,7 +64,10 @@ LayerSplit = tuple[int, ...] | None  # layers per node; None: as planned
 
 @dataclass(frozen=True)
 class Workload:
-    """The requests of a benchmark: how many at once, of how many tokens, by which decoders, over which splits."""
+    """The requests of a benchmark: how many at once, of how many tokens, by which decoders, over which splits.
+
+    `prompts` are lengths of further prompts, which are timed one at a time.
+    """
 
     concurrency: tuple[int, ...]
     num_prompt: int
@@ -70,11 +75,12 @@ class Workload:
     decodes: tuple[Decode, ...]
     splits: tuple[LayerSplit, ...]
     num_trials: int
+    prompts: tuple[int, ...] = ()
 
     @property
     def context(self) -> int:
-        """The tokens of one request."""
-        return self.num_prompt + self.num_tokens
+        """The tokens of the longest request."""
+        return max([self.num_prompt + self.num_tokens, *(num_prompt + 1 for num_prompt in self.prompts)])
 
     @property
     def cases(self) -> list[tuple[Decode, int]]:
@@ -83,10 +89,14 @@ class Workload:
 
     def requests(self, count: int, decode: Decode, spec: ModelSpec, seed: int) -> list[Request]:
         """Return requests of different random prompts, whose answers continue past the end-of-sequence token."""
-        numbers = random.Random(f"{count} {seed}")
-        drawn = filter(spec.is_text, (numbers.randrange(spec.vocab_size) for _ in itertools.count()))
-        prompts = [tuple(itertools.islice(drawn, self.num_prompt)) for _ in range(count)]
+        prompts = _random_prompts([self.num_prompt] * count, spec, f"{count} {seed}")
         return [Request(prompt, self.num_tokens, decode=decode) for prompt in prompts]
+
+
+def _random_prompts(lengths: Sequence[int], spec: ModelSpec, seed: str) -> list[tuple[int, ...]]:
+    numbers = random.Random(seed)
+    drawn = filter(spec.is_text, (numbers.randrange(spec.vocab_size) for _ in itertools.count()))
+    return [tuple(itertools.islice(drawn, length)) for length in lengths]
 
 
 async def measure(options: ClusterOptions, workload: Workload) -> Bench:
@@ -131,10 +141,9 @@ async def measure(options: ClusterOptions, workload: Workload) -> Bench:
 def _suited(workload: Workload, spec: ModelSpec) -> Workload:
     """Return the workload with the decoders that this model has, each once: `auto` may stand for another one."""
     if workload.context > spec.context:
-        raise InputError(
-            "num_prompt",
-            f"expected at most {spec.context} tokens with --num-tokens, {spec.name}'s context, got {workload.context}",
-        )
+        field = "prompts" if workload.context == max(workload.prompts, default=0) + 1 else "num_prompt"
+        found = f"{spec.name}'s context, got {workload.context}"
+        raise InputError(field, f"expected at most {spec.context} tokens with those of the answer, {found}")
     suited: list[Decode] = []
     for number, decode in enumerate(workload.decodes, start=1):
         try:
@@ -319,13 +328,16 @@ class _Run:
         by_ar = {system for (decode, _), own in able.items() if decode.kind == "ar" for system in own}
         clusters = [s for s in systems if s in by_ar and isinstance(s, OnChain) and s.name == CLUSTER]
         rows: list[BenchRow] = []
-        with show_steps((1 + self.workload.num_trials) * sum(map(len, able.values())) + len(clusters)) as begin:
+        num_turns = sum(map(len, able.values())) + len(systems) * len(self.workload.prompts)
+        with show_steps((1 + self.workload.num_trials) * num_turns + len(clusters)) as begin:
             try:
                 for (decode, num_requests), own in able.items():
                     taken = await self._take_turns(own, num_requests, decode, begin)
                     for system, trials in taken.items():
                         row = summarise(system.name, system.layers, decode.kind, trials)
                         rows.append(with_plan(row, Prediction(self.spec, system.chain.plan, self.known)))
+                for num_prompt in self.workload.prompts:
+                    await self._time_prompts(systems, num_prompt, begin)
                 for system in clusters:
                     begin(f"{system_name(system.name, system.layers)}, what frames of several sizes take")
                     self.bench.frame_costs.append(await self._measure_frame_costs(system))
@@ -362,6 +374,28 @@ class _Run:
                 else:
                     trials[system] += [trial] if number else []
         return trials
+
+    async def _time_prompts(self, systems: Sequence[System], num_prompt: int, begin: Begin) -> None:
+        """Add what each system takes for a prompt of this length, alone. The first round only warms up."""
+        taken: dict[System, list[float]] = {system: [] for system in systems}
+        for number in range(1 + self.workload.num_trials):
+            [prompt] = _random_prompts([num_prompt], self.spec, f"{num_prompt} {number}")
+            for system in list(taken):
+                case = f"{system_name(system.name, system.layers)}, a prompt of {num_prompt} tokens"
+                begin(f"{case}, {f'trial {number}' if number else 'warming up'}")
+                try:
+                    trial = await system.run([Request(prompt, 1)])
+                except InputError as error:
+                    _leave_out(case, error)
+                    del taken[system]
+                else:
+                    taken[system] += [trial.prefill_s] if number else []
+        for system, seconds in taken.items():
+            plan = system.chain.plan if system.name == CLUSTER else None
+            planned = Prediction(self.spec, plan, self.known).prefill_s(num_prompt) if plan else None
+            median_s = median(seconds)
+            row = PromptRow(system.name, system.layers, num_prompt, median_s, num_prompt / median_s, planned)
+            self.bench.prompts.append(row)
 
     async def _measure_frame_costs(self, system: OnChain) -> FrameCosts:
         """Return the times of frames of several sizes while all stages are busy.

@@ -232,7 +232,12 @@ def _remarks(bench: Bench) -> list[str]:
         for row in bench.rows
         if row.planned_tokens_per_s is not None
     ]
-    return [*_ratios(bench), *_winners(bench), *planned]
+    prompts = [
+        f"* {system_name(row.system, row.layers)}, prompt of {row.prompt_tokens} tokens: {row.prompt_s:.2f} s "
+        f"({row.prompt_tokens_per_s:.0f} tok/s)" + ("" if row.planned_s is None else f", {row.planned_s:.2f} s planned")
+        for row in bench.prompts
+    ]
+    return [*_ratios(bench), *_winners(bench), *planned, *prompts]
 
 
 def _ratios(bench: Bench) -> list[str]:

@@ -98,6 +98,18 @@ class FrameCosts:
     hop_ms: list[HopMs]
 
 
+@dataclass(frozen=True)
+class PromptRow:
+    """How long one system takes for a prompt of this length, alone: until the first token, median over the trials."""
+
+    system: str
+    layers: list[int] | None
+    prompt_tokens: int
+    prompt_s: float
+    prompt_tokens_per_s: float
+    planned_s: float | None  # from the speeds that the nodes measured of themselves
+
+
 @dataclass
 class Bench:
     """The results of one run."""
@@ -109,6 +121,7 @@ class Bench:
     most_requests: int  # the largest number at once that was asked for
     rows: list[BenchRow]
     frame_costs: list[FrameCosts] = field(default_factory=list)  # by split
+    prompts: list[PromptRow] = field(default_factory=list)
     failure: BrigadeError | None = None  # of the cluster, which ended the run early
 
     def as_json(self) -> dict[str, Any]:
@@ -134,6 +147,7 @@ class Bench:
                 for row in fastest_splits(self.rows)
             ],
             "frame_costs": [asdict(costs) for costs in self.frame_costs],
+            "prompts": [asdict(row) for row in self.prompts],
         }
 
     def _find(self, system: str, count: int) -> BenchRow | None:

@@ -42,6 +42,10 @@ def bench(
     num_prompt: Annotated[int, _load("--num-prompt", "-p", min=1, help="Tokens of each prompt.")] = 128,
     num_tokens: Annotated[int, _load("--num-tokens", "-g", min=2, help="Tokens of each answer.")] = 64,
     num_trials: Annotated[int, _load("--num-trials", "-n", min=1, help="Trials of each; medians are shown.")] = 3,
+    prompts: Annotated[
+        str | None,
+        _load(metavar="2048,16384", help="Also time prompts of these lengths, one request at a time."),
+    ] = None,
     decode: Annotated[str, _load(metavar="ar,ngram,...", help="Decoders, as for `generate`.")] = "ar",
     failover: Annotated[
         bool,
@@ -71,13 +75,16 @@ def bench(
 
     Compare decoders: brigade bench --config cluster.yaml --concurrency 1 --decode ar,ngram,diffusion
 
+    Time long prompts, too: brigade bench --config cluster.yaml --concurrency 1 --prompts 2048,16384,65536
+
     To forecast more requests with `brigade plan --simulate --measured`: brigade bench --concurrency 1 --json > one.json
 
     Measure how long an answer pauses when a worker is lost: brigade bench --failover
     """
     local, model = cluster.local, cluster.model
     if failover:
-        others = ("config", "draft_model", "layers", "objective", "concurrency", "num_tokens", "decode", "wide", "plot")
+        of_requests = ("concurrency", "num_tokens", "prompts", "decode")
+        others = ("config", "draft_model", "layers", "objective", *of_requests, "wide", "plot")
         refuse_flags(ctx, others, "not expected with --failover, which loses workers of --local in one answer by ar")
         if local == 0:
             raise InputError("local", "expected at least one worker, which is lost, got 0")
@@ -100,7 +107,8 @@ def bench(
 
     from coordinator.bench.bench import Workload
 
-    workload = Workload(counts, num_prompt, num_tokens, decodes, splits, num_trials)
+    lengths = parse_counts("prompts", prompts) if prompts else ()
+    workload = Workload(counts, num_prompt, num_tokens, decodes, splits, num_trials, lengths)
     return run_bench(options, workload, as_json=as_json, is_wide=wide, plot=plot)
 
 

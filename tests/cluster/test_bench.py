@@ -35,7 +35,7 @@ def test_every_system_is_measured_at_every_number_of_requests_and_the_figures_ca
 ) -> None:
     """How close the forecast comes is no claim here: this machine is shared while tests run."""
     plot = tmp_path / "bench.png"
-    load = ("--concurrency", "4,1", *LOAD[:-1], "2")
+    load = ("--concurrency", "4,1", *LOAD[:-1], "2", "--prompts", "20,9")
     bench = parse(run_here("bench", "--model", talker, "--local", "1", *load, "--json", "--plot", plot))
     assert plot.read_bytes().startswith(b"\x89PNG")
     rows = {(row["system"], row["concurrency"]): row for row in bench["rows"]}
@@ -53,6 +53,12 @@ def test_every_system_is_measured_at_every_number_of_requests_and_the_figures_ca
     ratio = rows["cluster", 1]["tokens_per_s_per_request"] / rows["one process", 1]["tokens_per_s_per_request"]
     assert bench["ratio_vs_one_process"] == pytest.approx(ratio)
     assert [rows[name, 1]["predicted_tokens_per_s"] is None for name in ("one process", "mlx_lm")] == [False, True]
+    timed = [(row["system"], row["prompt_tokens"]) for row in bench["prompts"]]
+    assert timed == [(system, length) for length in (9, 20) for system in ("one process", "mlx_lm", "cluster")]
+    for row in bench["prompts"]:
+        assert row["prompt_s"] > 0 and row["prompt_s"] * row["prompt_tokens_per_s"] == pytest.approx(
+            row["prompt_tokens"]
+        )
     [costs] = bench["frame_costs"]
     assert costs["layers"] == rows["cluster", 4]["layers"] and len(costs["hop_ms"]) == 2
     assert all("1" in by_rows and len(by_rows) > 1 and min(by_rows.values()) > 0 for by_rows in costs["stage_ms"])
