@@ -106,7 +106,7 @@ class Answering:
     def build_ahead(self) -> None:
         pass
 
-    def close(self) -> None:
+    def close(self, *, leaves_slots: bool = False) -> None:
         pass
 
 

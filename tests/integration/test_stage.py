@@ -59,7 +59,7 @@ class FakeEngine:
     def check(self, header: Frame) -> None:
         pass
 
-    def close(self) -> None:
+    def close(self, *, leaves_slots: bool = False) -> None:
         self.is_closed = True
 
     def awaited(self, header: Frame) -> None:
