@@ -349,14 +349,14 @@ class Chain:
         limit = self.deployment.prefix_bytes
         prefixes = PrefixStore(own.shard.start, own.shard.end, limit) if limit else None
         is_whole = self.answers_alone or not self.peers
-        if not is_whole or drafter:
+        if not is_whole:
             await own.thread.run(partial(close_slots, own.slots))
         engine = Executor(
             *(own.shard, 0, self.spec.dtype),
             checks_finite=self.deployment.check_finite,
             prompt_end=self.plan.prompt_end,
             pieces=prefixes,
-            slots=own.slots if is_whole and not drafter else None,
+            slots=own.slots if is_whole else None,
             drafter=drafter,
             drafter_bytes=own.part.nbytes if own.part else 0,
             drop_drafter=partial(self._main.call_soon_threadsafe, own.drop_part),

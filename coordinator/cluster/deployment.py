@@ -77,15 +77,15 @@ class Deployment:
         self, stage: int, contents: Contents | None = None, digests: Mapping[int, str] | None = None
     ) -> LoadRequest | None:
         """Return the request for what this stage's worker needs of the drafter; None if that is nothing."""
-        assignment, drafter = self.plan.assignments[stage], self.drafter
-        if drafter is None or self.spec.drafter is None or not self.spec.has_drafting(assignment.start, assignment.end):
+        assignment, drafter, spec = self.plan.assignments[stage], self.drafter, self.plan.spec_on(stage, self.spec)
+        if drafter is None or spec.drafter is None or not spec.has_drafting(assignment.start, assignment.end):
             return None
         return LoadRequest(
             model=drafter.name,
             fingerprint=drafter.fingerprint,
-            end=self.spec.drafter.num_layers if assignment.end == self.spec.num_layers else 0,
-            num_layers=self.spec.drafter.num_layers,
-            dtype=self.spec.drafter.dtype,
+            end=spec.drafter.num_layers if assignment.end == spec.num_layers else 0,
+            num_layers=spec.drafter.num_layers,
+            dtype=spec.drafter.dtype,
             contents=contents,
             coordinator=self.coordinator,
             memory_bytes=assignment.memory_bytes,

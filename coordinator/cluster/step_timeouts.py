@@ -234,8 +234,8 @@ class Flight:
         if sent.num_read and not arrival.result.failures:
             self.costs.observe_read(sent.num_read, sum(stages_s))
         if sent.num_rows:
-            last = arrival.result.timings[-1]
-            drafting_s = min(max(0, last.drafted - last.sampled) / 1e9, arrival.took_s)
+            drafting_ns = sum(max(0, timing.drafted - timing.sampled) for timing in arrival.result.timings)
+            drafting_s = min(drafting_ns / 1e9, arrival.took_s)
             lost_s = 0.0
             if sent.num_drafts and sent.is_alone and sent.num_rows == len(sent.asked) and self.costs.steps.is_known:
                 lost_s = max(0.0, arrival.took_s - drafting_s - self.costs.steps.seconds(sent.num_rows))

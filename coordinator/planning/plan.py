@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -97,7 +97,7 @@ class Plan:
     assignments: tuple[Assignment, ...]
     context: int
     num_sessions: int = 1
-    has_drafter: bool = False  # the last node holds one beside its layers
+    has_drafter: bool = False  # the node that samples holds one beside its layers
     # The first node holds all layers and makes answers alone: of prompts it computes the layers up to this one. Others
     # hold copies of layers and send it what these remember. None: every frame passes all nodes.
     prompt_end: int | None = None
@@ -108,6 +108,10 @@ class Plan:
         ends = [assignment.end for assignment in self.assignments]
         ends[0] = self.prompt_end or ends[0]
         return list(zip([assignment.start for assignment in self.assignments], ends, strict=True))
+
+    def spec_on(self, stage: int, spec: ModelSpec) -> ModelSpec:
+        """Return the model as this stage holds it: those that compute prompts only have no drafter."""
+        return spec if stage == 0 or self.prompt_end is None else replace(spec, drafter=None)
 
     @property
     def fits(self) -> bool:
@@ -147,17 +151,18 @@ def assign(
     """
     ends = list(accumulate(layers))
     held = [spec.num_layers, *ends[1:]] if answers_alone else ends
+    others = replace(spec, drafter=None) if answers_alone else spec
     assignments = (
         Assignment(
             node.name,
             start,
             end,
-            spec.shard_bytes(start, end),
-            num_sessions * spec.reserved_bytes(start, end, context),
+            own.shard_bytes(start, end),
+            num_sessions * own.reserved_bytes(start, end, context),
             node.memory_bytes,
-            spec.scratch_bytes(end),
+            own.scratch_bytes(end),
         )
-        for node, start, end in zip(nodes, [0, *ends], held, strict=False)
+        for node, start, end, own in zip(nodes, [0, *ends], held, [spec, *[others] * len(ends)], strict=False)
     )
     prompt_end = layers[0] if answers_alone else None
     return Plan(tuple(assignments), context, num_sessions, spec.drafter is not None, prompt_end)

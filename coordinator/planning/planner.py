@@ -91,8 +91,8 @@ def _obstacle(spec: ModelSpec, nodes: Sequence[Node]) -> str:
     """Return why these nodes cannot compute prompts for the first one, or "" if they can."""
     if len(nodes) < 2:
         return "there is no other node"
-    if spec.drafter:
-        return "a drafter needs every prompt on the last node; --draft-model none leaves it out"
+    if spec.draft_head:
+        return "a draft head reads every prompt behind the last layer; --draft-model none leaves it out"
     if spec.largest_snapshot_bytes > MOST_SNAPSHOT_BYTES:
         size = format_bytes(spec.largest_snapshot_bytes)
         return f"a layer's sliding window or state takes {size}, too much to be sent at once"
@@ -113,12 +113,15 @@ def _plan_apart(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objectiv
 
     layers = objective.layers
     if layers is None:
-        excess = excess_cost(spec, nodes, objective.context, objective.num_sessions)
+        excess, others_excess = (
+            excess_cost(each, nodes, objective.context, objective.num_sessions)
+            for each in (spec, replace(spec, drafter=None))
+        )
         rows_ms = [_rows_ms(spec, node, speeds, objective) if is_known else None for node in nodes]
         back = [speeds.link(node.name, nodes[0].name) for node in nodes]
 
         def cost(i: int, start: int, end: int) -> float:
-            if excess(i, start if i else 0, end if i else spec.num_layers):
+            if others_excess(i, start, end) if i else excess(0, 0, spec.num_layers):
                 return math.inf
             up_to = rows_ms[i]
             if up_to is None:

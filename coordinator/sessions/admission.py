@@ -63,7 +63,9 @@ def cache_costs(plan: Plan, spec: ModelSpec) -> CacheCosts:
 
     @lru_cache(4096)  # admission asks for the same sizes again and again
     def bytes_by_kind(kind: bytes, rows: int) -> Bytes:
-        return tuple(with_cache(kind).reserved_bytes(node.start, node.end, rows) for node in plan.assignments)
+        specs = (plan.spec_on(stage, with_cache(kind)) for stage in range(len(plan.assignments)))
+        held = zip(specs, plan.assignments, strict=True)
+        return tuple(own.reserved_bytes(node.start, node.end, rows) for own, node in held)
 
     def snapshot_bytes(cache: Cache) -> Bytes:
         model = with_cache(cache.SerializeToString(deterministic=True))

@@ -13,6 +13,7 @@ from tests.integration.conftest import CHUNK, Models, running
 from tests.integration.many import request, solo, together, tokens_of
 from tests.integration.windows import MASKED
 from tools.model_types.make import make_type
+from worker.drafters.small_model import SmallModel
 
 KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "full": ("qwen3", MASKED, make_cache_choice("full", None)),
@@ -78,3 +79,39 @@ async def test_turns_and_requests_side_by_side_get_the_tokens_of_one_node(
     assert [each.tokens for each in turns] == [alone[0].tokens, again[0].tokens, again[0].tokens]
     can_be_cut = kind in ("full", "int8", "without attention", "without values")
     assert [each.usage.num_reused for each in turns] == [0, 89, len(text) - 2 if can_be_cut else 89]
+
+
+async def test_a_draft_model_reads_prompts_on_the_node_that_makes_answers(models: Models) -> None:
+    """It is the model itself: a text that it read otherwise would show in drafts that fail."""
+    folder = models("qwen3", **MASKED).folder
+    asked = [
+        request(tokens_of(90, seed), 12, Decode("draft", num_drafts=3), seed=seed, temperature=0.5 * seed)
+        for seed in range(2)
+    ]
+    async with running(folder, (4,)) as chain:
+        alone = await solo(chain, [replace(each, decode=Decode()) for each in asked])
+    async with running(folder, (1, 2, 1), drafter=folder, goal="prompt") as chain:
+        found = await together(chain, asked)
+        loaded = [status.weight_bytes for status in await chain.statuses()]
+        bare = replace(chain.spec, drafter=None)
+        assert loaded[1:] == [bare.shard_bytes(*part) for part in chain.plan.prompt_parts[1:]]
+    assert [each.tokens for each in found] == [each.tokens for each in alone]
+    assert {held for each in found for held in each.usage.drafts_held} == {1.0}
+
+
+async def test_a_draft_model_that_fails_while_it_reads_a_prompt_is_left_out(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("[broadcast_shapes] Shapes cannot be broadcast")
+
+    monkeypatch.setattr(SmallModel, "draft", fail)
+    folder = models("qwen3", **MASKED).folder
+    asked = request(tokens_of(90), 6, Decode("draft", num_drafts=3))
+    async with running(folder, (2, 2), drafter=folder, goal="prompt") as chain:
+        async with Engine(chain) as engine:
+            found = await engine.answer(asked, chunk=CHUNK)
+        assert chain.most_drafts == 0
+        assert (await chain.statuses())[0].weight_bytes == replace(chain.spec, drafter=None).shard_bytes(0, 4)
+    assert not found.usage.num_drafts
+    assert found.tokens == models("qwen3", **MASKED).tokens(asked.prompt, 6)

@@ -31,7 +31,7 @@ from coordinator.sessions.request import Request
 from coordinator.sessions.text import TextParser
 from protos.brigade_pb2 import Sampling
 from tests.integration.certificates import Certificates
-from tests.integration.conftest import ANYWHERE, CHUNK, NETWORK, Models, running
+from tests.integration.conftest import ANYWHERE, CHUNK, NETWORK, Models, opened_folder, running
 from tests.integration.many import Frames, Live, request, solo, tokens_of, until
 from tests.integration.many import frames as frames
 from tests.integration.windows import MASKED, Words
@@ -106,10 +106,10 @@ async def supervised(
     reaching: Callable[[Place], AbstractAsyncContextManager[Sequence[str]]] = directly,
     network_of: Callable[[str], Network] = lambda name: NETWORK,
     goal: Goal = "latency",
+    drafter: Path | None = None,
 ) -> AsyncIterator[Rig]:
     """`reaching` gives the addresses at which a place is reached, for as long as it is used."""
-    checkpoint = open_folder(folder)
-    spec = describe(checkpoint)
+    checkpoint, spec = opened_folder(folder, drafter)
     said: list[str] = []
     async with AsyncExitStack() as stack:
         places = [Place(f"node-{i}", network_of(f"node-{i}")) for i in range(1, len(layers))]
@@ -214,9 +214,13 @@ async def test_every_stream_is_that_of_the_unfailed_run(
         assert len(told) == 1 and told[0].startswith(f"worker node-{after % 2 + 1}: ")
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"], ids=["full caches", "recurrent layers"])
+@pytest.mark.parametrize(
+    ("family", "decode"),
+    [("qwen3", Decode()), ("qwen3", Decode("draft", num_drafts=3)), ("qwen3_5", Decode())],
+    ids=["full caches", "a drafter", "recurrent layers"],
+)
 async def test_answers_that_one_node_makes_go_on_in_their_slots_when_a_prompt_node_is_lost_and_returns(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frames: Frames, family: str
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frames: Frames, family: str, decode: Decode
 ) -> None:
     """Recurrent states may be a row ahead of what is known: these answers are fed again."""
     monkeypatch.setattr(ChainCosts, "pays_apart", lambda costs, num_alone, *rest: num_alone > 2 * CHUNK)
@@ -227,7 +231,9 @@ async def test_answers_that_one_node_makes_go_on_in_their_slots_when_a_prompt_no
     ended, asked = request(tokens_of(30, 3), 4), request(tokens_of(40), 80, temperature=0.9, seed=3)
     follow_up = request((*ended.prompt, 1, 2), 4)
     expected = await unfailed(folder, [ended, asked, follow_up], layers)
-    async with supervised(folder, COMES_BACK, layers, goal="prompt") as rig, rig.engine() as engine:
+    drafter = folder if decode.kind == "draft" else None
+    asked = replace(asked, decode=decode)
+    async with supervised(folder, COMES_BACK, layers, goal="prompt", drafter=drafter) as rig, rig.engine() as engine:
         found = [await engine.answer(ended, chunk=CHUNK)]
         live = Live(engine, asked)
         await live.wait_pieces(5)
@@ -239,7 +245,11 @@ async def test_answers_that_one_node_makes_go_on_in_their_slots_when_a_prompt_no
     windows = [window for frame in frames if frame.epoch > 1 for window in frame.windows if any(window.tokens)]
     fed_again = [window for window in windows if list(window.tokens) == list(asked.prompt[: len(window.tokens)])]
     if is_full:
-        assert not fed_again and found[1].usage.num_rows <= len(asked.prompt) + asked.max_tokens + 2
+        assert not fed_again
+        if drafter:
+            assert set(found[1].usage.drafts_held) == {1.0}, "the drafter, which is the model, read another text"
+        else:
+            assert found[1].usage.num_rows <= len(asked.prompt) + asked.max_tokens + 2
         assert found[2].usage.num_reused >= len(ended.prompt) - 1
     else:
         assert fed_again

@@ -126,6 +126,7 @@ class Executor:
         self._pieces = pieces
         self._drafter = drafter
         self._drop_drafter = drop_drafter
+        self._drafter_failure = ""  # that the next result tells
         self.weight_bytes = shard.nbytes + drafter_bytes
         self._can_leave_slots = slots is not None
         self._slots: dict[int, Slot] = {} if slots is None else slots
@@ -263,11 +264,13 @@ class Executor:
             if not step.goes_on:
                 self._begin_sampling(step, h, states)
             else:
+                step.rows = h
                 step.pending = [h, *states]
                 mx.async_eval(step.pending)
         for store in frame.stores:
             self._begin_store(step, store)
-        if not step.goes_on and any(window.drafts or self._slots[window.slot].is_drafted for window in step.windows):
+        samples = not step.goes_on  # a stage with a drafter reads the prompts that pass it, too
+        if any((samples and window.drafts) or self._slots[window.slot].is_drafted for window in step.windows):
             step.slots = {window.slot: self._slots[window.slot] for window in step.windows}
             step.has_drafting = any(window.drafts or is_chunk(window) for window in step.windows)
         if step.windows and not step.is_under_way:
@@ -325,13 +328,15 @@ class Executor:
         output = next_frame(step) if step.goes_on else result_of(step)
         step.timing.sampled = step.timing.computed if step.goes_on else time.monotonic_ns()
         step.timing.drafted = step.timing.sampled
-        if step.slots and step.rows is not None and isinstance(output, Result):
-            self._add_drafts(step, step.rows, output)
+        if step.slots and step.rows is not None:
+            self._add_drafts(step, step.rows, output if isinstance(output, Result) else Result())
             step.timing.drafted = time.monotonic_ns() if step.has_drafting else step.timing.sampled
         self._idle_since = step.timing.drafted
         if step.changes_bytes or step.timing.drafted > self._counted_at + _COUNT_NS:
             self.cache_bytes = sum(slot.nbytes for slot in self._slots.values())
             self._counted_at = step.timing.drafted
+        if isinstance(output, Result):
+            output.drafter_failure, self._drafter_failure = self._drafter_failure, ""
         output.timings.extend([*step.frame.timings, step.timing])
         output.failures.extend([*step.frame.failures, *step.failures])
         failed = {failure.slot for failure in step.failures}
@@ -383,8 +388,8 @@ class Executor:
         try:
             add_drafts(self._drafter, step.windows, step.slots, rows, output)
         except (*MISFITS, BrigadeError) as error:
-            output.drafter_failure = f"{type(error).__name__}: {error}"
-            _log.error("the drafter failed; the chain goes on without drafts: %s", output.drafter_failure)
+            self._drafter_failure = f"{type(error).__name__}: {error}"
+            _log.error("the drafter failed; the chain goes on without drafts: %s", self._drafter_failure)
             self._drafter = None
             self.weight_bytes = self._shard.nbytes
             self._drop_drafter()
@@ -581,11 +586,10 @@ class Executor:
         step.draws = [(window, draws) for window, draws in step.draws if window.slot not in bad]
         step.scores = [(window, scores) for window, scores in step.scores if window.slot not in bad]
         step.pooled = [(window, total) for window, total in step.pooled if window.slot not in bad]
-        if bad and step.windows:
-            if not step.goes_on:
-                step.rows = step.rows if step.rows is None else rows_of(step.windows, windows, step.rows)
-            else:
-                step.pending = [rows_of(step.windows, windows, step.pending[0])]
+        if bad and step.windows and step.rows is not None:
+            step.rows = rows_of(step.windows, windows, step.rows)
+            if step.goes_on:
+                step.pending = [step.rows]
                 mx.eval(step.pending)
 
 
@@ -637,7 +641,7 @@ class Step:
     held_bytes: int | None = None  # of a prompt chunk: the active memory before it
     is_under_way: bool = False  # launched before its frame arrived
     has_drafting: bool = False  # a drafter has work with it: no later step may begin before it is finished
-    rows: mx.array | None = None  # on the last stage: [1, sum L, W] of its windows
+    rows: mx.array | None = None  # [1, sum L, W] of its windows, after the last of this stage's layers
     slots: dict[int, Slot] = field(
         default_factory=dict
     )  # of its windows, if a drafter sees them: a later step may close them

@@ -301,3 +301,15 @@ def test_a_drafter_that_does_not_fit_on_what_is_left_is_left_out(last: int, fits
         found = planner.best(nodes(3 * GB + GB // 2, last))
         assert (found is not None) == fits
         assert found is None or (found.has_drafter == has_drafter and found.layers == list(layers or found.layers))
+
+
+def test_a_drafter_lies_on_the_node_that_makes_answers_alone() -> None:
+    """Nodes that compute prompts need no memory for it, and are not asked to load it."""
+    spec = replace(model([GB] * 4), drafter=model([3 * GB]))
+    found = plan(spec, nodes(8 * GB, GB + GB // 2, ROOMY), NO_SPEEDS, Objective(100, goal="prompt", layers=(2, 1, 1)))
+    bare = replace(spec, drafter=None)
+    assert found.fits and found.prompt_end == 2 and found.has_drafter
+    assert [each.weight_bytes for each in found.assignments] == [
+        spec.shard_bytes(0, 4), bare.shard_bytes(2, 3), bare.shard_bytes(3, 4)
+    ]  # fmt: skip
+    assert [found.spec_on(stage, spec).drafter is None for stage in range(3)] == [False, True, True]
