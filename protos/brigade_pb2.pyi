@@ -196,7 +196,7 @@ class LoadProgress(_message.Message):
     def __init__(self, phase: _Optional[str] = ..., done: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("epoch", "stage", "successor", "successor_name", "loaded", "coordinator", "predecessor_name", "num_stages", "check_finite", "successor_fallbacks", "drafter", "returns_segments", "num_features", "prefix_bytes")
+    __slots__ = ("epoch", "stage", "successor", "successor_name", "loaded", "coordinator", "predecessor_name", "num_stages", "check_finite", "successor_fallbacks", "drafter", "returns_segments", "num_features", "prefix_bytes", "returns_rows")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     SUCCESSOR_FIELD_NUMBER: _ClassVar[int]
@@ -211,6 +211,7 @@ class AttachRequest(_message.Message):
     RETURNS_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     NUM_FEATURES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RETURNS_ROWS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     stage: int
     successor: str
@@ -225,7 +226,8 @@ class AttachRequest(_message.Message):
     returns_segments: bool
     num_features: int
     prefix_bytes: int
-    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., successor: _Optional[str] = ..., successor_name: _Optional[str] = ..., loaded: _Optional[_Union[LoadRequest, _Mapping]] = ..., coordinator: _Optional[_Union[Coordinator, _Mapping]] = ..., predecessor_name: _Optional[str] = ..., num_stages: _Optional[int] = ..., check_finite: _Optional[bool] = ..., successor_fallbacks: _Optional[_Iterable[str]] = ..., drafter: _Optional[_Union[LoadRequest, _Mapping]] = ..., returns_segments: _Optional[bool] = ..., num_features: _Optional[int] = ..., prefix_bytes: _Optional[int] = ...) -> None: ...
+    returns_rows: bool
+    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., successor: _Optional[str] = ..., successor_name: _Optional[str] = ..., loaded: _Optional[_Union[LoadRequest, _Mapping]] = ..., coordinator: _Optional[_Union[Coordinator, _Mapping]] = ..., predecessor_name: _Optional[str] = ..., num_stages: _Optional[int] = ..., check_finite: _Optional[bool] = ..., successor_fallbacks: _Optional[_Iterable[str]] = ..., drafter: _Optional[_Union[LoadRequest, _Mapping]] = ..., returns_segments: _Optional[bool] = ..., num_features: _Optional[int] = ..., prefix_bytes: _Optional[int] = ..., returns_rows: _Optional[bool] = ...) -> None: ...
 
 class ResultsRequest(_message.Message):
     __slots__ = ("epoch", "coordinator_id")
@@ -250,7 +252,7 @@ class Report(_message.Message):
     def __init__(self, result: _Optional[_Union[Result, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Segment(_message.Message):
-    __slots__ = ("epoch", "step", "slot", "base", "cache", "part", "tensors", "num_keys", "length")
+    __slots__ = ("epoch", "step", "slot", "base", "cache", "part", "tensors", "is_output", "num_keys", "length")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
@@ -258,6 +260,7 @@ class Segment(_message.Message):
     CACHE_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
+    IS_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     NUM_KEYS_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     epoch: int
@@ -267,9 +270,10 @@ class Segment(_message.Message):
     cache: int
     part: int
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
+    is_output: bool
     num_keys: int
     length: int
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., slot: _Optional[int] = ..., base: _Optional[int] = ..., cache: _Optional[int] = ..., part: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., num_keys: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., slot: _Optional[int] = ..., base: _Optional[int] = ..., cache: _Optional[int] = ..., part: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., is_output: _Optional[bool] = ..., num_keys: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class Piece(_message.Message):
     __slots__ = ("name", "begin", "end")

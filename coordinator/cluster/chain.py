@@ -502,6 +502,7 @@ class Chain:
             check_finite=self.deployment.check_finite,
             num_features=self.spec.num_features,
             returns_segments=self.answers_alone,
+            returns_rows=self.answers_alone and self.spec.draft_head is not None,
             prefix_bytes=self.deployment.prefix_bytes,
         )
         if stage < len(self.peers):

@@ -54,7 +54,7 @@ class Deployment:
 
         `contents` and `digests` describe our own copy of the model.
         """
-        assignment = self.plan.assignments[stage]
+        assignment, spec = self.plan.assignments[stage], self.plan.spec_on(stage, self.spec)
         return LoadRequest(
             model=self.checkpoint.name,
             fingerprint=self.checkpoint.fingerprint,
@@ -65,7 +65,7 @@ class Deployment:
             contents=contents,
             coordinator=self.coordinator,
             memory_bytes=assignment.memory_bytes,
-            embeds_last=self.spec.serves_head and assignment.end == self.spec.num_layers,
+            embeds_last=spec.serves_head and assignment.end == self.spec.num_layers,
             digests={
                 place: digest
                 for place, digest in (digests or {}).items()  # a negative place is beside the layers, on the last stage
@@ -78,14 +78,14 @@ class Deployment:
     ) -> LoadRequest | None:
         """Return the request for what this stage's worker needs of the drafter; None if that is nothing."""
         assignment, drafter, spec = self.plan.assignments[stage], self.drafter, self.plan.spec_on(stage, self.spec)
-        if drafter is None or spec.drafter is None or not spec.has_drafting(assignment.start, assignment.end):
+        if not (drafter and self.spec.drafter and spec.has_drafting(assignment.start, assignment.end)):
             return None
         return LoadRequest(
             model=drafter.name,
             fingerprint=drafter.fingerprint,
-            end=spec.drafter.num_layers if assignment.end == spec.num_layers else 0,
-            num_layers=spec.drafter.num_layers,
-            dtype=spec.drafter.dtype,
+            end=self.spec.drafter.num_layers if spec.drafts and assignment.end == spec.num_layers else 0,
+            num_layers=self.spec.drafter.num_layers,
+            dtype=self.spec.drafter.dtype,
             contents=contents,
             coordinator=self.coordinator,
             memory_bytes=assignment.memory_bytes,

@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -110,8 +110,8 @@ class Plan:
         return list(zip([assignment.start for assignment in self.assignments], ends, strict=True))
 
     def spec_on(self, stage: int, spec: ModelSpec) -> ModelSpec:
-        """Return the model as this stage holds it: those that compute prompts only have no drafter."""
-        return spec if stage == 0 or self.prompt_end is None else replace(spec, drafter=None)
+        """Return the model for this stage: those that compute prompts only do not draft."""
+        return spec if stage == 0 or self.prompt_end is None else spec.drafting_elsewhere()
 
     @property
     def fits(self) -> bool:
@@ -151,7 +151,7 @@ def assign(
     """
     ends = list(accumulate(layers))
     held = [spec.num_layers, *ends[1:]] if answers_alone else ends
-    others = replace(spec, drafter=None) if answers_alone else spec
+    others = spec.drafting_elsewhere() if answers_alone else spec
     assignments = (
         Assignment(
             node.name,

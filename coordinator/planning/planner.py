@@ -91,8 +91,6 @@ def _obstacle(spec: ModelSpec, nodes: Sequence[Node]) -> str:
     """Return why these nodes cannot compute prompts for the first one, or "" if they can."""
     if len(nodes) < 2:
         return "there is no other node"
-    if spec.draft_head:
-        return "a draft head reads every prompt behind the last layer; --draft-model none leaves it out"
     if spec.largest_snapshot_bytes > MOST_SNAPSHOT_BYTES:
         size = format_bytes(spec.largest_snapshot_bytes)
         return f"a layer's sliding window or state takes {size}, too much to be sent at once"
@@ -115,7 +113,7 @@ def _plan_apart(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objectiv
     if layers is None:
         excess, others_excess = (
             excess_cost(each, nodes, objective.context, objective.num_sessions)
-            for each in (spec, replace(spec, drafter=None))
+            for each in (spec, spec.drafting_elsewhere())
         )
         rows_ms = [_rows_ms(spec, node, speeds, objective) if is_known else None for node in nodes]
         back = [speeds.link(node.name, nodes[0].name) for node in nodes]

@@ -1,5 +1,6 @@
 """Draft heads over the chain: the tokens of `ar`, and the same drafts wherever the model is cut."""
 
+import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -15,6 +16,8 @@ from coordinator.cluster.chain import Chain
 from coordinator.cluster.open import check_drafter, read_model
 from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import Engine, generate_once
+from coordinator.planning.costs import ChainCosts
+from coordinator.planning.plan import Goal
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Sampling
@@ -80,6 +83,7 @@ def _head(kind: HeadKind, config: dict[str, Any], num_layers: int = 1, **more: A
 
 
 HEADS = ("mtp", "dflash", "eagle3", "eagle3_norm")
+GOALS: tuple[Goal, ...] = ("latency", "prompt")
 FEWER = ("mtp", "eagle3_norm")  # of `HEADS`; dflash is tried in lanes, eagle3 over a loss
 
 
@@ -99,18 +103,24 @@ async def answer(chain: Chain, decode: Decode, sampling: Sampling, num_tokens: i
     ],
 )
 async def test_a_head_changes_no_token_and_drafts_alike_on_every_split(
-    models: Models, name: str, splits: tuple[tuple[int, ...], ...], tmp_path: Path
+    models: Models, monkeypatch: pytest.MonkeyPatch, name: str, splits: tuple[tuple[int, ...], ...], tmp_path: Path
 ) -> None:
+    """Prompts that other nodes compute are read as well."""
     folder, head = target(models, name), make_head(tmp_path / name, name)
     found: dict[Any, list[tuple[int, ...]]] = {}
-    for layers in splits:
-        async with running(folder, layers, drafter=head) as chain:
+    monkeypatch.setattr(ChainCosts, "pays_apart", lambda *args: True)
+    for layers, goal in itertools.product(splits, GOALS):
+        if goal == "prompt" and len(layers) == 1:
+            continue
+        async with running(folder, layers, drafter=head, goal=goal) as chain:
+            loaded = [status.weight_bytes for status in await chain.statuses()]
+            assert loaded == [each.weight_bytes for each in chain.plan.assignments]
             for sampled, count in (("greedy", 1), ("penalties", 7)):
                 sampling = SAMPLINGS[sampled]
                 each = await answer(chain, Decode("draft", num_drafts=count), sampling)
                 assert_same_samples(each, await answer(chain, Decode("ar"), sampling), f"{layers} {sampled} {count}")
                 held = each.usage.num_steps, each.usage.drafts_held
-                assert found.setdefault(sampled, held) == held, layers
+                assert found.setdefault(sampled, held) == held, (layers, goal)
 
 
 @pytest.mark.usefixtures("two_lanes")

@@ -11,8 +11,10 @@ from coordinator.engine.engine import Engine
 from coordinator.planning.costs import ChainCosts
 from tests.integration.conftest import CHUNK, Models, running
 from tests.integration.many import request, solo, together, tokens_of
+from tests.integration.test_draft_heads import make_head
 from tests.integration.windows import MASKED
 from tools.model_types.make import make_type
+from worker.drafters.draft_head import HeadDrafter
 from worker.drafters.small_model import SmallModel
 
 KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
@@ -99,16 +101,18 @@ async def test_a_draft_model_reads_prompts_on_the_node_that_makes_answers(models
     assert {held for each in found for held in each.usage.drafts_held} == {1.0}
 
 
-async def test_a_draft_model_that_fails_while_it_reads_a_prompt_is_left_out(
-    models: Models, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["small model", "head"])
+async def test_a_drafter_that_fails_while_it_reads_a_prompt_is_left_out(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     def fail(*_: Any) -> None:
         raise ValueError("[broadcast_shapes] Shapes cannot be broadcast")
 
-    monkeypatch.setattr(SmallModel, "draft", fail)
+    monkeypatch.setattr(SmallModel if kind == "small model" else HeadDrafter, "draft", fail)
     folder = models("qwen3", **MASKED).folder
+    drafter = folder if kind == "small model" else make_head(tmp_path / "head", "dflash")
     asked = request(tokens_of(90), 6, Decode("draft", num_drafts=3))
-    async with running(folder, (2, 2), drafter=folder, goal="prompt") as chain:
+    async with running(folder, (2, 2), drafter=drafter, goal="prompt") as chain:
         async with Engine(chain) as engine:
             found = await engine.answer(asked, chunk=CHUNK)
         assert chain.most_drafts == 0

@@ -72,6 +72,8 @@ class DraftRequest:
 class Drafter(Protocol):
     """Guesses tokens, which the chain verifies: a guess that it cannot make well is rejected there."""
 
+    reads_rows: bool  # of the last layer, and not only tokens
+
     def draft(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         """Return for each request as many tokens as it wants, which follow its known tokens."""
         ...

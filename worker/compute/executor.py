@@ -32,7 +32,7 @@ from protos.brigade_pb2 import (
 )
 from worker.compute.ahead import Placeholder, Ready, StepOutputs, StepsAhead, is_one_token
 from worker.compute.batching import LaneWindow
-from worker.compute.drafting import Drafter, add_drafts
+from worker.compute.drafting import Drafter, DraftRequest, add_drafts
 from worker.compute.grammar import Guide
 from worker.compute.header import NUM_CANDIDATES, asked_rows, check_header, is_chunk, num_rows
 from worker.compute.sampling import Draws, TokenScores
@@ -40,7 +40,7 @@ from worker.compute.shard import Shard
 from worker.compute.slot import Slot
 from worker.errors import BrigadeError, CacheMismatch, FrameError, ModelError, PrefixLost, SamplingError
 from worker.memory.history import History
-from worker.memory.slot_caches import CacheSegment, close_all
+from worker.memory.slot_caches import OUTPUT, CacheSegment, close_all
 from worker.model.cache_spec import ROW_BLOCK
 from worker.model.describe import DTYPES
 from worker.model.model_spec import most_head_rows
@@ -97,6 +97,7 @@ class Executor:
         checks_finite: bool = False,
         prompt_end: int | None = None,
         returns_segments: bool = False,
+        returns_rows: bool = False,
         pieces: Pieces | None = None,
         slots: dict[int, Slot] | None = None,
         drafter: Drafter | None = None,
@@ -110,6 +111,7 @@ class Executor:
             prompt_end: of the layers that this stage runs for frames that do not stay, though it holds all; None: all
                 frames pass all of its layers.
             returns_segments: whether the coordinator gets what prompt chunks leave in the caches.
+            returns_rows: whether its draft head gets their rows behind the last layer.
             pieces: of prefixes on this node's disk; None if nothing is kept there.
             slots: by number, those that an executor of the same shard and dtype left; this one may leave its own there.
             drafter: of the last stage.
@@ -123,6 +125,7 @@ class Executor:
         self._checks_finite = checks_finite
         self._prompt_end = prompt_end
         self.returns_segments = returns_segments
+        self._returns_rows = returns_rows and shard.is_last
         self._pieces = pieces
         self._drafter = drafter
         self._drop_drafter = drop_drafter
@@ -251,7 +254,7 @@ class Executor:
             ids = mx.array(fed, mx.int32)  # [1, sum L]
             soft = self._soft_rows(step.windows) if x is None else None
             rows = ids if x is None else rows_of(step.windows, step.frame.windows, x)
-            h = self._shard(rows, places, ids, soft, None if frame.stays else self._prompt_end)
+            step.rows = h = self._shard(rows, places, ids, soft, None if frame.stays else self._prompt_end)
             if self._checks_finite:
                 hidden = h[..., : self._shard.info.hidden_size]  # wrong features of a drafter make bad drafts only
                 step.checks = [(w.slot, mx.isfinite(rows_of([w], step.windows, hidden)).all()) for w in step.windows]
@@ -264,13 +267,16 @@ class Executor:
             if not step.goes_on:
                 self._begin_sampling(step, h, states)
             else:
-                step.rows = h
                 step.pending = [h, *states]
                 mx.async_eval(step.pending)
         for store in frame.stores:
             self._begin_store(step, store)
-        samples = not step.goes_on  # a stage with a drafter reads the prompts that pass it, too
-        if any((samples and window.drafts) or self._slots[window.slot].is_drafted for window in step.windows):
+        if step.goes_on:  # a drafter reads the tokens of prompts that pass this stage; rows come from the last one
+            reads = self._drafter is not None and not self._drafter.reads_rows
+            is_shown = reads and any(self._slots[window.slot].is_drafted for window in step.windows)
+        else:
+            is_shown = any(window.drafts or self._slots[window.slot].is_drafted for window in step.windows)
+        if is_shown:
             step.slots = {window.slot: self._slots[window.slot] for window in step.windows}
             step.has_drafting = any(window.drafts or is_chunk(window) for window in step.windows)
         if step.windows and not step.is_under_way:
@@ -348,14 +354,44 @@ class Executor:
     def _segments(self, step: Step) -> Iterator[tuple[int, CacheSegment]]:
         """Yield by slot what a step leaves in the caches of this stage."""
         for window in step.windows:
-            begin, end = window.base, window.base + num_rows(window)
-            for each in self._slots[window.slot].caches.segments(begin, end, _SEGMENT_BYTES):
+            slot, begin, end = self._slots[window.slot], window.base, window.base + num_rows(window)
+            for each in slot.caches.segments(begin, end, _SEGMENT_BYTES):
                 yield window.slot, _copied(each)
+            if slot.returns_rows and step.rows is not None:
+                rows = rows_of([window], step.windows, step.rows)
+                most = max(1, _SEGMENT_BYTES * (end - begin) // rows.nbytes)
+                for at in range(0, end - begin, most):
+                    yield window.slot, _copied(CacheSegment(OUTPUT, 0, begin + at, (rows[:, at : at + most],), ()))
 
     def put_segment(self, number: int, segment: CacheSegment) -> None:
-        """Write what another stage made of a prompt chunk to the caches of this slot, unless it has been closed."""
-        if slot := self._slots.get(number):
+        """Take what another stage made of a prompt chunk of this slot, unless it has been closed.
+
+        Raises:
+            CacheMismatch: it fits no cache, or it is no output of the model's last layer.
+        """
+        slot = self._slots.get(number)
+        if slot and segment.number == OUTPUT:
+            self._show_rows(slot, segment)
+        elif slot:
             mx.async_eval(slot.caches.put_segment(segment))
+
+    def _show_rows(self, slot: Slot, segment: CacheSegment) -> None:
+        """Show the drafter rows of a prompt chunk that another stage computed."""
+        expected = (1, self._shard.row_size, DTYPES[self._dtype])
+        if [(*array.shape[::2], array.dtype) for array in segment.arrays if array.ndim == 3] != [expected]:
+            found = [(list(array.shape), array.dtype) for array in segment.arrays]
+            raise CacheMismatch(f"expected rows [1, L, {expected[1]}] of {expected[2]}, got {found}")
+        [rows] = segment.arrays
+        end = segment.base + rows.shape[1]
+        if end > len(slot.history):
+            raise CacheMismatch(f"expected rows of the {len(slot.history)} tokens held, got those up to {end}")
+        if slot.is_drafted and self._drafter:
+            tokens = slot.history.tokens[segment.base : end]
+            request = DraftRequest(slot, segment.base, tokens, 0, True, rows, 0, len(tokens))
+            try:
+                self._drafter.draft([request])
+            except (*MISFITS, BrigadeError) as error:
+                self._lose_drafter(error, [])
 
     def _begin_store(self, step: Step, store: Store) -> None:
         """Copy a piece of a prefix out of a slot's caches, to be written to disk."""
@@ -388,17 +424,21 @@ class Executor:
         try:
             add_drafts(self._drafter, step.windows, step.slots, rows, output)
         except (*MISFITS, BrigadeError) as error:
-            self._drafter_failure = f"{type(error).__name__}: {error}"
-            _log.error("the drafter failed; the chain goes on without drafts: %s", self._drafter_failure)
-            self._drafter = None
-            self.weight_bytes = self._shard.nbytes
-            self._drop_drafter()
-            for slot in [*self._slots.values(), *step.slots.values()]:
-                slot.is_drafted = False
-                if slot.drafting:
-                    slot.drafting.close()
-                    slot.drafting = None
+            self._lose_drafter(error, step.slots.values())
             add_drafts(None, step.windows, step.slots, rows, output)
+
+    def _lose_drafter(self, error: Exception, slots: Iterable[Slot]) -> None:
+        """Free the drafter and what it holds of all slots, of these closed ones too; tell the coordinator."""
+        self._drafter_failure = f"{type(error).__name__}: {error}"
+        _log.error("the drafter failed; the chain goes on without drafts: %s", self._drafter_failure)
+        self._drafter = None
+        self.weight_bytes = self._shard.nbytes
+        self._drop_drafter()
+        for slot in [*self._slots.values(), *slots]:
+            slot.is_drafted = False
+            if slot.drafting:
+                slot.drafting.close()
+                slot.drafting = None
 
     def _open_and_close(self, step: Step) -> None:
         frame = step.frame
@@ -406,6 +446,7 @@ class Executor:
         fresh = {session.slot: self._open(step, session, bases.get(session.slot, 0)) for session in frame.opened}
         for session in frame.opened:
             fresh[session.slot].is_drafted = session.drafted and self._drafter is not None
+            fresh[session.slot].returns_rows = session.drafted and self._returns_rows
         ended = [self._slots.pop(number, None) for number in (*frame.closed, *fresh)]
         _close([slot for slot in ended if slot])
         self._slots.update(fresh)
@@ -488,7 +529,6 @@ class Executor:
 
     def _begin_sampling(self, step: Step, h: mx.array, states: Sequence[mx.array]) -> None:
         """Sample a token for every asked row of h [1, sum L, D], and score the targets; the head sees no other row."""
-        step.rows = h
         windows = list(zip(step.windows, accumulate(map(num_rows, step.windows), initial=0), strict=False))
         # A prompt chunk only has to reach the caches: the last layer's depends on all others, and what follows it is
         # never computed.

@@ -29,6 +29,7 @@ class Slot:
         self.guide = guide
         self.num_unasked = 0  # rows of prompt chunks since the last sampled row
         self.is_drafted = False  # whether a drafter reads its prompt chunks
+        self.returns_rows = False  # whether a drafter on another node does
         self.drafting: SlotDrafting | None = None  # the drafter's state of this slot
 
     def fork(

@@ -197,6 +197,8 @@ class ReadRows:
 class HeadDrafter(Drafter, ABC):
     """Drafts by a head beside the model's last shard; the slots of a step go through its layers together."""
 
+    reads_rows = True
+
     def __init__(self, part: HeadPart, shard: Shard) -> None:
         """`shard` is the last one of the model that it drafts for."""
         part.check_ids(shard.info.vocab_size)

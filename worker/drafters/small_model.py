@@ -77,6 +77,8 @@ class ReadText:
 class SmallModel:
     """Drafts by a small model; the slots of a step go through it together."""
 
+    reads_rows = False
+
     def __init__(self, shard: Shard, context: int, vocab_size: int, mask_token: int | None) -> None:
         """
         Args:

@@ -31,6 +31,9 @@ from worker.model.probe_pass import Entry
 Listed = LayerCache | tuple[LayerCache, ...]  # a layer with several caches indexes them by number
 
 
+OUTPUT = -1  # the number of a segment that is of no cache: its one array holds rows [1, L, W] behind the last layer
+
+
 @dataclass(frozen=True)
 class CacheSegment:
     """What one cache holds of some tokens: its number in the model's list, and in its layer if that has several."""

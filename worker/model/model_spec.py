@@ -1,7 +1,7 @@
 """A model as a plan needs it: bytes per layer, cache growth, sizes. Plain numbers from describe.py."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
@@ -137,6 +137,16 @@ class ModelSpec:
         return self.drafter.head if self.drafter else None
 
     @property
+    def drafts(self) -> bool:
+        """Whether the drafter drafts, and is not only a part that reads layers for one on another node."""
+        return self.drafter is not None and self.drafter.num_layers > 0
+
+    def drafting_elsewhere(self) -> "ModelSpec":
+        """Return the model for nodes that compute prompts for another one, which drafts."""
+        drafter = self.drafter and replace(self.drafter, layers=(), head_bytes=0)
+        return replace(self, drafter=drafter)
+
+    @property
     def most_drafts(self) -> int:
         """The most drafts after one window; 0 without a drafter."""
         if not self.drafter:
@@ -174,7 +184,7 @@ class ModelSpec:
     def serves_head(self) -> bool:
         """Whether the drafter is a draft head that uses the model's embedding, and mostly its head."""
         head = self.draft_head
-        return head is not None and not (head.kind is HeadKind.EAGLE3 and head.embeds)
+        return self.drafts and head is not None and not (head.kind is HeadKind.EAGLE3 and head.embeds)
 
     @property
     def num_layers(self) -> int:
@@ -207,7 +217,7 @@ class ModelSpec:
     def has_drafting(self, start: int, end: int) -> bool:
         """Return whether the shard [start, end) needs a part of the drafter: all of it, or what reads its layers."""
         taps = self.draft_head.taps(self.num_layers) if self.draft_head else ()
-        return self.drafter is not None and (end == self.num_layers or any(start <= tap < end for tap in taps))
+        return (self.drafts and end == self.num_layers) or any(start <= tap < end for tap in taps)
 
     @cached_property
     def _weight_bytes_up_to(self) -> list[int]:
@@ -216,7 +226,7 @@ class ModelSpec:
     def reserved_bytes(self, start: int, end: int, num_rows: int) -> int:
         """Return the most bytes that one session's cache of `num_rows` takes in layers [start, end)."""
         drafting = 0
-        if end == self.num_layers and (drafter := self.drafter):
+        if end == self.num_layers and self.drafts and (drafter := self.drafter):
             drafting = drafter.reserved_bytes(0, drafter.num_layers, num_rows + MOST_DRAFTS)
             if head := drafter.head:
                 row_bytes = (head.num_features or head.hidden_size) * DTYPE_BYTES[self.dtype]
@@ -230,10 +240,12 @@ class ModelSpec:
     def segment_row_bytes(self, start: int, end: int) -> int:
         """Return the bytes of one token in those caches of layers [start, end) that are sent token by token.
 
-        Of others a snapshot is sent at the end of a prompt.
+        Of others a snapshot is sent at the end of a prompt. For a draft head the last node sends its rows, too.
         """
         memories = [(cache_spec(each, self.cache), each) for layer in self.layers[start:end] for each in layer.memories]
-        return sum(cache.row_bytes(memory) for cache, memory in memories if cache.rows_that_can_be_cut is None)
+        output_bytes = self.row_bytes if self.draft_head and end == self.num_layers else 0
+        caches = sum(cache.row_bytes(memory) for cache, memory in memories if cache.rows_that_can_be_cut is None)
+        return caches + output_bytes
 
     @property
     def largest_snapshot_bytes(self) -> int:

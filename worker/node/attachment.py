@@ -62,6 +62,7 @@ class Attachment:
             *(shard, request.stage, request.loaded.dtype, name),
             checks_finite=request.check_finite,
             returns_segments=request.returns_segments,
+            returns_rows=request.returns_rows,
             pieces=prefixes,
             drafter=drafter,
             drafter_bytes=part.nbytes if part else 0,

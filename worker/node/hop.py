@@ -16,7 +16,7 @@ from protos.brigade_pb2 import DESCRIPTOR, Credit, DType, Frame, Held, Report, R
 from protos.brigade_pb2_grpc import HopServicer, NodeServicer, add_HopServicer_to_server, add_NodeServicer_to_server
 from worker.compute.ahead import Placeholder
 from worker.errors import FrameError, StageLost
-from worker.memory.slot_caches import CacheSegment
+from worker.memory.slot_caches import OUTPUT, CacheSegment
 from worker.model.describe import DTYPES
 from worker.node.framing import PLAIN, Wire, checksum_seed, cut, read_report, write_part, write_report
 from worker.node.network import Network, hop_address
@@ -85,7 +85,11 @@ def pack_segment(epoch: int, step: int, slot: int, held: CacheSegment) -> bytes:
 
 def segment_header(held: CacheSegment) -> Segment:
     """Return what a segment says beside its bytes."""
-    segment = Segment(base=held.base, cache=held.number, part=held.part, num_keys=len(held.keys), length=held.length)
+    segment = Segment(base=held.base, part=held.part, num_keys=len(held.keys), length=held.length)
+    if held.number == OUTPUT:
+        segment.is_output = True
+    else:
+        segment.cache = held.number
     for array in held.arrays:
         segment.tensors.append(Tensor(dtype=_SEGMENT_ENUMS[array.dtype], shape=array.shape))
     return segment
@@ -108,7 +112,8 @@ def unpack_segment(segment: Segment, data: memoryview) -> CacheSegment:
         arrays.append(placeholder.array)
         at += size
     keys, values = tuple(arrays[: segment.num_keys]), tuple(arrays[segment.num_keys :])
-    return CacheSegment(segment.cache, segment.part, segment.base, keys, values, segment.length)
+    number = OUTPUT if segment.is_output else segment.cache
+    return CacheSegment(number, segment.part, segment.base, keys, values, segment.length)
 
 
 def bytes_of(array: mx.array) -> memoryview:

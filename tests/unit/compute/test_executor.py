@@ -4,15 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from protos.brigade_pb2 import Frame, Opening, Piece, Result, Store, Window
 from tests.tiny import make_model
 from worker.compute.executor import Executor, share_of_begin
 from worker.compute.shard import Shard
-from worker.errors import PrefixLost
+from worker.errors import CacheMismatch, PrefixLost
 from worker.memory.history import History
-from worker.memory.slot_caches import CacheSegment
+from worker.memory.slot_caches import OUTPUT, CacheSegment
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
 
@@ -31,13 +32,42 @@ def test_steps_overlap_where_the_device_takes_longer(times_us: tuple[int, int, i
     assert share_of_begin(*(1000 * time for time in times_us)) == pytest.approx(share, abs=0.001)
 
 
-def test_only_a_prompt_chunk_that_is_alone_tells_what_memory_it_took(tmp_path: Path) -> None:
-    """MLX has one peak: of steps that overlap nobody can tell which one it is of."""
+@pytest.fixture
+def executor(tmp_path: Path) -> Executor:
+    """Of a whole tiny model in float32."""
     checkpoint = open_folder(make_model(tmp_path / "model"))
     spec = describe(checkpoint)
     shard = Shard(checkpoint, 0, spec.num_layers)
     shard.materialise(lambda num_bytes: None)
-    executor = Executor(shard, 0, spec.dtype)
+    return Executor(shard, 0, spec.dtype)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        (mx.zeros((1, 9, 63)),),
+        (mx.zeros((2, 9, 64)),),
+        (mx.zeros((9, 64)),),
+        (mx.zeros((1, 9, 64), mx.float16),),
+        (mx.zeros((1, 9, 64)), mx.zeros((1, 9, 64))),
+        (mx.zeros((1, 10, 64)),),
+        (),
+    ],
+    ids=lambda rows: " ".join(f"{each.shape}" for each in rows),
+)
+def test_rows_of_a_prompt_that_are_no_output_of_this_model_are_refused(
+    executor: Executor, rows: tuple[mx.array, ...]
+) -> None:
+    window = Window(slot=0, prefix_hash=History().prefix_hash(0), tokens=range(9))
+    executor.step(Frame(opened=[Opening(slot=0)], windows=[window]), 0)
+    executor.put_segment(0, CacheSegment(OUTPUT, 0, 0, (mx.zeros((1, 9, 64)),), ()))
+    executor.put_segment(1, CacheSegment(OUTPUT, 0, 0, rows, ()))  # a slot that has been closed
+    with pytest.raises(CacheMismatch, match="expected rows "):
+        executor.put_segment(0, CacheSegment(OUTPUT, 0, 0, rows, ()))
+
+
+def test_only_a_prompt_chunk_that_is_alone_tells_what_memory_it_took(executor: Executor) -> None:
+    """MLX has one peak: of steps that overlap nobody can tell which one it is of."""
 
     def chunk(slot: int, num_rows: int, **more: Any) -> Frame:
         window = Window(slot=slot, prefix_hash=History().prefix_hash(0), tokens=[5] * num_rows, **more)
