@@ -201,7 +201,7 @@ class ClusterConfig(_Section):
     """cluster.yaml. Only `load_cluster` checks that its values agree with each other."""
 
     model: ModelPlace | None = None  # a folder, a hub repository (owner/name), or "demo"
-    draft_model: ModelPlace | None = None  # a small model or a draft head, which drafts on the last node; or NO_DRAFTER
+    draft_model: ModelPlace | None = None  # a small model or a draft head; or NO_DRAFTER
     models: Annotated[tuple[_Folder, ...], _FromList] = ()  # a worker's folders of models
     pull: Literal["coordinator", "hub", "none"] = "coordinator"  # where a worker gets missing parts of a model
     pull_limit: Size | None = None  # bytes that a worker keeps of what coordinators have sent

@@ -80,8 +80,8 @@ class ClusterFlags:
         str | None,
         _cluster(
             metavar="FOLDER_OR_REPO",
-            help="A small model with the same tokenizer, or a draft head (MTP, DFlash, EAGLE-3): it drafts on the last "
-            "node, several tokens per step. `none`: not even a head in the model's own folder drafts.",
+            help="A small model with the same tokenizer, or a draft head (MTP, DFlash, EAGLE-3): it drafts several "
+            "tokens per step where the next one is sampled. `none`: not even a head in the model's own folder drafts.",
         ),
     ] = None
     local: Annotated[

@@ -39,7 +39,7 @@ class Deployment:
 
     @property
     def drafter(self) -> Checkpoint | None:
-        """What drafts on the last stage: a small model or a draft head."""
+        """What drafts where tokens are sampled: a small model or a draft head."""
         return self.checkpoint.drafter if self.spec.drafter else None
 
     @property

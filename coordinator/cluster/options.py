@@ -32,7 +32,7 @@ class ClusterOptions:
     by_speed: bool = True  # plan by the measured speeds of nodes, if they are different machines
     may_be_alone: bool = True  # the plan may leave all workers out
     given_context: int | None = None  # by a flag or the file; None: by neither
-    draft_model: str | None = None  # a small model or a draft head, which drafts on the last stage; or NO_DRAFTER
+    draft_model: str | None = None  # a small model or a draft head; or NO_DRAFTER
 
     def __post_init__(self) -> None:
         names = [self.cluster.coordinator.name, *self.worker_names]

@@ -44,7 +44,7 @@ def prepare_drafting(shard: Shard, part: DrafterPart | None, num_features: int, 
         num_features: numbers that rows carry for a draft head, which reads some of the shard's layers.
         context: tokens that a small model can read.
     Returns:
-        What drafts on the last stage; None on another one, and without a drafter.
+        What drafts on the stage that samples; None on another one, and without a drafter.
     Raises:
         ModelError: the draft head does not fit the model. FrameError: `num_features` is not the head's.
     """

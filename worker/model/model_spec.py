@@ -128,7 +128,7 @@ class ModelSpec:
     quantised_refusal: str = ""  # why caches cannot be kept in 8 or 4 bits
     rotating_refusal: str = ""  # why caches cannot drop tokens
     cache: Cache = field(default_factory=Cache)  # the kind that sessions will have
-    drafter: "ModelSpec | None" = None  # that drafts on the last stage: a small model, or a draft head
+    drafter: "ModelSpec | None" = None  # that drafts where tokens are sampled: a small model, or a draft head
     head: DraftHead | None = None  # if this is a draft head itself
 
     @property
