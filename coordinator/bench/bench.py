@@ -326,7 +326,12 @@ class _Run:
         """Add a row per system and case, and the costs of frames on the cluster."""
         able = {case: [system for system in systems if self._is_able(system, *case)] for case in self.workload.cases}
         by_ar = {system for (decode, _), own in able.items() if decode.kind == "ar" for system in own}
-        clusters = [s for s in systems if s in by_ar and isinstance(s, OnChain) and s.name == CLUSTER]
+        clusters = [
+            system
+            for system in systems
+            if system in by_ar and isinstance(system, OnChain) and system.name == CLUSTER
+            if not system.chain.answers_alone  # most frames take one node's time then, and no hop
+        ]
         rows: list[BenchRow] = []
         num_turns = sum(map(len, able.values())) + len(systems) * len(self.workload.prompts)
         with show_steps((1 + self.workload.num_trials) * num_turns + len(clusters)) as begin:

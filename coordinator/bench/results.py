@@ -56,11 +56,18 @@ class BenchTrial:
     def utilisation(self) -> list[float]:
         """Return the share of the steady span in which each stage computes."""
         span = steady_span(self.token_times)
-        stages = zip(*(passage.timings for passage in self.passages), strict=True)
-        return [
-            busy_share((((t.started - offset) / 1e9, (t.sampled - offset) / 1e9) for t in timings), *span)
-            for timings, offset in zip(stages, self.offsets, strict=True)
-        ]
+
+        def computed(stage: int, offset: int) -> Iterator[tuple[float, float]]:
+            for passage in self.passages:
+                for timing in passage.timings[stage : stage + 1]:  # it may have stayed on stages before
+                    yield (timing.started - offset) / 1e9, (timing.sampled - offset) / 1e9
+
+        return [busy_share(computed(stage, offset), *span) for stage, offset in enumerate(self.offsets)]
+
+    @property
+    def walked_chain(self) -> bool:
+        """Whether every frame has passed all stages, as it does unless one node makes answers alone."""
+        return all(len(passage.timings) == len(self.offsets) for passage in self.passages)
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,8 @@ class BenchRow:
     overhead_ms_per_token: float | None = None  # against one process
     predicted_tokens_per_s: float | None = None  # by simulation with the measured stage times
     planned_tokens_per_s: float | None = None  # from the speeds that the nodes measured of themselves
-    stage_ms: list[dict[int, float]] | None = None  # by stage: rows of a frame -> mean
+    # by stage: rows of a frame -> mean; None, like `hop_ms`, if frames did not all pass the chain
+    stage_ms: list[dict[int, float]] | None = None
     hop_ms: list[float] | None = None  # by stage: mean from the end of computing to the arrival at the next stage
 
 
@@ -244,7 +252,7 @@ def sent_between(before: Sequence[StatusReply], after: Sequence[StatusReply]) ->
 
 
 def frame_costs(layers: list[int], trials: Sequence[BenchTrial]) -> FrameCosts:
-    """Return the mean times of the trials' frames by their numbers of rows."""
+    """Return the mean times of the trials' frames, which have passed all stages, by their numbers of rows."""
     num_stages = len(trials[0].offsets)
     times: list[dict[int, list[float]]] = [defaultdict(list) for _ in range(num_stages)]
     hops: list[list[float]] = [[] for _ in range(num_stages)]
@@ -260,15 +268,15 @@ def frame_costs(layers: list[int], trials: Sequence[BenchTrial]) -> FrameCosts:
 def _with_stages(row: BenchRow, trials: Sequence[BenchTrial]) -> BenchRow:
     num_stages = len(trials[0].offsets)
     utilisation = [median(column) for column in zip(*(trial.utilisation() for trial in trials), strict=True)]
-    costs = frame_costs(row.layers or [], trials)
+    costs = frame_costs(row.layers or [], trials) if all(trial.walked_chain for trial in trials) else None
     return replace(
         row,
         utilisation=utilisation,
         bubble=1 - sum(utilisation) / num_stages,
         bytes_per_token=[_bytes_per_token(trials, stage) for stage in range(num_stages)],
         loop_share=median(trial.loop_share or 0.0 for trial in trials),
-        stage_ms=costs.stage_ms,
-        hop_ms=costs.hop_ms,
+        stage_ms=costs.stage_ms if costs else None,
+        hop_ms=costs.hop_ms if costs else None,
     )
 
 

@@ -87,6 +87,10 @@ def test_stages_are_busy_while_they_compute_and_hops_are_what_lies_between() -> 
     assert found.bytes_per_token == pytest.approx([800 / 88, 80 / 88]), "of 8 prompt tokens and 80 others"
     assert found.stage_ms == [{4: pytest.approx(30)}, {4: pytest.approx(40)}]
     assert found.hop_ms == pytest.approx([10, 20]) and found.loop_share == 0.03
+    stayed = [Passage(each.timings[:1], each.returned, 4) for each in passages]  # one node makes answers alone
+    found = summarise(CLUSTER, [1, 1], "ar", [replace(trial, passages=[*passages[:1], *stayed[1:]])])
+    assert found.utilisation == pytest.approx([0.3, 0.0], abs=0.01)
+    assert found.stage_ms is found.hop_ms is with_predictions([found], 2, 20)[0].predicted_tokens_per_s is None
 
 
 def test_what_a_stage_sent_is_unknown_where_its_worker_did_not_say() -> None:
