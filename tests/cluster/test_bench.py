@@ -70,6 +70,17 @@ def test_every_system_is_measured_at_every_number_of_requests_and_the_figures_ca
     assert all(len(row["utilisation"]) == 2 and row["tokens_per_s"] > 0 for row in found)
 
 
+def test_a_node_that_makes_answers_alone_is_measured_with_those_that_compute_its_prompts(talker: Path) -> None:
+    """Their frames are no chain's, so that nothing follows about further requests."""
+    flags = ("--local", "1", "--objective", "prompt", "--layers", "2,2", "--concurrency", "1", *LOAD, "--prompts", "60")
+    bench = parse(run_here("bench", "--model", talker, *flags, "--json"))
+    [row] = [row for row in bench["rows"] if row["system"] == "cluster"]
+    busiest, other = row["utilisation"]
+    assert 0 <= other < busiest <= 1 and row["tokens_per_s"] > 0
+    assert row["stage_ms"] is row["hop_ms"] is row["predicted_tokens_per_s"] is None and not bench["frame_costs"]
+    assert [each["system"] for each in bench["prompts"]] == ["one process", "mlx_lm", "cluster"]
+
+
 def test_without_workers_this_process_measures_each_decoder_once_and_only_requests_that_fit(
     talker: Path, tmp_path: Path
 ) -> None:
