@@ -14,7 +14,9 @@ from coordinator.cluster.open import joined
 from coordinator.decoding.decode_options import Decode, make_cache_choice
 from coordinator.engine.engine import Engine
 from coordinator.engine.stats import KEY_DIGEST
+from coordinator.planning.costs import ChainCosts
 from coordinator.planning.plan import Goal
+from coordinator.sessions import session, stored_prefixes
 from protos.brigade_pb2 import Frame
 from tests.integration.conftest import Models, deployed, running, serving
 from tests.integration.many import Live, request, solo, tokens_of
@@ -29,7 +31,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "full": ("qwen3", {"config": MASKED["config"] | LONG}, make_cache_choice("full", None)),
     "int8": ("qwen3", WIDE, make_cache_choice("int8", None)),
     "int4": ("qwen3", WIDE, make_cache_choice("int4", None)),
-    "rotating": ("qwen3", {"config": MASKED["config"] | LONG}, make_cache_choice("rotating", 300)),
+    "rotating": ("qwen3", {"config": MASKED["config"] | LONG}, make_cache_choice("rotating", 75)),
     "sliding": ("gemma3_text", {"config": LONG}, make_cache_choice("full", None)),
     "mla": ("deepseek_v3", LONG, make_cache_choice("full", None)),
     "recurrent": ("qwen3_5", {}, make_cache_choice("full", None)),
@@ -37,14 +39,18 @@ KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
 }
 RARE = ("int4", "rotating", "mla")
 TINY = ("qwen3", "gemma3_text")
-TEXT, ENDS = tokens_of(1200), (300, 900, 1190)
+PIECE, CHUNK = 128, 64  # tokens
+TEXT, ENDS = tokens_of(300), (75, 225, 297)
 MOST = 64 << 20
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where all nodes of this process keep prefixes: their files tell the layers."""
+    """Where all nodes of this process keep prefixes, in small pieces: their files tell the layers."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(stored_prefixes, "PIECE_TOKENS", PIECE)
+    monkeypatch.setattr(session, "LEAST_SAVED", PIECE // 2)
+    monkeypatch.setattr(ChainCosts, "pays_to_read", lambda costs, num_tokens: True)  # however slow the disk is
     return tmp_path / "brigade" / "prompts"
 
 
@@ -72,7 +78,7 @@ async def keeping(
 async def kept(folder: Path, layers: Sequence[int], *asked: Any, most: int = MOST, goal: Goal = "latency") -> Any:
     """Have fresh nodes answer these requests one after another, and write what they keep."""
     async with keeping(folder, layers, most, goal) as chain, Engine(chain) as engine:
-        found = [await engine.answer(each, chunk=256) for each in asked]
+        found = [await engine.answer(each, chunk=CHUNK) for each in asked]
     for thread in threading.enumerate():
         if thread.name.startswith("prefixes"):  # a process ends after them
             thread.join(10)
@@ -90,8 +96,8 @@ async def test_after_a_restart_only_what_is_behind_the_deepest_piece_is_fed(
     model = model_of(models, tmp_path, family, arguments)
     asked = [
         request(TEXT, 9, cache=cache, turn_ends=ENDS),
-        request((*TEXT, *tokens_of(200, 3)), 9, cache=cache, seed=3, temperature=0.8, turn_ends=(*ENDS, 1390)),
-        request((*TEXT[:1050], *tokens_of(80, 4)), 9, cache=cache),
+        request((*TEXT, *tokens_of(50, 3)), 9, cache=cache, seed=3, temperature=0.8, turn_ends=(*ENDS, 347)),
+        request((*TEXT[:262], *tokens_of(20, 4)), 9, cache=cache),
     ]
     first, second = ((1, 3), (1, 2, 1)) if family in TINY else ((2, 4), (2, 2, 2))
     can_be_cut = kind in ("full", "int8", "int4", "mla")
@@ -99,16 +105,16 @@ async def test_after_a_restart_only_what_is_behind_the_deepest_piece_is_fed(
     frames.clear()
     [again] = await kept(model, second, asked[0])
     assert again.tokens == before.tokens
-    num_read = 1024 if can_be_cut else 1190
+    num_read = 2 * PIECE if can_be_cut else 297
     assert again.usage.num_reused == num_read
     assert rows_fed([f for f in frames if not any(w.stored for w in f.windows)][6:]) == again.usage.num_rows
     assert again.usage.num_rows == len(TEXT) - num_read + len(again.tokens) - 1
     found = await kept(model, second, asked[1])
     found += await kept(model, second, *asked[1:])
     async with running(model, (sum(second),)) as chain:
-        alone = await solo(chain, asked, chunk=256)
+        alone = await solo(chain, asked, chunk=CHUNK)
     assert [each.tokens for each in found] == [alone[1].tokens, alone[1].tokens, alone[2].tokens]
-    assert [each.usage.num_reused for each in found] == ([1024, 1024, 1050] if can_be_cut else [1190, 1390, 900])
+    assert [each.usage.num_reused for each in found] == ([256, 256, 262] if can_be_cut else [297, 347, 225])
 
 
 def files_of(folder: Path, pattern: str = "*.rows") -> list[Path]:
@@ -125,20 +131,20 @@ async def test_a_piece_that_a_node_lost_or_that_is_damaged_costs_only_time(
     model = models("qwen3", **{"config": MASKED["config"] | LONG}).folder
     asked = request(TEXT, 9)
     [expected] = await kept(model, (1, 3), asked)
-    files = files_of(folder, "*-512-1024-*")
+    files = files_of(folder, "*-128-256-*")
     assert len(files) == 2 and len(files_of(folder)) == 4
     modes = {path.stat().st_mode & 0o777 for path in files_of(folder.parent, "**/*")}
     assert modes == {0o600, 0o700}  # the folder's own, too
-    own, others = files[0].read_bytes(), files_of(folder, "*-0-512-1-4.rows")[0].read_bytes()
+    own, others = files[0].read_bytes(), files_of(folder, "*-0-128-1-4.rows")[0].read_bytes()
     damages = [own[:-1], own[:20], b"", own[:9000] + bytes([own[9000] ^ 1]) + own[9001:], others]
     async with keeping(model, (1, 3)) as chain:
         for damage in damages:
             files[0].write_bytes(damage)
             async with Engine(chain) as engine:
-                found = await engine.answer(asked, chunk=256)
-            assert found.tokens == expected.tokens and found.usage.num_reused in (0, 512)
+                found = await engine.answer(asked, chunk=CHUNK)
+            assert found.tokens == expected.tokens and found.usage.num_reused in (0, PIECE)
     [found] = await kept(model, (1, 3), asked)  # what was damaged was removed, computed and written again
-    assert found.tokens == expected.tokens and found.usage.num_reused == 1024
+    assert found.tokens == expected.tokens and found.usage.num_reused == 2 * PIECE
     assert sum(window.stored != b"" for frame in frames for window in frame.windows) >= 2 + len(damages)
 
 
@@ -162,41 +168,43 @@ async def test_nobody_else_and_no_other_model_begins_with_it(models: Models, tmp
             KEY_DIGEST.reset(token)
         assert found.usage.num_reused == 0
     [found] = await kept(model, (1, 3), asked)
-    assert found.usage.num_reused == 1024
+    assert found.usage.num_reused == 2 * PIECE
 
 
 async def test_the_oldest_pieces_give_way_and_those_of_a_full_disk_are_not_written(
     models: Models, folder: Path
 ) -> None:
     model = models("qwen3", **{"config": MASKED["config"] | LONG}).folder
-    asked = [request(tokens_of(1100, seed), 3) for seed in range(3)]
+    asked = [request(tokens_of(275, seed), 3) for seed in range(3)]
     await kept(model, (1, 3), asked[0])
     size = bytes_of(folder)
     found = await kept(model, (1, 3), *asked, most=size + size // 4)
     assert bytes_of(folder) <= size + size // 2  # two stores share it here, and may find the same room at once
-    assert [each.usage.num_reused for each in found] == [1024, 0, 0]
+    assert [each.usage.num_reused for each in found] == [2 * PIECE, 0, 0]
     [found] = await kept(model, (1, 3), asked[2])
-    assert found.usage.num_reused >= 512
+    assert found.usage.num_reused >= PIECE
     before = files_of(folder)
     await kept(model, (1, 3), asked[1], most=100)
     assert files_of(folder) == before
 
 
-@pytest.mark.parametrize("decode", [Decode("ngram"), Decode("diffusion", 8)])
-async def test_pieces_are_written_and_read_beside_streams_and_in_windows(models: Models, decode: Decode) -> None:
+async def test_pieces_are_written_and_read_beside_streams_and_in_windows(models: Models) -> None:
     model = models("qwen3", **{"config": MASKED["config"] | LONG}).folder
-    asked = [request(tokens_of(700 + 100 * n, n), 12, decode, seed=n, temperature=0.7 * n) for n in range(3)]
+    asked = [
+        request(tokens_of(175 + 25 * n, n), 12, decode, seed=n, temperature=0.4 * n)
+        for n, decode in enumerate((Decode("ngram"), Decode("diffusion", 8)) * 2)
+    ]
     async with running(model, (4,)) as chain:
-        alone = await solo(chain, [*asked, request(tokens_of(20, 9), 150)], chunk=256)
+        alone = await solo(chain, [*asked, request(tokens_of(20, 9), 100)], chunk=CHUNK)
     for _ in range(2):
         async with keeping(model, (1, 2, 1)) as chain, Engine(chain) as engine:
-            stream = Live(engine, request(tokens_of(20, 9), 150))
+            stream = Live(engine, request(tokens_of(20, 9), 100))
             await stream.wait_pieces(2)
-            found = [await engine.answer(each, chunk=256) for each in asked]
+            found = [await engine.answer(each, chunk=CHUNK) for each in asked]
             assert not stream.task.done(), "beside it"
-            assert [each.tokens for each in found] == [each.tokens for each in alone[:3]]
-            assert (await stream.answer()).tokens == alone[3].tokens
-    assert [each.usage.num_reused for each in found] == [512, 512, 512]
+            assert [each.tokens for each in found] == [each.tokens for each in alone[:4]]
+            assert (await stream.answer()).tokens == alone[4].tokens
+    assert [each.usage.num_reused for each in found] == [PIECE] * 4
 
 
 async def test_where_one_node_makes_the_answers_it_alone_reads_and_writes(models: Models, folder: Path) -> None:
@@ -205,4 +213,4 @@ async def test_where_one_node_makes_the_answers_it_alone_reads_and_writes(models
     [expected] = await kept(model, (2, 2), asked, goal="prompt")
     assert {path.name.split("-", 3)[3] for path in files_of(folder)} == {"0-4.rows"}
     [found] = await kept(model, (2, 2), asked, goal="prompt")
-    assert found.tokens == expected.tokens and found.usage.num_reused == 1024
+    assert found.tokens == expected.tokens and found.usage.num_reused == 2 * PIECE
