@@ -41,7 +41,7 @@ def make_refiner(folder: Path) -> Path:
     config |= {"image_token_id": VOCAB - 3, "boi_token_id": VOCAB - 2, "eoi_token_id": VOCAB - 1}
     config["text_config"] |= {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
     config["text_config"] |= {"hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32}
-    write_diffusion_gemma(folder, config)
+    write_diffusion_gemma(folder, config, is_dense_quantised=False)
     _write_tokenizer(folder)
     return folder
 
