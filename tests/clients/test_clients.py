@@ -177,7 +177,7 @@ def test_a_model_whose_template_knows_no_tools_calls_them_by_every_api(tmp_path:
         "{% for m in messages %}{% if m.role != ['user', 'assistant'][loop.index0 % 2] %}"
         "{{ raise_exception('roles have to alternate') }}{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     )
-    folder = make_caller(tmp_path / "model", thinks=False, knows_tools=False)
+    folder = make_caller(tmp_path / "model", thinks=False, knows_tools=False, num_hidden_layers=1)
     with serving(folder, {"chat_template": alternating}) as plain:
         for client in WHOLE:
             few = {"tools": turn(client, "first")["tools"][:1]}  # the prompt describes them

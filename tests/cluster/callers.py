@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
@@ -20,12 +21,14 @@ PLAIN_CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}
 CALL_BEGIN = VOCAB + 2
 
 
-def make_caller(folder: Path, *, thinks: bool, has_markers: bool = True, knows_tools: bool = True) -> Path:
+def make_caller(
+    folder: Path, *, thinks: bool, has_markers: bool = True, knows_tools: bool = True, **config: Any
+) -> Path:
     """One that calls tools in JSON, with tokens of their own for its markers where it `has_markers`.
 
     If it `thinks`, its template ends where a thought has begun. It may not know tools.
     """
-    make_talker(folder, vocab_size=VOCAB + 8, mask_token_id=VOCAB + 7)
+    make_talker(folder, vocab_size=VOCAB + 8, mask_token_id=VOCAB + 7, **config)
     if has_markers:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         tokenizer.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in _MARKERS])

@@ -57,26 +57,21 @@ async def test_turns_and_requests_side_by_side_get_the_tokens_of_one_node(
     if not is_tiny:
         layers = (*layers[:-1], layers[-1] + 2)
     first = request(tokens_of(90), 9, cache=cache)
-    asked = [
-        first,
-        *(
-            request(tokens_of(20 + 9 * n, n), 8, Decode("ngram"), cache=cache, seed=n, temperature=1.0)
-            for n in range(5)
-        ),
-    ]
+    drawn: dict[str, Any] = {"decode": Decode("ngram"), "cache": cache, "temperature": 1.0}
+    asked = [first, *(request(tokens_of(20 + 9 * n, n), 8, seed=n, **drawn) for n in range(3))]
     asked += [request(tokens_of(1), 6, cache=cache), request(tokens_of(2), 6, cache=cache)]
     async with running(folder, (sum(layers),)) as chain:
-        alone = await solo(chain, asked)
+        alone = await solo(chain, asked, chunk=64)
         text = (*first.prompt, *alone[0].tokens, *tokens_of(7, 5))
         follow_up = request(text, 9, cache=cache)
-        again = await solo(chain, [follow_up])
+        again = await solo(chain, [follow_up], chunk=64)
     async with running(folder, layers, goal="prompt") as chain:
         assert chain.answers_alone
-        found = await together(chain, asked)
+        found = await together(chain, asked, chunk=16)
         fewest = len(first.prompt) * replace(chain.spec, cache=cache).segment_row_bytes(*chain.plan.prompt_parts[-1])
         assert (await chain.statuses())[-1].sent_bytes > fewest
         async with Engine(chain) as engine:
-            turns = [await engine.answer(each, chunk=CHUNK) for each in (first, follow_up, follow_up)]
+            turns = [await engine.answer(each, chunk=16) for each in (first, follow_up, follow_up)]
     assert [each.tokens for each in found] == [each.tokens for each in alone]
     assert [each.tokens for each in turns] == [alone[0].tokens, again[0].tokens, again[0].tokens]
     can_be_cut = kind in ("full", "int8", "without attention", "without values")
@@ -93,7 +88,7 @@ async def test_a_draft_model_reads_prompts_on_the_node_that_makes_answers(models
     async with running(folder, (4,)) as chain:
         alone = await solo(chain, [replace(each, decode=Decode()) for each in asked])
     async with running(folder, (1, 2, 1), drafter=folder, goal="prompt") as chain:
-        found = await together(chain, asked)
+        found = await together(chain, asked, chunk=16)
         loaded = [status.weight_bytes for status in await chain.statuses()]
         bare = replace(chain.spec, drafter=None)
         assert loaded[1:] == [bare.shard_bytes(*part) for part in chain.plan.prompt_parts[1:]]

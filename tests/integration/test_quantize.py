@@ -19,6 +19,8 @@ from tools.model_types.configs import all_types, config_of
 from worker.errors import BrigadeError, InputError
 from worker.model.checkpoint import open_folder
 
+pytestmark = pytest.mark.usefixtures("uncleared")  # it frees them after every tensor
+
 mlx_lm_convert = importlib.import_module("mlx_lm.convert")  # the package has a function of that name
 
 STATE = {"model": "m"}
