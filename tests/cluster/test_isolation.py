@@ -25,7 +25,7 @@ LOOP = (
     "{% if loop_for_ever %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
     "{% for m in messages %}{{ m.content }}{% endfor %}"
 )
-NUM_HOSTILE, NUM_STREAMS, NUM_TOKENS = 20, 4, 200
+NUM_HOSTILE, NUM_STREAMS, NUM_TOKENS = 20, 4, 120
 MOST_SLOWER = 8  # times: processes that are bounded take their share of two cores
 MOST_GROWN = 200e6  # bytes, of which allocators keep some
 
@@ -110,5 +110,5 @@ def test_no_request_changes_the_streams_beside_it(tmp_path: Path, names: tuple[s
             assert process.memory_info().rss < before + MOST_GROWN
 
     with starting() as start:
-        server = start_server(start, folder, "--local", "2")
+        server = start_server(start, folder, "--local", "1")
         asyncio.run(check(server.url, psutil.Process(server.running.process.pid)))

@@ -20,15 +20,15 @@ from tests.integration.test_epochs import answer_over_a_loss
 from tests.integration.test_scores import resident
 from worker.errors import InputError
 
-SCHEMA = {
+SCHEMA = {  # short names: nearly every byte of an answer is a token
     "type": "object",
     "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "size": {"enum": ["small", "large"]},
-        "counts": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
-        "is_new": {"type": "boolean"},
+        "n": {"type": "string", "maxLength": 6},
+        "s": {"enum": ["small", "large"]},
+        "c": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 2},
+        "b": {"type": "boolean"},
     },
-    "required": ["name", "size", "counts", "is_new"],
+    "required": ["n", "s", "c", "b"],
     "additionalProperties": False,
 }
 DECODES = [Decode("ar"), Decode("ngram"), Decode("diffusion", window=4)]
@@ -45,9 +45,9 @@ def ask(grammar: str, **more: Any) -> RequestSpec:
 
 def require_valid(text: str) -> None:
     found = json.loads(text)
-    assert list(found) == ["name", "size", "counts", "is_new"]
-    assert len(found["name"]) <= 6 and found["size"] in ("small", "large") and isinstance(found["is_new"], bool)
-    assert len(found["counts"]) <= 3 and all(0 <= count <= 99 for count in found["counts"])
+    assert list(found) == ["n", "s", "c", "b"]
+    assert len(found["n"]) <= 6 and found["s"] in ("small", "large") and isinstance(found["b"], bool)
+    assert len(found["c"]) <= 2 and all(0 <= count <= 99 for count in found["c"])
 
 
 async def answers_alone(folder: Path, layers: tuple[int, ...], asks: list[RequestSpec]) -> list[Answer]:
@@ -72,18 +72,22 @@ async def test_every_answer_of_every_lossless_decoder_is_the_same_valid_json_of_
             assert [(each.tokens, each.text) for each in others] == [(first.tokens, first.text)] * len(others)
 
 
-@pytest.mark.parametrize("layers", [(4,), (1, 3)], ids=str)
-async def test_a_drafter_that_is_the_model_drafts_by_the_grammar(folder: Path, layers: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("layers", "sampling"),
+    [((4,), {"temperature": 0.0}), ((1, 3), {"seed": 3, "temperature": 1.5, "repetition_penalty": 1.1})],
+)
+async def test_a_drafter_that_is_the_model_drafts_by_the_grammar(
+    folder: Path, layers: tuple[int, ...], sampling: dict[str, Any]
+) -> None:
     inputs, counts = await InputProcessor.read(str(folder), str(folder)), (3, 15)
     async with running(folder, layers, drafter=folder) as chain, Engine(chain, inputs=inputs) as engine:
-        for sampling in ({"temperature": 0.0}, {"seed": 3, "temperature": 1.5, "repetition_penalty": 1.1}):
-            decodes = [Decode("ar"), *(Decode("draft", num_drafts=count) for count in counts)]
-            asks = [ask(json_grammar(SCHEMA), sampling=sampling, decode=decode) for decode in decodes]
-            first, *others = [await engine.answer(await inputs.make_request(each)) for each in asks]
-            require_valid(first.text)
-            for count, other in zip(counts, others, strict=True):
-                assert other.tokens == first.tokens
-                assert other.usage.num_steps == 1 + -(-(len(first.tokens) - 1) // (count + 1))
+        decodes = [Decode("ar"), *(Decode("draft", num_drafts=count) for count in counts)]
+        asks = [ask(json_grammar(SCHEMA), sampling=sampling, decode=decode) for decode in decodes]
+        first, *others = [await engine.answer(await inputs.make_request(each)) for each in asks]
+    require_valid(first.text)
+    for count, other in zip(counts, others, strict=True):
+        assert other.tokens == first.tokens
+        assert other.usage.num_steps == 1 + -(-(len(first.tokens) - 1) // (count + 1))
 
 
 async def test_under_a_grammar_an_answer_beside_others_is_what_it_is_alone(folder: Path) -> None:

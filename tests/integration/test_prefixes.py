@@ -8,6 +8,7 @@ import pytest
 
 from coordinator.decoding.decode_options import Decode, make_cache_choice
 from coordinator.engine.engine import Engine
+from coordinator.sessions import session
 from coordinator.sessions.admission import cache_costs
 from coordinator.sessions.output import Answer
 from protos.brigade_pb2 import Frame, Opening
@@ -116,25 +117,26 @@ async def test_a_prompt_that_leaves_the_old_text_reuses_what_both_share(models: 
     ],
 )
 async def test_a_turn_that_leaves_out_thoughts_goes_on_from_a_snapshot_where_nothing_can_be_cut(
-    models: Models, tmp_path: Path, name: str, layers: tuple[int, ...]
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, layers: tuple[int, ...]
 ) -> None:
     """The next one, another one from the same beginning, and one after that: the tokens of each alone."""
+    monkeypatch.setattr(session, "LEAST_SAVED", 64)
     whole = name == "gemma3_text"
     folder = (
         models(name, config={"max_position_embeddings": 4096}).folder if whole else make_type(tmp_path / name, name)
     )
-    text = tokens_of(620)
+    text = tokens_of(160)
     asked = [
-        request(text, 9, turn_ends=(270, 600)),
-        request((*text[:610], *tokens_of(270, 3)), 9, seed=3, temperature=0.8, turn_ends=(870,)),
-        request((*text[:300], *tokens_of(30, 4)), 9),
-        request((*text[:610], *tokens_of(270, 3)[:265], 5), 9),
+        request(text, 9, turn_ends=(70, 150)),
+        request((*text[:155], *tokens_of(70, 3)), 9, seed=3, temperature=0.8, turn_ends=(220,)),
+        request((*text[:80], *tokens_of(10, 4)), 9),
+        request((*text[:155], *tokens_of(70, 3)[:68], 5), 9),
     ]
     async with running(folder, layers) as chain:
         async with Engine(chain) as engine:
-            found = [await engine.answer(each, chunk=256) for each in asked]
-        alone = await solo(chain, asked[1:], chunk=256)
-    assert [each.usage.num_reused for each in found] == [0, 600, 270, 870]
+            found = [await engine.answer(each, chunk=64) for each in asked]
+        alone = await solo(chain, asked[1:], chunk=64)
+    assert [each.usage.num_reused for each in found] == [0, 150, 70, 220]
     assert [each.tokens for each in found[1:]] == [each.tokens for each in alone]
 
 
