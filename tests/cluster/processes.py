@@ -140,7 +140,7 @@ class Starter:
         parent = psutil.Process(running.process.pid)
         while len(found := parent.children()) < count:
             assert time.monotonic() < deadline and running.is_running, running.err.text
-            time.sleep(0.02)
+            time.sleep(0.1)  # to look at all processes takes several milliseconds
         self._children += found
         return list(found)
 

@@ -16,7 +16,7 @@ def test_thresholds_are_found_for_the_kinds_that_reach_them_and_decode_by_their_
     ]
     assert found["low"] >= 0.8 and found["num_held"] <= found["num_kept"] <= found["num"]
     assert json.loads(target.read_text())["kinds"]["arithmetic"] == found
-    prompt = ("generate", "What is 12 + 30?", "--local", "0", "--decode", "diffusion-fast", "--json")
+    prompt = ("generate", "What is 12 + 30?", "-m", "16", "--local", "0", "--decode", "diffusion-fast", "--json")
     by_name = parse(run_here(*prompt, "--entropy-threshold", f"{target}:arithmetic"))
     numbers = found["entropy_threshold"], found["position_penalty"]
     by_number = run_here(*prompt, "--entropy-threshold", str(numbers[0]), "--position-penalty", str(numbers[1]))

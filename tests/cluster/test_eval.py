@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def test_an_evaluation_that_was_killed_goes_on_and_gives_the_same_table(
     killed = start.brigade(*asked, "-o", target, "--concurrency", "1")
     while not (target.exists() and target.read_bytes().count(b"\n") >= 3):
         assert killed.is_running
+        time.sleep(0.005)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     known = target.read_bytes()

@@ -128,7 +128,7 @@ def test_a_killed_local_worker_is_started_again_and_the_command_tells_of_it(
                 if status and status.step > 20:
                     child.kill()
                     own.append(child)
-            time.sleep(0.05)  # to look at processes takes more than ten milliseconds
+            time.sleep(0.1)  # to look at processes takes more than ten milliseconds
 
     killing = threading.Thread(target=kill_in_the_middle)
     killing.start()
@@ -161,7 +161,7 @@ def test_an_answer_that_breaks_off_is_printed_as_far_as_it_came(
         deadline = time.monotonic() + FAR_S
         while worker.status().step < 20:  # the warm-up has fewer
             assert time.monotonic() < deadline
-            time.sleep(0.02)
+            time.sleep(0.05)
         worker.send_signal(signal.SIGKILL)
         outcome = running.wait(FAR_S)
     found = json.loads(outcome.out)

@@ -41,7 +41,6 @@ N = 20
 cases = pytest.mark.parametrize(
     ("family", "layers", "names"),
     [
-        ("qwen3", (1, 3), FEWER),
         ("qwen3_5", (2, 1, 1), FEWER),
         *(
             pytest.param(family, layers, tuple(SAMPLINGS), marks=pytest.mark.matrix)

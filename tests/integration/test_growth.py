@@ -1,8 +1,8 @@
 """Answers that outgrow the memory of real stages: the newest give way and go on with the tokens that they had alone."""
 
+import asyncio
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 
@@ -46,8 +46,7 @@ async def test_streams_that_gave_way_end_with_the_tokens_that_they_have_alone(
         for name, tokens in (("_GROWTH", 48), ("_LOW", 32), ("LARGEST_WINDOW", 16)):
             monkeypatch.setattr(admission, name, tokens)
         async with Engine(chain) as engine:
-            live: list[Any] = [Live(engine, each) for each in ANSWERS]
-            found = [await each.answer() for each in live]
+            found = await asyncio.gather(*(engine.answer(each, chunk=64) for each in ANSWERS))
     alone = [models(family).tokens(each.prompt, each.max_tokens, each.sampling) for each in ANSWERS]
     assert [each.tokens for each in found] == alone
     assert preempted and preempted[0].num_prompt > len(ANSWERS[0].prompt), "the oldest goes on"

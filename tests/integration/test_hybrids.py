@@ -17,8 +17,8 @@ from tools.model_types.make import make_type
 CASES = [  # the sampling, tokens of the answer, and the most steps for them
     (SAMPLINGS["greedy"], 16, 16),
     (SAMPLINGS["penalties"], 16, 16),
-    (SAMPLINGS["biased"], 60, 40),  # of three tokens: some drafts hold, some do not
-    (Sampling(logit_bias={17: 40.0}, logprobs=2), 60, 20),
+    (SAMPLINGS["biased"], 40, 27),  # of three tokens: some drafts hold, some do not
+    (Sampling(logit_bias={17: 40.0}, logprobs=2), 40, 14),
 ]
 IRREGULAR = ("qwen3_next", "falcon_h1", "mamba", "mamba2")  # their text of three tokens seldom repeats itself
 PROMPT = tokens_of(27)
