@@ -19,6 +19,7 @@ from worker.errors import BrigadeError, InputError
 from worker.model.build import build
 from worker.node.loading import open_checkpoint
 
+pytestmark = pytest.mark.usefixtures("uncleared")  # to write a model frees them after every tensor
 MASK = VOCAB - 1
 
 
