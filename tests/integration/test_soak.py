@@ -18,7 +18,7 @@ from tests.integration.many import request, solo, wait_freed, wait_slots
 
 AT_ONCE = 16
 ENGINE_TASKS = 2  # its loop, and the one that waits for a node to drain
-FIRST = 150  # after these everything has been seen once: kept slots are full, pools and caches warm
+FIRST = 300  # after these everything has been seen once: kept slots are full, pools and caches warm
 MOST_KEPT = 64  # slots that keep the prefixes of ended requests
 SLOT_BYTES = 2 * 2 * 256 * 64 * 4  # keys and values of two layers, a block of rows, fp32
 
@@ -72,9 +72,9 @@ async def wait_tasks(most: int) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("count", [300, pytest.param(2000, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("count", [600, pytest.param(2000, marks=pytest.mark.matrix)])
 async def test_hundreds_of_requests_leave_nothing_behind(models: Models, count: int) -> None:
-    """Kept slots are as many after the first 150 as in the end, each of one block of rows: MLX holds the very same."""
+    """Kept slots are as many after the first 300 as in the end, each of one block of rows: MLX holds the very same."""
     waiting, served, most_tasks, most_kept = requests(count), 0, 0, 0
 
     async def serve(engine: Engine, num_requests: int) -> None:
@@ -104,9 +104,7 @@ async def test_hundreds_of_requests_leave_nothing_behind(models: Models, count: 
         await wait_tasks(before.num_tasks)
         after = held()
     assert (served, most_kept) == (count, MOST_KEPT)
-    assert abs(last.active_bytes - first.active_bytes) < SLOT_BYTES * max(
-        1, count // 500
-    )  # which slots share packs varies
+    assert abs(last.active_bytes - first.active_bytes) < SLOT_BYTES * (count // 500)  # which slots share packs varies
     assert after.active_bytes - before.active_bytes < SLOT_BYTES  # much less where earlier tests left something
     assert most_tasks <= before.num_tasks + ENGINE_TASKS + 2 * AT_ONCE
     assert last.num_blocks - first.num_blocks < (count - FIRST) / 2, (first, last)
