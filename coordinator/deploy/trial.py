@@ -89,11 +89,16 @@ async def try_cluster(options: ClusterOptions) -> ChainTrial:
 
 
 def hops_of(legs: Sequence[Leg], before: Sequence[StatusReply], after: Sequence[StatusReply]) -> list[TriedHop]:
-    """Return the traffic of each hop of one chain between two statuses of its stages; [] for a single node."""
+    """Return the traffic of each hop of one chain between two statuses of its stages.
+
+    Returns:
+        [] for a single node, and where one node makes answers and computed the prompt, too.
+    """
     names = [node.name for node in legs[-1].route.nodes]
-    if len(names) == 1:
+    walked = [(passage, leg) for leg in legs for passage in leg.passages if len(passage.timings) == len(names)]
+    if len(names) == 1 or not walked:
         return []
-    ways = [span for leg in legs for passage in leg.passages for span in spans(passage, leg.route.offsets)]
+    ways = [span for passage, leg in walked for span in spans(passage, leg.route.offsets)]
     hops = []
     for source, (then, now) in enumerate(zip(before, after, strict=True)):
         target = (source + 1) % len(names)

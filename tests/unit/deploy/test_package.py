@@ -10,6 +10,7 @@ from coordinator.deploy import package as package_module
 from coordinator.deploy.package import Package, files_of, installed, pins, project_at
 from coordinator.deploy.trial import TriedHop, hops_of
 from coordinator.sessions.waterfall import Leg, Passage, Route
+from protos.brigade_pb2 import StatusReply
 from tests.unit.deploy.cases import tried
 from worker.errors import ConfigError
 
@@ -103,3 +104,6 @@ def test_a_hop_has_what_its_stage_sent_and_how_long_a_frame_was_on_the_way() -> 
     [passage] = leg.passages
     alone = Leg(Route(leg.route.nodes[:1], [0]), [Passage(passage.timings[:1], passage.returned)])
     assert hops_of([alone], trial.first.statuses[:1], trial.first.statuses[:1]) == [], "one node has none"
+    stayed = Leg(leg.route, [Passage(passage.timings[:1], passage.returned)])
+    assert hops_of([stayed], trial.first.statuses, trial.first.statuses) == [], "one node made the whole answer"
+    assert hops_of([leg, stayed], [StatusReply(), StatusReply(sent_bytes=4)], trial.first.statuses) == trial.hops
