@@ -1,5 +1,6 @@
 """Prompts on all nodes, answers on the first one: parts of caches move, and tokens are those of that node alone."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.integration.many import request, solo, together, tokens_of
 from tests.integration.test_draft_heads import make_head
 from tests.integration.windows import MASKED
 from tools.model_types.make import make_type
+from worker.compute.drafting import DraftRequest
 from worker.drafters.draft_head import HeadDrafter
 from worker.drafters.small_model import SmallModel
 
@@ -78,8 +80,17 @@ async def test_turns_and_requests_side_by_side_get_the_tokens_of_one_node(
     assert [each.usage.num_reused for each in turns] == [0, 89, len(text) - 2 if can_be_cut else 89]
 
 
-async def test_a_draft_model_reads_prompts_on_the_node_that_makes_answers(models: Models) -> None:
+async def test_a_draft_model_reads_prompts_on_the_node_that_makes_answers(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is the model itself: a text that it read otherwise would show in drafts that fail."""
+    num_read, draft = list[int](), SmallModel.draft
+
+    def note(drafter: SmallModel, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        num_read.extend(each.num_known for each in requests if each.is_chunk)
+        return draft(drafter, requests)
+
+    monkeypatch.setattr(SmallModel, "draft", note)
     folder = models("qwen3", **MASKED).folder
     asked = [
         request(tokens_of(90, seed), 12, Decode("draft", num_drafts=3), seed=seed, temperature=0.5 * seed)
@@ -94,6 +105,7 @@ async def test_a_draft_model_reads_prompts_on_the_node_that_makes_answers(models
         assert loaded[1:] == [bare.shard_bytes(*part) for part in chain.plan.prompt_parts[1:]]
     assert [each.tokens for each in found] == [each.tokens for each in alone]
     assert {held for each in found for held in each.usage.drafts_held} == {1.0}
+    assert max(num_read) == 89, "all but the last token, while the other nodes compute"
 
 
 @pytest.mark.parametrize("kind", ["small model", "head"])

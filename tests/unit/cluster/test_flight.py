@@ -121,6 +121,21 @@ def test_only_a_machine_that_slept_drops_its_peers(clock: Clock, still_s: float,
     assert is_lost or asleep or watched.woke_at == clock.now
 
 
+def test_a_first_stage_that_drafts_beside_a_prompt_makes_no_hop_slow(clock: Clock) -> None:
+    """Both stages compute for 10 ms, and the first one reads for its drafter for 40 ms in between."""
+    costs = ChainCosts(2)
+    flying = Flight(costs, SuspendWatch())
+    flying.send(chunk(1))
+    clock.now += 0.06
+    began, ms = clock.monotonic_ns() - 60_000_000, 1_000_000
+    timings = [
+        Timing(stage=0, started=began, sampled=began + 10 * ms, drafted=began + 50 * ms),
+        Timing(stage=1, started=began + 50 * ms, sampled=began + 60 * ms, drafted=began + 60 * ms),
+    ]
+    flying.learn(ArrivedResult(Result(step=1, timings=timings), clock.monotonic_ns(), flying.take(1)))
+    assert costs.hops_s(64) == pytest.approx(0, abs=1e-6)
+
+
 def test_what_a_frame_loses_that_begins_to_draft_is_learned_apart_from_its_rows_and_drafts(clock: Clock) -> None:
     """A step of one row takes 10 ms, the drafts 4 ms; 25 ms more go to steps that were computed ahead for nothing."""
     costs = ChainCosts(1)

@@ -48,7 +48,10 @@ def test_a_description_counts_bytes(tied: bool) -> None:
     # of an embedding that is no head a token reads one row, also where a draft head needs one on the last stage
     assert [spec.token_bytes(i, i + 1) for i in range(3)] == [LAYER_BYTES, LAYER_BYTES, spec.shard_bytes(2, 3)]
     drafter = replace(spec, head=DraftHead(HeadKind.MTP, {}, 1, 8, 8, 1, 8))
-    assert replace(spec, drafter=drafter).token_bytes(2, 3) == spec.token_bytes(2, 3) + drafter.shard_bytes(0, 3)
+    drafted = replace(spec, drafter=drafter)
+    assert drafted.token_bytes(2, 3) == spec.token_bytes(2, 3) + drafter.shard_bytes(0, 3)
+    row_bytes = [each.segment_row_bytes(*part) for each in (spec, drafted) for part in ((0, 2), (1, 3))]
+    assert row_bytes == [2 * 16, 2 * 16, 2 * 16, 3 * 16], "a draft head on another node gets rows, too"
     assert spec.reserved_bytes(0, 2, 5) == 2 * 16 * 256
 
 
