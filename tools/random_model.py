@@ -86,8 +86,8 @@ def main(
         nn.quantize(model, group_size=_GROUP, bits=bits)
         config["quantization"] = {"group_size": _GROUP, "bits": bits}
     _write(folder, config, dict(tree_flatten(model.parameters())))
-    if chats:
-        add_tokenizer(folder, _TEMPLATE, context)
+    for each in filter(None, (folder, drafter)) if chats else ():
+        add_tokenizer(each, _TEMPLATE, context)
 
 
 def add_tokenizer(folder: Path, template: str, context: int) -> None:

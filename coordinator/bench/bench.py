@@ -280,7 +280,7 @@ class _Run:
 
     async def open_alone(self, stack: AsyncExitStack) -> list[System]:
         """Open one process of this code and of mlx_lm, if both fit beside this node's part of the cluster."""
-        own = replace(self.options.with_layers(None), local=0, by_speed=False)
+        own = replace(self.options.with_layers(None), local=0, by_speed=False, objective="latency")
         plan, _, _ = await choose_plan(own, self.checkpoint, self.spec, [], self.workload.context)
         [whole] = plan.assignments
         if not whole.fits:

@@ -107,7 +107,7 @@ def bench(
 
     from coordinator.bench.bench import Workload
 
-    lengths = parse_counts("prompts", prompts) if prompts else ()
+    lengths = () if prompts is None else parse_counts("prompts", prompts)
     workload = Workload(counts, num_prompt, num_tokens, decodes, splits, num_trials, lengths)
     return run_bench(options, workload, as_json=as_json, is_wide=wide, plot=plot)
 

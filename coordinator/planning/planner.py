@@ -80,11 +80,18 @@ def plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Obje
     return assign(spec, nodes, layers or split_by_bytes(spec, nodes, context, num_sessions), context, num_sessions)
 
 
-def why_not_shared(spec: ModelSpec, nodes: Sequence[Node], chosen: Plan) -> str:
+def why_not_shared(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, chosen: Plan) -> str:
     """Return why a plan whose objective is prompts leaves them to the nodes that make answers; "" if it does not."""
     if chosen.prompt_end is not None:
         return ""
-    return _obstacle(spec, nodes) or f"{nodes[0].name} lacks memory for all layers, or is faster alone"
+    if obstacle := _obstacle(spec, nodes):
+        return obstacle
+    first = nodes[0].name
+    if not assign(spec, nodes[:1], [spec.num_layers], chosen.context, chosen.num_sessions).fits:
+        return f"{first} lacks memory for all layers"
+    is_known = all(speed.knows(PROMPT_ROWS) for speed in speeds.speeds.values())
+    unknown = "" if is_known else ", as far as can be told from frames of one row"
+    return f"with other nodes they would be no faster than on {first} alone{unknown}"
 
 
 def _obstacle(spec: ModelSpec, nodes: Sequence[Node]) -> str:

@@ -172,7 +172,7 @@ def report_plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objectiv
     )
     report = PlanReport(PredictedPlan("", chosen, Prediction(spec, chosen, speeds)), left_out, alternatives, "")
     advice = [*_advice(report, objective, nodes[0].name)]
-    if objective.goal == "prompt" and (why := why_not_shared(spec, nodes, chosen)):
+    if objective.goal == "prompt" and (why := why_not_shared(spec, nodes, speeds, chosen)):
         advice.insert(0, f"Planned by latency, not for prompts: {why}.")
     return replace(report, advice=" ".join(advice))
 
@@ -202,7 +202,8 @@ def _alternatives(
     if len(nodes) <= spec.num_layers:
         each, more = divmod(spec.num_layers, len(nodes))
         even = [each + (i < more) for i in range(len(nodes))]
-        yield "even split", plan(spec, nodes, speeds, replace(objective, layers=even))
+        goal = "latency" if objective.goal == "prompt" and chosen.prompt_end is None else objective.goal
+        yield "even split", plan(spec, nodes, speeds, replace(objective, layers=even, goal=goal))
 
 
 def _advice(report: PlanReport, objective: Objective, first: str) -> Iterator[str]:

@@ -161,8 +161,20 @@ def test_where_prompts_cannot_be_shared_they_are_planned_by_latency_and_the_reas
     )
     assert prompt.names == latency.names == ["n0", "n1"] and throughput.names == ["n0", "n1", "n2"]
     assert "window" in report_plan(spec, where, survey, Objective(1, goal="prompt")).advice
-    assert why_not_shared(spec, where[:1], prompt) != why_not_shared(spec, where, prompt) != ""
-    assert why_not_shared(SPEC, where, replace(prompt, prompt_end=1)) == ""
+    assert why_not_shared(spec, where[:1], survey, prompt) != why_not_shared(spec, where, survey, prompt) != ""
+    assert why_not_shared(SPEC, where, survey, replace(prompt, prompt_end=1)) == ""
+
+
+def test_it_is_told_whether_memory_or_speed_keeps_prompts_on_one_node_and_an_even_split_is_one_of_answers() -> None:
+    spec = model([GB] * 8, per_token=100_000)
+    link = LinkSpeed(rtt_ms=0.1, bytes_per_s=1e6)
+    one_row = NodeSpeed((FLAT[:1],), MEASURED.head[:1], 500, is_measured=False)
+    for first_gb, speed, reason in ((ROOMY, MEASURED, "faster"), (7 * GB, MEASURED, "memory"), (ROOMY, one_row, "row")):
+        where = [Node("n0", first_gb), Node("n1", ROOMY)]
+        report = report_plan(spec, where, Survey({"n0": speed, "n1": speed}, {"n1": link}), Objective(1, goal="prompt"))
+        assert reason in report.advice.split(".")[0], report.advice
+        even = next(each.plan for each in report.alternatives if each.name == "even split")
+        assert even.prompt_end is None and even.layers == [4, 4]
 
 
 def test_a_model_whose_windows_are_too_large_for_one_message_is_planned_as_usual() -> None:
