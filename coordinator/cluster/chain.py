@@ -211,6 +211,10 @@ class Chain:
         """The tokens of the slots that stage 0 holds, by number: before any frame, those of the chain before."""
         return {number: slot.history for number, slot in self._own.slots.items()}
 
+    def keep_slots(self, numbers: set[int]) -> None:
+        """Free the slots of the chain before but these."""
+        close_slots({number: self._own.slots.pop(number) for number in self._own.slots.keys() - numbers})
+
     def send(self, frame: Frame) -> None:
         """Hand a frame to stage 0."""
         assert self._stage is not None
@@ -356,7 +360,7 @@ class Chain:
             checks_finite=self.deployment.check_finite,
             prompt_end=self.plan.prompt_end,
             pieces=prefixes,
-            slots=own.slots if is_whole else None,
+            slots=own.slots,
             drafter=drafter,
             drafter_bytes=own.part.nbytes if own.part else 0,
             drop_drafter=partial(self._main.call_soon_threadsafe, own.drop_part),

@@ -204,8 +204,7 @@ class EngineCore:
             return False
         unfed = {}
         for session.feeds_apart in (False, True):
-            held = 0 if session.feeds_apart else session.fed
-            unfed[session.feeds_apart] = len(session.history) - max(held, self.scheduler.slots.num_shared(session))
+            unfed[session.feeds_apart] = len(session.history) - self.scheduler.slots.num_shared(session)
         return self.chain.costs.pays_apart(unfed[False], unfed[True], prompt_end / self.chain.spec.num_layers)
 
     def _chunk_rows(self, session: Session, num_unfed: int, beside_streams: bool) -> int:
@@ -393,21 +392,16 @@ class EngineCore:
     def _replay(self, before: Slots) -> None:
         """Feed every session again from its own tokens, those in quarantine one at a time.
 
-        Where stage 0 made the answers alone, and does so still, they go on in their slots.
+        Where stage 0 made the answers alone, and does so still, they begin with the rows that it holds.
         """
-        sessions, held, slots = list(self.sessions), self.chain.held_slots, self.scheduler.slots
-        slots.adopt(before, held)
+        sessions = list(self.sessions)
+        self.chain.keep_slots(self.scheduler.slots.adopt(before, self.chain.held_slots))
         for session in sessions:  # all before the first one enters, whose failure may let another one in
-            session.feeds_apart = False
-            num_held = before.num_held(session, held) if held and self._quarantine.may_run(session) else 0
-            session.rewind(self._make_decoder(session.request), num_held)
+            session.rewind(self._make_decoder(session.request))
             self._fit(session)
-            if session.feeds_apart:
-                session.rewind()
-        for session in sorted(sessions, key=lambda session: session.slot is None):  # its number is not free
+        for session in sessions:
             if self._quarantine.may_run(session):
                 self._enter_again(session)
-        slots.free_unused(held)
         self._send_all()
 
     def _enter_again(self, session: Session) -> None:

@@ -93,7 +93,7 @@ class SlotState(Enum):
 
 
 _NEXT = {
-    SlotState.WAITING: (SlotState.PROMISED, SlotState.TAKEN_OVER, SlotState.OPEN, SlotState.FREE),
+    SlotState.WAITING: (SlotState.PROMISED, SlotState.TAKEN_OVER, SlotState.FREE),
     SlotState.PROMISED: (SlotState.OPEN, SlotState.FREE),
     SlotState.TAKEN_OVER: (SlotState.OPEN, SlotState.FREE),
     SlotState.OPEN: (SlotState.KEPT, SlotState.FREE),
@@ -183,37 +183,34 @@ class Slots:
         num_before = self.num_waiting
         slot = self._wait(session)
         self._admit()
-        if slot.state is SlotState.WAITING and session.slot is not None:
-            session.rewind()  # there is no memory for its slot on this chain
         if slot.state is SlotState.WAITING and num_before >= self.max_waiting and not is_replayed:
             self._free(slot)
             raise QueueFull(f"there is no memory for it now, and {num_before} requests wait already; try again later")
 
-    def adopt(self, before: "Slots", held: Mapping[int, History]) -> None:
-        """Keep the prefixes that the first stage still holds from the chain `before`; `held` are its slots' tokens."""
-        for slot in before._in(SlotState.KEPT):
-            session = slot.session
-            if num_held := before.num_held(session, held):
-                session.fed, session.fed_apart, session.snapshots = num_held, 0, ()
-                promised = self._bytes_of(session, session.rows_written)
-                if all(need <= free for need, free in zip(promised, self.unreserved, strict=True)):
-                    self._slots[session] = SessionSlot(session, promised, state=SlotState.KEPT, has_result=True)
+    def adopt(self, before: "Slots", held: Mapping[int, History]) -> set[int]:
+        """Keep the slots of another chain as prefixes, as far as its first stage holds all rows; return their numbers.
 
-    def num_held(self, session: Session, held: Mapping[int, History]) -> int:
-        """Return how many leading tokens of a session its slot can continue from, if the first stage holds these."""
-        slot = self._slots.get(session)
-        if slot is None or not slot.has_result or slot.state not in (SlotState.OPEN, SlotState.KEPT):
+        Args:
+            before: all slots of that chain; their sessions begin again, with these rows.
+            held: the tokens of the slots that the first stage holds, by number.
+        """
+        for slot in [*before._in(SlotState.KEPT), *before._in(SlotState.OPEN)]:  # these were used more recently
+            if num_held := before._num_held(slot, held):
+                session = slot.session.remainder(num_held)
+                self._slots[session] = SessionSlot(session, self._bytes_of(session, num_held), state=SlotState.KEPT)
+        while min(self.unreserved) < 0:
+            del self._slots[next(iter(self._slots))]
+        return {slot.number for slot in self._slots.values()}
+
+    def _num_held(self, slot: SessionSlot, held: Mapping[int, History]) -> int:
+        """Return how many leading tokens of a slot's session the first stage holds, if it holds these tokens."""
+        session, history = slot.session, held.get(slot.number)
+        if history is None or not (slot.has_result or slot.state is SlotState.KEPT):
             return 0
-        history = held.get(slot.number)
-        if history is None or len(history) > self._costs.rows_that_can_be_cut(session.request.cache):
+        if len(history) > self._costs.rows_that_can_be_cut(session.request.cache):
             return 0
-        shared = session.history.num_shared(history, min(session.held, session.most_reused))
+        shared = session.history.num_shared(history, min(session.settled, session.most_reused))
         return shared - shared % session.grid
-
-    def free_unused(self, held: Iterable[int]) -> None:
-        """Free those of the slots which the first stage holds that belong to no session."""
-        used = {slot.number for slot in self._slots.values() if slot.state is not SlotState.WAITING}
-        self.closed += [number for number in held if number not in used]
 
     def with_room(self) -> list[SessionSlot]:
         """Return the active slots with memory for their next window, by priority and in the order of arrival.
@@ -392,7 +389,7 @@ class Slots:
     def _reserve(self, slot: SessionSlot) -> bool:
         """Give the slot a number and its memory; return False while there is not enough."""
         kept, session = self._in(SlotState.KEPT), slot.session
-        source, shared = self._closest(session, kept) if session.slot is None else (None, 0)
+        source, shared = self._closest(session, kept)
         rows = session.rows_for(_GROWTH)
         needed = self._bytes_of(session, rows)
         worse = (each for each in reversed(self.active) if each.session.request.priority > session.request.priority)
@@ -408,10 +405,7 @@ class Slots:
             return False
         for place in room.evicted:
             self._take(takeable[place])
-        if session.slot is not None:
-            slot.promised, slot.has_result = needed, True
-            slot.enter(SlotState.OPEN)
-        elif source and room.takes_over:  # its rows beyond the shared ones stay until the first window cuts them
+        if source and room.takes_over:  # its rows beyond the shared ones stay until the first window cuts them
             del self._slots[source.session]
             source.enter(SlotState.FREE)
             session.take_slot(source.number, shared, source.session.snapshots)
@@ -424,7 +418,7 @@ class Slots:
             slot.promised = needed
             slot.enter(SlotState.PROMISED)
         slot.rows = rows
-        if self._stored and not session.feeds_apart and slot.state is not SlotState.OPEN:
+        if self._stored and not session.feeds_apart:
             session.stored.extend(self._stored.pieces_for(session))
         return True
 

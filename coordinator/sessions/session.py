@@ -100,6 +100,7 @@ class Session:
         self._preempted_at: int | None = None  # tokens that it had generated when it was preempted last
         self._decoder = decoder or Verified()
         self._proposal: Proposal | None = None  # sent and not answered
+        self._proposed_at = 0  # tokens before its window
         self._soft: Soft | None = None  # what the last step made of the canvas that the next one continues
         # Indices of the first token without a requested score, and without a known one.
         self._asked_scores = self._known_scores = request.score_from or len(request.prompt)
@@ -150,6 +151,11 @@ class Session:
         if self.reading:
             return 0  # a stage may turn out to lack them
         return self.fed_apart if self._chunk_ends else self.fed
+
+    @property
+    def settled(self) -> int:
+        """Likewise, whether or not a window with a proposal that is in flight has begun anywhere."""
+        return self._proposed_at if self._proposal else self.held
 
     @property
     def is_prefilling(self) -> bool:
@@ -293,7 +299,7 @@ class Session:
                 self.snapshots = self.snapshots_with(snapshot)
                 window.snapshots.extend(self.snapshots)
         else:
-            self.fed = len(tokens)
+            self.fed, self._proposed_at = len(tokens), base
             room = self.max_tokens - self.num_generated
             self._proposal = self._decoder.propose(tokens, len(tokens) - base, room, num_together)
             window = self._with_proposal(base, tokens[base:], self._proposal)
@@ -427,20 +433,25 @@ class Session:
         self.finish_reason = reason
         self._soft = None  # a kept slot never uses it
 
-    def rewind(self, decoder: Decoder | None = None, num_held: int = 0) -> None:
+    def remainder(self, num_tokens: int) -> "Session":
+        """Return an ended session that holds this one's slot with its first tokens, for others to begin with."""
+        other = Session(self.request, owner=self.owner)
+        other.history, other.slot = self.history.fork(num_tokens), self.slot
+        other.fed = other.rows_written = num_tokens
+        other.state = SessionState.FINISHED
+        return other
+
+    def rewind(self, decoder: Decoder | None = None) -> None:
         """Begin again in another slot or chain: all known tokens are fed again, as if they were the prompt.
 
         Args:
             decoder: takes over from the present one, which chooses by the costs of the last chain; None keeps that.
-            num_held: leading tokens that its slot still holds, if only on the first stage; 0: the slot is lost.
         """
         if self.state is SessionState.RUNNING:
             self.enter(SessionState.REPLAYING if self.num_rows else SessionState.WAITING)
         assert self.state is not SessionState.FINISHED
-        if not num_held:
-            self.slot = None
-            self.num_reused = self.rows_written = 0
-        self.fed, self.fed_apart = num_held, 0
+        self.slot = None
+        self.fed = self.num_reused = self.rows_written = self.fed_apart = 0
         self._chunk_ends.clear()
         self.stored.clear()
         self.reading = b""

@@ -136,6 +136,23 @@ def test_a_copy_of_more_than_there_is_fails_its_own_session(models: Models) -> N
     assert [engine.num_slots for engine in row.engines] == [0, 0]
 
 
+def test_a_slot_that_is_opened_again_keeps_its_buffers_unless_another_one_begins_with_its_rows(models: Models) -> None:
+    whole = models("qwen3")
+    row = Row(whole, (4,))
+    held = tokens_of(300)
+    row.feed([held])
+    one, other = (*held[:290], 5, 6), (*held[:285], 7)
+    for opened in ([], [Opening(slot=0, fork_of=0)]):
+        mx.reset_peak_memory()
+        assert tokens(row.run([window_of(one, 290, 0)], opened=opened)) == {0: whole.tokens(one, 1)[0]}
+    assert mx.get_peak_memory() - mx.get_active_memory() < row.engines[0].cache_bytes / 4, "its rows were copied"
+    windows = [window_of(held[:281], 280, 0), window_of(other, 285, 1)]
+    result = row.run(windows, opened=[Opening(slot=slot, fork_of=0) for slot in range(2)])
+    assert tokens(result) == {0: whole.tokens(held[:281], 1)[0], 1: whole.tokens(other, 1)[0]}
+    row.run([], closed=[0, 1])
+    assert row.engines[0].num_slots == 0
+
+
 @splits
 def test_an_error_in_sampling_ends_that_session_alone(models: Models, layers: tuple[int, ...]) -> None:
     whole = models("qwen3")

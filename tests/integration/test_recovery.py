@@ -228,7 +228,7 @@ async def test_answers_that_one_node_makes_go_on_in_their_slots_when_a_prompt_no
     is_full = family == "qwen3"
     folder = models("qwen3", **MASKED).folder if is_full else make_type(tmp_path / family, family)
     layers = LAYERS if is_full else (1, 2, 3)
-    ended, asked = request(tokens_of(30, 3), 4), request(tokens_of(40), 80, temperature=0.9, seed=3)
+    ended, asked = request(tokens_of(30, 3), 4), request(tokens_of(40), 80, temperature=0.9, seed=3, logprobs=4)
     follow_up = request((*ended.prompt, 1, 2), 4)
     expected = await unfailed(folder, [ended, asked, follow_up], layers)
     drafter = folder if decode.kind == "draft" else None
@@ -253,6 +253,26 @@ async def test_answers_that_one_node_makes_go_on_in_their_slots_when_a_prompt_no
         assert found[2].usage.num_reused >= len(ended.prompt) - 1
     else:
         assert fed_again
+
+
+async def test_a_prompt_that_was_partly_computed_goes_on_behind_the_rows_that_are_there_when_a_prompt_node_is_lost(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, frames: Frames
+) -> None:
+    """And a second one beside it. The chunks are long enough for their memory to be measured."""
+    monkeypatch.setattr(ChainCosts, "pays_apart", lambda costs, *rest: frames[-1].epoch == 1)
+    asked = [request(tokens_of(480, seed), 6, temperature=0.9, seed=seed, logprobs=2) for seed in (1, 2)]
+    async with running(folder, LAYERS) as chain:
+        expected = await solo(chain, asked, chunk=64)
+    frames.clear()
+    async with supervised(folder, IS_GONE, context=500, goal="prompt") as rig, rig.engine() as engine:
+        answers = [asyncio.create_task(engine.answer(each, chunk=64)) for each in asked]
+        await frames.wait_window(lambda window: window.base >= 384)
+        await rig.places[0].stop()
+        assert_equal(await asyncio.gather(*answers), expected)
+        assert rig.cluster.num_recoveries == 1
+        opened = [frame for frame in frames if frame.epoch > 1 and frame.opened]
+        assert max(window.base for frame in opened for window in frame.windows) >= 64
+        assert (status := rig.cluster.chain.own_status) and status.slots <= 2, "rows of nobody are left"
 
 
 @pytest.mark.parametrize(

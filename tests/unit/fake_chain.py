@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -86,6 +87,7 @@ class Held:
     seed: int = 0  # of what is sampled; 0 is greedy
     snapshots: set[int] = field(default_factory=set)
     starts: set[int] = field(default_factory=set)  # lengths to which it can be cut because it is a copy
+    wrong: set[int] = field(default_factory=set)  # rows that are no part of a text: of another place, or incomplete
 
 
 @dataclass
@@ -173,6 +175,7 @@ class FakeChain:
                 assert source.cache == opening.cache, "a copy of another kind of cache"
                 held = Held(source.history.fork(len(source.history)), source.cache, source.num_rows)
                 held.snapshots, held.starts = set(opening.snapshots), source.snapshots
+                held.wrong = set(source.wrong)
                 assert held.snapshots <= source.snapshots, "a snapshot that is not there"
             held.seed = opening.sampling.seed if opening.sampling.temperature else 0
             goes_on = opening.HasField("fork_of") and opening.fork_of == opening.slot
@@ -194,6 +197,9 @@ class FakeChain:
             *earlier, now = window.snapshots
             assert set(earlier) <= slot.snapshots and now == window.base + num_tokens and not window.wanted
             slot.snapshots = set(window.snapshots)
+        slot.wrong = {row for row in slot.wrong if row < window.base}
+        assert not slot.wrong, "continued behind rows of other places"
+        slot.wrong = {window.base + row for row, at in enumerate(window.positions) if at != window.base + row}
         slot.history.cut(window.base)
         slot.history.extend(window.tokens)
         slot.num_rows = window.base + num_rows(window)
@@ -296,6 +302,8 @@ class Rig:
         self.num_stages = num_stages
         self.chunk = chunk
         self.keep = keep
+        self._answers_alone = answers_alone
+        self._first_slots: dict[int, Held] = {}  # of the first stage, before this chain
 
     def submit(
         self,
@@ -324,14 +332,34 @@ class Rig:
         self.scheduler.submit(session)
         return session
 
-    def lose_chain(self, sessions: Iterable[Session]) -> None:
-        """All that the stages hold and all that is in flight is gone; the sessions go on with another chain."""
-        epoch = self.chain.epoch + 1
-        self.scheduler = Scheduler(self.num_stages, self.costs, epoch, self.scheduler.slots.max_waiting)
-        self.chain = FakeChain(epoch, self.chain.cuttable, self.chain.is_lossy)
+    def lose_chain(self, sessions: Iterable[Session], num_begun: int | None = None) -> None:
+        """All that the stages hold and all that is in flight is gone; the sessions go on with another chain.
+
+        But what the first stage holds after it has begun `num_begun` frames, if that is given.
+        """
+        held = {} if num_begun is None else self._held_after(num_begun)
+        epoch, before = self.chain.epoch + 1, self.scheduler.slots
+        self.scheduler = Scheduler(
+            *(self.num_stages, self.costs, epoch, before.max_waiting), answers_alone=self._answers_alone
+        )
+        kept = self.scheduler.slots.adopt(before, {number: slot.history for number, slot in held.items()})
+        self._first_slots = {number: held[number] for number in kept}
+        self.chain = FakeChain(epoch, self.chain.cuttable, self.chain.is_lossy, deepcopy(self._first_slots))
         for session in sessions:
             session.rewind()
             self.scheduler.submit(session, is_replayed=True)
+
+    def _held_after(self, num_begun: int) -> dict[int, Held]:
+        """What the first stage holds then. Rows that passed all stages are complete once their result has come."""
+        stage = FakeChain(self.chain.epoch, self.chain.cuttable, self.chain.is_lossy, deepcopy(self._first_slots))
+        awaited = {frame.step for frame, _ in self.chain.in_flight}
+        begun = self.chain.frames[:num_begun]
+        for frame in begun:
+            stage.send(frame)
+        for frame in begun if self._answers_alone else ():
+            for window in frame.windows if frame.step in awaited and not frame.stays else ():
+                stage.slots[window.slot].wrong |= set(range(window.base, window.base + num_rows(window)))
+        return stage.slots
 
     def send_one(self) -> Frame | None:
         if (frame := self.scheduler.schedule()) is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -40,7 +41,7 @@ from worker.compute.shard import Shard
 from worker.compute.slot import Slot
 from worker.errors import BrigadeError, CacheMismatch, FrameError, ModelError, PrefixLost, SamplingError
 from worker.memory.history import History
-from worker.memory.slot_caches import OUTPUT, CacheSegment, close_all
+from worker.memory.slot_caches import OUTPUT, Caches, CacheSegment, close_all
 from worker.model.cache_spec import ROW_BLOCK
 from worker.model.describe import DTYPES
 from worker.model.model_spec import most_head_rows
@@ -113,7 +114,7 @@ class Executor:
             returns_segments: whether the coordinator gets what prompt chunks leave in the caches.
             returns_rows: whether its draft head gets their rows behind the last layer.
             pieces: of prefixes on this node's disk; None if nothing is kept there.
-            slots: by number, those that an executor of the same shard and dtype left; this one may leave its own there.
+            slots: by number, those that an executor of the same shard and dtype left; it may leave its own there.
             drafter: of the last stage.
             drafter_bytes: of the weights that this stage holds for drafting.
             drop_drafter: frees those weights, if the drafter fails.
@@ -131,7 +132,6 @@ class Executor:
         self._drop_drafter = drop_drafter
         self._drafter_failure = ""  # that the next result tells
         self.weight_bytes = shard.nbytes + drafter_bytes
-        self._can_leave_slots = slots is not None
         self._slots: dict[int, Slot] = {} if slots is None else slots
         self.cache_bytes = 0  # between two steps, counted now and then; other threads read it
         self._counted_at = 0  # nanoseconds
@@ -161,9 +161,9 @@ class Executor:
         return len(self._slots)
 
     def close(self, *, leaves_slots: bool = False) -> None:
-        """Free all slots, or leave them as after the last step that began, if they were not made for this executor."""
+        """Free all slots, or leave them as after the last step that began, if this stage is the whole model."""
         self._in_flight.clear()
-        if leaves_slots and self._can_leave_slots:
+        if leaves_slots and self.is_whole:
             self._ahead.undo()
         else:
             self._ahead.clear()
@@ -377,10 +377,11 @@ class Executor:
 
     def _show_rows(self, slot: Slot, segment: CacheSegment) -> None:
         """Show the drafter rows of a prompt chunk that another stage computed."""
-        expected = (1, self._shard.row_size, DTYPES[self._dtype])
-        if [(*array.shape[::2], array.dtype) for array in segment.arrays if array.ndim == 3] != [expected]:
-            found = [(list(array.shape), array.dtype) for array in segment.arrays]
-            raise CacheMismatch(f"expected rows [1, L, {expected[1]}] of {expected[2]}, got {found}")
+        size, dtype = self._shard.row_size, DTYPES[self._dtype]
+        found = [(array.shape[:1] + array.shape[2:], array.ndim, array.dtype) for array in segment.arrays]
+        if found != [((1, size), 3, dtype)]:
+            shapes = [(list(array.shape), array.dtype) for array in segment.arrays]
+            raise CacheMismatch(f"expected rows [1, L, {size}] of {dtype}, got {shapes}")
         [rows] = segment.arrays
         end = segment.base + rows.shape[1]
         if end > len(slot.history):
@@ -443,15 +444,19 @@ class Executor:
     def _open_and_close(self, step: Step) -> None:
         frame = step.frame
         bases = {window.slot: window.base for window in frame.windows}
-        fresh = {session.slot: self._open(step, session, bases.get(session.slot, 0)) for session in frame.opened}
+        copied = Counter(session.fork_of for session in frame.opened if session.HasField("fork_of"))
+        fresh = {}
+        for session in frame.opened:
+            is_only_copy = copied[session.slot] == 1 and session.fork_of == session.slot
+            fresh[session.slot] = self._open(step, session, bases.get(session.slot, 0), takes_over=is_only_copy)
         for session in frame.opened:
             fresh[session.slot].is_drafted = session.drafted and self._drafter is not None
             fresh[session.slot].returns_rows = session.drafted and self._returns_rows
         ended = [self._slots.pop(number, None) for number in (*frame.closed, *fresh)]
-        _close([slot for slot in ended if slot])
+        _close([slot for slot in ended if slot], kept=[slot.caches for slot in fresh.values()])
         self._slots.update(fresh)
 
-    def _open(self, step: Step, session: Opening, length: int) -> Slot:
+    def _open(self, step: Step, session: Opening, length: int, *, takes_over: bool) -> Slot:
         """Make the session's slot. On failure it is empty, so that later windows of the session fail too.
 
         Raises:
@@ -459,7 +464,7 @@ class Executor:
         """
         try:
             if session.HasField("fork_of"):
-                return self._fork(session, length)
+                return self._fork(session, length, takes_over=takes_over)
             return self._empty(session, session.sampling)
         except (CacheMismatch, SamplingError) as error:
             self._fail(step, session.slot, error)
@@ -468,8 +473,8 @@ class Executor:
     def _empty(self, session: Opening, sampling: Sampling) -> Slot:
         return Slot(self._shard.make_caches(session.cache), History(), sampling, self._guide(sampling))
 
-    def _fork(self, session: Opening, length: int) -> Slot:
-        """Return a slot that continues from the first `length` tokens of another one."""
+    def _fork(self, session: Opening, length: int, *, takes_over: bool) -> Slot:
+        """Return a slot that continues from the first `length` tokens of another one, or takes that one's place."""
         source = self._slots.get(session.fork_of)
         if source is None:
             raise FrameError(f"slot {session.fork_of}, to be copied to slot {session.slot}, is not open")
@@ -479,7 +484,12 @@ class Executor:
             )
         is_drafted = session.drafted and self._drafter is not None
         guide = self._guide(session.sampling)
-        return source.fork(length, session.sampling, guide, snapshots=session.snapshots, is_drafted=is_drafted)
+        return source.fork(
+            *(length, session.sampling, guide),
+            snapshots=session.snapshots,
+            is_drafted=is_drafted,
+            takes_over=takes_over,
+        )
 
     def _guide(self, sampling: Sampling) -> Guide | None:
         has_grammar = self._shard.is_last and sampling.HasField("grammar")
@@ -719,8 +729,9 @@ def close_slots(slots: dict[int, Slot]) -> None:
     _close(ended)
 
 
-def _close(slots: Sequence[Slot]) -> None:
-    close_all([slot.caches for slot in slots])
+def _close(slots: Sequence[Slot], kept: Sequence[Caches] = ()) -> None:
+    """Free the slots, but not those caches that other slots have taken over."""
+    close_all([slot.caches for slot in slots if slot.caches not in kept])
     for slot in slots:
         if slot.drafting:
             slot.drafting.close()

@@ -40,9 +40,14 @@ class Slot:
         *,
         snapshots: Sequence[int] = (),
         is_drafted: bool = False,
+        takes_over: bool = False,
     ) -> Slot:
-        """Return a slot that continues from the first `length` tokens. Raises CacheMismatch if the caches cannot."""
-        other = Slot(self.caches.fork(length, snapshots), self.history.fork(length), sampling, guide)
+        """Return a slot that continues from the first `length` tokens. Raises CacheMismatch if the caches cannot.
+
+        Where it `takes_over`, this slot is to be closed, and its caches are not copied if they can be cut.
+        """
+        caches = self.caches.taken_over(length, snapshots) if takes_over else self.caches.fork(length, snapshots)
+        other = Slot(caches, self.history.fork(length), sampling, guide)
         other.drafting = self.drafting.fork(length) if self.drafting and is_drafted else None
         return other
 

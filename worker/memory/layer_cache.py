@@ -156,6 +156,11 @@ class KVCache:
         other._move(self._capacity_for(length - other.dropped))
         return other
 
+    @property
+    def is_tight(self) -> bool:
+        """Whether a fork would take as much memory."""
+        return self._capacity_for(self.length - self.dropped) >= self.capacity
+
     def snapshot(self) -> KVCache | None:
         """Return a copy from which to fork after rows were dropped here; None if none are ever dropped."""
         if self.window is None:
@@ -469,7 +474,7 @@ class RecurrentState(ArraysCache):
     replays the accepted ones. After a step of several slots their states share a `StateStack` until one is used alone.
     """
 
-    has_room = True
+    has_room = is_tight = True
 
     def __init__(self, num_arrays: int) -> None:
         self.stack: StateStack | None = None  # holds its arrays, if any

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -288,6 +289,19 @@ class Caches:
             cache.settle(length)
         mx.async_eval([array for cache in other.own for array in cache.arrays()])  # lets go of the buffers copied from
         return other
+
+    def taken_over(self, length: int, snapshots: Sequence[int] = ()) -> Caches:
+        """Return what `fork` does for a slot that takes the place of this one: these caches, unless a copy is smaller.
+
+        Raises:
+            CacheMismatch: as `fork` does.
+        """
+        with suppress(CacheMismatch):  # what cannot be cut is in a snapshot
+            self.cut(length)
+            if all(cache.is_tight for cache in self.own):
+                self.keep_snapshots(snapshots)
+                return self
+        return self.fork(length, snapshots)
 
     def _forks(self, length: int) -> Iterator[LayerCache]:
         """Yield forks of its own caches."""

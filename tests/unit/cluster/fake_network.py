@@ -242,6 +242,9 @@ class WorldChain:
                 else:
                     self.begins_draining.set()
 
+    def keep_slots(self, numbers: set[int]) -> None:
+        assert not numbers, "no stage outlives a chain here"
+
     def send(self, frame: Frame) -> None:
         assert not self._stages.frames or frame.step == self.last_step + 1
         self._stages.send(frame)

@@ -129,6 +129,21 @@ def test_a_fork_of_states_goes_on_where_they_are_and_nowhere_else() -> None:
     assert caches.fork(0).own[0].arrays() == []
 
 
+def test_a_slot_that_takes_another_ones_place_copies_only_what_is_smaller_then_or_in_a_snapshot() -> None:
+    for entries, length, is_copy in ((ENTRIES[1:3], 290, False), (ENTRIES[1:3], 200, True), (ENTRIES, 256, True)):
+        caches = Caches(entries, range(len(entries)), Cache())
+        feed(caches, range(256))
+        caches.take_snapshot()
+        feed(caches, range(256, 300))
+        taken = caches.taken_over(length, [256] if length > 256 else [])
+        assert (taken is not caches) is is_copy and lengths(taken) == {length}
+        assert list(taken.snapshots) == ([256] if length > 256 else [])
+        feed(taken, range(length, length + 1))
+        full = [cache for cache in taken.own if isinstance(cache, KVCache) and not cache.window]
+        assert all(held(cache)[-2:] == [length - 1, length] for cache in full)
+        assert sum(cache.nbytes for cache in taken.own) <= sum(cache.nbytes for cache in caches.own)
+
+
 def test_a_fork_goes_on_from_a_snapshot_where_a_cache_can_no_longer_be_cut() -> None:
     caches = Caches(ENTRIES, range(6), Cache())
     feed(caches, range(9))

@@ -11,7 +11,7 @@ from coordinator.planning.costs import StepCosts
 from coordinator.sessions.output import NO_TOKENS, KnownTokens, Token
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import Cache, Sample, Sampling
-from tests.unit.fake_chain import Rig, costs_per_row, decoders, make_session, masked, plain_answer, prompt_of
+from tests.unit.fake_chain import PLENTY, Rig, costs_per_row, decoders, make_session, masked, plain_answer, prompt_of
 from worker.errors import FrameError, InputError
 
 
@@ -129,6 +129,62 @@ def test_sessions_that_begin_alike_share_what_one_of_them_has_fed_again() -> Non
     assert [session.generated for session in sessions] == [
         plain_answer([*prompt_of(60), seed], 20) for seed in range(2)
     ]
+
+
+def test_where_a_new_chain_has_less_memory_the_rows_of_running_sessions_are_kept_first() -> None:
+    rig = Rig(num_stages=1, chunk=64, budget=200, keep=True)
+    for seed in (1, 2):
+        rig.answer(prompt_of(40, seed), 3)
+    session = rig.submit(prompt_of(40), 20)
+    while session.num_generated < 3:
+        rig.step()
+    rig.costs = costs_per_row(100, num_stages=1)
+    rig.lose_chain([], len(rig.chain.frames))
+    assert rig.scheduler.slots.promised <= rig.costs.budgets and rig.scheduler.slots.num_kept == 2
+    session.rewind()
+    rig.scheduler.submit(session)
+    rig.run(session)
+    assert session.num_reused >= 40 and session.generated == plain_answer(prompt_of(40), 20)
+    rig.end()
+
+
+@pytest.mark.parametrize("budget", [PLENTY, 200], ids=["roomy", "tight"])
+@pytest.mark.parametrize("kind", decoders())
+def test_what_the_first_stage_holds_is_not_fed_again_and_rows_of_nobody_are_neither_used_nor_left(
+    kind: str, budget: int
+) -> None:
+    """The fake chain refuses numbers that are opened twice, and rows of other places or that lack some layers."""
+    num_reused = 0
+    for number in range(25):
+        numbers = random.Random(f"{kind} {budget} {number}")
+        answers_alone = number % 2 == 0
+        rig = Rig(num_stages=1, chunk=8, keep=True, budget=budget, answers_alone=answers_alone)
+        is_lossy = rig.chain.is_lossy = number % 4 < 2  # else tokens are guessed right, ahead of their places
+        asked, sessions = list[Asked](), list[Session]()
+        for turn in range(60):
+            if turn % 8 == 0:
+                prompt = [*prompt_of(30, numbers.randrange(3)), *prompt_of(numbers.randrange(1, 30), turn)]
+                asked.append(Asked(prompt, 30, kind=kind, seed=numbers.choice((0, 3))))
+                sessions.append(asked[-1].build(rig))
+                sessions[-1].feeds_apart = answers_alone and numbers.random() < 0.5
+                rig.scheduler.submit(sessions[-1])
+            rig.send_all()
+            for _ in range(numbers.randrange(len(rig.chain.in_flight) + 1)):
+                rig.take_one()
+            if numbers.random() < 0.3:
+                live = [session for session in sessions if session.finish_reason is None]
+                for session in live:
+                    session.feeds_apart = answers_alone and numbers.random() < 0.3
+                rig.costs = costs_per_row(numbers.choice((budget, budget // 2)), num_stages=1)
+                rig.lose_chain(live, len(rig.chain.frames) - numbers.randrange(len(rig.chain.in_flight) + 1))
+                rig.send_all()
+                num_reused += sum(session.num_reused for session in live if not session.feeds_apart)
+                promised, budgets = rig.scheduler.slots.promised, rig.costs.budgets
+                assert all(need <= most for need, most in zip(promised, budgets, strict=True))
+        rig.run(*sessions)
+        assert [session.generated for session in sessions] == [each.undisturbed(is_lossy) for each in asked]
+        rig.end()
+    assert num_reused > 500
 
 
 @pytest.mark.parametrize("seed", [0, 5])
