@@ -270,7 +270,7 @@ class Situation:
     now: float
     plan: Plan  # of the open chain, or of the one that was lost
     is_open: bool = False
-    lost_at: float = 0.0
+    lost_at: float = 0.0  # 0 before the first chain
     target: Plan | None = None  # that nodes load for; with an open chain: that waits for an idle moment
     spent_s: float = 0.0  # without a chain while no node loaded
     num_asks: int = 0  # since the chain was lost
@@ -311,6 +311,10 @@ def _reopen(nodes: Sequence[NodeRecord], now: Situation, limits: Limits, splits:
     if plan is None:
         return Wait(min([left_s if left_s > 0 else _LOOK_S, *waits_s, _ASK_AGAIN_S]))
     step = _load_for(plan, nodes, now)
+    makes_answers = bool(now.lost_at) and now.plan.prompt_end is not None
+    alone = splits.best([nodes[0].node]) if step and makes_answers else None
+    if alone and _load_for(alone, nodes, now) is None:
+        plan, step = alone, None  # the others load beside its answers
     if isinstance(step, Wait) and not is_loading:
         return Wait(min(step.for_s, left_s))  # for the pause of a node that has failed
     return step or Open(

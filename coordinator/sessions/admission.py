@@ -194,7 +194,7 @@ class Slots:
             before: all slots of that chain; their sessions begin again, with these rows.
             held: the tokens of the slots that the first stage holds, by number.
         """
-        for slot in [*before._in(SlotState.KEPT), *before._in(SlotState.OPEN)]:  # these were used more recently
+        for slot in [*before._in(SlotState.KEPT), *before.active]:  # these were used more recently
             if num_held := before._num_held(slot, held):
                 session = slot.session.remainder(num_held)
                 self._slots[session] = SessionSlot(session, self._bytes_of(session, num_held), state=SlotState.KEPT)
@@ -205,11 +205,11 @@ class Slots:
     def _num_held(self, slot: SessionSlot, held: Mapping[int, History]) -> int:
         """Return how many leading tokens of a slot's session the first stage holds, if it holds these tokens."""
         session, history = slot.session, held.get(slot.number)
-        if history is None or not (slot.has_result or slot.state is SlotState.KEPT):
+        if history is None or len(history) > self._costs.rows_that_can_be_cut(session.request.cache):
             return 0
-        if len(history) > self._costs.rows_that_can_be_cut(session.request.cache):
-            return 0
-        shared = session.history.num_shared(history, min(session.settled, session.most_reused))
+        is_known = slot.has_result or slot.state is SlotState.KEPT  # else it may hold what another chain left there
+        most = min(session.settled, session.most_reused if is_known else session.num_reused)
+        shared = session.history.num_shared(history, most)
         return shared - shared % session.grid
 
     def with_room(self) -> list[SessionSlot]:

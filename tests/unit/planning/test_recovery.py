@@ -117,6 +117,18 @@ def test_a_lost_node_that_only_computed_prompts_is_not_awaited() -> None:
         assert decide([replace(each, asked_at=99.8) for each in there], situation, LIMITS, Splits()) == action
 
 
+@pytest.mark.parametrize(("state", "prompt_end"), [(LD, None), (LD, 1), (LG, 1)])
+def test_answers_that_one_node_makes_wait_for_no_load_of_another(state: NodeState, prompt_end: int | None) -> None:
+    """The other node that computed prompts holds its old layers only, or reads the new ones already."""
+    there = nodes(LD, state, A, plan=replace(PAIR, assignments=PAIR.assignments[:1]))
+    situation = lost(6, plan=replace(WHOLE, prompt_end=prompt_end))
+    for each in there[:2]:
+        each.asked_at += 6
+    expected = Load(PAIR, ("mini",)) if prompt_end is None else around("max")
+    assert decide(there, situation, LIMITS, Splits()) == expected
+    assert decide(there, situation, LIMITS, Splits(least=2)) == (Load(PAIR, ("mini",)) if state is LD else Wait(2.0))
+
+
 def test_a_spare_node_takes_part_and_is_not_awaited() -> None:
     there = nodes(LD, A, LD, plan=WHOLE)
     there[1].is_spare = True
