@@ -131,6 +131,29 @@ def test_sessions_that_begin_alike_share_what_one_of_them_has_fed_again() -> Non
     ]
 
 
+def test_a_second_loss_before_the_first_frame_makes_no_row_complete() -> None:
+    """The first stage holds 32 rows, of which the others had returned their parts of 16."""
+    rig = Rig(num_stages=1, chunk=8, answers_alone=True)
+    session = Asked(prompt_of(60), 5).build(rig)
+    session.feeds_apart = True
+    rig.scheduler.submit(session)
+    while len(rig.chain.frames) < 4:
+        rig.send_all()
+        if session.fed_apart < 16:
+            rig.take_one()
+    assert session.fed_apart == 16
+    session.feeds_apart = False
+    rig.lose_chain([session], len(rig.chain.frames))
+    assert (session.fed, session.num_reused) == (16, 16)
+    rig.send_all()
+    assert session.fed >= 24
+    rig.lose_chain([session], num_begun=0)
+    assert (session.fed, session.num_reused) == (16, 16)
+    rig.run(session)
+    assert session.generated == plain_answer(prompt_of(60), 5)
+    rig.end()
+
+
 def test_where_a_new_chain_has_less_memory_the_rows_of_running_sessions_are_kept_first() -> None:
     rig = Rig(num_stages=1, chunk=64, budget=200, keep=True)
     for seed in (1, 2):
@@ -155,7 +178,7 @@ def test_what_the_first_stage_holds_is_not_fed_again_and_rows_of_nobody_are_neit
 ) -> None:
     """The fake chain refuses numbers that are opened twice, and rows of other places or that lack some layers."""
     num_reused = 0
-    for number in range(25):
+    for number in range(12):
         numbers = random.Random(f"{kind} {budget} {number}")
         answers_alone = number % 2 == 0
         rig = Rig(num_stages=1, chunk=8, keep=True, budget=budget, answers_alone=answers_alone)
@@ -184,7 +207,7 @@ def test_what_the_first_stage_holds_is_not_fed_again_and_rows_of_nobody_are_neit
         rig.run(*sessions)
         assert [session.generated for session in sessions] == [each.undisturbed(is_lossy) for each in asked]
         rig.end()
-    assert num_reused > 500
+    assert num_reused > 200
 
 
 @pytest.mark.parametrize("seed", [0, 5])
