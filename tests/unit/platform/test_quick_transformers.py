@@ -42,8 +42,3 @@ def test_its_names_are_kept_for_later_processes_and_found_again_where_the_record
     for record in tmp_path.rglob("*.msgpack"):
         record.write_bytes(record.read_bytes()[:-1])
     assert imported(tmp_path) == (whole, num_read)
-
-
-def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path: Path) -> None:
-    (tmp_path / "brigade").write_text("no folder")
-    assert imported(tmp_path)[1] > 100
