@@ -4,7 +4,7 @@ import math
 from bisect import bisect, bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,9 @@ from worker.platform.text import format_bytes
 
 LATENCY_SLACK = 1.02  # plans within this factor of the best latency are equally good, and other things decide
 PROMPT_ROWS = 512  # rows of the prompt frame by which plans are compared
+_MOST_CHUNKS = (
+    32  # such frames of the prompt by which it is decided which nodes share it: shorter ones need not be shared
+)
 _GRAIN = 256  # tokens by which caches grow
 _MOST_IN_ANY_ORDER = 9  # nodes; more of them keep the order in which they are given
 _CLEARLY = 1 - 1e-9  # factor by which a longer chain has to be cheaper than a shorter one, against rounding
@@ -84,70 +87,107 @@ def why_not_shared(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, chose
     """Return why a plan whose objective is prompts leaves them to the nodes that make answers; "" if it does not."""
     if chosen.prompt_end is not None:
         return ""
-    if obstacle := _obstacle(spec, nodes):
+    if obstacle := _obstacle(spec, nodes, speeds):
         return obstacle
     first = nodes[0].name
     if not assign(spec, nodes[:1], [spec.num_layers], chosen.context, chosen.num_sessions).fits:
         return f"{first} lacks memory for all layers"
-    is_known = all(speed.knows(PROMPT_ROWS) for speed in speeds.speeds.values())
-    unknown = "" if is_known else ", as far as can be told from frames of one row"
-    return f"with other nodes they would be no faster than on {first} alone{unknown}"
+    return f"with other nodes they would be no faster than on {first} alone"
 
 
-def _obstacle(spec: ModelSpec, nodes: Sequence[Node]) -> str:
-    """Return why these nodes cannot compute prompts for the first one, or "" if they can."""
+def _obstacle(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey) -> str:
+    """Return why no nodes can compute prompts for the first one, or "" if they can."""
     if len(nodes) < 2:
         return "there is no other node"
     if spec.largest_snapshot_bytes > MOST_SNAPSHOT_BYTES:
         size = format_bytes(spec.largest_snapshot_bytes)
         return f"a layer's sliding window or state takes {size}, too much to be sent at once"
-    return "there are more nodes than layers" if len(nodes) > spec.num_layers else ""
+    if unknown := [name for name, speed in speeds.speeds.items() if not speed.knows(PROMPT_ROWS)]:
+        return f"how fast {' and '.join(unknown)} would compute them is not known (`tflops`)"
+    return ""
 
 
 def _plan_apart(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Objective) -> Plan | None:
     """Return the plan with the fastest prompts in which the first node makes answers alone.
 
+    Other nodes join one by one, always the one with which a long prompt takes least, while that makes it faster. All of
+    them take part if layers are given or a speed is unknown.
+
     None if there is an obstacle, if it does not fit, or if the first node is as fast by itself.
     """
-    if _obstacle(spec, nodes):
+    if _obstacle(spec, nodes, speeds):
         return None
-    is_known = speeds.covers(node.name for node in nodes)
-
-    def planned(layers: Sequence[int], context: int) -> Plan:
-        return assign(spec, nodes, layers, context, objective.num_sessions, answers_alone=True)
-
-    layers = objective.layers
+    layers, members = objective.layers, list(range(len(nodes)))
+    if layers is None and speeds.covers(node.name for node in nodes):
+        members = [0]
+        least_ms = _num_chunks(spec) * _rows_ms(spec, nodes[0], speeds, objective, PROMPT_ROWS)[-1]
+        while True:
+            larger = [sorted({*members, i}) for i in range(len(nodes)) if i not in members]
+            tried = [(*_split_apart(spec, [nodes[i] for i in each], speeds, objective), each) for each in larger]
+            if not tried or min(tried)[0] * LATENCY_SLACK > least_ms:
+                break
+            least_ms, layers, members = min(tried)
+    elif layers is None:
+        _, layers = _split_apart(spec, nodes, speeds, objective)
     if layers is None:
-        excess, others_excess = (
-            excess_cost(each, nodes, objective.context, objective.num_sessions)
-            for each in (spec, spec.drafting_elsewhere())
-        )
-        rows_ms = [_rows_ms(spec, node, speeds, objective) if is_known else None for node in nodes]
-        back = [speeds.link(node.name, nodes[0].name) for node in nodes]
+        return None
+    chosen, given = [nodes[i] for i in members], layers
+    check_split(spec, len(chosen), given)
 
-        def cost(i: int, start: int, end: int) -> float:
-            if others_excess(i, start, end) if i else excess(0, 0, spec.num_layers):
-                return math.inf
-            up_to = rows_ms[i]
-            if up_to is None:
-                return end - start
-            segments = PROMPT_ROWS * spec.segment_row_bytes(start, end) if i else 0
-            return max(up_to[end] - up_to[start], back[i].occupied_ms(segments) if i else 0.0)
+    def planned(context: int) -> Plan:
+        return assign(spec, chosen, given, context, objective.num_sessions, answers_alone=True)
 
-        slowest, layers = fastest_split(len(nodes), spec.num_layers, cost)
-        alone = rows_ms[0]
-        if math.isinf(slowest) or (alone is not None and slowest >= alone[-1]):
-            return None
-    check_split(spec, len(nodes), layers)
-    context = _largest_context(objective, lambda context: planned(layers, context).fits)
-    found = planned(layers, context)
+    found = planned(_largest_context(objective, lambda context: planned(context).fits))
     return found if found.fits or objective.layers is not None else None
 
 
-def _rows_ms(spec: ModelSpec, node: Node, speeds: Survey, objective: Objective) -> Sequence[float]:
-    """Return the milliseconds of a prompt chunk on a node, by the end of its layers."""
-    speed = speeds.speeds[node.name]
-    return speed.ms_up_to(spec, PROMPT_ROWS if speed.knows(PROMPT_ROWS) else 1, 0, objective.context)
+def _split_apart(
+    spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Objective
+) -> tuple[float, list[int] | None]:
+    """Return the least milliseconds of a prompt over all these nodes, and the layers of each; None if nothing fits.
+
+    With an unknown speed the layers are split evenly, and the time means nothing.
+    """
+    if len(nodes) > spec.num_layers:
+        return math.inf, None
+    excess, others_excess = (
+        excess_cost(each, nodes, objective.context, objective.num_sessions)
+        for each in (spec, spec.drafting_elsewhere())
+    )
+    is_known = speeds.covers(node.name for node in nodes)
+    rows_ms = [_rows_ms(spec, node, speeds, objective, PROMPT_ROWS) for node in nodes] if is_known else []
+    back = [speeds.link(node.name, nodes[0].name) for node in nodes]
+
+    def occupied_ms(i: int, start: int, end: int) -> tuple[float, float]:
+        """Return for how long a chunk occupies the node, and what it made of it the link back."""
+        segments = PROMPT_ROWS * spec.segment_row_bytes(start, end) if i else 0
+        return rows_ms[i][end] - rows_ms[i][start], back[i].occupied_ms(segments) if i else 0.0
+
+    def cost(i: int, start: int, end: int) -> float:
+        if others_excess(i, start, end) if i else excess(0, 0, spec.num_layers):
+            return math.inf
+        return max(occupied_ms(i, start, end)) if is_known else end - start
+
+    slowest_ms, layers = fastest_split(len(nodes), spec.num_layers, cost)
+    if math.isinf(slowest_ms) or not is_known:
+        return slowest_ms, None if math.isinf(slowest_ms) else layers
+    bounds = [(end - num, end) for num, end in zip(layers, accumulate(layers), strict=True)]
+    links = [speeds.link(one.name, other.name) for one, other in pairwise(nodes)]
+    way_ms = sum(occupied_ms(i, *each)[0] for i, each in enumerate(bounds))
+    way_ms += sum(link.ms(PROMPT_ROWS * spec.row_bytes) for link in links)
+    way_ms += back[-1].ms(PROMPT_ROWS * spec.segment_row_bytes(*bounds[-1]))
+    answer_ms = _rows_ms(spec, nodes[0], speeds, objective, 1)[-1]
+    return (_num_chunks(spec) - 1) * slowest_ms + way_ms + answer_ms, layers
+
+
+def _num_chunks(spec: ModelSpec) -> int:
+    """Return the chunks of a long prompt."""
+    return min(_MOST_CHUNKS, max(1, spec.context // PROMPT_ROWS))
+
+
+def _rows_ms(spec: ModelSpec, node: Node, speeds: Survey, objective: Objective, num_rows: int) -> Sequence[float]:
+    """Return the milliseconds of a frame of so many rows on a node, by the end of its layers."""
+    return speeds.speeds[node.name].ms_up_to(spec, num_rows, 0, objective.context)
 
 
 @dataclass

@@ -244,10 +244,11 @@ def _advice(report: PlanReport, objective: Objective, first: str) -> Iterator[st
         alone_s, apart_s = (each.times.prefill_s(_PROMPT) or 0.0 for each in (with_alone[0], apart[0]))
         if apart_s and alone_s / apart_s > LATENCY_SLACK:
             how = f"{alone_s / apart_s:.1f} x faster than by {first} alone, and answers as fast as there"
+            names = " and ".join(apart[0].plan.names)
             if apart[0] is chosen:
-                yield f"Prompts are computed by all nodes, {how}."
+                yield f"Prompts of {_PROMPT} tokens are computed by {names}, {how}."
             else:
-                yield f"With --objective prompt, prompts would be computed by all nodes, {how}."
+                yield f"With --objective prompt, those of {_PROMPT} tokens would be computed by {names}, {how}."
     whole, hops = chosen.times.ms_per_token, [ms or 0.0 for ms in chosen.times.hop_ms]
     if whole and sum(hops) > _LONG_HOPS * whole:
         longest = hops.index(max(hops))

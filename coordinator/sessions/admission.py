@@ -16,7 +16,7 @@ from operator import add, sub
 
 from coordinator.decoding.decode_options import LARGEST_WINDOW
 from coordinator.planning.plan import Plan
-from coordinator.sessions.session import Session
+from coordinator.sessions.session import Session, SessionState
 from coordinator.sessions.stored_prefixes import StoredPrefixes
 from protos.brigade_pb2 import Cache, Opening, Piece
 from worker.errors import ContextExceeded, QueueFull
@@ -443,7 +443,8 @@ class Slots:
         session.snapshots = lengths[max(0, len(lengths) - self._num_snapshots_with_room(session)) :]
         slot.promised = self._bytes_of(session, slot.rows)
         opening.snapshots.extend(session.snapshots)
-        self.num_hits += opening.HasField("fork_of") or bool(session.stored)
+        is_hit = opening.HasField("fork_of") or bool(session.stored)
+        self.num_hits += is_hit and session.state is not SessionState.REPLAYING
         return opening
 
     def _keep(self, slot: SessionSlot) -> None:

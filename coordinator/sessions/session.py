@@ -76,7 +76,8 @@ class Session:
         self.finish_reason: str | None = None  # once it is finished
         self.slot: int | None = None  # its number on the stages, once it has one
         self.fed = 0  # leading known tokens that windows have carried so far
-        self.num_reused = 0  # leading tokens that another session had fed already
+        self.num_reused = 0  # leading tokens that its slot held already
+        self._num_cached = 0  # likewise, when it began
         self.snapshots: tuple[
             int, ...
         ] = ()  # lengths at which another slot can begin with its rows, beside the present one
@@ -250,7 +251,13 @@ class Session:
         """Begin after this many tokens, at most `most_reused`: the slot holds them already, and snapshots."""
         assert self.fed == 0 and num_tokens <= self.most_reused
         self.fed = self.num_reused = num_tokens
+        self._note_cached()
         self.snapshots = tuple(length for length in snapshots if length <= num_tokens)
+
+    def _note_cached(self) -> None:
+        """Note what it began with, unless it begins again: then these may be its own rows."""
+        if self.state is not SessionState.REPLAYING:
+            self._num_cached = self.num_reused
 
     @property
     def end_apart(self) -> int:
@@ -390,6 +397,7 @@ class Session:
         self._known_rows += sum(each.rows for each in pooled)
         if self.reading:
             self.reading, self.num_reused = b"", self.fed
+            self._note_cached()
             return []
         if not (samples or guesses):
             if self._chunk_ends:
@@ -519,7 +527,7 @@ class Session:
             return
         legs = [replace(leg, passages=[p for p in leg.passages if p.returned <= output.at]) for leg in self._legs or ()]
         output.usage = Usage(
-            self.num_prompt, self._started, self.num_reused, output.num_steps, output.num_rows, legs,
+            self.num_prompt, self._started, self._num_cached, output.num_steps, output.num_rows, legs,
             self._num_recoveries, self._still_ns / 1e9, self._num_read, self.begun,
             tuple(self._num_tried), tuple(self._num_held),
         )  # fmt: skip
