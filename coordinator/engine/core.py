@@ -34,6 +34,7 @@ from worker.errors import (
     EngineHung,
     InputError,
     NodeBusy,
+    NodeReturned,
     PoisonRequest,
     ReaderLost,
     StageLost,
@@ -387,7 +388,7 @@ class EngineCore:
                 kind = PoisonRequest if isinstance(error, StageLost) else type(error)
                 self._fail(session, kind(f"{reason}; the last time: {error.message}", node=error.node))
             else:
-                session.lose_chain(now)
+                session.lose_chain(now, is_return=isinstance(error, NodeReturned))
 
     def _replay(self, before: Slots) -> None:
         """Feed every session again from its own tokens, those in quarantine one at a time.

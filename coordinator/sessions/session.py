@@ -483,9 +483,9 @@ class Session:
         """Whether the timing records of its frames are kept."""
         return self._legs is not None
 
-    def lose_chain(self, at: int) -> None:
-        """Count the loss of the chain at this time, and of the frames in flight."""
-        self._num_recoveries += 1
+    def lose_chain(self, at: int, *, is_return: bool = False) -> None:
+        """Note that the chain and the frames in flight were lost at this time, or were given up for a returned node."""
+        self._num_recoveries += not is_return
         self._still_since = self._still_since or self._last_at or at
 
     def put_output(self, samples: Sequence[Sample], at: int) -> None:
