@@ -48,6 +48,11 @@ class Recovery:
         """Whether nothing was lost: the chain was ended so that a returned node can join."""
         return self.cause == NodeReturned.__name__
 
+    @property
+    def is_short(self) -> bool:
+        """Whether it is a planned change, or the first node can go on alone."""
+        return self.is_return or self.plan.prompt_end is not None
+
     def end(self) -> Recovered:
         """Return the report on the recovery, which is over."""
         still_s = None if self.still_since is None else time.monotonic() - self.still_since

@@ -153,7 +153,7 @@ class Engine:
             return ServerStatus(ServerState.FAILED, str(self.failure))
         if self._is_draining:
             return ServerStatus(ServerState.DRAINING, "shutting down")
-        if self.cluster.trouble and not self.cluster.recovery.is_return:  # requests wait for a planned change
+        if self.cluster.trouble and not self.cluster.recovery.is_short:  # else requests wait
             return ServerStatus(ServerState.RECOVERING, self.cluster.trouble)
         if draining := self.chain.draining:
             return ServerStatus(ServerState.DRAINING, str(draining))

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 import tests.unit.cluster.fake_network as network
+from coordinator.cluster.recovery_record import Recovery
 from coordinator.decoding.decode_options import Decode
 from coordinator.decoding.decoders import Proposal, Verified
 from coordinator.engine.core import EngineCore
-from coordinator.engine.engine import Engine
+from coordinator.engine.engine import Engine, ServerState
 from coordinator.engine.quarantine import MOST_LOSSES
 from coordinator.planning.costs import ChainCosts
 from coordinator.planning.plan import Node, assign, split_by_bytes
@@ -22,7 +23,7 @@ from coordinator.sessions.session import MOST_UNREAD, Session, SessionState
 from protos.brigade_pb2 import Cache
 from tests.unit.fake_chain import plain_answer
 from tests.unit.virtual_time import VirtualTime
-from worker.errors import BrigadeError, InternalError, NodeBusy, NodeLeaving, PoisonRequest, StageLost
+from worker.errors import BrigadeError, InternalError, NodeBusy, NodeLeaving, NodeReturned, PoisonRequest, StageLost
 
 SPEC = replace(network.SPEC, context=4000)
 WIDE, STEP_S = 60_000, 0.2
@@ -282,3 +283,26 @@ def test_a_session_chooses_by_the_costs_of_its_new_chain(clock: VirtualTime, mon
         assert list(dict.fromkeys(map(id, used))) == [id(chain.costs) for chain in chains]
 
     run(clock, Chains(WIDE), work)
+
+
+@pytest.mark.parametrize(
+    ("error", "prompt_end", "state"),
+    [
+        (StageLost("closed", node="a"), None, ServerState.RECOVERING),
+        (StageLost("closed", node="a"), 1, ServerState.DEGRADED),
+        (NodeReturned("back", node="a"), None, ServerState.DEGRADED),
+    ],
+)
+def test_without_a_chain_new_requests_are_refused_unless_there_is_one_at_once(
+    clock: VirtualTime, error: BrigadeError, prompt_end: int | None, state: ServerState
+) -> None:
+    plan: Any = types.SimpleNamespace(prompt_end=prompt_end)
+    recovery = Recovery(plan)
+    recovery.begin(error, None)
+    cluster = types.SimpleNamespace(trouble=str(error), recovery=recovery, missing=["a"], waiting="")
+
+    async def look(engine: Engine) -> None:
+        await asyncio.sleep(STEP_S)
+        assert engine.status.state is state
+
+    run(clock, Chains(WIDE), look, cluster=cluster)
