@@ -181,7 +181,7 @@ async def choose_plan(
         may_be_alone=options.may_be_alone,
     )
     plan = planner.plan(spec, nodes, speeds, objective)
-    if options.objective == "prompt" and (why := planner.why_not_shared(spec, nodes, speeds, plan)):
+    if options.objective == "prompt" and (why := planner.why_not_shared(spec, nodes, speeds, objective, plan)):
         say(f"note: planned by latency, not for prompts: {why}")
     if left_out := [node.name for node in nodes if node.name not in plan.names]:
         say(f"without {' and '.join(left_out)}, which would not make it faster: `brigade plan` has the figures")

@@ -83,97 +83,119 @@ def plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Obje
     return assign(spec, nodes, layers or split_by_bytes(spec, nodes, context, num_sessions), context, num_sessions)
 
 
-def why_not_shared(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, chosen: Plan) -> str:
+def why_not_shared(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Objective, chosen: Plan) -> str:
     """Return why a plan whose objective is prompts leaves them to the nodes that make answers; "" if it does not."""
     if chosen.prompt_end is not None:
         return ""
-    if obstacle := _obstacle(spec, nodes, speeds):
+    if obstacle := _obstacle(spec, nodes):
         return obstacle
-    first = nodes[0].name
-    if not assign(spec, nodes[:1], [spec.num_layers], chosen.context, chosen.num_sessions).fits:
+    first, *others = (node.name for node in nodes)
+    if not assign(spec, nodes[:1], [spec.num_layers], objective.context, objective.num_sessions).fits:
         return f"{first} lacks memory for all layers"
+    unknown = [name for name in (first, *others) if name in speeds.speeds and not _knows_prompts(speeds, name)]
+    if first in unknown or unknown == others:
+        return f"how fast {' and '.join(unknown)} would compute them is not known (`tflops`)"
     return f"with other nodes they would be no faster than on {first} alone"
 
 
-def _obstacle(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey) -> str:
+def _obstacle(spec: ModelSpec, nodes: Sequence[Node]) -> str:
     """Return why no nodes can compute prompts for the first one, or "" if they can."""
     if len(nodes) < 2:
         return "there is no other node"
     if spec.largest_snapshot_bytes > MOST_SNAPSHOT_BYTES:
         size = format_bytes(spec.largest_snapshot_bytes)
         return f"a layer's sliding window or state takes {size}, too much to be sent at once"
-    if unknown := [name for name, speed in speeds.speeds.items() if not speed.knows(PROMPT_ROWS)]:
-        return f"how fast {' and '.join(unknown)} would compute them is not known (`tflops`)"
     return ""
+
+
+def _knows_prompts(speeds: Survey, name: str) -> bool:
+    return speeds.speeds[name].knows(PROMPT_ROWS)
 
 
 def _plan_apart(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Objective) -> Plan | None:
     """Return the plan with the fastest prompts in which the first node makes answers alone.
 
-    Other nodes join one by one, always the one with which a long prompt takes least, while that makes it faster. All of
-    them take part if layers are given or a speed is unknown.
-
     None if there is an obstacle, if it does not fit, or if the first node is as fast by itself.
     """
-    if _obstacle(spec, nodes, speeds):
+    if _obstacle(spec, nodes):
         return None
-    layers, members = objective.layers, list(range(len(nodes)))
-    if layers is None and speeds.covers(node.name for node in nodes):
-        members = [0]
-        least_ms = _num_chunks(spec) * _rows_ms(spec, nodes[0], speeds, objective, PROMPT_ROWS)[-1]
-        while True:
-            larger = [sorted({*members, i}) for i in range(len(nodes)) if i not in members]
-            tried = [(*_split_apart(spec, [nodes[i] for i in each], speeds, objective), each) for each in larger]
-            if not tried or min(tried)[0] * LATENCY_SLACK > least_ms:
-                break
-            least_ms, layers, members = min(tried)
-    elif layers is None:
-        _, layers = _split_apart(spec, nodes, speeds, objective)
+    members, layers = list(nodes), objective.layers
+    if layers is None:
+        members, layers = _share(spec, nodes, speeds, objective)
     if layers is None:
         return None
-    chosen, given = [nodes[i] for i in members], layers
-    check_split(spec, len(chosen), given)
+    split = layers
+    check_split(spec, len(members), split)
 
     def planned(context: int) -> Plan:
-        return assign(spec, chosen, given, context, objective.num_sessions, answers_alone=True)
+        return assign(spec, members, split, context, objective.num_sessions, answers_alone=True)
 
     found = planned(_largest_context(objective, lambda context: planned(context).fits))
     return found if found.fits or objective.layers is not None else None
 
 
-def _split_apart(
+def _share(
     spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Objective
-) -> tuple[float, list[int] | None]:
-    """Return the least milliseconds of a prompt over all these nodes, and the layers of each; None if nothing fits.
+) -> tuple[list[Node], list[int] | None]:
+    """Return the nodes that compute prompts, in their order, and the layers of each; None if the first one does alone.
 
-    With an unknown speed the layers are split evenly, and the time means nothing.
+    Nodes are added greedily, each time the one with which a long prompt takes least, while it makes that faster. If a
+    node's speed is missing, all share the layers evenly.
     """
+    if not speeds.covers(node.name for node in nodes):
+        _, layers = _split_apart(spec, nodes, objective, lambda i, start, end: end - start)
+        return list(nodes), layers
+    able = [i for i, node in enumerate(nodes) if _knows_prompts(speeds, node.name)]
+    if not able or able[0] != 0:
+        return [], None
+    members, layers = [0], None
+    least_ms = _num_chunks(spec) * _rows_ms(spec, nodes[0], speeds, objective, PROMPT_ROWS)[-1]
+    while larger := [sorted({*members, i}) for i in able if i not in members]:
+        tried = [(*_fastest_apart(spec, [nodes[i] for i in each], speeds, objective), each) for each in larger]
+        if min(tried)[0] * LATENCY_SLACK > least_ms:
+            break
+        least_ms, layers, members = min(tried)
+    return [nodes[i] for i in members], layers
+
+
+def _split_apart(
+    spec: ModelSpec, nodes: Sequence[Node], objective: Objective, cost: Callable[[int, int, int], float]
+) -> tuple[float, list[int] | None]:
+    """Return the least cost of the costliest stage where the first node holds all layers, and the layers of each."""
     if len(nodes) > spec.num_layers:
         return math.inf, None
     excess, others_excess = (
         excess_cost(each, nodes, objective.context, objective.num_sessions)
         for each in (spec, spec.drafting_elsewhere())
     )
-    is_known = speeds.covers(node.name for node in nodes)
-    rows_ms = [_rows_ms(spec, node, speeds, objective, PROMPT_ROWS) for node in nodes] if is_known else []
+
+    def fitting_cost(i: int, start: int, end: int) -> float:
+        return (
+            math.inf if (others_excess(i, start, end) if i else excess(0, 0, spec.num_layers)) else cost(i, start, end)
+        )
+
+    slowest, layers = fastest_split(len(nodes), spec.num_layers, fitting_cost)
+    return slowest, None if math.isinf(slowest) else layers
+
+
+def _fastest_apart(
+    spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Objective
+) -> tuple[float, list[int] | None]:
+    """Return the least milliseconds of a long prompt over all these nodes, and the layers of each; None if no fit."""
+    rows_ms = [_rows_ms(spec, node, speeds, objective, PROMPT_ROWS) for node in nodes]
     back = [speeds.link(node.name, nodes[0].name) for node in nodes]
 
-    def occupied_ms(i: int, start: int, end: int) -> tuple[float, float]:
-        """Return for how long a chunk occupies the node, and what it made of it the link back."""
-        segments = PROMPT_ROWS * spec.segment_row_bytes(start, end) if i else 0
-        return rows_ms[i][end] - rows_ms[i][start], back[i].occupied_ms(segments) if i else 0.0
-
     def cost(i: int, start: int, end: int) -> float:
-        if others_excess(i, start, end) if i else excess(0, 0, spec.num_layers):
-            return math.inf
-        return max(occupied_ms(i, start, end)) if is_known else end - start
+        """Return for how long a chunk occupies the node, or what it made of it the link back."""
+        segments = PROMPT_ROWS * spec.segment_row_bytes(start, end) if i else 0
+        return max(rows_ms[i][end] - rows_ms[i][start], back[i].occupied_ms(segments) if i else 0.0)
 
-    slowest_ms, layers = fastest_split(len(nodes), spec.num_layers, cost)
-    if math.isinf(slowest_ms) or not is_known:
-        return slowest_ms, None if math.isinf(slowest_ms) else layers
+    slowest_ms, layers = _split_apart(spec, nodes, objective, cost)
+    if layers is None:
+        return slowest_ms, None
     bounds = [(end - num, end) for num, end in zip(layers, accumulate(layers), strict=True)]
+    way_ms = sum(ms[end] - ms[start] for ms, (start, end) in zip(rows_ms, bounds, strict=True))
     links = [speeds.link(one.name, other.name) for one, other in pairwise(nodes)]
-    way_ms = sum(occupied_ms(i, *each)[0] for i, each in enumerate(bounds))
     way_ms += sum(link.ms(PROMPT_ROWS * spec.row_bytes) for link in links)
     way_ms += back[-1].ms(PROMPT_ROWS * spec.segment_row_bytes(*bounds[-1]))
     answer_ms = _rows_ms(spec, nodes[0], speeds, objective, 1)[-1]

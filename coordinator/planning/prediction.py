@@ -172,7 +172,7 @@ def report_plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objectiv
     )
     report = PlanReport(PredictedPlan("", chosen, Prediction(spec, chosen, speeds)), left_out, alternatives, "")
     advice = [*_advice(report, objective, nodes[0].name)]
-    if objective.goal == "prompt" and (why := why_not_shared(spec, nodes, speeds, chosen)):
+    if objective.goal == "prompt" and (why := why_not_shared(spec, nodes, speeds, objective, chosen)):
         advice.insert(0, f"Planned by latency, not for prompts: {why}.")
     return replace(report, advice=" ".join(advice))
 

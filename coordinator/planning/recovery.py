@@ -270,7 +270,7 @@ class Situation:
     now: float
     plan: Plan  # of the open chain, or of the one that was lost
     is_open: bool = False
-    lost_at: float = 0.0  # 0 before the first chain
+    lost_at: float = 0.0  # 0 before the first failure
     target: Plan | None = None  # that nodes load for; with an open chain: that waits for an idle moment
     spent_s: float = 0.0  # without a chain while no node loaded
     num_asks: int = 0  # since the chain was lost

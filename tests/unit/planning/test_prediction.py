@@ -161,20 +161,24 @@ def test_where_prompts_cannot_be_shared_they_are_planned_by_latency_and_the_reas
     )
     assert prompt.names == latency.names == ["n0", "n1"] and throughput.names == ["n0", "n1", "n2"]
     assert "window" in report_plan(spec, where, survey, Objective(1, goal="prompt")).advice
-    assert why_not_shared(spec, where[:1], survey, prompt) != why_not_shared(spec, where, survey, prompt) != ""
-    assert why_not_shared(SPEC, where, survey, replace(prompt, prompt_end=1)) == ""
+    goal = Objective(1, goal="prompt")
+    assert (
+        why_not_shared(spec, where[:1], survey, goal, prompt) != why_not_shared(spec, where, survey, goal, prompt) != ""
+    )
+    assert why_not_shared(SPEC, where, survey, goal, replace(prompt, prompt_end=1)) == ""
 
 
 def test_prompts_are_shared_by_the_nodes_that_make_them_faster_whatever_others_there_are() -> None:
     spec, link = model([GB] * 8, per_token=1000), LinkSpeed(rtt_ms=0.1, bytes_per_s=1e9)
     slow = NodeSpeed((tuple((rows, ms * 1000) for rows, ms in FLAT),), MEASURED.head, 500)
     speeds = {"n0": MEASURED, "slow": slow, "small": MEASURED, "n1": MEASURED, "n2": MEASURED}
+    speeds |= {"unknown": NodeSpeed((FLAT[:1],), MEASURED.head[:1], 500, is_measured=False)}
     where = [Node(name, 10_000 if name == "small" else ROOMY) for name in speeds]
     survey = Survey(speeds, dict.fromkeys(speeds, link))
     found = plan(spec, where, survey, Objective(1, goal="prompt"))
     assert found.names == ["n0", "n1", "n2"] and found.prompt_end and max(found.layers) == 3
     report = report_plan(spec, where, survey, Objective(1, goal="prompt"))
-    assert report.left_out == ("slow", "small") and "by n0 and n1 and n2" in report.advice
+    assert report.left_out == ("slow", "small", "unknown") and "by n0 and n1 and n2" in report.advice
     many = [Node(f"n{i}", ROOMY) for i in range(3)]
     survey = Survey({node.name: MEASURED for node in many}, {node.name: link for node in many})
     assert plan(model([GB] * 2, per_token=1000), many, survey, Objective(1, goal="prompt")).layers == [1, 1]
