@@ -194,10 +194,11 @@ class Slots:
             before: all slots of that chain; their sessions begin again, with these rows.
             held: the tokens of the slots that the first stage holds, by number.
         """
-        for slot in [*before._in(SlotState.KEPT), *before.active]:  # these were used more recently
+        for slot in [*before._in(SlotState.KEPT), *reversed(before.active)]:  # what gives way first comes first
             if num_held := before._num_held(slot, held):
                 session = slot.session.remainder(num_held)
-                self._slots[session] = SessionSlot(session, self._bytes_of(session, num_held), state=SlotState.KEPT)
+                promised = self._bytes_of(session, max(num_held, len(held[slot.number])))
+                self._slots[session] = SessionSlot(session, promised, state=SlotState.KEPT, has_result=True)
         while min(self.unreserved) < 0:
             del self._slots[next(iter(self._slots))]
         return {slot.number for slot in self._slots.values()}
@@ -207,8 +208,8 @@ class Slots:
         session, history = slot.session, held.get(slot.number)
         if history is None or len(history) > self._costs.rows_that_can_be_cut(session.request.cache):
             return 0
-        is_known = slot.has_result or slot.state is SlotState.KEPT  # else it may hold what another chain left there
-        most = min(session.settled, session.most_reused if is_known else session.num_reused)
+        # without a result it may hold what another chain left there
+        most = session.settled if slot.has_result else min(session.settled, session.num_reused)
         shared = session.history.num_shared(history, most)
         return shared - shared % session.grid
 

@@ -8,7 +8,7 @@ from itertools import islice
 
 from coordinator.decoding.decoders import Decoder, Proposal, Verified
 from coordinator.decoding.window_lengths import padded
-from coordinator.sessions.output import Output, Scored, Token, Usage
+from coordinator.sessions.output import NO_TOKENS, Output, Scored, Token, Usage
 from coordinator.sessions.request import Request
 from coordinator.sessions.text import TextParser
 from coordinator.sessions.waterfall import Leg, Passage, Route
@@ -77,7 +77,7 @@ class Session:
         self.slot: int | None = None  # its number on the stages, once it has one
         self.fed = 0  # leading known tokens that windows have carried so far
         self.num_reused = 0  # leading tokens that its slot held already
-        self._num_cached = 0  # likewise, when it began
+        self._num_cached = 0  # likewise when it began first: later they may be its own
         self.snapshots: tuple[
             int, ...
         ] = ()  # lengths at which another slot can begin with its rows, beside the present one
@@ -155,7 +155,7 @@ class Session:
 
     @property
     def settled(self) -> int:
-        """Likewise, whether or not a window with a proposal that is in flight has begun anywhere."""
+        """Leading tokens whose rows the first node has, even if it has not begun the proposal in flight."""
         return self._proposed_at if self._proposal else self.held
 
     @property
@@ -255,7 +255,7 @@ class Session:
         self.snapshots = tuple(length for length in snapshots if length <= num_tokens)
 
     def _note_cached(self) -> None:
-        """Note what it began with, unless it begins again: then these may be its own rows."""
+        """Note what it began with, unless it begins again."""
         if self.state is not SessionState.REPLAYING:
             self._num_cached = self.num_reused
 
@@ -443,7 +443,7 @@ class Session:
 
     def remainder(self, num_tokens: int) -> "Session":
         """Return an ended session that holds this one's slot with its first tokens, for others to begin with."""
-        other = Session(self.request, owner=self.owner)
+        other = Session(replace(self.request, known=NO_TOKENS), owner=self.owner)
         other.history, other.slot = self.history.fork(num_tokens), self.slot
         other.fed = other.rows_written = num_tokens
         other.state = SessionState.FINISHED

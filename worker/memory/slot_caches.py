@@ -291,13 +291,15 @@ class Caches:
         return other
 
     def taken_over(self, length: int, snapshots: Sequence[int] = ()) -> Caches:
-        """Return what `fork` does for a slot that takes the place of this one: these caches, unless a copy is smaller.
+        """Cut these caches for the slot that takes the place of this one, or fork them if a copy is smaller.
 
         Raises:
             CacheMismatch: as `fork` does.
         """
+        held = self.snapshots
         with suppress(CacheMismatch):  # what cannot be cut is in a snapshot
             self.cut(length)
+            self.snapshots = held
             if all(cache.is_tight for cache in self.own):
                 self.keep_snapshots(snapshots)
                 return self

@@ -143,7 +143,10 @@ def test_a_second_loss_before_the_first_frame_makes_no_row_complete() -> None:
             rig.take_one()
     assert session.fed_apart == 16
     session.feeds_apart = False
-    rig.lose_chain([session], len(rig.chain.frames))
+    rig.lose_chain([], len(rig.chain.frames))
+    assert rig.scheduler.slots.promised >= rig.chain.held(rig.costs.bytes_of), "the slot has its buffers still"
+    session.rewind()
+    rig.scheduler.submit(session)
     assert (session.fed, session.num_reused) == (16, 16)
     rig.send_all()
     assert session.fed >= 24
@@ -169,6 +172,34 @@ def test_where_a_new_chain_has_less_memory_the_rows_of_running_sessions_are_kept
     rig.run(session)
     assert session.num_reused >= 40 and session.generated == plain_answer(prompt_of(40), 20)
     rig.end()
+
+
+def test_where_memory_is_short_the_rows_of_the_oldest_session_are_kept() -> None:
+    rig = Rig(num_stages=1, chunk=64, budget=200)
+    sessions = [rig.submit(prompt_of(40, seed), 20) for seed in range(2)]
+    while not all(session.num_generated > 3 for session in sessions):
+        rig.step()
+    rig.costs = costs_per_row(70, num_stages=1)
+    rig.lose_chain(sessions, len(rig.chain.frames))
+    rig.run(*sessions)
+    assert [session.num_reused >= 40 for session in sessions] == [True, False]
+    assert [session.generated for session in sessions] == [plain_answer(prompt_of(40, seed), 20) for seed in range(2)]
+
+
+def test_a_resumed_answer_with_fills_goes_on_where_the_first_stage_holds_its_rows() -> None:
+    asked = Asked(prompt_of(40), 30, kind="diffusion-fast")
+    rig = Rig(num_stages=1, chunk=64)
+    first = asked.submit(rig)
+    while not first.fills:
+        rig.step()
+    rig = Rig(num_stages=1, chunk=64)
+    session = asked.build(rig, KnownTokens(tuple(map(Token, first.generated)), tuple(first.fills)))
+    rig.scheduler.submit(session)
+    for _ in range(3):
+        rig.step()
+    rig.lose_chain([session], len(rig.chain.frames))
+    rig.run(session)
+    assert session.num_reused >= 32 and session.generated == asked.undisturbed(is_lossy=False)
 
 
 @pytest.mark.parametrize("budget", [PLENTY, 200], ids=["roomy", "tight"])
