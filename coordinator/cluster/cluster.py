@@ -329,7 +329,7 @@ class Cluster:
                     return
                 case Load():
                     names = " and ".join(action.names)
-                    self._say(f"worker {names}: back in the chain once the layers are loaded")
+                    self._say(f"worker {names}: loading layers to rejoin the chain")
                     self._load(action, lambda node, report: None)
                 case Ask():
                     await self._ask(action)
@@ -387,7 +387,7 @@ class Cluster:
         self._better = action.better
         self._planned = action.plan
         names = " and ".join(action.joined)
-        error = NodeReturned("back in the chain", node=names) if names else NodeReturned("the layers are split anew")
+        error = NodeReturned("rejoining the chain", node=names) if names else NodeReturned("the layers are split anew")
         self.chain.end(error)
 
     # --- nodes ------------------------------------------------------------------------------------------------------

@@ -49,8 +49,8 @@ class Recovery:
         return self.cause == NodeReturned.__name__
 
     @property
-    def is_short(self) -> bool:
-        """Whether it is a planned change, or the first node can go on alone."""
+    def lets_requests_wait(self) -> bool:
+        """Whether new requests need not be refused: it is a planned change, or the first node holds the model."""
         return self.is_return or self.plan.prompt_end is not None
 
     def end(self) -> Recovered:

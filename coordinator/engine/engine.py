@@ -153,8 +153,9 @@ class Engine:
             return ServerStatus(ServerState.FAILED, str(self.failure))
         if self._is_draining:
             return ServerStatus(ServerState.DRAINING, "shutting down")
-        if self.cluster.trouble and not self.cluster.recovery.is_short:  # else requests wait
-            return ServerStatus(ServerState.RECOVERING, self.cluster.trouble)
+        if trouble := self.cluster.trouble:
+            waits = self.cluster.recovery.lets_requests_wait
+            return ServerStatus(ServerState.DEGRADED if waits else ServerState.RECOVERING, trouble)
         if draining := self.chain.draining:
             return ServerStatus(ServerState.DRAINING, str(draining))
         if missing := self.cluster.missing:

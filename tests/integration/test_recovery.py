@@ -210,7 +210,7 @@ async def test_every_stream_is_that_of_the_unfailed_run(
         if goal == "prompt":  # the answers went on without it
             await until(lambda: rig.cluster.chain.plan.layers == layers)
         assert rig.cluster.chain.plan.layers == layers
-        told = [line for line in rig.said if "the stream stood still for" in line and "back in the chain" not in line]
+        told = [line for line in rig.said if "the stream stood still for" in line and "rejoining the chain" not in line]
         assert len(told) == 1 and told[0].startswith(f"worker node-{after % 2 + 1}: ")
 
 
@@ -407,8 +407,8 @@ async def test_a_node_that_is_there_again_is_used_under_endless_streams(
             assert_equal([found], [expected[asked.index(each)]])
         await until(lambda: rig.cluster.chain.plan.layers == list(LAYERS))
         assert rig.cluster.num_recoveries == 1 and not rig.cluster.missing
-        assert f"worker {name}: back in the chain once the layers are loaded" in rig.said
-        assert any(line.startswith(f"worker {name}: back in the chain; going on with {name} (") for line in rig.said)
+        assert f"worker {name}: loading layers to rejoin the chain" in rig.said
+        assert any(line.startswith(f"worker {name}: rejoining the chain; going on with {name} (") for line in rig.said)
         assert_equal([await engine.answer(each) for each in asked], expected)
 
 

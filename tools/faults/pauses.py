@@ -69,7 +69,9 @@ async def taken_back(rig: Rig, trial: Trial, name: str, seen: Seen) -> Seen:
 
     The other worker is lost only after that: a loss in the middle of a change of chains is none of its own.
     """
-    took_s = await until(lambda: f"worker {name} is there again" in trial.said, TAKEN_BACK_S, f"{name} is taken back")
+    took_s = await until(
+        lambda: f"worker {name}: loading layers to rejoin" in trial.said, TAKEN_BACK_S, f"{name} is taken back"
+    )
     await until(lambda: trial.cluster.chain.plan == trial.cluster.whole, FAR_S, f"{name} is part of the chain")
     [other] = set(NAMES) - {name}
     asked = [greedy(rig, max_tokens=12)]

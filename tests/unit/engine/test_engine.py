@@ -299,7 +299,7 @@ def test_without_a_chain_new_requests_are_refused_unless_there_is_one_at_once(
     plan: Any = types.SimpleNamespace(prompt_end=prompt_end)
     recovery = Recovery(plan)
     recovery.begin(error, None)
-    cluster = types.SimpleNamespace(trouble=str(error), recovery=recovery, missing=["a"], waiting="")
+    cluster = types.SimpleNamespace(trouble=str(error), recovery=recovery, missing=[], waiting="")
 
     async def look(engine: Engine) -> None:
         await asyncio.sleep(STEP_S)
