@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -378,10 +377,9 @@ class Executor:
     def _show_rows(self, slot: Slot, segment: CacheSegment) -> None:
         """Show the drafter rows of a prompt chunk that another stage computed."""
         size, dtype = self._shard.row_size, DTYPES[self._dtype]
-        found = [(array.shape[:1] + array.shape[2:], array.ndim, array.dtype) for array in segment.arrays]
-        if found != [((1, size), 3, dtype)]:
-            shapes = [(list(array.shape), array.dtype) for array in segment.arrays]
-            raise CacheMismatch(f"expected rows [1, L, {size}] of {dtype}, got {shapes}")
+        if [(array.shape[:1] + array.shape[2:], array.dtype) for array in segment.arrays] != [((1, size), dtype)]:
+            found = [(list(array.shape), array.dtype) for array in segment.arrays]
+            raise CacheMismatch(f"expected rows [1, L, {size}] of {dtype}, got {found}")
         [rows] = segment.arrays
         end = segment.base + rows.shape[1]
         if end > len(slot.history):
@@ -444,11 +442,7 @@ class Executor:
     def _open_and_close(self, step: Step) -> None:
         frame = step.frame
         bases = {window.slot: window.base for window in frame.windows}
-        copied = Counter(session.fork_of for session in frame.opened if session.HasField("fork_of"))
-        fresh = {}
-        for session in frame.opened:
-            is_only_copy = copied[session.slot] == 1 and session.fork_of == session.slot
-            fresh[session.slot] = self._open(step, session, bases.get(session.slot, 0), takes_over=is_only_copy)
+        fresh = {session.slot: self._open(step, session, bases.get(session.slot, 0)) for session in frame.opened}
         for session in frame.opened:
             fresh[session.slot].is_drafted = session.drafted and self._drafter is not None
             fresh[session.slot].returns_rows = session.drafted and self._returns_rows
@@ -456,7 +450,7 @@ class Executor:
         _close([slot for slot in ended if slot], kept=[slot.caches for slot in fresh.values()])
         self._slots.update(fresh)
 
-    def _open(self, step: Step, session: Opening, length: int, *, takes_over: bool) -> Slot:
+    def _open(self, step: Step, session: Opening, length: int) -> Slot:
         """Make the session's slot. On failure it is empty, so that later windows of the session fail too.
 
         Raises:
@@ -464,7 +458,7 @@ class Executor:
         """
         try:
             if session.HasField("fork_of"):
-                return self._fork(session, length, takes_over=takes_over)
+                return self._fork(step.frame, session, length)
             return self._empty(session, session.sampling)
         except (CacheMismatch, SamplingError) as error:
             self._fail(step, session.slot, error)
@@ -473,7 +467,7 @@ class Executor:
     def _empty(self, session: Opening, sampling: Sampling) -> Slot:
         return Slot(self._shard.make_caches(session.cache), History(), sampling, self._guide(sampling))
 
-    def _fork(self, session: Opening, length: int, *, takes_over: bool) -> Slot:
+    def _fork(self, frame: Frame, session: Opening, length: int) -> Slot:
         """Return a slot that continues from the first `length` tokens of another one, or takes that one's place."""
         source = self._slots.get(session.fork_of)
         if source is None:
@@ -484,11 +478,12 @@ class Executor:
             )
         is_drafted = session.drafted and self._drafter is not None
         guide = self._guide(session.sampling)
+        copies = [each.slot for each in frame.opened if each.HasField("fork_of") and each.fork_of == session.fork_of]
         return source.fork(
             *(length, session.sampling, guide),
             snapshots=session.snapshots,
             is_drafted=is_drafted,
-            takes_over=takes_over,
+            takes_over=copies == [session.fork_of],
         )
 
     def _guide(self, sampling: Sampling) -> Guide | None:

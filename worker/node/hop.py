@@ -85,16 +85,11 @@ def pack_segment(epoch: int, step: int, slot: int, held: CacheSegment) -> bytes:
 
 def segment_header(held: CacheSegment) -> Segment:
     """Return what a segment says beside its bytes."""
-    is_output = held.number == OUTPUT
-    number = 0 if is_output else held.number
-    segment = Segment(
-        base=held.base,
-        cache=number,
-        part=held.part,
-        num_keys=len(held.keys),
-        length=held.length,
-        is_output=is_output,
-    )
+    segment = Segment(base=held.base, part=held.part, num_keys=len(held.keys), length=held.length)
+    if held.number == OUTPUT:
+        segment.is_output = True
+    else:
+        segment.cache = held.number
     for array in held.arrays:
         segment.tensors.append(Tensor(dtype=_SEGMENT_ENUMS[array.dtype], shape=array.shape))
     return segment
