@@ -28,9 +28,7 @@ from worker.platform.text import format_bytes
 
 LATENCY_SLACK = 1.02  # plans within this factor of the best latency are equally good, and other things decide
 PROMPT_ROWS = 512  # rows of the prompt frame by which plans are compared
-_MOST_CHUNKS = (
-    32  # such frames of the prompt by which it is decided which nodes share it: shorter ones need not be shared
-)
+_MOST_CHUNKS = 32  # such frames of the long prompt by which the nodes that share prompts are chosen
 _GRAIN = 256  # tokens by which caches grow
 _MOST_IN_ANY_ORDER = 9  # nodes; more of them keep the order in which they are given
 _CLEARLY = 1 - 1e-9  # factor by which a longer chain has to be cheaper than a shorter one, against rounding
@@ -92,7 +90,9 @@ def why_not_shared(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objec
     first, *others = (node.name for node in nodes)
     if not assign(spec, nodes[:1], [spec.num_layers], objective.context, objective.num_sessions).fits:
         return f"{first} lacks memory for all layers"
-    unknown = [name for name in (first, *others) if name in speeds.speeds and not _knows_prompts(speeds, name)]
+    if not speeds.covers((first, *others)):  # then all of them share prompts if they can
+        return "the other nodes lack memory for layers"
+    unknown = [name for name in (first, *others) if not _knows_prompts(speeds, name)]
     if first in unknown or unknown == others:
         return f"how fast {' and '.join(unknown)} would compute them is not known (`tflops`)"
     return f"with other nodes they would be no faster than on {first} alone"
@@ -170,9 +170,8 @@ def _split_apart(
     )
 
     def fitting_cost(i: int, start: int, end: int) -> float:
-        return (
-            math.inf if (others_excess(i, start, end) if i else excess(0, 0, spec.num_layers)) else cost(i, start, end)
-        )
+        lacking = others_excess(i, start, end) if i else excess(0, 0, spec.num_layers)
+        return math.inf if lacking else cost(i, start, end)
 
     slowest, layers = fastest_split(len(nodes), spec.num_layers, fitting_cost)
     return slowest, None if math.isinf(slowest) else layers

@@ -311,10 +311,10 @@ def _reopen(nodes: Sequence[NodeRecord], now: Situation, limits: Limits, splits:
     if plan is None:
         return Wait(min([left_s if left_s > 0 else _LOOK_S, *waits_s, _ASK_AGAIN_S]))
     step = _load_for(plan, nodes, now)
-    makes_answers = bool(now.lost_at) and now.plan.prompt_end is not None
-    alone = splits.best([nodes[0].node]) if step and makes_answers else None
+    answered_alone = bool(now.lost_at) and now.plan.prompt_end is not None
+    alone = splits.best([nodes[0].node]) if step and answered_alone else None
     if alone and _load_for(alone, nodes, now) is None:
-        plan, step = alone, None  # the others load beside its answers
+        plan, step = alone, None  # the other nodes load while the first one goes on
     if isinstance(step, Wait) and not is_loading:
         return Wait(min(step.for_s, left_s))  # for the pause of a node that has failed
     return step or Open(

@@ -273,7 +273,7 @@ async def test_a_prompt_that_was_partly_computed_goes_on_behind_the_rows_that_ar
         assert rig.cluster.num_recoveries == 1
         opened = [frame for frame in frames if frame.epoch > 1 and frame.opened]
         assert max(window.base for frame in opened for window in frame.windows) >= 64
-        assert (status := rig.cluster.chain.own_status) and status.slots <= 2, "rows of nobody are left"
+        assert (status := rig.cluster.chain.own_status) and status.slots <= 2, "unused slots are still allocated"
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_a_resumed_answer_with_fills_goes_on_where_the_first_stage_holds_its_row
 
 @pytest.mark.parametrize("budget", [PLENTY, 200], ids=["roomy", "tight"])
 @pytest.mark.parametrize("kind", decoders())
-def test_what_the_first_stage_holds_is_not_fed_again_and_rows_of_nobody_are_neither_used_nor_left(
+def test_rows_that_the_first_stage_holds_are_not_fed_again_if_they_are_complete_and_other_slots_are_freed(
     kind: str, budget: int
 ) -> None:
     """The fake chain refuses numbers that are opened twice, and rows of other places or that lack some layers."""
