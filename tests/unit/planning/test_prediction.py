@@ -198,6 +198,8 @@ def test_it_is_told_whether_memory_or_speed_keeps_prompts_on_one_node_and_an_eve
         assert reason in report.advice.split(".")[0], report.advice
         even = next(each.plan for each in report.alternatives if each.name == "even split")
         assert even.prompt_end is None and even.layers == [4, 4]
+    cramped = [Node("n0", ROOMY), Node("n1", 10_000)]  # without known speeds all share prompts, if they can
+    assert "other nodes lack memory" in report_plan(spec, cramped, NO_SPEEDS, Objective(1, goal="prompt")).advice
 
 
 def test_a_model_whose_windows_are_too_large_for_one_message_is_planned_as_usual() -> None:
