@@ -18,7 +18,7 @@ from coordinator.decoding.decoders import (
     choose_certain,
     choose_confident,
 )
-from coordinator.decoding.suffix_automaton import EndedTexts, TextSearch
+from coordinator.decoding.suffix_automaton import SuffixAutomaton, TextSearch
 from coordinator.decoding.window_lengths import DRAFTER_WINDOWS, LENGTHS, MASK_WINDOWS, TEXT_WINDOWS, WindowChooser
 from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import (
@@ -81,7 +81,7 @@ class Decode:
         self,
         eos: frozenset[int],
         costs: ChainCosts,
-        ended: EndedTexts | None = None,
+        ended: SuffixAutomaton | None = None,
         most_drafts: Callable[[], int] = lambda: MOST_DRAFTS,
         seed: int = 0,
     ) -> Decoder:
@@ -89,7 +89,7 @@ class Decode:
 
         Args:
             costs: of the chain: they decide on windows and drafts that are not given.
-            ended: answers of other requests, to draft from.
+            ended: answers of earlier requests of the same owner, to draft from.
             most_drafts: what the present chain's drafter makes after one window; 0 without one: a chain that took over
                 may lack it.
             seed: of the request, for random tokens.
@@ -162,15 +162,9 @@ def make_decode(
     given |= {"canvas": canvas, "canvas_steps": canvas_steps}
     given |= {"canvas_sampler": canvas_sampler, "canvas_threshold": canvas_threshold, "conditioning": conditioning}
     _require_own(kind, given)
-    if window != "auto" and not (window.isdecimal() and len(window) < 9 and 1 <= int(window) <= LARGEST_WINDOW):
-        raise InputError("window", f"expected a whole number from 1 to {LARGEST_WINDOW} or `auto`, got {window!r}")
     for name, nats in (("entropy_threshold", entropy_threshold), ("position_penalty", position_penalty)):
         if not (math.isfinite(nats) and nats >= 0):
             raise InputError(name, f"expected a number from 0, got {nats:g}")
-    if num_drafts != "auto" and not (num_drafts.isdecimal() and 1 <= int(num_drafts[:9]) <= MOST_DRAFTS):
-        expected = f"expected a whole number from 1 to {MOST_DRAFTS} or `auto`"
-        raise InputError("num_draft_tokens", f"{expected}, got {num_drafts!r}")
-    lengths = [None if number == "auto" else int(number) for number in (window, num_drafts)]
     for name, number in (("canvas", canvas), ("canvas_steps", canvas_steps)):
         if number is not None and not 1 <= number < 2**16:
             raise InputError(name, f"expected a whole number from 1 to {2**16 - 1}, got {number}")
@@ -182,13 +176,23 @@ def make_decode(
     if conditioned is None:
         raise InputError("conditioning", f"expected {' or '.join(_CONDITIONINGS)}, got {conditioning!r}")
     return Decode(
-        *(kind, lengths[0], entropy_threshold, position_penalty, lengths[1]),
+        *(kind, _length("window", window, LARGEST_WINDOW), entropy_threshold, position_penalty),
+        num_drafts=_length("num_draft_tokens", num_drafts, MOST_DRAFTS),
         canvas=canvas,
         canvas_steps=canvas_steps,
         canvas_sampler=sampler,
         canvas_threshold=threshold,
         conditioning=conditioned,
     )
+
+
+def _length(name: str, text: str, most: int) -> int | None:
+    """Return a number from 1 to `most`, or None for `auto`. Raises InputError for any other text."""
+    if text == "auto":
+        return None
+    if not (text.isdecimal() and len(text) < 9 and 1 <= int(text) <= most):
+        raise InputError(name, f"expected a whole number from 1 to {most} or `auto`, got {text!r}")
+    return int(text)
 
 
 def _require_own(kind: str, given: Mapping[str, object], found: str = "") -> None:

@@ -96,16 +96,24 @@ class SuffixAutomaton:
 
 
 class EndedTexts:
-    """Answers that have ended, for the sessions that come after them; the oldest are forgotten, all at once."""
+    """Answers that have ended, by owner, for later sessions of the same one; they are forgotten all at once."""
 
     def __init__(self) -> None:
-        self.automaton = SuffixAutomaton()
+        self._automata: dict[str, SuffixAutomaton] = {}
+        self._num_tokens = 0
 
-    def add(self, tokens: Sequence[int]) -> None:
+    def of(self, owner: str) -> SuffixAutomaton:
+        """Return the answers of an owner; those that end later are added there."""
+        return self._automata.setdefault(owner, SuffixAutomaton())
+
+    def add(self, owner: str, tokens: Sequence[int]) -> None:
         """Add the end of an answer."""
-        if len(self.automaton.tokens) > _MOST_TOKENS:
-            self.automaton = SuffixAutomaton()
-        self.automaton.extend([*tokens[-_MOST_OF_ONE:], _BETWEEN])
+        if self._num_tokens > _MOST_TOKENS:
+            self._automata.clear()
+            self._num_tokens = 0
+        added = [*tokens[-_MOST_OF_ONE:], _BETWEEN]
+        self.of(owner).extend(added)
+        self._num_tokens += len(added)
 
 
 class TextSearch:
@@ -114,9 +122,9 @@ class TextSearch:
     _MOST_AT_ONCE = 512  # tokens of a long prompt that are indexed per step: two milliseconds
     _MOST = 1 << 15  # tokens of a prompt that are indexed, the last ones: an automaton takes 400 bytes for each
 
-    def __init__(self, ended: EndedTexts | None = None) -> None:
+    def __init__(self, ended: SuffixAutomaton | None = None) -> None:
         self._own = SuffixAutomaton()
-        self._ended = ended.automaton if ended else SuffixAutomaton()
+        self._ended = ended or SuffixAutomaton()
         self._state, self._length = 0, 0  # of the longest suffix that stands in the ended answers
         self._match, self._is_own = NO_MATCH, True
         self._num_skipped: int | None = None  # leading tokens that are not indexed; None before the first search

@@ -116,7 +116,7 @@ class EngineCore:
         """Return the session of a request, whose outputs go to the queue; `submit` starts it."""
         return Session(
             request,
-            self._make_decoder(request),
+            self._make_decoder(request, KEY_DIGEST.get()),
             chunk=chunk,
             put=partial(self._put, queue),
             started=time.monotonic_ns(),
@@ -124,11 +124,12 @@ class EngineCore:
             owner=KEY_DIGEST.get(),
         )
 
-    def _make_decoder(self, request: Request) -> Decoder:
+    def _make_decoder(self, request: Request, owner: str) -> Decoder:
         """Return a decoder that chooses by the costs of the present chain."""
         costs, most_drafts = self.chain.answer_costs, lambda: self.chain.most_drafts
         seed = request.sampling.seed
-        return request.decode.make_decoder(request.eos, costs, self._ended_texts, most_drafts, seed=seed)
+        ended = self._ended_texts.of(owner)
+        return request.decode.make_decoder(request.eos, costs, ended, most_drafts, seed=seed)
 
     async def submit(self, session: Session) -> None:
         """Start a session.
@@ -262,7 +263,7 @@ class EngineCore:
         """Remove a session; call `_send_all` afterwards. No slot is kept while a node drains."""
         self._end_deadline(session)
         if session in self.sessions and session.request.decode.reads_text:
-            self._ended_texts.add(session.generated)
+            self._ended_texts.add(session.owner, session.generated)
         self.sessions.pop(session, None)
         self.scheduler.close(session, keep=keep and self.chain.draining is None)
         self._release_next(session)
@@ -398,7 +399,7 @@ class EngineCore:
         sessions = list(self.sessions)
         self.chain.keep_slots(self.scheduler.slots.adopt(before, self.chain.held_slots))
         for session in sessions:  # all before the first one enters, whose failure may let another one in
-            session.rewind(self._make_decoder(session.request))
+            session.rewind(self._make_decoder(session.request, session.owner))
             self._fit(session)
         for session in sessions:
             if self._quarantine.may_run(session):

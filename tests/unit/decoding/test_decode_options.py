@@ -40,7 +40,10 @@ def test_a_threshold_is_one_number_or_two_and_a_step(text: str, expected: tuple[
     ("field", "values"),
     [
         ("kind", ["magic", ""]),
-        ("window", ["0", "-4", "1.5", "", "many", "²"]),  # a digit, but no number
+        *(
+            (name, ["0", "-4", "1.5", "", "many", "²", "9" * 20, "00000000130000000"])
+            for name in ("window", "num_drafts")
+        ),
         ("threshold", [math.nan, math.inf, -0.1]),
         ("penalty", [math.nan, math.inf, -1.0]),
         ("canvas", [0]),
@@ -52,6 +55,7 @@ def test_a_threshold_is_one_number_or_two_and_a_step(text: str, expected: tuple[
 )
 def test_a_value_that_no_decoder_can_have_is_refused_by_the_name_of_its_parameter(field: str, values: list) -> None:
     names = {"kind": "decode", "threshold": "entropy_threshold", "penalty": "position_penalty"}
+    names |= {"num_drafts": "num_draft_tokens"}
     for kind in KINDS:
         for value in values:
             with pytest.raises(InputError) as refusal:

@@ -114,31 +114,43 @@ def test_an_answer_that_was_given_before_is_drafted_from_that_answer() -> None:
     """A second session gets the same text in a few steps, and no draft crosses from one ended answer to the next."""
     answer, ended = prompt_of(200, seed=7), EndedTexts()
     for tokens in (prompt_of(60, seed=8), answer, prompt_of(60, seed=9)):
-        ended.add(tokens)
-    decoder = Verified(Text(WindowChooser(StepCosts(), TEXT_WINDOWS), TextSearch(ended)))
-    session = opened(prompt_of(5, seed=11), 200, decoder=decoder)
-    found = run(session, FakeStage(next_token=lambda tokens: answer[len(tokens) - 5]))
-    assert session.generated == answer
-    assert len(found) < 200 / 16 + 12
-    assert all(min(draft_of(step), default=0) >= 0 for step in found)
+        ended.add("of one key", tokens)
+    num_steps = {}
+    for owner in ("of one key", "of another"):
+        decoder = Verified(Text(WindowChooser(StepCosts(), TEXT_WINDOWS), TextSearch(ended.of(owner))))
+        session = opened(prompt_of(5, seed=11), 200, decoder=decoder)
+        found = run(session, FakeStage(next_token=lambda tokens: answer[len(tokens) - 5]))
+        assert session.generated == answer
+        assert all(min(draft_of(step), default=0) >= 0 for step in found)
+        num_steps[owner] = len(found)
+    assert num_steps["of one key"] < 200 / 16 + 12
+    assert num_steps["of another"] == 200
 
 
 def test_answers_that_end_meanwhile_disturb_no_search() -> None:
     """What is found stands there, whatever was added since the session began."""
     numbers = random.Random(4)
     for _ in range(100):
-        ended, tokens = EndedTexts(), []
-        ended.add([numbers.randrange(3) for _ in range(20)])
+        texts, tokens = EndedTexts(), []
+        texts.add("", [numbers.randrange(3) for _ in range(20)])
+        ended = texts.of("")
         search = TextSearch(ended)
         for number in range(40):
             if number % 10 == 9:
-                ended.add([numbers.randrange(3) for _ in range(20)])
+                texts.add("", [numbers.randrange(3) for _ in range(20)])
             tokens.append(numbers.randrange(3))
             length = search.find(tokens)
-            stood = places_of(tokens[-length:], tokens) or places_of(tokens[-length:], [*ended.automaton.tokens, -1])
+            stood = places_of(tokens[-length:], tokens) or places_of(tokens[-length:], [*ended.tokens, -1])
             assert length == 0 or stood
             assert all(token >= 0 for token in search.drafts(15))
             assert search.find(tokens) == length and len(search.drafts(7)) <= 7
+
+
+def test_ended_answers_are_forgotten_once_those_of_all_owners_together_are_too_many() -> None:
+    ended = EndedTexts()
+    for number in range(33):  # of 2,048 tokens each, of which 65,536 are kept
+        ended.add(f"key {number % 2}", prompt_of(2048, seed=number))
+    assert [len(ended.of(f"key {number}").tokens) for number in range(3)] == [2049, 0, 0]
 
 
 def test_a_long_prompt_is_indexed_over_several_steps() -> None:
