@@ -90,7 +90,7 @@ class KeyFile:
         try:
             found = self.path.stat()
         except OSError as error:
-            raise ConfigError(f"{self.path} cannot be read: {error.strerror}; {self._way_out}") from error
+            raise self._unreadable(error) from error
         if not stat.S_ISREG(found.st_mode):
             raise ConfigError(f"{self.path} is no file; {self._way_out}")
         if os.name == "posix" and found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
@@ -98,8 +98,11 @@ class KeyFile:
         return found.st_ino, found.st_size, found.st_mtime_ns
 
     def _load(self) -> Identity:
-        with self.path.open("rb") as file:
-            parts = split_pem(file.read(_MOST_BYTES))
+        try:
+            with self.path.open("rb") as file:
+                parts = split_pem(file.read(_MOST_BYTES))
+        except OSError as error:
+            raise self._unreadable(error) from error
         try:
             key_pem, certificate_pem, authority_pem = parts
             key = load_pem_private_key(key_pem, password=None)
@@ -132,6 +135,9 @@ class KeyFile:
         now = datetime.now(UTC)
         if (begins := certificate.not_valid_before_utc) > now:
             raise self._wrong(f"the certificate is not valid before {begins:%Y-%m-%d}, and here it is {now:%Y-%m-%d}")
+
+    def _unreadable(self, error: OSError) -> ConfigError:
+        return ConfigError(f"{self.path} cannot be read: {error.strerror}; {self._way_out}")
 
     def _wrong(self, what: str) -> ConfigError:
         return ConfigError(f"{self.path}: {what}; {self._way_out}")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from hypothesis import given
@@ -135,6 +136,18 @@ def test_the_end_of_a_certificate_is_told_once_in_thirty_days(days: int, is_told
     network._checked(keys_of(authority))
     expected = f"the certificate of mini expires in {days} days, on {until:%Y-%m-%d}; "
     assert told == ([f"{expected}where the authority is: brigade keys issue mini"] if is_told else [])
+
+
+def test_a_file_that_is_there_and_cannot_be_opened_is_refused(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise PermissionError(13, "Permission denied")
+
+    issue(authority)
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ConfigError, match="cannot be read: Permission denied"):
+        keys_of(authority).read()
 
 
 # Files at random, nearly right or extreme: an identity, or a ConfigError
