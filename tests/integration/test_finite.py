@@ -10,10 +10,11 @@ import pytest
 from coordinator.cluster.deployment import Deployment
 from coordinator.engine.engine import Engine
 from coordinator.sessions.request import Request
+from protos.brigade_pb2 import Sampling
 from tests.cluster.commands import run_here
 from tests.cluster.models import altered_copy, make_talker
 from tests.integration.conftest import CHUNK, Whole, opened, serving
-from worker.errors import FrameError
+from worker.errors import FrameError, SamplingError
 
 POISON = 77  # a token whose embedding is not finite
 PROMPT = tuple(range(10, 10 + 2 * CHUNK))
@@ -75,6 +76,18 @@ async def test_only_the_session_that_it_is_of_ends(talker: Path, tmp_path: Path,
         with pytest.raises(FrameError, match=r"^layers \[0, 2\), stage 0, made values that are not finite"):
             await engine.answer(Request((*PROMPT[:5], POISON), 30))
         assert (await sound).tokens == alone
+
+
+async def test_a_row_that_is_not_finite_and_cannot_be_sampled_ends_its_session_only(
+    talker: Path, tmp_path: Path, checked: None
+) -> None:
+    """Its two failures are one."""
+    model = altered_copy(talker, tmp_path / "model", infinite(3))
+    refused = Request(PROMPT, 3, sampling=Sampling(temperature=1, top_k=1 << 20))
+    async with serving(1) as nodes, opened(model, (2, 2), nodes) as chain, Engine(chain) as engine:
+        for asked in (refused, refused):
+            with pytest.raises(SamplingError):
+                await engine.answer(asked)
 
 
 async def test_a_check_changes_no_token(talker: Path, checked: None) -> None:

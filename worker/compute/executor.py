@@ -491,7 +491,7 @@ class Executor:
         return self._shard.grammars.guide(sampling.grammar) if has_grammar else None
 
     def _fail(self, step: Step, slot: int, error: BrigadeError) -> None:
-        if all(failure.slot != slot for failure in step.frame.failures):  # not reported by an earlier stage
+        if all(failure.slot != slot for failure in (*step.frame.failures, *step.failures)):  # each slot's first one
             step.failures.append(Failure(slot=slot, kind=type(error).__name__, message=error.message, node=self._node))
 
     def _begin_windows(self, step: Step) -> list[LaneWindow]:
