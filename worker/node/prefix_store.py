@@ -168,8 +168,7 @@ class PrefixStore:
 
     def discard(self, name: bytes) -> None:
         """Remove a piece that does not fit the caches."""
-        for path in self._paths(name):
-            path.unlink(missing_ok=True)
+        _remove(self._paths(name))
 
     def close(self) -> None:
         """Take no more pieces; those that wait are still written."""

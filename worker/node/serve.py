@@ -124,6 +124,7 @@ def _stop_event(*, follow_parent: bool) -> asyncio.Event:
 
     def on_input() -> None:
         if not os.read(sys.stdin.fileno(), 1):
+            loop.remove_reader(sys.stdin.fileno())  # it would be called again and again
             stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -57,6 +57,8 @@ from worker.node.weights_receive import next_message, receive_weights
 from worker.platform.machine import memory_budget
 from worker.platform.threads import MlxThread, run_in_thread
 
+_MEASURABLE = (WorkerState.EMPTY, WorkerState.LOADED)  # in other states a measurement would delay what is under way
+
 
 class NodeService(NodeServicer):
     """One node: at most one shard, at most one chain."""
@@ -174,10 +176,11 @@ class NodeService(NodeServicer):
     async def Measure(self, request: MeasureRequest, context: Context) -> Speed:
         async with self._serving(context, "to measure its speed"):
             checkpoint = await self.worker.find(request.model)
-            if self.worker.state not in (WorkerState.EMPTY, WorkerState.LOADED):  # a measurement would delay it
-                return await kept_speed(checkpoint) or Speed()
-            async with self.worker.turn():
-                return await measured_speed(checkpoint, self.thread, anew=request.anew)
+            if self.worker.state in _MEASURABLE:
+                async with self.worker.turn():
+                    if self.worker.state in _MEASURABLE:  # still: others may have had their turn
+                        return await measured_speed(checkpoint, self.thread, anew=request.anew)
+            return await kept_speed(checkpoint) or Speed()
 
     async def MeasureLink(self, request: LinkRequest, context: Context) -> LinkReply:
         async with self._serving(context):

@@ -490,12 +490,12 @@ def _is_as_received(path: Path, begin: bytes = b"", nbytes: int | None = None) -
     """Return whether the file is unchanged since it was verified, and is `begin` plus `nbytes` bytes if given."""
     try:
         stat = path.stat()
+        if stat.st_mtime_ns != _RECEIVED_NS or nbytes not in (None, stat.st_size - len(begin)):
+            return False
+        with path.open("rb") as file:
+            return file.read(len(begin)) == begin
     except (FileNotFoundError, NotADirectoryError):
         return False
-    if stat.st_mtime_ns != _RECEIVED_NS or nbytes not in (None, stat.st_size - len(begin)):
-        return False
-    with path.open("rb") as file:
-        return file.read(len(begin)) == begin
 
 
 def _has_digest(path: Path, nbytes: int, digest: str) -> bool:
