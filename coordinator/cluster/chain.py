@@ -429,20 +429,20 @@ class Chain:
     async def _warm_up(self, progress: NodeProgress) -> None:
         """Send a chunk of rows and a row through all stages, twice each: that compiles, pages in, and measures costs.
 
-        While requests wait, send a single row, or block: it shows that every stage computes.
+        Both sizes are needed to tell what longer chunks cost. Where stage 0 makes answers alone, it computes a row as
+        one of an answer, too. While requests wait, send a single row, or block: it shows that every stage computes.
         """
         slot = max(self.held_slots, default=-1) + 1
         prefix_hash = History().prefix_hash(0)
         grid = self.spec.canvas.grid if self.spec.canvas else 1
         num_rows = max(grid, min(_WARM_UP_ROWS, self.spec.context) // grid * grid)
-        chunk = Window(slot=slot, prefix_hash=prefix_hash, tokens=[0] * num_rows, wanted=1)
-        row = Window(slot=slot, prefix_hash=prefix_hash, tokens=[0] * grid, wanted=1)
-        windows = [row] if self._is_awaited else [chunk, chunk, row, row]
+        sizes = [grid] if self._is_awaited else [num_rows, num_rows, grid, grid]
+        wanted = 0 if self.answers_alone else 1
+        windows = [Window(slot=slot, prefix_hash=prefix_hash, tokens=[0] * size, wanted=wanted) for size in sizes]
+        frames = [Frame(opened=[Opening(slot=slot)]), *(Frame(windows=[window]) for window in windows)]
         if self.answers_alone:
-            chunk.wanted = 0
-            windows = [chunk, row] if self._is_awaited else windows
-        frames = [Frame(opened=[Opening(slot=slot)])]
-        frames += [Frame(windows=[window], stays=self.answers_alone and window is row) for window in windows]
+            answer = Window(slot=slot, prefix_hash=prefix_hash, tokens=[0] * grid, wanted=1)
+            frames += [Frame(windows=[answer], stays=True) for _ in range(sizes.count(grid))]
         frames.append(Frame(closed=[slot]))
         for step, frame in enumerate(frames):
             report = LoadProgress(phase="warm-up", done=step, total=len(frames))
