@@ -1,5 +1,6 @@
 """`brigade worker`: checks the flags of one node, and imports MLX only if they are valid."""
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -107,4 +108,4 @@ def _without_config(name: str | None, keys: Path | None) -> ClusterConfig:
         raise ConfigError(f"--name: expected letters, digits, '-', '_' and '.', found {name!r}")
     if keys and not name:
         raise ConfigError("--name is missing: --keys needs the name that the certificate carries")
-    return ClusterConfig(tls=TlsConfig(keys=str(keys.expanduser()))) if keys else ClusterConfig()
+    return ClusterConfig(tls=TlsConfig(keys=os.path.expanduser(keys))) if keys else ClusterConfig()

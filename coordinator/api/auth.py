@@ -72,7 +72,10 @@ def first_key(path: Path | None) -> str | None:
     Raises:
         InputError: the file cannot be read, or has none.
     """
-    return next(iter(_read_keys(path, 1).values())).key if path else os.environ.get(KEY_VARIABLE)
+    if path:
+        return next(iter(_read_keys(path, 1).values())).key
+    key = os.environ.get(KEY_VARIABLE)
+    return _require_key(key, 1, KEY_VARIABLE) if key else None
 
 
 @dataclass(frozen=True)

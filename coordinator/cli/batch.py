@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import stat
 import time
 import uuid
 from collections import Counter
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 import typer
 
 from coordinator.cli import flags
+from coordinator.cli.report import writing
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import TokenReport, say, show_tokens, telling_interrupts
 from coordinator.engine.bounded import TEMPLATES
@@ -296,15 +298,16 @@ def key_and_status(line: Json) -> tuple[str, int]:
 class Answers(Generic[T]):
     """The append-only file of answers. Made by `open_answers`."""
 
-    def __init__(self, descriptor: int, known: Mapping[str, T]) -> None:
+    def __init__(self, path: Path, descriptor: int, known: Mapping[str, T]) -> None:
         self.known = known  # what was read of each answer that the file held, by its key
-        self._descriptor = descriptor
+        self._path, self._descriptor = path, descriptor
 
     def add(self, line: Json) -> None:
-        """Add a line. Raises OSError if there is no room for it."""
+        """Add a line. Raises InputError if there is no room for it."""
         rest = memoryview(json_bytes(line) + b"\n")
-        while rest:
-            rest = rest[os.write(self._descriptor, rest) :]
+        with writing("output", self._path):
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
 
 
 @contextmanager
@@ -317,11 +320,11 @@ def open_answers(path: Path, read: Callable[[Json], tuple[str, T]]) -> Iterator[
     Raises:
         InputError: the file cannot be written or locked, another run writes it, or it holds something else.
     """
+    with writing("output", path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o644)
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    except OSError as error:
-        raise InputError("output", f"cannot write {path}: {error.strerror}") from error
-    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise InputError("output", f"{path} is no file: expected one in which to keep the answers")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -330,7 +333,7 @@ def open_answers(path: Path, read: Callable[[Json], tuple[str, T]]) -> Iterator[
             raise InputError("output", f"cannot lock {path}: {error.strerror}") from error
         known, end = _known(path, read)
         os.ftruncate(descriptor, end)
-        yield Answers(descriptor, known)
+        yield Answers(path, descriptor, known)
     finally:
         os.close(descriptor)
 
@@ -347,7 +350,7 @@ def _known(path: Path, read: Callable[[Json], tuple[str, T]]) -> tuple[dict[str,
             try:
                 key, found = read(json.loads(line))
                 known[key] = found
-            except (ValueError, LookupError, TypeError, AttributeError):
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 said = "expected the answers of an earlier run, found something else"
                 raise InputError("output", f"{path}, line {number}: {said}; give another file") from None
     return known, end

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from coordinator.cli import flags
 from coordinator.cli.eval import Ask, EvalCase, QuestionFlags, loaded
-from coordinator.cli.report import require_writable
+from coordinator.cli.report import require_writable, writing
 from coordinator.cli.run import TakeFlags
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import TokenReport, say, show_tokens
@@ -125,7 +125,8 @@ async def run_calibrate(
     if not reached:
         return 1
     content = json.dumps({"model": model, "agreement": agreement, "kinds": reached}, indent=1)
-    await run_in_thread(partial(output.write_text, f"{content}\n", encoding="utf-8"))
+    with writing("output", output):
+        await run_in_thread(partial(output.write_text, f"{content}\n", encoding="utf-8"))
     say(f"{output} has the thresholds: --decode diffusion-fast --entropy-threshold {output}:{next(iter(reached))}")
     return 0
 

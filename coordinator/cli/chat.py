@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 import termios
@@ -20,6 +21,7 @@ import typer
 from rich.console import Console
 
 from coordinator.cli import flags
+from coordinator.cli.report import writing
 from coordinator.cli.run import TakeFlags
 from coordinator.cli.show import showing
 from coordinator.cluster.options import ClusterOptions
@@ -351,16 +353,14 @@ def _system(chat: Chat, rest: str) -> None:
 
 
 def _save(chat: Chat, rest: str) -> None:
-    path = Path(rest).expanduser()
-    try:
+    path = Path(os.path.expanduser(rest))  # as it is where there is no such home
+    with writing("", path):
         path.write_text(chat.dialogue.to_json(), encoding="utf-8")
-    except OSError as error:
-        raise InputError("", f"cannot write {path}: {error.strerror}") from error
     say(f"saved {len(chat.dialogue.messages())} messages in {path}")
 
 
 def _load(chat: Chat, rest: str) -> None:
-    path = Path(rest).expanduser()
+    path = Path(os.path.expanduser(rest))
     try:
         chat.dialogue = Dialogue.of(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

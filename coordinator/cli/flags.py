@@ -446,7 +446,8 @@ def refuse_flags(ctx: typer.Context, names: Sequence[str], why: str) -> None:
 def refuse_drafter(ctx: typer.Context, kinds: Sequence[str]) -> None:
     """Raise InputError for a --draft-model on the command line beside decoders that do not draft with it."""
     if not {"auto", "draft"} & set(kinds) and ctx.params["draft_model"] != NO_DRAFTER:
-        refuse_flags(ctx, ("draft_model",), f"not expected with --decode {','.join(kinds)}, which drafts with no model")
+        why = f"not expected with --decode {','.join(kinds)}, which drafts with no model; give --decode draft"
+        refuse_flags(ctx, ("draft_model",), why)
 
 
 def parse_layers(text: str) -> tuple[int, ...]:

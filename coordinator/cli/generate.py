@@ -14,7 +14,15 @@ import typer
 
 from coordinator.cli import flags
 from coordinator.cli.flags import given_flags, refuse_flags
-from coordinator.cli.report import print_stats, print_summary, report_logprobs, require_writable, stages_of, stats_of
+from coordinator.cli.report import (
+    print_stats,
+    print_summary,
+    report_logprobs,
+    require_writable,
+    stages_of,
+    stats_of,
+    writing,
+)
 from coordinator.cli.show import Printer
 from coordinator.cli.trace import trace_events
 from coordinator.cluster.options import ClusterOptions
@@ -267,7 +275,9 @@ async def _answer(
                 raise
         chain = engine.chain  # on which the answer ended
         if output.trace is not None:
-            output.trace.write_text(json.dumps(trace_events(answer.usage.legs, answer.token_times)), encoding="utf-8")
+            events = json.dumps(trace_events(answer.usage.legs, answer.token_times))
+            with writing("trace", output.trace):
+                output.trace.write_text(events, encoding="utf-8")
         if output.as_json:
             known, waterfall = request.known.tokens, answer.waterfall()
             _print_json(

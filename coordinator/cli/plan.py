@@ -194,16 +194,16 @@ def plan(
 def _check_simulation(ctx: typer.Context, given: SimulationFlags, config: Path | None) -> None:
     """Raise InputError unless the times come from flags, from a file, or from the nodes of a configuration."""
     refuse_flags(ctx, ("macs", "objective", "write", "measure_again"), "not expected with --simulate")
-    has_times = given.stage_ms is not None, given.measured is not None
-    if not any(has_times) and config is not None:
-        refuse_flags(ctx, ("local", *_TIMES), "not expected with --simulate --config, whose nodes measure themselves")
-        return
-    refuse_flags(ctx, ("local", "layers", "context"), "not expected with --simulate, which asks no nodes")
     if given.canvas_steps is not None and given.canvas_steps > (given.canvas or 0):
         expected = (
             f"expected at most the {given.canvas} places of --canvas" if given.canvas else "expected only with --canvas"
         )
         raise InputError("canvas_steps", f"{expected}, got {given.canvas_steps}")
+    has_times = given.stage_ms is not None, given.measured is not None
+    if not any(has_times) and config is not None:
+        refuse_flags(ctx, ("local", *_TIMES), "not expected with --simulate --config, whose nodes measure themselves")
+        return
+    refuse_flags(ctx, ("local", "layers", "context"), "not expected with --simulate, which asks no nodes")
     if given.gbps is None:
         refuse_flags(ctx, ("config", "model"), "expected with --simulate only where --gbps needs a model's row size")
     if sum(has_times) != 1:

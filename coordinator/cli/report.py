@@ -1,6 +1,7 @@
 """Statistics of a request: two lines or tables (--stats) on standard error, and JSON."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +126,17 @@ def print_stats(answer: Answer, plan: Plan, waterfall: Waterfall, *, with_legend
 def require_writable(name: str, path: Path) -> None:
     """Raise InputError now if a file cannot be written later; leave no empty file behind."""
     is_new = not path.exists()
-    try:
+    with writing(name, path):
         path.open("a").close()
         if is_new:
             path.unlink()
+
+
+@contextmanager
+def writing(name: str, path: Path) -> Iterator[None]:
+    """Raise InputError, which names the parameter and the file, if the body cannot write it."""
+    try:
+        yield
     except OSError as error:
         raise InputError(name, f"cannot write {path}: {error.strerror}") from error
 

@@ -93,22 +93,26 @@ def ask_server(server: str, key: str | None) -> Json:
 
     from coordinator.cli.remote import client_settings, no_answer
 
+    other = BrigadeError(f"{server} answers, but not as `brigade serve` does")
     try:
         with httpx2.Client(**client_settings(server, key), timeout=_SERVER_WITHIN_S) as client:
             reply = client.get("cluster")
         if reply.status_code == 401:
             raise InputError("api_key_file", f"{server} wants a key: expected one of its own")
         reply.raise_for_status()
-        found = reply.json()
-    except httpx2.TransportError as error:
+    except (httpx2.TransportError, UnicodeError) as error:  # a host name that cannot be encoded
         raise no_answer(server, error, "start `brigade serve`, or give --config for its workers") from error
     except httpx2.HTTPStatusError as error:
         said = f"{server} answers with HTTP status {error.response.status_code}: expected `brigade serve` there"
         raise BrigadeError(said) from error
-    except (httpx2.HTTPError, ValueError):
-        found = None
+    except httpx2.HTTPError as error:
+        raise other from error
+    try:
+        found = reply.json()
+    except ValueError:
+        raise other from None
     if not (isinstance(found, dict) and "nodes" in found):
-        raise BrigadeError(f"{server} answers, but not as `brigade serve` does")
+        raise other
     return found
 
 

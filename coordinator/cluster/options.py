@@ -82,10 +82,10 @@ def cluster_options(
         ConfigError: the file cannot be read, its values contradict each other, or two nodes have the same name.
     """
     cluster = load_cluster(config) if config else ClusterConfig()
+    if local is not None:  # the file's layers belong to the file's workers
+        cluster = cluster.model_copy(update={"layers": None, "workers": ()})
     if layers is not None:
         cluster = cluster.model_copy(update={"layers": layers})
-    elif local is not None:
-        cluster = cluster.model_copy(update={"layers": None})  # the file's layers belong to the file's workers
     given_context = context or cluster.context
     return ClusterOptions(
         cluster,

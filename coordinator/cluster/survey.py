@@ -43,8 +43,7 @@ async def known_speeds(
 
     Configured workers that are missing count too: this node is measured now, and they are once they are there.
     """
-    configured = options.cluster.workers if options.local is None else ()
-    addresses = [address for worker in configured for address in worker.addresses]
+    addresses = [address for worker in options.cluster.workers for address in worker.addresses]
     if not is_worth_measuring(peers) and all(is_loopback(split_address(each)[0]) for each in addresses):
         return known or NO_SPEEDS
     return await survey(checkpoint, options.cluster.coordinator.name, peers, known, anew=anew, feeds=options.feeds)

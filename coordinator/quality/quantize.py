@@ -253,7 +253,7 @@ def begun_parts(folder: Path, state: Mapping[str, Any]) -> list[Any]:
         found = json.loads((folder / _STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
-    parts = found.pop("parts", [])
+    parts = found.pop("parts", []) if isinstance(found, dict) else []
     return parts if found == json.loads(json.dumps(state)) else []
 
 
@@ -265,7 +265,7 @@ def _opened(folder: Path, state: Mapping[str, Any]) -> Iterator[None]:
         require_new(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+", encoding="utf-8")
+        file = path.open("a+", encoding="utf-8", errors="replace")
     except OSError as error:
         raise InputError("", f"cannot write {folder}: {error.strerror}") from error
     with file:

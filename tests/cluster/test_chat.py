@@ -76,9 +76,11 @@ def test_a_piped_conversation_keeps_what_was_said(reciter: Path, tmp_path: Path)
     messages = json.loads(saved.read_text())["messages"]
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
     assert messages[3]["content"] == "two\nlines" and messages[4]["content"] == RECITED
-    again = run_here("chat", "--model", reciter, "--local", "0", *SHORT, stdin=f"/load {saved}\nmore\n/nothing\n")
+    again = run_here(
+        "chat", "--model", reciter, "--local", "0", *SHORT, stdin=f"/load {saved}\nmore\n/save ~no-one/x\n/nothing\n"
+    )
     assert again.out == f"{RECITED}\n" and "loaded 5 messages" in again.err
-    assert again.code == 2 and "found /nothing" in again.err
+    assert again.code == 2 and "cannot write ~no-one/x" in again.err and "found /nothing" in again.err
 
 
 def test_chat_and_generate_use_a_running_server_and_tell_what_it_refuses(start: Starter, reciter: Path) -> None:

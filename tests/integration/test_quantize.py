@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
 from coordinator.quality import quantize as module
-from coordinator.quality.quantize import QuantizedModel, QuantizeOptions, quantize_options, write_model
+from coordinator.quality.quantize import QuantizedModel, QuantizeOptions, begun_parts, quantize_options, write_model
 from tests.tiny import write_folder
 from tools.model_types.configs import all_types, config_of
 from worker.errors import BrigadeError, InputError
@@ -208,6 +208,12 @@ def test_what_cannot_be_written_or_meant_is_refused_before_anything_is(
             {"model": "n"},
             lambda *more: None,
         )
+    for number, content in enumerate((b"[]", b"\xff\xfe")):  # a file of ours by its name only
+        (foreign := tmp_path / f"foreign-{number}").mkdir()
+        (foreign / "quantize.json").write_bytes(content)
+        assert begun_parts(foreign, {}) == []
+        with pytest.raises(InputError, match="another conversion"):
+            quantise(source, foreign, options)
     quantise(source, tmp_path / "a", options)
     for folder in (tmp_path / "a", source):
         with pytest.raises(InputError, match="exists already"):

@@ -42,6 +42,10 @@ def test_a_key_of_the_environment_counts_beside_the_file(tmp_path: Path, monkeyp
     assert both.holder(SECRET) == "alice" and both.holder("key-of-the-environment") == KEY_VARIABLE
     assert first_key(None) == "key-of-the-environment" and first_key(tmp_path / "keys") == SECRET
     assert ask(app(keys=alone), "GET", "/v1/models/gpt").status_code == 401
+    for unsendable in ("schlüssel-der-umgebung", "key-of-a-file\r"):
+        monkeypatch.setenv(KEY_VARIABLE, unsendable)
+        with pytest.raises(InputError, match=f"^api_key_file: {KEY_VARIABLE}: expected 1 to "):
+            first_key(None)
     for short in ("short", "with a blank"):
         monkeypatch.setenv(KEY_VARIABLE, short)
         with pytest.raises(InputError, match=KEY_VARIABLE) as refused:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import pytest
 
@@ -130,6 +130,26 @@ def test_another_run_is_told_of_only_where_there_is_one(tmp_path: Path, monkeypa
         open_answers(path, key_and_status),
     ):
         pass
+
+
+def test_answers_are_kept_in_a_file_that_holds_nothing_else(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "deep").write_text("[" * 200_000 + "\n")
+    for path, why in (
+        (Path(os.devnull), "is no file"), (tmp_path / "pipe", "is no file"), (tmp_path / "deep", "found something else")
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=f"^output: .*{why}"), open_answers(path, key_and_status):
+            pass
+
+
+def test_a_disk_without_room_is_told_by_the_name_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, data: memoryview) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with open_answers(tmp_path / "answers", key_and_status) as answers:
+        monkeypatch.setattr(os, "write", full)
+        with pytest.raises(InputError, match=r"^output: cannot write \S+answers: No space left on device$"):
+            answers.add({})
 
 
 async def test_a_batch_that_is_interrupted_tells_what_is_done(

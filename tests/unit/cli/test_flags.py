@@ -126,6 +126,7 @@ def test_a_prompt_is_an_argument_a_flag_or_standard_input(opened: Command, monke
         ("generate a --entropy-threshold f:code --position-penalty 0.02", "position_penalty"),
         ("calibrate --questions facts --draft-model owner/small", "draft_model"),
         ("plan --simulate --stage-ms 1 --canvas 4 --canvas-steps 5", "canvas_steps"),
+        ("plan --simulate --config cluster.yaml --canvas-steps 5", "canvas_steps"),
         ("generate a --decode ngram --draft-model owner/small", "draft_model"),
         ("verify --decode ar --draft-model owner/small", "draft_model"),
         ("eval --questions facts --decode ar --draft-model owner/small", "draft_model"),

@@ -65,6 +65,11 @@ def test_a_refusal_is_raised_as_its_text() -> None:
         outputs_of("gateway", status=502)
 
 
+def test_a_host_name_that_cannot_be_is_not_taken_for_another_program() -> None:
+    with pytest.raises(ServerFailed, match=r"^nothing answers at http://a\.\.b:1 "):
+        status.ask_server("http://a..b:1", None)
+
+
 def test_the_key_is_of_a_file_or_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, brigade: Command) -> None:
     brought: list[Any] = []
     monkeypatch.setattr(status, "ask_server", lambda server, key: brought.append(key) or {})

@@ -37,6 +37,15 @@ def test_the_objective_is_the_files_unless_a_flag_gives_another(tmp_path: Path) 
     assert cluster_options(None, None, None, None, None).objective == "latency"
 
 
+def test_workers_of_our_own_are_not_those_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text('workers: [{name: worker-1, address: "127.0.0.1:50071", memory: 1GiB}]\nlayers: [2, 2]\n')
+    for local, num_configured, layers in ((None, 1, (2, 2)), (1, 0, None)):
+        options = cluster_options(path, None, local, None, None)
+        assert options.worker_names == ["worker-1"]
+        assert (len(options.cluster.workers), options.cluster.layers) == (num_configured, layers)
+
+
 def at(text: str) -> dict[str, HelloReply]:
     """`cable=mini-a@1 wifi=mini-b@2`: addresses, the name of whoever answers there, its process, its start."""
     replies = {}
