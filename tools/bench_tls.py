@@ -39,7 +39,7 @@ from tools.bench_frames import NextLine, Ticker, hidden, line_of
 from tools.child import child
 from tools.worker_process import free_port
 from worker.node.certificates import KeyFile, Role
-from worker.node.framing import ENCRYPTED, FrameAssembler, Wire
+from worker.node.framing import ENCRYPTED, PLAIN, FrameAssembler, Wire
 from worker.node.hop import add_hops, open_relay, pack, unpack
 from worker.node.network import Network
 from worker.platform.machine import machine_name
@@ -107,9 +107,12 @@ def main(
 
 def _ways(keys: Path, name: str, role: Role) -> list[Way]:
     encrypted = KeyFile(keys, name, role)
-    plain = Way("plaintext", Network().wire, Network())
-    sizes = (1 << 16, 1 << 17, 1 << 18, 1 << 19, 1 << 20)
-    return [plain, *(Way("TLS", replace(ENCRYPTED, part_bytes=size), Network(keys=encrypted)) for size in sizes)]
+    links = ("plaintext", PLAIN, Network()), ("TLS", ENCRYPTED, Network(keys=encrypted))
+    return [
+        Way(link, replace(wire, part_bytes=size), network)
+        for link, wire, network in links
+        for size in (1 << 17, 1 << 20, wire.part_bytes)
+    ]
 
 
 async def _serve(keys: Path, *, is_ticking: bool) -> None:

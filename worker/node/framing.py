@@ -49,10 +49,10 @@ class Wire:
     has_checksums: bool
 
 
-# the best size from 64 to 1024 KiB for both event loops (tools/bench_frames.py)
-PLAIN = Wire(1 << 17, has_checksums=True)
-# larger because gRPC encrypts each part (docs/tls.md); encryption already detects changes
-ENCRYPTED = Wire(1 << 18, has_checksums=False)
+# Most prompt chunks are one part, which travels while the MLX thread computes; of several each waits for a step's end.
+_PART_BYTES = 15 << 20  # a message may be a little longer
+PLAIN = Wire(_PART_BYTES, has_checksums=True)
+ENCRYPTED = Wire(_PART_BYTES, has_checksums=False)  # encryption already detects changes
 
 
 def most_chunk_rows(row_bytes: int) -> int:

@@ -36,7 +36,7 @@ from protos.brigade_pb2 import (
 from protos.brigade_pb2_grpc import NodeServicer, NodeStub, add_NodeServicer_to_server
 from worker.config import join_address, split_address
 from worker.errors import BrigadeError, FrameError, StageLost
-from worker.node.framing import ENCRYPTED, PLAIN, Wire
+from worker.node.framing import ENCRYPTED, Wire
 from worker.node.network import Network, dial
 from worker.node.rpc_errors import error_of
 from worker.platform.threads import run_in_thread
@@ -47,7 +47,7 @@ _SMALL = bytes(64)
 _LARGE_BYTES = 8 * 2**20
 # of gRPC
 _NUM_PARTS, _NUM_WARM_PARTS = 20, 4
-_MOST_PART_BYTES = max(PLAIN.part_bytes, ENCRYPTED.part_bytes)
+_MOST_PART_BYTES = 2**20
 _MAX_PARTS = 96  # in one call
 _PROBE_S = 5.0
 # of plain sockets
@@ -127,14 +127,14 @@ async def _probe(network: Network, node: str, address: str) -> LinkReply:
 
 
 async def exchange(call: grpc.aio.StreamStreamCall[ProbePart, ProbeReply], wire: Wire) -> LinkReply:
-    """Measure with a call of Probe, in parts as large as those of frames, with their checksums: both cost time.
+    """Measure with a call of Probe, in parts with checksums where frames have them: they cost time.
 
     Raises RpcError, or StageLost if the node ends it early.
     """
-    small, large = ProbePart(data=_SMALL), ProbePart(data=bytes(wire.part_bytes))
+    small, large = ProbePart(data=_SMALL), ProbePart(data=bytes(_MOST_PART_BYTES))
     tries_s = [await _send(call, [small]) for _ in range(_NUM_PARTS)]
     rtt_s = median(tries_s[_NUM_WARM_PARTS:])
-    took_s = await _send(call, [large] * (_LARGE_BYTES // wire.part_bytes), has_checksums=wire.has_checksums)
+    took_s = await _send(call, [large] * (_LARGE_BYTES // _MOST_PART_BYTES), has_checksums=wire.has_checksums)
     await call.done_writing()
     return LinkReply(rtt_ms=1e3 * rtt_s, bytes_per_s=_LARGE_BYTES / max(took_s - rtt_s, 1e-6))
 

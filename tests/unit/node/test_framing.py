@@ -47,7 +47,7 @@ from worker.node.framing import (
 )
 from worker.node.hop import pack
 
-PART = PLAIN.part_bytes
+PART = 1 << 17
 BARE = Wire(PART, has_checksums=False)
 SIZES = (0, 4, PART - 4, PART, PART + 4, 3 * PART)
 
@@ -75,7 +75,7 @@ def parts_of(size: int, step: int = 41, wire: Wire = BARE) -> list[bytes]:
     return [write_part(number, b"" if number else raw, data) for number, data in pieces]
 
 
-@pytest.mark.parametrize("wire", [BARE, ENCRYPTED], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("wire", [BARE, Wire(2 * PART, has_checksums=False)], ids=["small parts", "large parts"])
 @pytest.mark.parametrize("size", SIZES)
 def test_a_frame_comes_out_as_it_went_in_and_only_once_its_last_part_is_there(size: int, wire: Wire) -> None:
     joiner = assembler(wire)
@@ -90,10 +90,9 @@ def test_a_frame_comes_out_as_it_went_in_and_only_once_its_last_part_is_there(si
     joiner.end()
 
 
-def test_both_ends_of_an_encrypted_hop_use_larger_parts() -> None:
-    assert ENCRYPTED.part_bytes == 2 * PART
+def test_both_ends_of_a_hop_use_parts_of_the_same_size() -> None:
     with pytest.raises(FrameError, match=rf"^expected {2 * PART} bytes in part 0, got {PART} "):
-        assembler(ENCRYPTED).add(parts_of(3 * PART)[0])
+        assembler(Wire(2 * PART, has_checksums=False)).add(parts_of(3 * PART)[0])
 
 
 @pytest.mark.parametrize(("number", "size"), [(0, 0), (1, 1), (127, 127), (128, 128), (300, 70_000), (2**32 - 1, 0)])
@@ -185,25 +184,26 @@ def test_a_chunk_may_have_as_many_rows_as_go_into_64_mebibytes(row_bytes: int, e
 
 # Checksums, where the link has none of its own
 
+CHECKED = Wire(PART, has_checksums=True)
 WRONG = "expected a part of a frame as it was sent, got .* bytes with a wrong checksum"
 
 
 def sent(num_values: int, step: int = 41) -> list[bytes]:
     frame = Frame(epoch=3, step=step, windows=[Window(slot=2, tokens=[5, 6], prefix_hash=2**63)], timings=[Timing()])
-    return pack(frame, mx.random.normal((1, 1, num_values)) if num_values else None)
+    return pack(frame, mx.random.normal((1, 1, num_values)) if num_values else None, CHECKED)
 
 
 def refused_with_a_flipped_bit(parts: list[bytes], number: int, at: int, bit: int) -> None:
     changed = bytearray(parts[number])
     changed[at] ^= 1 << bit
     with pytest.raises(FrameError, match=WRONG):
-        [*map(assembler(PLAIN).add, [*parts[:number], bytes(changed), *parts[number + 1 :]])]
+        [*map(assembler(CHECKED).add, [*parts[:number], bytes(changed), *parts[number + 1 :]])]
 
 
 @pytest.mark.parametrize("num_values", [0, 3])
 def test_any_flipped_bit_of_a_frame_is_refused(num_values: int) -> None:
     [part] = sent(num_values)
-    assert assembler(PLAIN).add(part) is not None
+    assert assembler(CHECKED).add(part) is not None
     for at in range(len(part)):
         for bit in range(8):
             refused_with_a_flipped_bit([part], 0, at, bit)
@@ -212,14 +212,14 @@ def test_any_flipped_bit_of_a_frame_is_refused(num_values: int) -> None:
 def test_flipped_bits_in_any_of_several_parts_are_refused() -> None:
     numbers = random.Random(3)
     parts = sent(PART // 4 * 2 + 5)
-    assert len(parts) == 3 and [*map(assembler(PLAIN).add, parts)][2] is not None
+    assert len(parts) == 3 and [*map(assembler(CHECKED).add, parts)][2] is not None
     for number, part in enumerate(parts):
         for at in (*range(12), *range(len(part) - 12, len(part)), *(numbers.randrange(len(part)) for _ in range(9))):
             refused_with_a_flipped_bit(parts, number, at, numbers.randrange(8))
 
 
 def test_a_part_of_another_frame_is_refused_though_it_is_as_long_and_sound() -> None:
-    joiner = assembler(PLAIN)
+    joiner = assembler(CHECKED)
     joiner.add(sent(PART // 4 * 2, step=41)[0])
     with pytest.raises(FrameError, match=WRONG):
         joiner.add(sent(PART // 4 * 2, step=42)[1])
