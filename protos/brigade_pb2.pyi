@@ -238,24 +238,33 @@ class ResultsRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., coordinator_id: _Optional[str] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("result", "draining", "segment", "data", "checksum")
+    __slots__ = ("result", "draining", "segments", "data", "checksum")
     RESULT_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
-    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     result: Result
     draining: Draining
-    segment: Segment
+    segments: Segments
     data: bytes
     checksum: int
-    def __init__(self, result: _Optional[_Union[Result, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
+    def __init__(self, result: _Optional[_Union[Result, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., segments: _Optional[_Union[Segments, _Mapping]] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
 
-class Segment(_message.Message):
-    __slots__ = ("epoch", "step", "slot", "base", "cache", "part", "tensors", "is_output", "num_keys", "length")
+class Segments(_message.Message):
+    __slots__ = ("epoch", "step", "slot", "segments")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    step: int
+    slot: int
+    segments: _containers.RepeatedCompositeFieldContainer[Segment]
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., slot: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ...) -> None: ...
+
+class Segment(_message.Message):
+    __slots__ = ("base", "cache", "part", "tensors", "is_output", "num_keys", "length")
     BASE_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
@@ -263,9 +272,6 @@ class Segment(_message.Message):
     IS_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     NUM_KEYS_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
-    epoch: int
-    step: int
-    slot: int
     base: int
     cache: int
     part: int
@@ -273,7 +279,7 @@ class Segment(_message.Message):
     is_output: bool
     num_keys: int
     length: int
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., slot: _Optional[int] = ..., base: _Optional[int] = ..., cache: _Optional[int] = ..., part: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., is_output: _Optional[bool] = ..., num_keys: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
+    def __init__(self, base: _Optional[int] = ..., cache: _Optional[int] = ..., part: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., is_output: _Optional[bool] = ..., num_keys: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class Piece(_message.Message):
     __slots__ = ("name", "begin", "end")

@@ -104,6 +104,11 @@ class NodeStub:
                 request_serializer=protos_dot_brigade__pb2.PrefixesRequest.SerializeToString,
                 response_deserializer=protos_dot_brigade__pb2.PrefixesReply.FromString,
                 _registered_method=True)
+        self.Prompts = channel.unary_stream(
+                '/brigade.v1.Node/Prompts',
+                request_serializer=protos_dot_brigade__pb2.ResultsRequest.SerializeToString,
+                response_deserializer=protos_dot_brigade__pb2.Report.FromString,
+                _registered_method=True)
 
 
 class NodeServicer:
@@ -214,6 +219,14 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Prompts(self, request, context):
+        """Results where the first node makes answers alone: what this node computes of prompts, with the segments of its caches. It is not
+        beside the hops, so that they travel while the MLX thread computes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -286,6 +299,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Prefixes,
                     request_deserializer=protos_dot_brigade__pb2.PrefixesRequest.FromString,
                     response_serializer=protos_dot_brigade__pb2.PrefixesReply.SerializeToString,
+            ),
+            'Prompts': grpc.unary_stream_rpc_method_handler(
+                    servicer.Prompts,
+                    request_deserializer=protos_dot_brigade__pb2.ResultsRequest.FromString,
+                    response_serializer=protos_dot_brigade__pb2.Report.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -666,6 +684,33 @@ class Node:
             '/brigade.v1.Node/Prefixes',
             protos_dot_brigade__pb2.PrefixesRequest.SerializeToString,
             protos_dot_brigade__pb2.PrefixesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prompts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/brigade.v1.Node/Prompts',
+            protos_dot_brigade__pb2.ResultsRequest.SerializeToString,
+            protos_dot_brigade__pb2.Report.FromString,
             options,
             channel_credentials,
             insecure,

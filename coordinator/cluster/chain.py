@@ -46,7 +46,7 @@ from worker.errors import (
 from worker.memory.history import History
 from worker.model.model_spec import ModelSpec
 from worker.node.framing import PLAIN
-from worker.node.hop import unpack_segment
+from worker.node.hop import unpack_segments
 from worker.node.prefix_store import PrefixStore, list_prefixes
 from worker.node.stage import Stage, Work
 from worker.platform.tasks import background
@@ -58,6 +58,7 @@ _WARM_UP_ROWS = 64
 _TURNS = 8  # of the MLX thread's loop, from a result's arrival until the chain has learned from it
 _STOP_S = 2.0  # for the step in progress of a stage that is stopped
 _OWN_STEP_S = 120.0  # beyond the time of a step, until this process is given up
+_MOST_REPORTS = 4096  # of prompts, which wait for the MLX thread
 _LIST_S = 2.0  # for the pieces of prefixes on all nodes
 _CLOCKS_S = 60.0  # between two measurements of the clock offsets
 
@@ -103,6 +104,8 @@ class Chain:
         self._own_flight = self._flight if self.plan.prompt_end is None else Flight(ChainCosts(1), self._suspends)
         self._num_missing: dict[int, int] = {}  # by step of a prompt: the nodes whose segments have not all come
         self._held_back: dict[int, Result] = {}  # and its result
+        self._reports = asyncio.Queue[tuple[Peer, Report, memoryview]]()  # of prompts, for the MLX thread
+        self._num_passed = self._num_taken = 0  # of these, each counted by one thread
         self._returned_at = 0  # when the last of these came, nanoseconds
         self.stored: tuple[bytes, list[Piece]] | None = None  # the key for names of prefixes, and what all nodes have
         self._stack = AsyncExitStack()
@@ -370,34 +373,50 @@ class Chain:
         link = None
         watched: list[Work] = []
         if self.peers:
-            first, last = self.peers[0], self.peers[-1]
-            link = partial(first.link, self.epoch, 0, self.plan.assignments[0].name)
-            reporting = self.peers if self.answers_alone else [last]
-            watched += [
-                partial(peer.results, self.epoch, partial(self._take_report, peer, stage)) for peer in reporting
-            ]
+            link = partial(self.peers[0].link, self.epoch, 0, self.plan.assignments[0].name)
+        if self.answers_alone:
+            watched.append(partial(self._take_reports, stage))
+        elif self.peers:
+            watched.append(partial(self.peers[-1].results, self.epoch, lambda report, _: stage.deliver(report.result)))
         await stage.start(self.thread, link, *watched)
         self._stage = stage
         works = [stage.wait_ended(), self._watch_frames(), self._suspends.watch(), self._measure_clocks()]
         works += [peer.watch(partial(self._begin_draining, peer)) for peer in self.peers]
         for work in works:
             await self._stack.enter_async_context(background(work, self._part_ended))
+        for peer in self.peers if self.answers_alone else ():
+            reports = peer.results(self.epoch, partial(self._pass_on, peer), of_prompts=True)
+            await self._stack.enter_async_context(background(reports, self._part_ended))
 
-    def _take_report(self, peer: Peer, stage: Stage, report: Report, data: memoryview) -> None:
-        """Take a result of the last node, or a part of what a node made of a prompt. On the MLX thread's loop.
+    def _pass_on(self, peer: Peer, report: Report, data: memoryview) -> None:
+        """Pass a report of a prompt on to the MLX thread, which takes it between two steps.
 
-        The result of a prompt's frame counts once all segments of it are here.
+        Raises:
+            FrameError: so many wait for it that the node cannot have been asked for them.
         """
-        if report.HasField("segment"):
-            segment = report.segment
-            if segment.epoch != self.epoch or segment.step not in self._num_missing:
-                raise FrameError(f"expected segments of a prompt in flight, got step {segment.step}", node=peer.name)
-            stage.executor.put_segment(segment.slot, unpack_segment(segment, data))
+        self._num_passed += 1
+        if self._num_passed - self._num_taken > _MOST_REPORTS:
+            raise FrameError(f"expected at most {_MOST_REPORTS} reports of prompts at a time", node=peer.name)
+        self.thread.post(partial(self._reports.put_nowait, (peer, report, data)))
+
+    async def _take_reports(self, stage: Stage) -> NoReturn:
+        """Take what is passed on, on the MLX thread's loop."""
+        while True:
+            self._take_report(stage, *await self._reports.get())
+            self._num_taken += 1
+
+    def _take_report(self, stage: Stage, peer: Peer, report: Report, data: memoryview) -> None:
+        """Take a result of a prompt's frame, or a part of what a node made of it.
+
+        The last node's result counts once all segments of all nodes are here.
+        """
+        if report.HasField("segments"):
+            found = report.segments
+            if found.epoch != self.epoch or found.step not in self._num_missing:
+                raise FrameError(f"expected segments of a prompt in flight, got step {found.step}", node=peer.name)
+            stage.executor.put_segments(found.slot, unpack_segments(found.segments, data))
             return
         result = report.result
-        if not self.answers_alone:
-            stage.deliver(result)
-            return
         if result.step not in self._num_missing:
             raise FrameError(f"expected results of a prompt in flight, got step {result.step}", node=peer.name)
         self._num_missing[result.step] -= 1
@@ -416,7 +435,7 @@ class Chain:
         while True:
             await asyncio.sleep(_CLOCKS_S)
             for stage, peer in enumerate(self.peers, 1):
-                with contextlib.suppress(BrigadeError):  # `_pump` notices a lost worker
+                with contextlib.suppress(BrigadeError):  # `Peer.watch` notices a lost worker
                     self.clock_offsets[stage] = await peer.clock_offset()
 
     def _begin_draining(self, peer: Peer) -> None:

@@ -161,12 +161,15 @@ class Peer:
         """
         return Link(self._network, self.name, self.address, epoch, stage, sender)
 
-    async def results(self, epoch: int, deliver: Callable[[Report, memoryview], None]) -> None:
+    async def results(
+        self, epoch: int, deliver: Callable[[Report, memoryview], None], *, of_prompts: bool = False
+    ) -> None:
         """Deliver the reports of the attached worker, with their data, until it is lost. Raises the reason.
 
-        Run it on the MLX thread's loop.
+        Run it on the MLX thread's loop, or on the main loop for those `of_prompts`.
         """
-        await results(self._network, self.name, self.address, epoch, COORDINATOR_ID, deliver)
+        request = self._network, self.name, self.address, epoch, COORDINATOR_ID
+        await results(*request, deliver, of_prompts=of_prompts)
 
     async def watch(self, on_draining: Callable[[], None] = lambda: None) -> NoReturn:
         """Wait until the attached worker leaves the chain, and raise the reason.

@@ -241,7 +241,12 @@ class ChainCosts:
         is_tried = min(stage.most_rows for stage in self._stages) >= _TRIED
         if not (is_tried or beside_streams) and num_unfed >= _TRIED:
             return _TRIED
-        return chunk_size(num_unfed, self.stages_s, beside_streams=beside_streams)
+        return chunk_size(num_unfed, self._ways_s, beside_streams=beside_streams)
+
+    def _ways_s(self, num_rows: int) -> list[float]:
+        """Return the seconds of each stage, and of the way of caches to the first one if there is one."""
+        times = self.stages_s(num_rows)
+        return [*times, self._return_s(num_rows)] if times and self._returns.is_known else times
 
     def pays_apart(self, num_alone: int, num_apart: int, share: float) -> bool:
         """Return whether all stages compute a prompt sooner than the first one would alone.
@@ -250,13 +255,11 @@ class ChainCosts:
             num_alone, num_apart: rows to feed in either case: nodes may hold others of them already.
             share: of the layers that the first stage computes of a prompt here.
         """
-        times = self.stages_s(rows := min(num_apart, self.chunk_size(num_apart, beside_streams=False)))
+        times = self._ways_s(rows := min(num_apart, self.chunk_size(num_apart, beside_streams=False)))
         if not times:
             return True
-        return_s = self._return_s(rows)
-        last_s = sum(times) + self.hops_s(rows) + return_s
         alone_s = times[0] / share * num_alone / rows
-        return (-(-num_apart // rows) - 1) * max(*times, return_s) + last_s < alone_s
+        return (-(-num_apart // rows) - 1) * max(times) + sum(times) + self.hops_s(rows) < alone_s
 
     def pays_to_read(self, num_tokens: int) -> bool:
         """Return whether so many tokens' rows come sooner from the nodes' disks than they are computed."""

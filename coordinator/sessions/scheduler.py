@@ -228,7 +228,8 @@ class Scheduler:
         The oldest prompt and the shortest take turns: no prompt starves, and a short one never waits for a long one.
         """
         beside_streams = any(slot.session.is_streaming for slot in active)
-        most = self._most_prompts if beside_streams else self._num_stages + 1
+        # one on each stage, one that waits, and one whose caches are on their way back
+        most = self._most_prompts if beside_streams else self._num_stages + 1 + self._answers_alone
         if sum(map(bool, self._prompts.values())) >= most:
             return [], 0
         ready = [slot for slot in active if slot.session.is_prefilling and slot.session.is_ready]

@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import random
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.peer import Peer, differences
 from coordinator.engine.engine import Engine
+from coordinator.planning.plan import Goal
 from protos.brigade_pb2 import (
     AttachRequest,
     Credit,
@@ -28,6 +31,7 @@ from protos.brigade_pb2 import (
     Result,
     ResultsRequest,
     Sample,
+    Segments,
     StatusReply,
     StatusRequest,
     Timing,
@@ -40,7 +44,7 @@ from tools.worker_process import free_port
 from worker.config import ClusterConfig, split_address
 from worker.errors import BrigadeError, FrameError
 from worker.node import network as network_module
-from worker.node.framing import FrameAssembler, seal
+from worker.node.framing import FrameAssembler, seal, write_report
 from worker.node.hop import add_hops, add_node
 from worker.node.network import ACCEPTED, PROTOCOL_VERSION, hop_address
 
@@ -179,6 +183,8 @@ class Liar(NodeServicer, HopServicer):
     async def Results(self, request: ResultsRequest, context: Any) -> None:
         await self._say(self.results, context)
 
+    Prompts = Results
+
     async def _say(self, said: "asyncio.Queue[Report | bytes]", context: Any) -> None:
         while True:
             report = await said.get()
@@ -207,11 +213,13 @@ def sound_result(frame: Frame) -> Result:
 
 
 @contextlib.asynccontextmanager
-async def lying(models: Models) -> AsyncIterator[tuple[Liar, Chain]]:
+async def lying(models: Models, goal: Goal = "latency") -> AsyncIterator[tuple[Liar, Chain]]:
     liar, servers = Liar(), [NETWORK.server() for _ in range(2)]
     add_node(liar, servers[0])
     add_hops(liar, servers[1])
-    for service, method, kind in (("Node", "Attach", AttachRequest), ("Hop", "Results", ResultsRequest)):
+    for service, method, kind in (
+        ("Node", "Attach", AttachRequest), ("Node", "Prompts", ResultsRequest), ("Hop", "Results", ResultsRequest)
+    ):  # fmt: skip
         raw = grpc.unary_stream_rpc_method_handler(getattr(liar, method), request_deserializer=kind.FromString)
         servers[service == "Hop"].add_registered_method_handlers(f"brigade.v1.{service}", {method: raw})
     address = f"127.0.0.1:{free_port()}"
@@ -220,7 +228,8 @@ async def lying(models: Models) -> AsyncIterator[tuple[Liar, Chain]]:
         await server.start()
     none: Any = None
     try:
-        async with opened(models("qwen3").folder, (2, 2), [RunningNode("liar", address, none, none, none)]) as chain:
+        nodes = [RunningNode("liar", address, none, none, none)]
+        async with opened(models("qwen3").folder, (2, 2), nodes, goal=goal) as chain:
             yield liar, chain
     finally:
         for server in servers:
@@ -294,6 +303,26 @@ async def test_unread_results_do_not_pile_up(models: Models, report: Report) -> 
         assert stage is not None
         await until(lambda: stage._failure is not None)
         assert "unread results" in str(stage._failure) and stage._outcomes.qsize() <= 4097
+
+
+@pytest.mark.parametrize("what", [{"result": Result(step=9)}, {"segments": Segments(epoch=1, step=9)}], ids=str)
+@pytest.mark.parametrize("is_busy", [False, True])
+async def test_reports_of_prompts_that_nobody_asked_for_end_the_chain(
+    models: Models, what: dict[str, Any], *, is_busy: bool
+) -> None:
+    """They do not pile up either while the MLX thread is at a long step."""
+    async with lying(models, "prompt") as (liar, chain), asyncio.timeout(60):
+        steps_end = threading.Event()
+        if is_busy:
+            chain.thread.post(partial(steps_end.wait, 20.0))
+        for _ in range(5000):
+            liar.results.put_nowait(write_report(Report(**what)))
+        stage = chain._stage
+        assert stage is not None
+        await until(lambda: liar.results.qsize() < 5000 - 4096 or not is_busy)
+        steps_end.set()
+        await until(lambda: stage._failure is not None)
+        assert ("at most 4096 reports" if is_busy else "in flight") in str(stage._failure)
 
 
 @pytest.mark.parametrize("until_s", [-(2**63), -1, 2**62, 253402300800])

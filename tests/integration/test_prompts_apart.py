@@ -69,6 +69,8 @@ async def test_turns_and_requests_side_by_side_get_the_tokens_of_one_node(
         again = await solo(chain, [follow_up], chunk=64)
     async with running(folder, layers, goal="prompt") as chain:
         assert chain.answers_alone
+        few, many = map(chain.costs.stages_s, (1, 64))  # both were measured: longer chunks are judged by these
+        assert all(one != other for one, other in zip(few, many, strict=True))
         found = await together(chain, asked, chunk=16)
         fewest = len(first.prompt) * replace(chain.spec, cache=cache).segment_row_bytes(*chain.plan.prompt_parts[-1])
         assert (await chain.statuses())[-1].sent_bytes > fewest

@@ -122,6 +122,7 @@ async def test_only_a_coordinator_may_ask_load_attach_and_measure(models: Models
             peer.digests(),
             peer.unload(Coordinator()),
             peer.results(1, lambda report, data: None),
+            peer.results(1, lambda report, data: None, of_prompts=True),
             peer.measure(MeasureRequest(model=load_request(folder, 2, 4))),
             peer.measure_link(peer),
         )

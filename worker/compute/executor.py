@@ -56,7 +56,7 @@ _COUNT_NS = 1_000_000_000  # between two counts of cache bytes while no slot ope
 _CHUNK = 32  # rows of a window whose memory is measured
 _LONG_PROMPT = 2048  # rows: the buffers that shorter ones leave to the next frames are few
 _SCORED_ROWS = 128  # whose logits exist at the same time
-_SEGMENT_BYTES = 1 << 22  # of a cache in one message: each takes milliseconds of both event loops
+_SEGMENT_BYTES = 1 << 22  # in one message: each takes milliseconds of both event loops
 _WEIGHT = 0.2  # of a new observation in the running mean
 
 
@@ -262,7 +262,7 @@ class Executor:
             states = list({id(array): array for array in held}.values())  # slots may share them
             if self.returns_segments:
                 step.segments = list(self._segments(step))
-                states += [array for _, segment in step.segments for array in segment.arrays]
+                states += [array for _, segments in step.segments for each in segments for array in each.arrays]
             if not step.goes_on:
                 self._begin_sampling(step, h, states)
             else:
@@ -350,29 +350,43 @@ class Executor:
             mx.clear_cache()  # decoding would never use these buffers
         return output, step.pending[0] if step.goes_on and any(map(num_rows, step.windows)) else None
 
-    def _segments(self, step: Step) -> Iterator[tuple[int, CacheSegment]]:
-        """Yield by slot what a step leaves in the caches of this stage."""
+    def _segments(self, step: Step) -> Iterator[tuple[int, list[CacheSegment]]]:
+        """Yield by slot, a message at a time, what a step leaves in the caches of this stage."""
         for window in step.windows:
-            slot, begin, end = self._slots[window.slot], window.base, window.base + num_rows(window)
-            for each in slot.caches.segments(begin, end, _SEGMENT_BYTES):
-                yield window.slot, _copied(each)
-            if slot.returns_rows and step.rows is not None:
-                rows = rows_of([window], step.windows, step.rows)
-                most = max(1, _SEGMENT_BYTES * (end - begin) // rows.nbytes)
-                for at in range(0, end - begin, most):
-                    yield window.slot, _copied(CacheSegment(OUTPUT, 0, begin + at, (rows[:, at : at + most],), ()))
+            together: list[CacheSegment] = []
+            num_bytes = 0
+            for each in self._segments_of(window, step):
+                num_bytes += (size := sum(array.nbytes for array in each.arrays))
+                if together and num_bytes > _SEGMENT_BYTES:
+                    yield window.slot, together
+                    together, num_bytes = [], size
+                together.append(_copied(each))
+            if together:
+                yield window.slot, together
 
-    def put_segment(self, number: int, segment: CacheSegment) -> None:
+    def _segments_of(self, window: Window, step: Step) -> Iterator[CacheSegment]:
+        slot, begin, end = self._slots[window.slot], window.base, window.base + num_rows(window)
+        yield from slot.caches.segments(begin, end, _SEGMENT_BYTES)
+        if slot.returns_rows and step.rows is not None:
+            rows = rows_of([window], step.windows, step.rows)
+            most = max(1, _SEGMENT_BYTES * (end - begin) // rows.nbytes)
+            for at in range(0, end - begin, most):
+                yield CacheSegment(OUTPUT, 0, begin + at, (rows[:, at : at + most],), ())
+
+    def put_segments(self, number: int, segments: Iterable[CacheSegment]) -> None:
         """Take what another stage made of a prompt chunk of this slot, unless it has been closed.
 
         Raises:
-            CacheMismatch: it fits no cache, or it is no output of the model's last layer.
+            CacheMismatch: one fits no cache, or is no output of the model's last layer.
         """
-        slot = self._slots.get(number)
-        if slot and segment.number == OUTPUT:
-            self._show_rows(slot, segment)
-        elif slot:
-            mx.async_eval(slot.caches.put_segment(segment))
+        if slot := self._slots.get(number):
+            held: list[mx.array] = []
+            for each in segments:
+                if each.number == OUTPUT:
+                    self._show_rows(slot, each)
+                else:
+                    held += slot.caches.put_segment(each)
+            mx.async_eval(held)
 
     def _show_rows(self, slot: Slot, segment: CacheSegment) -> None:
         """Show the drafter rows of a prompt chunk that another stage computed."""
@@ -696,7 +710,7 @@ class Step:
     pending: list[mx.array] = field(default_factory=list)
     draws: list[tuple[Window, Draws]] = field(default_factory=list)
     scores: list[tuple[Window, TokenScores]] = field(default_factory=list)
-    segments: Sequence[tuple[int, CacheSegment]] = ()  # by slot, that the coordinator gets
+    segments: Sequence[tuple[int, Sequence[CacheSegment]]] = ()  # by slot, that the coordinator gets
     stored: Sequence[CacheSegment] | None = None  # a piece of a prefix for this node's disk
     pooled: list[tuple[Window, mx.array]] = field(default_factory=list)  # [D] float32 each
     checks: list[tuple[int, mx.array]] = field(default_factory=list)  # slots, and whether their values are finite

@@ -5,14 +5,25 @@ The streams live on the MLX threads' event loops, at both ends.
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 
 import grpc
 import grpc.aio
 import mlx.core as mx
 
-from protos.brigade_pb2 import DESCRIPTOR, Credit, DType, Frame, Held, Report, ResultsRequest, Segment, Tensor
+from protos.brigade_pb2 import (
+    DESCRIPTOR,
+    Credit,
+    DType,
+    Frame,
+    Held,
+    Report,
+    ResultsRequest,
+    Segment,
+    Segments,
+    Tensor,
+)
 from protos.brigade_pb2_grpc import HopServicer, NodeServicer, add_HopServicer_to_server, add_NodeServicer_to_server
 from worker.compute.ahead import Placeholder
 from worker.errors import FrameError, StageLost
@@ -76,11 +87,10 @@ def can_pack(array: mx.array) -> bool:
     return array.dtype in _SEGMENT_ENUMS
 
 
-def pack_segment(epoch: int, step: int, slot: int, held: CacheSegment) -> bytes:
-    """Return the report of a segment whose arrays are evaluated; they are copied once. Call on the MLX thread."""
-    segment = segment_header(held)
-    segment.epoch, segment.step, segment.slot = epoch, step, slot
-    return write_report(Report(segment=segment), [*map(bytes_of, held.arrays)])
+def pack_segments(epoch: int, step: int, slot: int, held: Sequence[CacheSegment]) -> bytes:
+    """Return the report of segments whose arrays are evaluated; they are copied once. Call on the MLX thread."""
+    segments = Segments(epoch=epoch, step=step, slot=slot, segments=map(segment_header, held))
+    return write_report(Report(segments=segments), [bytes_of(array) for each in held for array in each.arrays])
 
 
 def segment_header(held: CacheSegment) -> Segment:
@@ -95,25 +105,30 @@ def segment_header(held: CacheSegment) -> Segment:
     return segment
 
 
-def unpack_segment(segment: Segment, data: memoryview) -> CacheSegment:
-    """Return a received segment, whose data are copied once. Call on the MLX thread.
+def unpack_segments(segments: Iterable[Segment], data: memoryview) -> list[CacheSegment]:
+    """Return received segments, whose data are copied once. Call on the MLX thread.
 
     Raises:
         FrameError: sizes and bytes do not fit together.
     """
-    known = [tensor for tensor in segment.tensors if tensor.dtype in _SEGMENT_DTYPES]
-    sizes = [_SEGMENT_DTYPES[tensor.dtype].size * prod(tensor.shape) for tensor in known]
-    if len(known) < len(segment.tensors) or sum(sizes) != len(data):
-        raise FrameError(f"expected {sum(sizes)} bytes of a cache, got {len(data)} (step {segment.step})")
-    arrays, at = [], 0
-    for tensor, size in zip(known, sizes, strict=True):
-        placeholder = Placeholder(tensor.shape, _SEGMENT_DTYPES[tensor.dtype])
-        placeholder.fill([data[at : at + size]])
-        arrays.append(placeholder.array)
-        at += size
-    keys, values = tuple(arrays[: segment.num_keys]), tuple(arrays[segment.num_keys :])
-    number = OUTPUT if segment.is_output else segment.cache
-    return CacheSegment(number, segment.part, segment.base, keys, values, segment.length)
+    found, at = [], 0
+    for segment in segments:
+        arrays = []
+        for tensor in segment.tensors:
+            dtype = _SEGMENT_DTYPES.get(tensor.dtype)
+            end = at + dtype.size * prod(tensor.shape) if dtype else at
+            if dtype is None or end > len(data):
+                raise FrameError(f"expected tensors in the {len(data)} bytes of segments, got one that is not")
+            placeholder = Placeholder(tensor.shape, dtype)
+            placeholder.fill([data[at:end]])
+            arrays.append(placeholder.array)
+            at = end
+        keys, values = tuple(arrays[: segment.num_keys]), tuple(arrays[segment.num_keys :])
+        number = OUTPUT if segment.is_output else segment.cache
+        found.append(CacheSegment(number, segment.part, segment.base, keys, values, segment.length))
+    if at < len(data):
+        raise FrameError(f"expected {at} bytes of segments, got {len(data)}")
+    return found
 
 
 def bytes_of(array: mx.array) -> memoryview:
@@ -211,12 +226,18 @@ async def results(
     epoch: int,
     coordinator_id: str,
     deliver: Callable[[Report, memoryview], None],
+    *,
+    of_prompts: bool,
 ) -> None:
-    """Deliver the reports of the node at this address, with their data, until it is lost. Raises the reason."""
-    async with network.channel(node, hop_address(address)) as channel:
+    """Deliver the reports of the node at this address, with their data, until it is lost. Raises the reason.
+
+    Those `of_prompts` come to the main loop, others to the MLX thread's.
+    """
+    method = f"/{_NODE}/Prompts" if of_prompts else f"/{_HOP}/Results"
+    async with network.channel(node, address if of_prompts else hop_address(address)) as channel:
         request = ResultsRequest(epoch=epoch, coordinator_id=coordinator_id)
         try:
-            call = channel.unary_stream(f"/{_HOP}/Results", ResultsRequest.SerializeToString, None)
+            call = channel.unary_stream(method, ResultsRequest.SerializeToString, None)
             async for message in call(request):
                 deliver(*read_report(message, node))
         except grpc.RpcError as error:
@@ -225,10 +246,11 @@ async def results(
 
 
 def add_node(service: NodeServicer, server: grpc.aio.Server) -> None:
-    """Add this node to a server. Feed gets its messages as bytes, which framing.py reads."""
+    """Add this node to a server. Feed gets and Prompts sends bytes, which framing.py reads and writes."""
     add_NodeServicer_to_server(service, server)
     feed = grpc.stream_stream_rpc_method_handler(service.Feed, response_serializer=Held.SerializeToString)
-    server.add_registered_method_handlers(_NODE, {"Feed": feed})  # type: ignore[attr-defined]
+    sent = grpc.unary_stream_rpc_method_handler(service.Prompts, request_deserializer=ResultsRequest.FromString)
+    server.add_registered_method_handlers(_NODE, {"Feed": feed, "Prompts": sent})  # type: ignore[attr-defined]
 
 
 def add_hops(service: HopServicer, server: grpc.aio.Server) -> None:

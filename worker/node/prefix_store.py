@@ -24,7 +24,7 @@ from protos.brigade_pb2 import Piece, PrefixesReply, PrefixesRequest, Segment
 from worker.compute.header import MOST_UPCOMING
 from worker.errors import ConfigError, FrameError, PrefixLost
 from worker.memory.slot_caches import CacheSegment
-from worker.node.hop import bytes_of, can_pack, segment_header, unpack_segment
+from worker.node.hop import bytes_of, can_pack, segment_header, unpack_segments
 from worker.platform.installation import cache_folder
 
 _log = logging.getLogger("brigade.prefixes")
@@ -159,7 +159,8 @@ class PrefixStore:
         while len(self._ahead) > 1 + MOST_UPCOMING:  # of sessions that have ended, or that take turns with this one
             self._ahead.pop(next(iter(self._ahead)))
         try:
-            return [unpack_segment(*packed) for packed in self._ahead.pop(name).result(_READ_S)]
+            packed = self._ahead.pop(name).result(_READ_S)
+            return [each for header, data in packed for each in unpack_segments([header], data)]
         except TimeoutError:
             raise PrefixLost(f"expected a piece of a prefix within {_READ_S:g} s: the disk is too slow") from None
         except FrameError as error:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from functools import partial
 from importlib.metadata import version
 from logging import Logger
@@ -33,6 +33,7 @@ from protos.brigade_pb2 import (
     ProbePart,
     ProbeReply,
     Report,
+    Result,
     ResultsRequest,
     Speed,
     StatusReply,
@@ -171,6 +172,10 @@ class NodeService(NodeServicer):
         async with self._serving(context, "to list prefixes"):
             return await run_in_thread(partial(list_prefixes, request))
 
+    async def Prompts(self, request: ResultsRequest, context: Context) -> None:
+        async with reporting(context, self.name, self.log):
+            await _report(self.stage_of(request, context).forwarded(), context)
+
     # The machine and its links
 
     async def Measure(self, request: MeasureRequest, context: Context) -> Speed:
@@ -203,6 +208,15 @@ class NodeService(NodeServicer):
             await port.answer()
 
     # Callers
+
+    def stage_of(self, asked: ResultsRequest, context: Context) -> Stage:
+        """Return the stage whose results are asked for. Raises FrameError unless its coordinator asks, in its epoch."""
+        with refusals_logged(self.log, "to report results"):
+            self.network.require_coordinator(context)
+            stage, request = self.worker.place()
+            if (asked.epoch, asked.coordinator_id) != (request.epoch, request.coordinator.id):
+                raise FrameError(f"expected its coordinator to ask for the results of epoch {request.epoch}")
+            return stage
 
     @contextlib.asynccontextmanager
     async def _serving(self, context: Context, logged: str = "") -> AsyncIterator[None]:
@@ -249,11 +263,7 @@ class HopService(HopServicer):
 
     async def Results(self, request: ResultsRequest, context: Context) -> None:
         async with reporting(context, self._node.name, self._node.log):
-            with refusals_logged(self._node.log, "to report results"):
-                outcomes = self._stage_of(request, context).outcomes()
-            async with contextlib.aclosing(outcomes):
-                async for each in outcomes:
-                    await context.write(each if isinstance(each, bytes) else write_report(Report(result=each)))
+            await _report(self._node.stage_of(request, context).outcomes(), context)
 
     def _stage_after(self, context: Context) -> Stage:
         """Return the stage that this hop leads to. Raises FrameError unless it comes from the stage before."""
@@ -270,13 +280,12 @@ class HopService(HopServicer):
             )
         return stage
 
-    def _stage_of(self, asked: ResultsRequest, context: Context) -> Stage:
-        """Return the stage whose results are asked for. Raises FrameError unless its coordinator asks, in its epoch."""
-        self._node.network.require_coordinator(context)
-        stage, request = self._node.worker.place()
-        if (asked.epoch, asked.coordinator_id) != (request.epoch, request.coordinator.id):
-            raise FrameError(f"expected its coordinator to ask for the results of epoch {request.epoch}")
-        return stage
+
+async def _report(outcomes: AsyncGenerator[Result | bytes, None], context: Context) -> None:
+    """Write what a stage makes until it ends. Raises the reason."""
+    async with contextlib.aclosing(outcomes):
+        async for each in outcomes:
+            await context.write(each if isinstance(each, bytes) else write_report(Report(result=each)))
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from worker.compute.ahead import StepOutputs
 from worker.compute.executor import Executor, Step
 from worker.errors import BrigadeError, ChainReplaced, FrameError, StageLost, without_trace
 from worker.node.framing import PLAIN, Arrival, FrameAssembler, Wire
-from worker.node.hop import pack, pack_segment, unpack
+from worker.node.hop import pack, pack_segments, unpack
 from worker.platform.mlx_memory import forget_peak, memory_errors_named, memory_held
 from worker.platform.tasks import cancel_all, shielded
 from worker.platform.threads import MlxThread
@@ -140,6 +140,25 @@ class Stage:
         opening.cancel()
         if not is_open.is_set():
             await self._running
+
+    async def forwarded(self) -> AsyncGenerator[Result | bytes, None]:
+        """Yield what `outcomes` would, also while the thread computes. Raises the reason of the stage's end."""
+        assert self._thread is not None
+        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Result | bytes | None]()
+
+        async def forward() -> NoReturn:
+            while True:
+                outcome = await self.next_result()
+                loop.call_soon_threadsafe(arrived.put_nowait, outcome)
+
+        forwarding: asyncio.Task[NoReturn] = asyncio.create_task(self._thread.call(forward()))
+        forwarding.add_done_callback(lambda _: arrived.put_nowait(None))
+        try:
+            while (outcome := await arrived.get()) is not None:
+                yield outcome
+            await forwarding
+        finally:
+            await cancel_all(forwarding)
 
     async def wait_ended(self) -> NoReturn:
         """Wait until the stage fails, and raise the reason."""
@@ -300,8 +319,8 @@ class Stage:
             ahead.evaluate()
         self._builds_beside = self.executor.runs_ahead and self.executor.build_ahead()  # while the device computes
         header, array = self.executor.finish(step)
-        for slot, segment in step.segments:
-            report = pack_segment(step.frame.epoch, step.frame.step, slot, segment)
+        for slot, segments in step.segments:
+            report = pack_segments(step.frame.epoch, step.frame.step, slot, segments)
             self._sent_bytes += len(report)
             self.deliver(report)
         if step.goes_on and self.executor.returns_segments:

@@ -60,10 +60,10 @@ def test_rows_of_a_prompt_that_are_no_output_of_this_model_are_refused(
 ) -> None:
     window = Window(slot=0, prefix_hash=History().prefix_hash(0), tokens=range(9))
     executor.step(Frame(opened=[Opening(slot=0)], windows=[window]), 0)
-    executor.put_segment(0, CacheSegment(OUTPUT, 0, 0, (mx.zeros((1, 9, 64)),), ()))
-    executor.put_segment(1, CacheSegment(OUTPUT, 0, 0, rows, ()))  # a slot that has been closed
+    executor.put_segments(0, [CacheSegment(OUTPUT, 0, 0, (mx.zeros((1, 9, 64)),), ())])
+    executor.put_segments(1, [CacheSegment(OUTPUT, 0, 0, rows, ())])  # a slot that has been closed
     with pytest.raises(CacheMismatch, match="expected rows "):
-        executor.put_segment(0, CacheSegment(OUTPUT, 0, 0, rows, ()))
+        executor.put_segments(0, [CacheSegment(OUTPUT, 0, 0, rows, ())])
 
 
 def test_only_a_prompt_chunk_that_is_alone_tells_what_memory_it_took(executor: Executor) -> None:

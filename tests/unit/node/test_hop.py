@@ -14,14 +14,14 @@ from protos.brigade_pb2 import (
     DTYPE_UNSPECIFIED,
     DType,
     Frame,
-    Segment,
+    Segments,
     Timing,
 )
 from worker.compute.header import dtype_name
 from worker.errors import FrameError
 from worker.memory.slot_caches import CacheSegment
-from worker.node.framing import PLAIN, Arrival, FrameAssembler, read_report
-from worker.node.hop import pack, pack_segment, unpack, unpack_segment
+from worker.node.framing import ENCRYPTED, PLAIN, Arrival, FrameAssembler, read_report
+from worker.node.hop import pack, pack_segments, unpack, unpack_segments
 
 DTYPES = {DTYPE_FLOAT32: mx.float32, DTYPE_FLOAT16: mx.float16, DTYPE_BFLOAT16: mx.bfloat16}
 
@@ -113,26 +113,38 @@ def test_only_the_dtypes_of_hidden_states_travel_and_each_has_a_name() -> None:
     assert dtype_name(99) == "dtype 99"  # type: ignore[arg-type]
 
 
-def test_a_segment_of_a_cache_survives_and_one_whose_bytes_do_not_fit_is_refused() -> None:
+def test_a_prompt_chunk_is_one_message_and_travels_while_the_next_one_is_computed() -> None:
+    rows = mx.zeros((1, 1024, 7168), mx.bfloat16)
+    mx.eval(rows)
+    for wire in (PLAIN, ENCRYPTED):
+        assert len(pack(Frame(timings=[Timing()]), rows, wire)) == 1
+
+
+def test_segments_of_caches_survive_and_those_whose_bytes_do_not_fit_are_refused() -> None:
     keys, values = (
         (mx.arange(12, dtype=mx.uint32).reshape(1, 2, 3, 2), mx.ones((1, 2, 3, 1))),
         (mx.zeros((1, 2, 3, 4)),),
     )
-    held = CacheSegment(3, 1, 40, keys, values)
-    report, data = read_report(pack_segment(2, 7, 5, held), "w")
-    message = report.segment
-    found = unpack_segment(message, data)
+    held = [CacheSegment(3, 1, 40, keys, values), CacheSegment(4, 0, 40, (mx.ones((1, 2, 3, 2), mx.bfloat16),), ())]
+    report, data = read_report(pack_segments(2, 7, 5, held), "w")
+    message = report.segments
+    found = unpack_segments(message.segments, data)
     assert (message.epoch, message.step, message.slot) == (2, 7, 5)
-    assert (found.number, found.part, found.base, len(found.keys)) == (3, 1, 40, 2)
-    assert all(a.dtype == b.dtype and mx.array_equal(a, b) for a, b in zip(found.arrays, held.arrays, strict=True))
-    with pytest.raises(FrameError, match=r"bytes of a cache, got \d+ \(step 7\)"):
-        unpack_segment(message, data[:-1])
+    assert [(each.number, each.part, each.base, len(each.keys)) for each in found] == [(3, 1, 40, 2), (4, 0, 40, 1)]
+    for one, other in zip(found, held, strict=True):
+        assert all(a.dtype == b.dtype and mx.array_equal(a, b) for a, b in zip(one.arrays, other.arrays, strict=True))
+    for short in (data[:-1], data[:0]):
+        with pytest.raises(FrameError, match="expected tensors in the "):
+            unpack_segments(message.segments, short)
+    with pytest.raises(FrameError, match=r"expected \d+ bytes of segments, got "):
+        unpack_segments(message.segments[:1], data)
     for spoil in (
         lambda m: m.tensors.pop(),
         lambda m: m.tensors[0].shape.append(2),
+        lambda m: m.tensors[0].shape.append(2**32 - 1),
         lambda m: setattr(m.tensors[0], "dtype", 9),
     ):
-        broken = Segment.FromString(message.SerializeToString())
-        spoil(broken)
-        with pytest.raises(FrameError, match=r"bytes of a cache, got \d+ \(step 7\)"):
-            unpack_segment(broken, data)
+        broken = Segments.FromString(message.SerializeToString())
+        spoil(broken.segments[0])
+        with pytest.raises(FrameError, match="bytes of segments, got "):
+            unpack_segments(broken.segments, data)

@@ -21,7 +21,7 @@ from protos.brigade_pb2 import (
     Result,
     Sample,
     Score,
-    Segment,
+    Segments,
     Soft,
     Timing,
 )
@@ -57,7 +57,7 @@ def test_no_flipped_bit_of_a_report_changes_what_it_says(what: Report) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "data"), [(Report(result=RESULT), b""), (Report(segment=Segment(step=9, slot=1)), bytes(range(200)))]
+    ("what", "data"), [(Report(result=RESULT), b""), (Report(segments=Segments(step=9, slot=1)), bytes(range(200)))]
 )
 def test_no_flipped_bit_of_a_report_with_data_changes_what_it_says(what: Report, data: bytes) -> None:
     message = write_report(what, [data[:70], data[70:]] if data else ())

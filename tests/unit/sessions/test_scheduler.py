@@ -150,14 +150,16 @@ def test_whoever_comes_and_goes_lanes_are_few_and_equal_and_nobody_waits_while_a
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 8])
-def test_while_nobody_streams_a_prompt_fills_the_pipe_and_no_more(num_stages: int) -> None:
-    rig = Rig(num_stages=num_stages, chunk=2)
+@pytest.mark.parametrize("answers_alone", [False, True])
+def test_while_nobody_streams_a_prompt_fills_the_pipe_and_no_more(num_stages: int, *, answers_alone: bool) -> None:
+    """Where caches travel back they are a stage more."""
+    rig = Rig(num_stages=num_stages, chunk=2, answers_alone=answers_alone)
     rig.submit(prompt_of(100))
     rig.send_all()
-    assert len(rig.chain.in_flight) == num_stages + 1
+    assert len(rig.chain.in_flight) == num_stages + 1 + answers_alone
     rig.take_one()
     rig.send_all()
-    assert len(rig.chain.in_flight) == num_stages + 1
+    assert len(rig.chain.in_flight) == num_stages + 1 + answers_alone
 
 
 @pytest.mark.parametrize(("num_stages", "num_streams"), [(1, 1), (2, 5), (3, 1), (8, 5)])
