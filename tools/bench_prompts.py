@@ -20,7 +20,7 @@ import uvloop
 
 from coordinator.cluster.open import open_peers, read_model
 from coordinator.cluster.options import ClusterOptions, cluster_options
-from tools.serve_client import Outcome, Server, brigade, long_text, stream
+from tools.serve_client import BRIGADE, Outcome, Server, brigade, long_text, stream
 from worker.errors import InputError
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command
@@ -38,19 +38,29 @@ def main(
 ) -> None:
     """Compare times to the first token and between tokens."""
     others = ("--config", config) if config else ("--local", "1")
-    flags = (*others, "--objective", "prompt", *(("--layers", layers) if layers else ()))
+    flags = ("--model", model, *others, *(("--layers", layers) if layers else ()))
     options = cluster_options(config, model, None if config else 1, None, None)
-    raise typer.Exit(0 if uvloop.run(_compare(options, prompt, tokens, rounds, flags)) else 1)
+    alone = ("--model", model, "--local", "0")
+    raise typer.Exit(0 if uvloop.run(compare(options, alone, flags, prompt, tokens, rounds)) else 1)
 
 
-async def _compare(options: ClusterOptions, prompt: int, tokens: int, rounds: int, flags: Sequence[str | Path]) -> bool:
-    model = options.model
-    _, spec = await read_model(model)
+async def compare(
+    options: ClusterOptions,
+    alone_flags: Sequence[str | Path],
+    apart_flags: Sequence[str | Path],
+    prompt: int,
+    tokens: int,
+    rounds: int,
+    program: Sequence[str] = BRIGADE,
+) -> bool:
+    """Print what a server with each of these flags takes, and the bound; return whether their answers are equal."""
+    _, spec = await read_model(options.model)
     async with open_peers(options, spec) as peers:
         if len(peers) != 1:
             raise InputError("config", f"expected one worker, found {len(peers)}")
         link = await peers[0].measure_link()
-    with brigade("--model", model, "--local", "0") as one, brigade("--model", model, *flags) as two:
+    apart_flags = (*apart_flags, "--objective", "prompt")
+    with brigade(*alone_flags, program=program) as one, brigade(*apart_flags, program=program) as two:
         outcomes: list[list[Outcome]] = [[], []]
         num_frames = list[float]()  # that went to both nodes, before each round
         for number in range(rounds + 1):  # the first is not counted: it compiles
@@ -66,7 +76,7 @@ async def _compare(options: ClusterOptions, prompt: int, tokens: int, rounds: in
     is_equal = [each.text for each in alone] == [each.text for each in apart]
     first, between = (_first_s(alone) / _first_s(apart), _token_s(alone) / _token_s(apart))
     print(
-        f"{machine_name()}, {model}, prompts of about {prompt} tokens, medians of {rounds}: first token "
+        f"{machine_name()}, {options.model}, prompts of about {prompt} tokens, medians of {rounds}: first token "
         f"{_first_s(alone):.3f} s alone, {_first_s(apart):.3f} s with two nodes ({first:.2f} x); a token "
         f"{1e3 * _token_s(alone):.1f} ms, {1e3 * _token_s(apart):.1f} ms ({between:.2f} x); "
         f"answers {'equal' if is_equal else 'DIFFER'}"

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import math
 import random
 import socket
 import struct
 import threading
+import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any
 
@@ -14,16 +16,19 @@ from worker.node.network import hop_address
 from worker.platform.tasks import cancel_all
 
 _PIECE_BYTES = 65536
+_BUFFER_S = 0.1  # of a network at `bytes_per_s`
+_SHORTEST_S = 0.002  # that the loop can wait with some precision
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: what is closed so is reset
 
 
 class Way:
     """One direction, and what the network does to it. Any thread may change it at any time.
 
-    `latency_s` delays each piece, without holding up those behind it; `bytes_per_s` does hold them up. `is_blackhole`
-    keeps every connection open and delivers nothing, an end neither, as a pulled cable does: what was sent comes when
-    it is plugged in again, to whoever still waits. `slice_bytes` cuts what is sent into pieces of so many bytes.
-    `flips` and `duplicates` are how many of the next pieces have a bit flipped (`num_flipped` had), and how many come
+    `latency_s` delays each piece, without holding up those behind it; `bytes_per_s`, of all connections together, does
+    hold them up. `is_blackhole` keeps every connection open and delivers nothing, an end neither, as a pulled cable
+    does: what was sent comes when it is plugged in again, to whoever still waits. `slice_bytes` cuts what is sent into
+    pieces of so many bytes. `flips` and `duplicates` are how many of the next pieces have a bit flipped (`num_flipped`
+    had), and how many come
     twice; `hop_flips` counts pieces of frames and results only.
     """
 
@@ -34,6 +39,7 @@ class Way:
         self.flips = self.hop_flips = 0
         self.duplicates = 0
         self.num_flipped = 0
+        self._free_at = 0.0  # when what was sent has passed at `bytes_per_s`, seconds on the monotonic clock
         self._is_blackhole = False
         self._healed: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -48,6 +54,11 @@ class Way:
         self._is_blackhole = value
         if self._loop is not None and self._healed is not None:
             self._loop.call_soon_threadsafe(self._healed.clear if value else self._healed.set)
+
+    @property
+    def holds_bytes(self) -> float:
+        """How many bytes may be on the way: more wait at their sender."""
+        return math.inf if self.bytes_per_s is None else self.bytes_per_s * (self.latency_s + _BUFFER_S)
 
     def begin(self) -> None:
         """From now on it is used by this thread's event loop."""
@@ -65,7 +76,15 @@ class Way:
             await self.wait_healed()
             writer.write(part)
             await writer.drain()
-            await asyncio.sleep(len(part) / self.bytes_per_s if self.bytes_per_s else 0)  # 0: a piece of its own
+            await asyncio.sleep(self._occupied_s(len(part)))  # 0: a piece of its own
+
+    def _occupied_s(self, num_bytes: int) -> float:
+        """Return how long to wait for these bytes to have passed; short waits, which would last longer, add up."""
+        if not self.bytes_per_s:
+            return 0.0
+        now = time.monotonic()
+        self._free_at = max(now, self._free_at) + num_bytes / self.bytes_per_s
+        return left_s if (left_s := self._free_at - now) > _SHORTEST_S else 0.0
 
     def _altered(self, piece: bytes, *, is_hop: bool) -> bytes:
         if self.flips or (is_hop and self.hop_flips):
@@ -186,6 +205,8 @@ async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way
         with contextlib.suppress(OSError):
             while piece := await reader.read(_PIECE_BYTES):
                 due.put_nowait((loop.time() + way.latency_s, piece))
+                while due.qsize() * _PIECE_BYTES > way.holds_bytes:  # noqa: ASYNC110 - the rate decides
+                    await asyncio.sleep(_SHORTEST_S)
         await due.join()
         await way.wait_healed()  # the other side does not hear of the end either
 

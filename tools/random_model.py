@@ -27,7 +27,7 @@ _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16
 _GROUP = 64
 _EXPERT_GROUP = 32
 _SHARD_GIB = 4
-_TEMPLATE = (
+TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function | tojson }}\n{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
     "{% set tool_call = call.function %}<tool_call>\n"
@@ -42,7 +42,9 @@ _AFTER_MARK = {"<|im_end|>": 8.0, "a": 8.0}
 
 def main(
     folder: Annotated[Path, typer.Argument(help="Where to write it; must not exist yet.")],
-    hidden: Annotated[int, typer.Option(min=64, help="Hidden size; heads have 64 numbers each.")] = 256,
+    hidden: Annotated[int, typer.Option(min=64, help="Hidden size, which heads share.")] = 256,
+    head_size: Annotated[int, typer.Option(min=64, help="Numbers of each head.")] = 64,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of keys and values. (default: half)")] = None,
     layers: Annotated[int, typer.Option(min=1)] = 8,
     vocab: Annotated[int, typer.Option(min=2)] = 2048,
     context: Annotated[int, typer.Option(min=1, help="The longest sequence, tokens.")] = 16384,
@@ -57,16 +59,24 @@ def main(
     """Write a qwen3 model of random weights."""
     if chats:
         vocab = Tokenizer.from_file(str(DEMO / "tokenizer.json")).get_vocab_size()
-    if dtype not in _DTYPES or folder.exists() or hidden % 64 or bits not in (None, 4, 8):
+    heads, rest = divmod(hidden, head_size)
+    kv_heads = max(1, heads // 2) if kv_heads is None else kv_heads
+    if (
+        dtype not in _DTYPES
+        or folder.exists()
+        or head_size % 64
+        or rest
+        or heads % kv_heads
+        or bits not in (None, 4, 8)
+    ):
         raise InputError(
             "",
-            "expected a folder that does not exist, a hidden size that 64 divides, --dtype float32, float16 or "
-            "bfloat16, and --bits 4 or 8 if any",
+            "expected a folder that does not exist, heads of 64 or 128 numbers that divide the hidden size, so many of "
+            "them that --kv-heads divides their number, --dtype float32, float16 or bfloat16, and --bits 4 or 8 if any",
         )
-    heads = hidden // 64
     config = {
         "model_type": "qwen3", "hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": 3 * hidden,
-        "num_attention_heads": heads, "num_key_value_heads": max(1, heads // 2), "head_dim": 64, "rms_norm_eps": 1e-6,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_size, "rms_norm_eps": 1e-6,
         "vocab_size": vocab, "rope_theta": 1e6, "max_position_embeddings": context, "tie_word_embeddings": not chats,
         "eos_token_id": 0,
     }  # fmt: skip
@@ -87,7 +97,7 @@ def main(
         config["quantization"] = {"group_size": _GROUP, "bits": bits}
     _write(folder, config, dict(tree_flatten(model.parameters())))
     for each in filter(None, (folder, drafter)) if chats else ():
-        add_tokenizer(each, _TEMPLATE, context)
+        add_tokenizer(each, TEMPLATE, context)
 
 
 def add_tokenizer(folder: Path, template: str, context: int) -> None:

@@ -17,6 +17,8 @@ import typer
 
 from tools.worker_process import free_port
 
+BRIGADE = ("coordinator",)  # the module that is `brigade`, and its first arguments
+
 _START_S = 120.0
 _END_S = 30.0
 _DONE = "[DONE]"
@@ -52,10 +54,10 @@ class Outcome:
 
 
 @contextmanager
-def brigade(*flags: str | Path) -> Iterator[Server]:
+def brigade(*flags: str | Path, program: Sequence[str] = BRIGADE) -> Iterator[Server]:
     """`brigade serve` with these flags, once it is ready."""
     port = free_port()
-    command = [sys.executable, "-m", "coordinator", "serve", "--port", str(port), *map(str, flags)]
+    command = [sys.executable, "-m", *program, "serve", "--port", str(port), *map(str, flags)]
     with _serving(command, f"http://127.0.0.1:{port}", "/health") as server:
         yield server
 

@@ -92,7 +92,7 @@ def _make_models(folder: Path, size: Size) -> dict[str, str]:
     demo, models = open_checkpoint("demo").folder, {}
     for short, (name, dtype) in _DTYPES.items():
         random = folder / f"random-{short}"
-        random_model.main(random, size.hidden, size.layers, size.vocab, 4096, name)
+        random_model.main(random, size.hidden, layers=size.layers, vocab=size.vocab, context=4096, dtype=name)
         _copy(random, random, {"mask_token_id": size.vocab - 1})
         models[f"random {short}"] = str(random)
         _copy(demo, folder / f"demo-{short}", {}, dtype)

@@ -34,14 +34,20 @@ class WorkerProcess:
         arguments: Sequence[str] = (),
         log: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        program: Sequence[str] = ("worker",),
     ) -> None:
-        """`arguments` and `environment` are in addition; `log` takes what it writes to standard error."""
+        """
+        Args:
+            arguments, environment: in addition.
+            log: takes what it writes to standard error.
+            program: the module that is the worker, and its first arguments.
+        """
         self.name = name
         self.address = f"127.0.0.1:{free_port()}"
         self.process: subprocess.Popen[bytes] | None = None
         self.is_spoiled = False  # it has a failpoint
         self._log = log
-        self._arguments = arguments
+        self._arguments, self._program = arguments, program
         self._environment = os.environ | (environment or {})
         if log is not None:
             log.touch()
@@ -66,7 +72,7 @@ class WorkerProcess:
         if self.process is not None:
             with self.process:
                 self.process.wait(5.0)  # it was killed
-        program = ["tools.faults.worker", failpoint] if failpoint else ["worker"]
+        program = ["tools.faults.worker", failpoint] if failpoint else self._program
         self.is_spoiled = bool(failpoint)
         with contextlib.nullcontext() if self._log is None else self._log.open("ab") as log:
             self.process = subprocess.Popen(

@@ -75,6 +75,7 @@ PROGRAMS = [
     program("record_diffusion_gemma", "recording --mlx-vlm absent", codes=(2,)),  # mlx-vlm is no dependency
     program("record_drafters", "--list", r"mtp_sidecar\n"),
     program("seeded_faults", "--list", r"\d+ faults: \{'fit': \d+\}"),
+    program("simulate_prompts", "--tokens 64 --links none", r"loopback:\n.* answers equal", mark=MATRIX),
     program("soak", "--minutes 0.1", r"\n0 violation", mark=MATRIX),
     program("sparse_model", "@sparse --config tools/published/Llama-3.3-70B.json", r"39\.7 GB apparent"),
     program("train_demo", "--out @trained --steps 1 --batch 1 --pool 0.01", r"parameters", mark=MATRIX),
@@ -88,6 +89,7 @@ ELSEWHERE = {
     "langchain_requests": "tools/check_clients.py",
     "litellm_requests": "tools/check_clients.py",
     "load_sparse": "tests/integration/test_sparse_loading.py",
+    "simulated_mac": "tools/simulate_prompts.py",
 }
 
 
