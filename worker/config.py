@@ -81,6 +81,11 @@ def is_loopback(host: str) -> bool:
     return ipaddress.ip_address(ip).is_loopback if ip else host.lower() == "localhost"
 
 
+def is_here(address: str) -> bool:
+    """Return whether this HOST:PORT can only be of this machine."""
+    return is_loopback(split_address(address)[0])
+
+
 def may_be_plaintext(host: str, *, insecure: bool) -> bool:
     """Return whether a link to this host need not be encrypted: it is loopback, or the user trusts the network."""
     return insecure or is_loopback(host)

@@ -13,7 +13,7 @@ from coordinator.cluster.peer import Peer
 from coordinator.planning.plan import MemoryOffer, budgets
 from coordinator.planning.recovery import NodeEvent, NodeRecord, NodeState
 from protos.brigade_pb2 import HelloReply
-from worker.config import ClusterConfig, is_loopback, split_address
+from worker.config import ClusterConfig, is_here
 from worker.errors import BrigadeError, CallerRefused, StageLost, error_text
 from worker.node.network import Network
 from worker.platform.machine import memory_budget
@@ -43,7 +43,7 @@ class ClusterNode(NodeRecord):
     @property
     def is_here(self) -> bool:
         """Whether it shares this machine's memory."""
-        return self.peer is not None and is_loopback(split_address(self.peer.address)[0])
+        return self.peer is not None and is_here(self.peer.address)
 
     @property
     def refusal(self) -> BrigadeError | None:

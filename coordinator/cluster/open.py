@@ -22,7 +22,7 @@ from coordinator.planning.plan import MemoryOffer, Node, Objective, Plan, budget
 from coordinator.planning.recovery import Limits
 from coordinator.planning.speeds import NO_SPEEDS, Survey
 from protos.brigade_pb2 import Coordinator
-from worker.config import NO_DRAFTER, ClusterConfig, CoordinatorConfig, is_loopback, split_address
+from worker.config import NO_DRAFTER, ClusterConfig, CoordinatorConfig, is_here
 from worker.drafters.draft_head import HeadPart
 from worker.drafters.kinds import build_part
 from worker.errors import BrigadeError, ConfigError, InputError, ModelError
@@ -144,10 +144,9 @@ async def ask_nodes(cluster: ClusterConfig, peers: Sequence[Peer]) -> list[Node]
     configured = {address: worker.memory for worker in cluster.workers for address in worker.addresses}
     theirs = []
     for peer, greeting in zip(peers, greetings, strict=True):
-        is_here = is_loopback(split_address(peer.address)[0])
         for difference in differences(peer.name, cluster, greeting):
             say(f"warning: {difference}")
-        theirs.append(MemoryOffer(greeting.memory_bytes, configured.get(peer.address), is_here))
+        theirs.append(MemoryOffer(greeting.memory_bytes, configured.get(peer.address), is_here(peer.address)))
     names = [cluster.coordinator.name, *(peer.name for peer in peers)]
     return list(map(Node, names, budgets(MemoryOffer(memory_budget(), cluster.coordinator.memory), theirs)))
 

@@ -14,7 +14,7 @@ from coordinator.cluster.weights import push_weights
 from coordinator.planning.speeds import NO_SPEEDS, UNMEASURED, LinkSpeed, NodeSpeed, Survey, TimesByRows
 from protos.brigade_pb2 import Contents, Coordinator, LinkReply, LoadRequest, MeasureRequest, RowTimes
 from protos.brigade_pb2 import Speed as SpeedReply
-from worker.config import is_loopback, split_address
+from worker.config import is_here
 from worker.errors import BrigadeError, FrameError, ModelLacking
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import describe
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 def is_worth_measuring(peers: Sequence[Peer]) -> bool:
     """Return whether the nodes are different machines: those of one are equally fast, or slow each other down."""
-    return any(not is_loopback(split_address(peer.address)[0]) for peer in peers)
+    return any(not is_here(peer.address) for peer in peers)
 
 
 async def known_speeds(
@@ -44,7 +44,7 @@ async def known_speeds(
     Configured workers that are missing count too: this node is measured now, and they are once they are there.
     """
     addresses = [address for worker in options.cluster.workers for address in worker.addresses]
-    if not is_worth_measuring(peers) and all(is_loopback(split_address(each)[0]) for each in addresses):
+    if not is_worth_measuring(peers) and all(map(is_here, addresses)):
         return known or NO_SPEEDS
     return await survey(checkpoint, options.cluster.coordinator.name, peers, known, anew=anew, feeds=options.feeds)
 

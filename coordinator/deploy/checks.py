@@ -489,8 +489,7 @@ def _check_plan(spec: ModelSpec, nodes: Sequence[ExaminedNode], model: ModelInUs
     if wider.fits:
         yield from _raised_limits(wider, offers, nodes)
         return
-    lacking = ", ".join(f"{a.name} lacks {format_bytes(a.missing_bytes)}" for a in found.assignments if not a.fits)
-    text = f"{spec.name} with {model.context:,} tokens of context does not fit: {lacking}"
+    text = f"{spec.name} with {model.context:,} tokens of context does not fit: {found.lacking}"
     yield problem(Kind.MEMORY, "all nodes", text, "more nodes, a model of fewer bits, or fewer tokens (`context:`)")
 
 

@@ -22,7 +22,7 @@ from protos.brigade_pb2 import (
     MEDIUM_WIFI,
     Medium,
 )
-from worker.config import MOST_ADDRESSES, ClusterConfig, is_loopback, join_address, split_address
+from worker.config import MOST_ADDRESSES, ClusterConfig, is_here, join_address, split_address
 from worker.errors import StageLost
 from worker.node.announce import SERVICE, About
 from worker.platform import linux, mac
@@ -147,7 +147,7 @@ class Endpoint:
 
     @property
     def is_loopback(self) -> bool:
-        return is_loopback(split_address(self.address)[0])
+        return is_here(self.address)
 
     @property
     def link(self) -> str:

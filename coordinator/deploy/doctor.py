@@ -32,7 +32,7 @@ from coordinator.deploy.findings import (
 from coordinator.deploy.trial import ChainTrial, advice, try_cluster
 from coordinator.planning.speeds import NodeSpeed
 from protos.brigade_pb2 import TRANSPORT_GRPC, TRANSPORT_TCP, TRANSPORT_TLS, Transport
-from worker.config import ClusterConfig, WorkerConfig, is_loopback, split_address
+from worker.config import ClusterConfig, WorkerConfig, is_here
 from worker.errors import BrigadeError, ConfigError, NodeBusy, StageLost
 from worker.model.checkpoint import Checkpoint
 from worker.model.model_spec import ModelSpec
@@ -174,10 +174,10 @@ async def _ask_here(cluster: ClusterConfig, network: Network) -> ExaminedNode:
 
 
 async def _ask(peer: Peer, worker: WorkerConfig, network: Network) -> ExaminedNode:
-    is_here = is_loopback(split_address(worker.addresses[0])[0])
     ways = await asyncio.gather(*map(connect, worker.addresses))
     start = network.start_hint(peer.name)
-    found = ExaminedNode(peer.name, ways=ways, configured_bytes=worker.memory, is_here=is_here, start=start)
+    is_own = is_here(worker.addresses[0])
+    found = ExaminedNode(peer.name, ways=ways, configured_bytes=worker.memory, is_here=is_own, start=start)
     if all(way.error for way in ways):  # gRPC would wait for the node to come up, and its error says less
         return replace(found, error=StageLost(f"{ways[0].address}: {ways[0].error}"))
     try:

@@ -118,6 +118,11 @@ class Plan:
         return all(assignment.fits for assignment in self.assignments)
 
     @property
+    def lacking(self) -> str:
+        """Which nodes lack how much memory, for users; empty if it fits."""
+        return ", ".join(f"{a.name} lacks {format_bytes(a.missing_bytes)}" for a in self.assignments if not a.fits)
+
+    @property
     def layers(self) -> list[int]:
         return [end - start for start, end in self.prompt_parts]
 
@@ -187,7 +192,6 @@ def require_fit(plan: Plan, spec: ModelSpec) -> None:
     """Raise ConfigError with the whole plan as a table if a node's share exceeds its memory budget."""
     if plan.fits:
         return
-    lacking = ", ".join(f"{a.name} lacks {format_bytes(a.missing_bytes)}" for a in plan.assignments if not a.fits)
     sessions = f"{plan.num_sessions} sessions of " if plan.num_sessions > 1 else ""
     rows: list[tuple[str, ...]] = [("node", "layers", "weights", "cache", "needed", "budget", "missing")]
     for a in plan.assignments:
@@ -198,7 +202,7 @@ def require_fit(plan: Plan, spec: ModelSpec) -> None:
     table = ("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
     others = "or a quantised model, or leave out --draft-model" if spec.drafter else "or a quantised model"
     raise ConfigError(
-        f"{spec.name} with {sessions}{plan.context} tokens of context does not fit: {lacking}. "
+        f"{spec.name} with {sessions}{plan.context} tokens of context does not fit: {plan.lacking}. "
         f"Use more nodes, fewer tokens (--context, of bench -p and -g) {others}.\n" + "\n".join(table)
     )
 

@@ -210,10 +210,7 @@ def _advice(report: PlanReport, objective: Objective, first: str) -> Iterator[st
     chosen, rate = report.chosen, report.chosen.times.tokens_per_s(objective.requests_at_once)
     alone = [each for each in report.alternatives if len(each.plan.names) == 1]
     if not chosen.plan.fits:
-        lacking = ", ".join(
-            f"{a.name} lacks {format_bytes(a.missing_bytes)}" for a in chosen.plan.assignments if not a.fits
-        )
-        yield f"It does not fit: {lacking}."
+        yield f"It does not fit: {chosen.plan.lacking}."
         yield from (f"{each.plan.names[0]} alone would hold it: run it there." for each in alone if each.plan.fits)
         return
     if chosen.plan.prompt_end is not None:

@@ -29,7 +29,7 @@ from coordinator.sessions.session import Session
 from protos.brigade_pb2 import Cache, Frame, Opening, Result, Sampling
 from worker.compute.executor import Executor
 from worker.compute.shard import Shard
-from worker.config import is_loopback, split_address
+from worker.config import is_here
 from worker.errors import InputError
 from worker.model.checkpoint import Checkpoint
 from worker.model.model_spec import ModelSpec
@@ -243,7 +243,7 @@ def _bytes_of_other_workers(options: ClusterOptions, chain: Chain) -> int:
     if options.local is not None:
         return 0
     workers = zip(chain.plan.assignments[1:], chain.peers, strict=True)
-    return sum(node.needed_bytes for node, peer in workers if is_loopback(split_address(peer.address)[0]))
+    return sum(node.needed_bytes for node, peer in workers if is_here(peer.address))
 
 
 async def _compare(

@@ -182,7 +182,7 @@ async def test_what_workers_on_this_machine_hold_is_not_there_for_the_reference(
     cluster: ClusterOptions, size: int, monkeypatch: pytest.MonkeyPatch, is_here: bool
 ) -> None:
     monkeypatch.setattr(verify_module, "memory_budget", lambda: size)
-    monkeypatch.setattr(verify_module, "is_loopback", lambda host: is_here)
+    monkeypatch.setattr(verify_module, "is_here", lambda address: is_here)
     async with serving(1) as [node]:
         workers = (WorkerConfig(name="mini", address=(node.address,)),)
         over_node = ClusterOptions(ClusterConfig(workers=workers), cluster.model, None, 64)
