@@ -220,8 +220,8 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Prompts(self, request, context):
-        """Results where the first node makes answers alone: what this node computes of prompts, with the segments of its caches. It is not
-        beside the hops, so that they travel while the MLX thread computes.
+        """Results where the first node makes answers alone: what this node computes of prompts, with the segments of its caches. Served by
+        the main loop, so that segments travel while the MLX thread computes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,6 +44,7 @@ from worker.node.hop import add_hops, open_relay, pack, unpack
 from worker.node.network import Network
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command
+from worker.platform.text import format_bytes
 from worker.platform.threads import MlxThread
 
 _WORKERS = "mini", "air"
@@ -190,7 +191,7 @@ def _print(title: str, ways: Sequence[Way]) -> None:
     for way in ways:
         took_ms, *gaps_ms = way.medians()
         cells = [f"{took_ms:.2f}", f"{took_ms / base:.2f}", *(f"{gap:.2f}" for gap in gaps_ms if is_ticking)]
-        table.add_row(way.name, f"{way.wire.part_bytes >> 10} KiB", *cells)
+        table.add_row(way.name, format_bytes(way.wire.part_bytes), *cells)
     Console(width=110).print(table)
 
 

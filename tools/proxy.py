@@ -28,8 +28,7 @@ class Way:
     hold them up. `is_blackhole` keeps every connection open and delivers nothing, an end neither, as a pulled cable
     does: what was sent comes when it is plugged in again, to whoever still waits. `slice_bytes` cuts what is sent into
     pieces of so many bytes. `flips` and `duplicates` are how many of the next pieces have a bit flipped (`num_flipped`
-    had), and how many come
-    twice; `hop_flips` counts pieces of frames and results only.
+    had), and how many come twice; `hop_flips` counts pieces of frames and results only.
     """
 
     def __init__(self, latency_s: float = 0.0) -> None:

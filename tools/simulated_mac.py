@@ -9,10 +9,10 @@ room for ROWS tokens at once: to copy them when they grow takes a GPU no time an
 
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
@@ -39,7 +39,7 @@ class Mac:
     def __init__(self, gbps: float, tflops: float) -> None:
         self._rates = gbps, tflops
         self._free_at = 0.0  # seconds on the monotonic clock
-        self._ends: deque[float] = deque()  # of the steps that have begun and are not finished
+        self._ends = WeakKeyDictionary[Step, float]()  # of the steps that have begun
         self._end = 0.0  # of the step that is being finished
 
     def speed(self, checkpoint: Checkpoint, *_: object) -> Speed:
@@ -57,11 +57,11 @@ class Mac:
             layers_ms = up_to(rows, 0, window.base + rows if rows == 1 else 0, window.base if rows > 1 else 0)
             ms += layers_ms[end] - layers_ms[shard.start] + (up_to(1, asked)[-1] - up_to(1)[-1] if asked else 0.0)
         self._free_at = max(self._free_at, time.monotonic()) + ms / 1e3
-        self._ends.append(self._free_at)
+        self._ends[step] = self._free_at
         return step
 
     def finish(self, finish: Any, own: Executor, step: Step) -> tuple[Frame | Result, mx.array | None]:
-        self._end = self._ends.popleft()
+        self._end = self._ends[step]
         found: tuple[Frame | Result, mx.array | None] = finish(own, step)
         return found
 

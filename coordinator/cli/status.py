@@ -93,7 +93,7 @@ def ask_server(server: str, key: str | None) -> Json:
 
     from coordinator.cli.remote import client_settings, no_answer
 
-    other = BrigadeError(f"{server} answers, but not as `brigade serve` does")
+    otherwise = f"{server} answers, but not as `brigade serve` does"
     try:
         with httpx2.Client(**client_settings(server, key), timeout=_SERVER_WITHIN_S) as client:
             reply = client.get("cluster")
@@ -106,13 +106,13 @@ def ask_server(server: str, key: str | None) -> Json:
         said = f"{server} answers with HTTP status {error.response.status_code}: expected `brigade serve` there"
         raise BrigadeError(said) from error
     except httpx2.HTTPError as error:
-        raise other from error
+        raise BrigadeError(otherwise) from error
     try:
         found = reply.json()
     except ValueError:
-        raise other from None
+        raise BrigadeError(otherwise) from None
     if not (isinstance(found, dict) and "nodes" in found):
-        raise other
+        raise BrigadeError(otherwise)
     return found
 
 

@@ -1,7 +1,8 @@
 """Chain: all stages of one epoch as one object that takes frames and returns results. I/O; no decisions.
 
-Frames and results live on the MLX thread's loop. Workers are attached, watched and asked on the main loop, which ends
-the chain when one of them is lost, or an engine is at one step for too long.
+Frames and results live on the MLX thread's loop, to which the main loop passes reports of prompts on. Workers are
+attached, watched and asked on the main loop, which ends the chain when one of them is lost, or an engine is at one step
+for too long.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from protos.brigade_pb2 import (
     PrefixesRequest,
     Report,
     Result,
+    Segments,
     StatusReply,
     Window,
 )
@@ -58,7 +60,10 @@ _WARM_UP_ROWS = 64
 _TURNS = 8  # of the MLX thread's loop, from a result's arrival until the chain has learned from it
 _STOP_S = 2.0  # for the step in progress of a stage that is stopped
 _OWN_STEP_S = 120.0  # beyond the time of a step, until this process is given up
-_MOST_REPORTS = 4096  # of prompts, which wait for the MLX thread
+_MOST_WAITING_BYTES = (
+    1 << 29
+)  # of prompts' reports, for the MLX thread: the caches of a long chunk, which it takes at once
+_REPORT_BYTES = 1024  # about what a report takes beside its data
 _LIST_S = 2.0  # for the pieces of prefixes on all nodes
 _CLOCKS_S = 60.0  # between two measurements of the clock offsets
 
@@ -102,10 +107,11 @@ class Chain:
         self._flight = Flight(costs or ChainCosts(self.num_stages), self._suspends)
         # Of the frames that stay on the first node, if that makes answers alone: they and prompts overtake each other.
         self._own_flight = self._flight if self.plan.prompt_end is None else Flight(ChainCosts(1), self._suspends)
-        self._num_missing: dict[int, int] = {}  # by step of a prompt: the nodes whose segments have not all come
+        self._missing: dict[int, set[str]] = {}  # by step of a prompt: the nodes whose segments have not all come
         self._held_back: dict[int, Result] = {}  # and its result
         self._reports = asyncio.Queue[tuple[Peer, Report, memoryview]]()  # of prompts, for the MLX thread
-        self._num_passed = self._num_taken = 0  # of these, each counted by one thread
+        self._waiting_bytes = 0  # of these
+        self._has_taken = asyncio.Event()
         self._returned_at = 0  # when the last of these came, nanoseconds
         self.stored: tuple[bytes, list[Piece]] | None = None  # the key for names of prefixes, and what all nodes have
         self._stack = AsyncExitStack()
@@ -226,7 +232,7 @@ class Chain:
             flight.open(frame)
         (self._own_flight if frame.stays else self._flight).send(frame)
         if self.answers_alone and not frame.stays:
-            self._num_missing[frame.step] = len(self.peers)
+            self._missing[frame.step] = {peer.name for peer in self.peers}
         self._stage.submit(frame)
 
     async def receive(self) -> ArrivedResult:
@@ -388,43 +394,42 @@ class Chain:
             reports = peer.results(self.epoch, partial(self._pass_on, peer), of_prompts=True)
             await self._stack.enter_async_context(background(reports, self._part_ended))
 
-    def _pass_on(self, peer: Peer, report: Report, data: memoryview) -> None:
-        """Pass a report of a prompt on to the MLX thread, which takes it between two steps.
-
-        Raises:
-            FrameError: so many wait for it that the node cannot have been asked for them.
-        """
-        self._num_passed += 1
-        if self._num_passed - self._num_taken > _MOST_REPORTS:
-            raise FrameError(f"expected at most {_MOST_REPORTS} reports of prompts at a time", node=peer.name)
+    async def _pass_on(self, peer: Peer, report: Report, data: memoryview) -> None:
+        """Pass a report of a prompt on to the MLX thread, and wait while too much waits for its next step to end."""
+        num_bytes = _REPORT_BYTES + len(data)
+        self._waiting_bytes += num_bytes
         self.thread.post(partial(self._reports.put_nowait, (peer, report, data)))
+        while self._waiting_bytes > _MOST_WAITING_BYTES:
+            self._has_taken.clear()
+            await self._has_taken.wait()
+
+    def _note_taken(self, num_bytes: int) -> None:
+        self._waiting_bytes -= num_bytes
+        self._has_taken.set()
 
     async def _take_reports(self, stage: Stage) -> NoReturn:
-        """Take what is passed on, on the MLX thread's loop."""
-        while True:
-            self._take_report(stage, *await self._reports.get())
-            self._num_taken += 1
+        """Take what is passed on, on the MLX thread's loop.
 
-    def _take_report(self, stage: Stage, peer: Peer, report: Report, data: memoryview) -> None:
-        """Take a result of a prompt's frame, or a part of what a node made of it.
-
-        The last node's result counts once all segments of all nodes are here.
+        The last node's result of a frame counts once all segments of all nodes are here.
         """
-        if report.HasField("segments"):
-            found = report.segments
-            if found.epoch != self.epoch or found.step not in self._num_missing:
-                raise FrameError(f"expected segments of a prompt in flight, got step {found.step}", node=peer.name)
-            stage.executor.put_segments(found.slot, unpack_segments(found.segments, data))
-            return
-        result = report.result
-        if result.step not in self._num_missing:
-            raise FrameError(f"expected results of a prompt in flight, got step {result.step}", node=peer.name)
-        self._num_missing[result.step] -= 1
-        if peer is self.peers[-1]:
-            self._held_back[result.step] = result
-        if not self._num_missing[result.step]:
-            del self._num_missing[result.step]
-            stage.deliver(self._held_back.pop(result.step))
+        while True:
+            peer, report, data = await self._reports.get()
+            self._main.call_soon_threadsafe(self._note_taken, _REPORT_BYTES + len(data))
+            found = report.segments if report.HasField("segments") else report.result
+            missing = self._missing.get(found.step, set())
+            if found.epoch != self.epoch or peer.name not in missing:
+                raise FrameError(
+                    f"expected reports of a prompt in flight, got one of step {found.step}", node=peer.name
+                )
+            if isinstance(found, Segments):
+                stage.executor.put_segments(found.slot, unpack_segments(found.segments, data))
+                continue
+            missing.remove(peer.name)
+            if peer is self.peers[-1]:
+                self._held_back[found.step] = found
+            if not missing:
+                del self._missing[found.step]
+                stage.deliver(self._held_back.pop(found.step))
 
     def _part_ended(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()):
@@ -448,8 +453,8 @@ class Chain:
     async def _warm_up(self, progress: NodeProgress) -> None:
         """Send a chunk of rows and a row through all stages, twice each: that compiles, pages in, and measures costs.
 
-        Both sizes are needed to tell what longer chunks cost. Where stage 0 makes answers alone, it computes a row as
-        one of an answer, too. While requests wait, send a single row, or block: it shows that every stage computes.
+        Both sizes are needed to tell what longer chunks cost. Stage 0 also computes a row of an answer if it makes
+        answers alone. While requests wait, send a single row, or block: it shows that every stage computes.
         """
         slot = max(self.held_slots, default=-1) + 1
         prefix_hash = History().prefix_hash(0)

@@ -41,7 +41,7 @@ from worker.errors import BrigadeError, ModelError, NodeSilent, StageLost
 from worker.node.certificates import Role, expiry_warning, reported_expiry
 from worker.node.configuration import configuration_of, differing
 from worker.node.framing import Wire, check_seal
-from worker.node.hop import Link, open_push, results
+from worker.node.hop import Deliver, Link, open_push, results
 from worker.node.links import measure_link
 from worker.node.network import PROTOCOL_VERSION, UPDATE_BOTH, Network
 from worker.node.rpc_errors import error_of
@@ -161,15 +161,13 @@ class Peer:
         """
         return Link(self._network, self.name, self.address, epoch, stage, sender)
 
-    async def results(
-        self, epoch: int, deliver: Callable[[Report, memoryview], None], *, of_prompts: bool = False
-    ) -> None:
-        """Deliver the reports of the attached worker, with their data, until it is lost. Raises the reason.
+    async def results(self, epoch: int, deliver: Deliver, *, of_prompts: bool = False) -> None:
+        """Deliver the reports of the attached worker until it is lost. Raises the reason.
 
         Run it on the MLX thread's loop, or on the main loop for those `of_prompts`.
         """
-        request = self._network, self.name, self.address, epoch, COORDINATOR_ID
-        await results(*request, deliver, of_prompts=of_prompts)
+        where = self._network, self.name, self.address
+        await results(*where, epoch, COORDINATOR_ID, deliver, of_prompts=of_prompts)
 
     async def watch(self, on_draining: Callable[[], None] = lambda: None) -> NoReturn:
         """Wait until the attached worker leaves the chain, and raise the reason.

@@ -241,12 +241,8 @@ class ChainCosts:
         is_tried = min(stage.most_rows for stage in self._stages) >= _TRIED
         if not (is_tried or beside_streams) and num_unfed >= _TRIED:
             return _TRIED
-        return chunk_size(num_unfed, self._ways_s, beside_streams=beside_streams)
-
-    def _ways_s(self, num_rows: int) -> list[float]:
-        """Return the seconds of each stage, and of the way of caches to the first one if there is one."""
-        times = self.stages_s(num_rows)
-        return [*times, self._return_s(num_rows)] if times and self._returns.is_known else times
+        return_s = self._return_s if self._returns.is_known else None
+        return chunk_size(num_unfed, self.stages_s, return_s, beside_streams=beside_streams)
 
     def pays_apart(self, num_alone: int, num_apart: int, share: float) -> bool:
         """Return whether all stages compute a prompt sooner than the first one would alone.
@@ -255,11 +251,12 @@ class ChainCosts:
             num_alone, num_apart: rows to feed in either case: nodes may hold others of them already.
             share: of the layers that the first stage computes of a prompt here.
         """
-        times = self._ways_s(rows := min(num_apart, self.chunk_size(num_apart, beside_streams=False)))
+        times = self.stages_s(rows := min(num_apart, self.chunk_size(num_apart, beside_streams=False)))
         if not times:
             return True
+        legs_s = [*times, self._return_s(rows)]
         alone_s = times[0] / share * num_alone / rows
-        return (-(-num_apart // rows) - 1) * max(times) + sum(times) + self.hops_s(rows) < alone_s
+        return (-(-num_apart // rows) - 1) * max(legs_s) + sum(legs_s) + self.hops_s(rows) < alone_s
 
     def pays_to_read(self, num_tokens: int) -> bool:
         """Return whether so many tokens' rows come sooner from the nodes' disks than they are computed."""
@@ -342,23 +339,33 @@ class LaneChooser:
         return max(sum(stages_s) + self._hops_s(rows), lanes * max(stages_s))
 
 
-def chunk_size(num_unfed: int, stages_s: StagesSeconds, *, beside_streams: bool = False) -> int:
+def chunk_size(
+    num_unfed: int,
+    stages_s: StagesSeconds,
+    return_s: Callable[[int], float] | None = None,
+    *,
+    beside_streams: bool = False,
+) -> int:
     """Return the rows of the next prompt chunk: small enough to keep every stage at work, large enough to pay.
 
     With c chunks on n stages a prompt takes (c + n - 1) times what a chunk takes on the slowest stage. Beside streams,
     which wait for a chunk on every stage, its time is limited.
+
+    Args:
+        return_s: what a chunk's cache segments take on their way to the first stage, which counts as one more stage.
     """
     best = _CHUNKS[0]
     for rows in _CHUNKS[1:]:
         times = stages_s(rows)
         if not times or (beside_streams and sum(times) > _BESIDE_STREAMS_S):
             continue
-        if _prefill_s(num_unfed, rows, stages_s) * _CHUNK_GAIN < _prefill_s(num_unfed, best, stages_s):
+        here_s, best_s = (_prefill_s(num_unfed, chunk, stages_s, return_s) for chunk in (rows, best))
+        if here_s * _CHUNK_GAIN < best_s:
             best = rows
     return best
 
 
-def _prefill_s(num_prompt: int, chunk: int, stages_s: StagesSeconds) -> float:
-    num_chunks = -(-num_prompt // chunk)
-    times = stages_s(min(chunk, num_prompt))
-    return (num_chunks + len(times) - 1) * max(times)
+def _prefill_s(num_prompt: int, chunk: int, stages_s: StagesSeconds, return_s: Callable[[int], float] | None) -> float:
+    num_chunks, rows = -(-num_prompt // chunk), min(chunk, num_prompt)
+    legs_s = [*stages_s(rows), *([return_s(rows)] if return_s else [])]
+    return (num_chunks + len(legs_s) - 1) * max(legs_s)

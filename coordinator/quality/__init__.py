@@ -1,1 +1,1 @@
-"""What a model is worth: `verify` proves that the cluster is it, others evaluate, calibrate and quantise it."""
+"""Checks and conversions of a model: verify, eval, calibrate, quantize."""

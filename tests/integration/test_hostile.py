@@ -15,6 +15,7 @@ import grpc
 import psutil
 import pytest
 
+from coordinator.cluster import chain as chain_module
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.peer import Peer, differences
 from coordinator.engine.engine import Engine
@@ -166,7 +167,6 @@ class Liar(NodeServicer, HopServicer):
         )
         self.results: asyncio.Queue[Report | bytes] = asyncio.Queue()
         self.attached: asyncio.Queue[Report | bytes] = asyncio.Queue()
-        self.has_no_reader = asyncio.Event()
 
     async def Hello(self, request: HelloRequest, context: Any) -> HelloReply:
         return self.greeting
@@ -182,10 +182,7 @@ class Liar(NodeServicer, HopServicer):
         await self._say(self.attached, context)
 
     async def Results(self, request: ResultsRequest, context: Any) -> None:
-        try:
-            await self._say(self.results, context)
-        finally:
-            self.has_no_reader.set()
+        await self._say(self.results, context)
 
     Prompts = Results
 
@@ -310,23 +307,29 @@ async def test_unread_results_do_not_pile_up(models: Models, report: Report) -> 
 
 
 @pytest.mark.parametrize("what", [{"result": Result(step=9)}, {"segments": Segments(epoch=1, step=9)}], ids=str)
-@pytest.mark.parametrize("is_busy", [False, True])
-async def test_reports_of_prompts_that_nobody_asked_for_end_the_chain(
-    models: Models, what: dict[str, Any], *, is_busy: bool
-) -> None:
-    """They do not pile up either while the MLX thread is at a long step."""
+async def test_reports_of_prompts_that_nobody_asked_for_end_the_chain(models: Models, what: dict[str, Any]) -> None:
     async with lying(models, "prompt") as (liar, chain), asyncio.timeout(60):
-        steps_end = threading.Event()
-        if is_busy:
-            chain.thread.post(partial(steps_end.wait, 20.0))
-        for _ in range(5000):
-            liar.results.put_nowait(write_report(Report(**what)))
+        liar.results.put_nowait(write_report(Report(**what)))
         stage = chain._stage
         assert stage is not None
-        await liar.has_no_reader.wait()
-        steps_end.set()
         await until(lambda: stage._failure is not None)
-        assert ("at most 4096 reports" if is_busy else "in flight") in str(stage._failure)
+        assert str(stage._failure) == "worker liar: expected reports of a prompt in flight, got one of step 9"
+
+
+async def test_a_node_waits_with_reports_while_many_bytes_wait_for_the_mlx_thread(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chain_module, "_MOST_WAITING_BYTES", 2**20)
+    async with lying(models, "prompt") as (liar, chain), asyncio.timeout(60):
+        step_ends = threading.Event()
+        chain.thread.post(partial(step_ends.wait, 20.0))
+        report, most = write_report(Report(segments=Segments()), [bytes(2**20)]), 64
+        for _ in range(most):
+            liar.results.put_nowait(report)
+        await until(lambda: liar.results.qsize() < most)
+        await asyncio.sleep(0.5)
+        assert liar.results.qsize() > most // 2
+        step_ends.set()
 
 
 @pytest.mark.parametrize("until_s", [-(2**63), -1, 2**62, 253402300800])

@@ -13,14 +13,16 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import pytest
 
-from protos.brigade_pb2 import Credit, Frame, Opening, Result, Timing
+from protos.brigade_pb2 import Credit, Frame, Grammar, Opening, Result, Sampling, Timing, Window
 from protos.brigade_pb2_grpc import HopServicer
 from tests.integration.conftest import NETWORK, Models, load, load_request, serving
 from tests.integration.upstream import feeding, frame, parts_of, tensor
 from tools.worker_process import address_with_hops
+from worker.compute.header import MOST_GRAMMAR
 from worker.compute.shard import Shard
 from worker.errors import BrigadeError, CacheMismatch, FrameError, OutOfMemory, StageLost
-from worker.node.hop import Link, add_hops
+from worker.node.framing import PLAIN
+from worker.node.hop import Link, add_hops, pack
 from worker.node.stage import Outlet, Stage
 from worker.platform.threads import MlxThread
 
@@ -391,6 +393,16 @@ async def test_frames_of_any_size_arrive_whole_and_in_order() -> None:
             await link.send(large(step, size))
         assert [(await running.next_result()).step for _ in sizes] == [1, 2, 3, 4, 5]
     assert running.engine.taken == [bytes([step]) * size for step, size in enumerate(sizes, start=1)]
+
+
+async def test_the_longest_grammar_arrives_beside_a_long_chunk_of_tokens() -> None:
+    rows = mx.zeros((1, 2048, 7168), mx.bfloat16)
+    mx.eval(rows)
+    opened = [Opening(sampling=Sampling(grammar=Grammar(text=chr(0x1F600) * MOST_GRAMMAR)))]
+    frame = Frame(epoch=1, step=1, opened=opened, windows=[Window(tokens=[2**17] * 2048)], timings=[Timing()])
+    async with started() as running, linked(running) as link:
+        await link.send(pack(frame, rows, PLAIN))
+        assert (await running.next_result()).step == 1
 
 
 async def test_a_sender_waits_once_as_many_frames_wait_as_the_receiver_takes() -> None:

@@ -56,7 +56,7 @@ _COUNT_NS = 1_000_000_000  # between two counts of cache bytes while no slot ope
 _CHUNK = 32  # rows of a window whose memory is measured
 _LONG_PROMPT = 2048  # rows: the buffers that shorter ones leave to the next frames are few
 _SCORED_ROWS = 128  # whose logits exist at the same time
-_SEGMENT_BYTES = 1 << 22  # in one message: each takes milliseconds of both event loops
+_MESSAGE_BYTES = 1 << 22  # of segments: each message takes milliseconds of both event loops
 _WEIGHT = 0.2  # of a new observation in the running mean
 
 
@@ -356,20 +356,21 @@ class Executor:
             together: list[CacheSegment] = []
             num_bytes = 0
             for each in self._segments_of(window, step):
-                num_bytes += (size := sum(array.nbytes for array in each.arrays))
-                if together and num_bytes > _SEGMENT_BYTES:
+                size = sum(array.nbytes for array in each.arrays)
+                if together and num_bytes + size > _MESSAGE_BYTES:
                     yield window.slot, together
-                    together, num_bytes = [], size
+                    together, num_bytes = [], 0
                 together.append(_copied(each))
+                num_bytes += size
             if together:
                 yield window.slot, together
 
     def _segments_of(self, window: Window, step: Step) -> Iterator[CacheSegment]:
         slot, begin, end = self._slots[window.slot], window.base, window.base + num_rows(window)
-        yield from slot.caches.segments(begin, end, _SEGMENT_BYTES)
+        yield from slot.caches.segments(begin, end, _MESSAGE_BYTES)
         if slot.returns_rows and step.rows is not None:
             rows = rows_of([window], step.windows, step.rows)
-            most = max(1, _SEGMENT_BYTES * (end - begin) // rows.nbytes)
+            most = max(1, _MESSAGE_BYTES * (end - begin) // rows.nbytes)
             for at in range(0, end - begin, most):
                 yield CacheSegment(OUTPUT, 0, begin + at, (rows[:, at : at + most],), ())
 

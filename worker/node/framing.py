@@ -2,7 +2,7 @@
 
 A frame is cut into parts for a hop and assembled after it; a file of weights is sent in chunks; a report has a
 checksum. Parts (`Part` in brigade.proto) and chunks (`Feeding` with data) are encoded here and not by protobuf, which
-would copy the payload up to four times. Parts are small because an event loop does nothing else while it handles one.
+would copy the payload up to four times.
 """
 
 import math
@@ -36,7 +36,7 @@ _CHUNK_DATA = bytes([Feeding.DESCRIPTOR.fields_by_name["data"].number << 3 | _BY
 _LENGTH_BYTES = 4  # of 7 bits each, whatever the length
 _HEAD_BYTES = len(_CHUNK_DATA) + _LENGTH_BYTES
 
-# Larger than parts: here the cost per message matters, and half a millisecond of the event loops does not
+# Here the cost per message matters, and half a millisecond of the event loops does not
 CHUNK_BYTES = 1 << 19
 MOST_CHUNK_BYTES = 2 * CHUNK_BYTES  # when small tensors are joined
 
@@ -50,7 +50,7 @@ class Wire:
 
 
 # Most prompt chunks are one part, which travels while the MLX thread computes; of several each waits for a step's end.
-_PART_BYTES = 15 << 20  # a message may be a little longer
+_PART_BYTES = 15 << 20  # a message is longer by a frame's header
 PLAIN = Wire(_PART_BYTES, has_checksums=True)
 ENCRYPTED = Wire(_PART_BYTES, has_checksums=False)  # encryption already detects changes
 

@@ -1,11 +1,11 @@
 """Hops: frames between stages, as messages of a stream with credit-based flow control, and the way of results back.
 
-The streams live on the MLX threads' event loops, at both ends.
+The streams live on the MLX threads' event loops, at both ends; reports of prompts alone come to the main loops.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from math import prod
 
 import grpc
@@ -37,6 +37,9 @@ CONNECT_TIMEOUT_S = 5.0
 _MOST_CREDIT = 1024  # frames in one grant: each takes an iteration of a loop, and a peer may name any number
 _IN_ORDER_S = 2.0  # for the coordinator to detach this node too, if it has detached the next one
 
+Deliver = Callable[
+    [Report, memoryview], Awaitable[None] | None
+]  # a report and its data; the reader awaits what it returns
 _NODE, _HOP = (DESCRIPTOR.services_by_name[name].full_name for name in ("Node", "Hop"))
 _ENUMS = {dtype: enum for enum, dtype in DTYPES.items()}
 _SEGMENT_DTYPES = {**DTYPES, DType.DTYPE_UINT32: mx.uint32}
@@ -225,21 +228,23 @@ async def results(
     address: str,
     epoch: int,
     coordinator_id: str,
-    deliver: Callable[[Report, memoryview], None],
+    deliver: Deliver,
     *,
     of_prompts: bool,
 ) -> None:
-    """Deliver the reports of the node at this address, with their data, until it is lost. Raises the reason.
+    """Deliver the reports of the node at this address until it is lost. Raises the reason.
 
     Those `of_prompts` come to the main loop, others to the MLX thread's.
     """
     method = f"/{_NODE}/Prompts" if of_prompts else f"/{_HOP}/Results"
-    async with network.channel(node, address if of_prompts else hop_address(address)) as channel:
+    address = address if of_prompts else hop_address(address)
+    async with network.channel(node, address, alone=of_prompts) as channel:
         request = ResultsRequest(epoch=epoch, coordinator_id=coordinator_id)
         try:
             call = channel.unary_stream(method, ResultsRequest.SerializeToString, None)
             async for message in call(request):
-                deliver(*read_report(message, node))
+                if (until_taken := deliver(*read_report(message, node))) is not None:
+                    await until_taken
         except grpc.RpcError as error:
             raise error_of(error, node) from error
     raise StageLost("left the chain", node=node)

@@ -47,7 +47,7 @@ _SMALL = bytes(64)
 _LARGE_BYTES = 8 * 2**20
 # of gRPC
 _NUM_PARTS, _NUM_WARM_PARTS = 20, 4
-_MOST_PART_BYTES = 2**20
+_LARGE_PART_BYTES = 2**20
 _MAX_PARTS = 96  # in one call
 _PROBE_S = 5.0
 # of plain sockets
@@ -127,14 +127,14 @@ async def _probe(network: Network, node: str, address: str) -> LinkReply:
 
 
 async def exchange(call: grpc.aio.StreamStreamCall[ProbePart, ProbeReply], wire: Wire) -> LinkReply:
-    """Measure with a call of Probe, in parts with checksums where frames have them: they cost time.
+    """Measure with a call of Probe, with checksums in the parts where frames have them, since these cost time.
 
     Raises RpcError, or StageLost if the node ends it early.
     """
-    small, large = ProbePart(data=_SMALL), ProbePart(data=bytes(_MOST_PART_BYTES))
+    small, large = ProbePart(data=_SMALL), ProbePart(data=bytes(_LARGE_PART_BYTES))
     tries_s = [await _send(call, [small]) for _ in range(_NUM_PARTS)]
     rtt_s = median(tries_s[_NUM_WARM_PARTS:])
-    took_s = await _send(call, [large] * (_LARGE_BYTES // _MOST_PART_BYTES), has_checksums=wire.has_checksums)
+    took_s = await _send(call, [large] * (_LARGE_BYTES // _LARGE_PART_BYTES), has_checksums=wire.has_checksums)
     await call.done_writing()
     return LinkReply(rtt_ms=1e3 * rtt_s, bytes_per_s=_LARGE_BYTES / max(took_s - rtt_s, 1e-6))
 
@@ -171,8 +171,8 @@ async def answer_probe(parts: AsyncIterator[ProbePart], *, has_checksums: bool =
         if part is None:
             return
         num_parts += 1
-        if num_parts > _MAX_PARTS or len(part.data) > _MOST_PART_BYTES:
-            raise FrameError(f"expected at most {_MAX_PARTS} parts of {_MOST_PART_BYTES} bytes in a probe")
+        if num_parts > _MAX_PARTS or len(part.data) > _LARGE_PART_BYTES:
+            raise FrameError(f"expected at most {_MAX_PARTS} parts of {_LARGE_PART_BYTES} bytes in a probe")
         if has_checksums:
             zlib.crc32(part.data)
         yield ProbeReply()

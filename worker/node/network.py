@@ -30,7 +30,7 @@ _MOST_CALLS = 64  # at one time; a node of a chain serves two, plus occasional o
 HEAD_START_S = 0.25  # a later address wins only if it is faster than an earlier one by this much
 _REACH_S = 3.0
 _WHERE = "as `address:` in cluster.yaml or as --bind"
-_MAX_MESSAGE_BYTES = 16 * 2**20  # the longest messages, headers of a large model, have a few MiB
+_MAX_MESSAGE_BYTES = 24 * 2**20  # a part of a hop has 15 MiB of rows, and may have grammars of 4 MiB in its header
 _BOTH_ENDS = [
     ("grpc.keepalive_time_ms", 1000),
     ("grpc.keepalive_timeout_ms", 1000),

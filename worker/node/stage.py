@@ -2,7 +2,8 @@
 
 It lives on the MLX thread's event loop, with the streams that bring its frames and take what it makes of them:
 `receive` or `submit` queue frames, `_run_frames` runs one after another, `_send_outputs` passes frames on, and
-`next_result` returns results. `start`, `wait_ended` and `stop` are for the main loop, `status` for any thread.
+`next_result` returns results. `start`, `forwarded`, `wait_ended` and `stop` are for the main loop, `status` for any
+thread.
 """
 
 import asyncio
@@ -142,13 +143,15 @@ class Stage:
             await self._running
 
     async def forwarded(self) -> AsyncGenerator[Result | bytes, None]:
-        """Yield what `outcomes` would, also while the thread computes. Raises the reason of the stage's end."""
+        """Yield on the main loop what `outcomes` yields on the thread's, which a step blocks. Raises likewise."""
         assert self._thread is not None
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Result | bytes | None]()
 
         async def forward() -> NoReturn:
             while True:
                 outcome = await self.next_result()
+                if arrived.qsize() >= _MOST_RESULTS:
+                    raise FrameError(f"expected at most {_MOST_RESULTS} unread results, got one more")
                 loop.call_soon_threadsafe(arrived.put_nowait, outcome)
 
         forwarding: asyncio.Task[NoReturn] = asyncio.create_task(self._thread.call(forward()))
@@ -357,7 +360,7 @@ class Stage:
     # Send
 
     async def next_result(self) -> Result | bytes:
-        """Return the next result, or a segment's report. Raises the reason of the stage's end, also in later calls."""
+        """Return the next result or report of segments. Raises the reason of the stage's end, also in later calls."""
         outcome = await self._outcomes.get()
         if outcome is None:
             self._outcomes.put_nowait(None)  # for the next call
@@ -366,12 +369,12 @@ class Stage:
         return outcome
 
     async def outcomes(self) -> AsyncGenerator[Result | bytes, None]:
-        """Yield results and segments as they come. Raises the reason of the stage's end."""
+        """Yield results and reports of segments as they come. Raises the reason of the stage's end."""
         while True:
             yield await self.next_result()
 
     def deliver(self, outcome: Result | bytes) -> None:
-        """Add a result or a segment, made here or received from a worker, which may send too many."""
+        """Add a result or a report of segments, made here or received from a worker, which may send too many."""
         if self._failure is None and self._outcomes.qsize() >= _MOST_RESULTS:
             self.fail(FrameError(f"expected at most {_MOST_RESULTS} unread results, got one more"))
         if self._failure is None:

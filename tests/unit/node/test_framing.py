@@ -90,7 +90,7 @@ def test_a_frame_comes_out_as_it_went_in_and_only_once_its_last_part_is_there(si
     joiner.end()
 
 
-def test_both_ends_of_a_hop_use_parts_of_the_same_size() -> None:
+def test_a_part_of_another_size_is_refused() -> None:
     with pytest.raises(FrameError, match=rf"^expected {2 * PART} bytes in part 0, got {PART} "):
         assembler(Wire(2 * PART, has_checksums=False)).add(parts_of(3 * PART)[0])
 

@@ -93,6 +93,17 @@ def test_what_nodes_measured_holds_until_frames_of_that_size_say_otherwise() -> 
     assert costs.stages_s(512)[0] > 7 and costs.chunk_size(30_000, beside_streams=True) < 512
 
 
+def test_chunks_are_chosen_by_what_their_caches_take_back_too_but_no_stream_waits_for_that() -> None:
+    """Small chunks are as fast as long ones on these stages, and each takes as long on its way back."""
+    costs = ChainCosts(2, {rows: [rows * 4e-4] * 2 for rows in (1, 32, 128, 512)})
+    assert costs.chunk_size(30_000, beside_streams=False) == 32
+    for _ in range(3):
+        for rows in (32, 128, 512):
+            costs.observe_return(rows, 0.1)
+    assert costs.chunk_size(30_000, beside_streams=False) == 512
+    assert costs.chunk_size(30_000, beside_streams=True) == 512  # 410 ms for streams
+
+
 def test_noise_of_a_few_percent_does_not_change_the_chunk() -> None:
     """Or the same command would round differently from run to run."""
     numbers = random.Random(1)
