@@ -138,7 +138,7 @@ async def test_a_node_of_another_model_is_left_out_with_a_word(
     assert "warning: not measured: worker node-1: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("parts", [[ProbePart()] * 97, [ProbePart(data=bytes(2**18 + 1))]], ids=["many", "large"])
+@pytest.mark.parametrize("parts", [[ProbePart()] * 97, [ProbePart(data=bytes(2**20 + 1))]], ids=["many", "large"])
 async def test_a_probe_has_an_end(parts: list[ProbePart]) -> None:
     async def sent() -> AsyncIterator[ProbePart]:
         for part in parts:

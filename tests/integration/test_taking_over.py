@@ -6,12 +6,13 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from coordinator.cluster.peer import COORDINATOR_ID, Peer
-from protos.brigade_pb2 import Alternative, AttachRequest, Coordinator, Result, ResultsRequest, Sample
+from protos.brigade_pb2 import Alternative, AttachRequest, Coordinator, Report, Result, ResultsRequest, Sample
 from protos.brigade_pb2_grpc import HopStub
 from tests.integration.conftest import (
     NETWORK,
@@ -137,15 +138,19 @@ async def test_a_shard_in_the_wrong_place_of_the_chain_is_refused(
             await attach(node, AttachRequest(epoch=1, stage=stage, num_stages=3, loaded=loaded, successor=successor))
 
 
+@pytest.mark.parametrize("of_prompts", [False, True])
 async def test_results_are_reported_only_to_the_coordinator_that_has_attached_the_node_and_of_its_epoch(
-    models: Models,
+    models: Models, *, of_prompts: bool
 ) -> None:
-    async def refused(epoch: int = 5, coordinator_id: str = COORDINATOR_ID) -> str:
-        found: list[Result] = []
+    found: list[Report] = []
+
+    async def report(epoch: int = 5, coordinator_id: str = COORDINATOR_ID) -> None:
+        asked = NETWORK, node.name, node.address, epoch, coordinator_id
+        await results(*asked, lambda report, data: found.append(report), of_prompts=of_prompts)
+
+    async def refused(**asked: Any) -> str:
         with pytest.raises(FrameError) as caught:
-            await results(
-                NETWORK, node.name, node.address, epoch, coordinator_id, lambda report, data: found.append(report)
-            )
+            await report(**asked)
         assert not found
         return str(caught.value)
 
@@ -155,9 +160,7 @@ async def test_results_are_reported_only_to_the_coordinator_that_has_attached_th
             expected = "worker node-1: expected its coordinator to ask for the results of epoch 5"
             assert await refused(epoch=4) == await refused(epoch=6) == expected
             assert await refused(coordinator_id="another") == await refused(coordinator_id="") == expected
-            reporting = asyncio.create_task(
-                results(NETWORK, node.name, node.address, 5, COORDINATOR_ID, lambda report, data: None)
-            )
+            reporting = asyncio.create_task(report())
             _, waiting = await asyncio.wait([reporting], timeout=0.05)
             assert waiting == {reporting}
         with pytest.raises(StageLost, match=r"^worker node-1: left the chain$"):

@@ -111,7 +111,7 @@ def _exit_code(app: typer.Typer) -> int:
     except BrokenPipeError:
         return _reader_left()
     except OSError as error:
-        _complain(f"{error.filename or 'cannot write'}: {error.strerror}")
+        _complain(f"{error.filename or 'cannot write standard output'}: {error.strerror}")
         sys.stdout = None  # what is still buffered cannot be written either
         return 2
     except Exception as error:
