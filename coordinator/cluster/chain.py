@@ -60,9 +60,7 @@ _WARM_UP_ROWS = 64
 _TURNS = 8  # of the MLX thread's loop, from a result's arrival until the chain has learned from it
 _STOP_S = 2.0  # for the step in progress of a stage that is stopped
 _OWN_STEP_S = 120.0  # beyond the time of a step, until this process is given up
-_MOST_WAITING_BYTES = (
-    1 << 29
-)  # of prompts' reports, for the MLX thread: the caches of a long chunk, which it takes at once
+_MOST_WAITING_BYTES = 1 << 29  # of prompts' reports, for the end of a step: the caches of a long chunk
 _REPORT_BYTES = 1024  # about what a report takes beside its data
 _LIST_S = 2.0  # for the pieces of prefixes on all nodes
 _CLOCKS_S = 60.0  # between two measurements of the clock offsets
