@@ -86,6 +86,8 @@ async def run_batch(options: ClusterOptions, source: Path, target: Path, max_tok
     from coordinator.engine.inputs import InputProcessor
 
     requests = read_requests(source)
+    if not requests:
+        say(f"{source} has no requests")
     wrong = [entry for entry in requests if entry.problem]
     for entry in wrong[:_MOST_PROBLEMS]:
         say(f"{source}, line {entry.number}: {entry.problem}")

@@ -112,6 +112,14 @@ def test_a_wrong_line_gets_an_answer_line_once(tmp_path: Path, capsys: pytest.Ca
     assert "has the answers to 5 of 5 requests, 5 of them with an error\n" in capsys.readouterr().err
 
 
+def test_a_file_without_requests_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n")
+    options = cluster_options(None, "demo", 0, None, None)
+    assert asyncio.run(batch_module.run_batch(options, source, tmp_path / "out.jsonl", 8)) == 0
+    assert f"{source} has no requests\n" in capsys.readouterr().err
+
+
 def test_another_run_is_told_of_only_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "answers.jsonl"
     with (
