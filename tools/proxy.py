@@ -26,8 +26,8 @@ class Way:
 
     `latency_s` delays each piece, without holding up those behind it; `bytes_per_s`, of all connections together, does
     hold them up. `is_blackhole` keeps every connection open and delivers nothing, an end neither, as a pulled cable
-    does: what was sent comes when it is plugged in again, to whoever still waits. `slice_bytes` cuts what is sent into
-    pieces of so many bytes. `flips` and `duplicates` are how many of the next pieces have a bit flipped (`num_flipped`
+    does: once it is plugged in again, what was sent arrives. `slice_bytes` cuts what is sent into pieces of so many
+    bytes. `flips` and `duplicates` are how many of the next pieces have a bit flipped (`num_flipped`
     had), and how many come twice; `hop_flips` counts pieces of frames and results only.
     """
 

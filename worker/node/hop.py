@@ -37,9 +37,8 @@ CONNECT_TIMEOUT_S = 5.0
 _MOST_CREDIT = 1024  # frames in one grant: each takes an iteration of a loop, and a peer may name any number
 _IN_ORDER_S = 2.0  # for the coordinator to detach this node too, if it has detached the next one
 
-Deliver = Callable[
-    [Report, memoryview], Awaitable[None] | None
-]  # a report and its data; the reader awaits what it returns
+# Takes a report and its data; what it returns is awaited before the next one is read.
+Deliver = Callable[[Report, memoryview], Awaitable[None] | None]
 _NODE, _HOP = (DESCRIPTOR.services_by_name[name].full_name for name in ("Node", "Hop"))
 _ENUMS = {dtype: enum for enum, dtype in DTYPES.items()}
 _SEGMENT_DTYPES = {**DTYPES, DType.DTYPE_UINT32: mx.uint32}

@@ -1,6 +1,7 @@
 """What an executor concludes from the times of its steps."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from protos.brigade_pb2 import Frame, Opening, Piece, Result, Store, Window
 from tests.tiny import make_model
+from worker.compute import executor as executor_module
 from worker.compute.executor import Executor, share_of_begin
 from worker.compute.shard import Shard
 from worker.errors import CacheMismatch, PrefixLost
@@ -64,6 +66,25 @@ def test_rows_of_a_prompt_that_are_no_output_of_this_model_are_refused(
     executor.put_segments(1, [CacheSegment(OUTPUT, 0, 0, rows, ())])  # a slot that has been closed
     with pytest.raises(CacheMismatch, match="expected rows "):
         executor.put_segments(0, [CacheSegment(OUTPUT, 0, 0, rows, ())])
+
+
+@pytest.mark.parametrize("most", [1, 6000, 1 << 22])
+def test_segments_of_several_layers_share_a_message_as_far_as_they_fit(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(executor_module, "_MESSAGE_BYTES", most)
+    executor.returns_segments = True
+    window = Window(slot=0, prefix_hash=History().prefix_hash(0), tokens=range(9))
+    step = executor.begin(Frame(opened=[Opening(slot=0)], windows=[window]), None, 0, 0)
+    messages = [segments for _, segments in step.segments]
+    sizes = [[sum(array.nbytes for array in each.arrays) for each in segments] for segments in messages]
+    rows = {number: 0 for number in range(4)}
+    for each in (each for segments in messages for each in segments):
+        rows[each.number] += each.keys[0].shape[2]
+    assert rows == dict.fromkeys(range(4), 9)
+    assert all(sum(each) <= most or len(each) == 1 for each in sizes)
+    assert all(sum(one) + other[0] > most for one, other in pairwise(sizes)), "none has room for the next segment"
+    executor.finish(step)
 
 
 def test_only_a_prompt_chunk_that_is_alone_tells_what_memory_it_took(executor: Executor) -> None:
