@@ -225,8 +225,6 @@ class Cluster:
                 case Ask():
                     await self._ask(action)
                     recovery.num_asks += 1
-                    if action.within_s >= _LONGEST_ASK_S:
-                        self._kill_silent(action.names)
                 case Wait():
                     await self.nodes.pause(action.for_s)
                 case _:
@@ -412,12 +410,6 @@ class Cluster:
             if refusal not in ("", worker.reported):
                 self._say(f"{refusal}; it cannot take part until this is fixed")
             worker.reported = refusal or ("" if worker.answers else worker.reported)
-
-    def _kill_silent(self, names: Collection[str]) -> None:
-        """End those of our own processes that were part of the lost chain, still run and do not answer."""
-        for worker in (self.nodes.workers[name] for name in names):
-            if not worker.answers and worker.peer is not None and worker.peer in self._deployment.peers:
-                worker.kill()
 
     def _deployed(self, plan: Plan) -> Deployment:
         """Return the deployment by this plan. Raises StageLost if a worker of the plan does not run."""

@@ -63,6 +63,7 @@ class LocalWorker:
                 line = await self._process.stdout.readline()
             return str(json.loads(line)["address"])
         except TimeoutError:
+            self.kill()
             raise StageLost(f"did not start within {_START_S:.0f} s", node=self.name) from None
         except (json.JSONDecodeError, KeyError, TypeError):
             raise StageLost("ended while starting; what it said stands above", node=self.name) from None

@@ -22,6 +22,7 @@ from worker.platform.tasks import cancel_all
 _ASK_S = 1.0
 _PAUSE_S = 0.1
 _GRACE_S = 0.2  # for a worker that did not answer in time to give the reason
+_HUNG_S = 3.0  # without an answer of a process of our own, after which it is ended
 
 
 @dataclass
@@ -33,6 +34,7 @@ class ClusterNode(NodeRecord):
     load: asyncio.Task[BrigadeError | None] | None = None  # until its outcome was entered
     offered_bytes: int = 0  # memory, as it answered
     trouble: BrigadeError | None = None  # why it did not answer the last question
+    silent_since: float | None = None  # the first question that its process has not answered
     reported: str = ""  # the refusal that the user has read
 
     @property
@@ -100,7 +102,7 @@ class Nodes:
             if worker.peer is not None:
                 worker.meet(NodeEvent.LOST, time.monotonic())
                 self._left.append(worker.peer)  # the chain that lost it may not know yet
-            worker.local = local
+            worker.local, worker.silent_since = local, None
             worker.peer = Peer(local.name, [local.address], network) if local else None
             self.note_change()
             if local is not None:
@@ -109,7 +111,8 @@ class Nodes:
     async def ask(self, names: Collection[str], within_s: float) -> None:
         """Ask these workers at the same time, and enter in their records whether they answer within the time.
 
-        Returns early once every worker has answered or failed, or once a worker of our own has started or ended.
+        Returns early once every worker has answered or failed, or once a worker of our own has started or ended. A
+        process of our own that has answered nothing for long is ended, and started again.
         """
         self._changed.clear()
         workers = [self.workers[name] for name in names]
@@ -127,15 +130,19 @@ class Nodes:
                 continue  # another process has taken its place
             outcome = outcomes.get(worker.name)
             worker.trouble = outcome if isinstance(outcome, BrigadeError) else None
-            if isinstance(outcome, HelloReply):
-                worker.offered_bytes = outcome.memory_bytes
+            if isinstance(outcome, (HelloReply, IdleReply)):
+                worker.silent_since = None
                 worker.answer(outcome.incarnation, now)
-            elif isinstance(outcome, IdleReply):
-                worker.answer(outcome.incarnation, now)
-                worker.meet(NodeEvent.IDLE, now)
+                if isinstance(outcome, HelloReply):
+                    worker.offered_bytes = outcome.memory_bytes
+                else:
+                    worker.meet(NodeEvent.IDLE, now)
             elif is_over or worker.name not in unanswered:
                 worker.asked_at = now
                 worker.meet(NodeEvent.LOST, now)
+                worker.silent_since = worker.silent_since or now
+                if now - worker.silent_since >= _HUNG_S:
+                    worker.kill()
         for outcome in outcomes.values():
             if isinstance(outcome, Exception) and not isinstance(outcome, BrigadeError):
                 raise outcome

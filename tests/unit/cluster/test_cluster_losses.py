@@ -184,6 +184,19 @@ def test_nodes_that_hang_while_the_next_chain_opens_are_left_out_of_it(cluster: 
     assert cluster.cluster.nodes.workers["b"].state is NodeState.STALLED
 
 
+@pytest.mark.parametrize("rejoin_s", [0.0, 5.0])  # the chain goes on without it, or waits for it
+def test_a_process_of_our_own_that_hangs_before_it_joins_is_ended_and_started_again(rejoin_s: float) -> None:
+    cluster = Cluster3(Limits(rejoin_s=rejoin_s))
+    place = cluster.world.places["c"]
+    cluster.act(place.end)
+    while place.num_starts < 2:
+        cluster.wait(0.05)
+    cluster.act(cluster.world.stop, place)
+    cluster.wait(15)
+    assert place.num_starts == 3 and cluster.members == WHOLE
+    cluster.end()
+
+
 def test_a_node_that_comes_back_with_a_certificate_of_another_authority_is_reported_once(cluster: Cluster3) -> None:
     a = cluster.world.places["a"]
     cluster.act(a.end)
