@@ -102,9 +102,9 @@ async def run_batch(options: ClusterOptions, source: Path, target: Path, max_tok
             errors = f", {len(failed)} of them with an error" if failed else ""
             say(f"{target} has the answers to {num_known} of {len(requests)} requests{errors}")
         code = max([code, *map(_exit_code, failed)])
-        for entry in entries:
-            if entry.problem:
-                answers.add(_failed(entry, InputError("", entry.problem)))
+        refused = [entry for entry in entries if entry.problem]
+        for entry in refused:
+            answers.add(_failed(entry, InputError("", entry.problem)))
         entries = [entry for entry in entries if not entry.problem]
         if not entries:
             return code
@@ -114,8 +114,8 @@ async def run_batch(options: ClusterOptions, source: Path, target: Path, max_tok
         async with open_engine(
             inputs, options, options.context, max_waiting=_MOST_AT_ONCE, max_wait_s=_MAX_WAIT_S
         ) as engine:
-            with show_tokens("answered", len(requests), done=num_known) as report:
-                run = BatchRun(engine, answers, report)
+            with show_tokens("answered", len(requests), done=num_known + len(refused)) as report:
+                run = BatchRun(engine, answers, report, Counter({_BAD_INPUT: len(refused)}), len(refused))
                 with telling_interrupts(partial(run.interrupted, target)):
                     await run.answer_all(entries)
     say(run.summary(target))
@@ -193,9 +193,11 @@ class BatchRun:
 
     def summary(self, target: Path) -> str:
         took_s = time.monotonic() - self.began
-        failed = f", {sum(self.codes.values())} of them with an error" if self.codes else ""
+        num_failed = self.codes.total()
+        failed = f", {num_failed} of them with an error" if num_failed else ""
         speed = f"{self.num_tokens} tokens in {took_s:.1f} s, {self.num_tokens / took_s:.1f} tok/s"
-        return f"{self.num_answered} requests answered{failed} in {target}: {speed}"
+        requests = "request" if self.num_answered == 1 else "requests"
+        return f"{self.num_answered} {requests} answered{failed} in {target}: {speed}"
 
 
 async def _answered(engine: Engine, given: Json, *, is_chat: bool) -> Json:

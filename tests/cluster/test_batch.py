@@ -46,14 +46,17 @@ def test_a_request_that_fails_is_an_answer_that_names_its_field_and_shows_in_the
         request("place") | {"url": "/v1/\ud800"},
         request("x") | {"custom_id": "\ud800", "method": "GET"},
     ]
-    source, target = write(tmp_path / "in.jsonl", *wrong, request("a")), tmp_path / "out.jsonl"
-    assert [run_here("batch", source, "-o", target, *HERE, reciter).code for _ in range(2)] == [2, 2]
+    source, target = write(tmp_path / "in.jsonl", {}, *wrong, request("a")), tmp_path / "out.jsonl"
+    runs = [run_here("batch", source, "-o", target, *HERE, reciter) for _ in range(2)]
+    assert [run.code for run in runs] == [2, 2]
+    assert "5 requests answered, 4 of them with an error" in runs[0].err
+    assert "5 of 5 requests, 4 of them with an error" in runs[1].err
     answers = {line["custom_id"]: line for line in map(json.loads, target.read_text().splitlines())}
-    assert {name for name, line in answers.items() if line["error"] is None} == {"a"} and len(answers) == 4
+    assert {name for name, line in answers.items() if line["error"] is None} == {"a"} and len(answers) == 5
     assert answers["field"]["response"]["status_code"] == 400
-    assert "line 1: max_tokens" in answers["field"]["error"]["message"]
+    assert "line 2: max_tokens" in answers["field"]["error"]["message"]
     assert "expected POST to /v1/chat/completions" in answers["place"]["error"]["message"]
-    assert answers["\ud800"]["error"]["message"].startswith("line 3: url: expected POST")
+    assert answers["\ud800"]["error"]["message"].startswith("line 4: url: expected POST")
 
 
 def test_files_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
