@@ -228,15 +228,23 @@ class EngineCore:
         """Give the session to the present scheduler; one that has not begun has a deadline for its wait for memory."""
         self.scheduler.submit(session, is_replayed=is_replayed)
         if session.state is SessionState.WAITING and session not in self._deadlines:
-            waited = WaitedTooLong(f"waited {self._max_wait_s:.0f} s for memory; try again later")
-            self._give_up_after(self._max_wait_s, session, waited)
+            loop = asyncio.get_running_loop()
+            self._deadlines[session] = loop.call_later(self._max_wait_s, self._give_up_waiting, session)
 
-    def _give_up_after(self, seconds: float, session: Session, error: BrigadeError) -> None:
-        self._deadlines[session] = asyncio.get_running_loop().call_later(seconds, self._give_up, session, error)
+    def _give_up_waiting(self, session: Session) -> None:
+        if session.state is SessionState.WAITING:
+            self._fail(session, WaitedTooLong(f"waited {self._max_wait_s:.0f} s for memory; try again later"))
 
-    def _give_up(self, session: Session, error: BrigadeError) -> None:
-        if session.state is SessionState.WAITING or session.is_paused:
-            self._fail(session, error)
+    def _give_up_unread(self, session: Session, num_taken: int) -> None:
+        """Fail a paused session whose reader has taken nothing for so long; else look again later."""
+        if session.is_paused and session.num_taken == num_taken:
+            self._fail(session, ReaderLost(f"the answer was not read for {_UNREAD_S:.0f} s"))
+        elif session.is_paused:
+            self._await_reader(session)
+
+    def _await_reader(self, session: Session) -> None:
+        look = partial(self._give_up_unread, session, session.num_taken)
+        self._deadlines[session] = asyncio.get_running_loop().call_later(_UNREAD_S, look)
 
     def _end_deadline(self, session: Session) -> None:
         """Cancel the session's deadline, if it has one."""
@@ -339,7 +347,7 @@ class EngineCore:
                 if session.num_unread <= MOST_UNREAD // 2:  # its reader has caught up meanwhile, and saw no pause
                     session.is_paused = False
                     continue
-                self._give_up_after(_UNREAD_S, session, ReaderLost(f"the answer was not read for {_UNREAD_S:.0f} s"))
+                self._await_reader(session)
 
     def _passage(self, arrival: ArrivedResult, commits: list[Commit]) -> Passage | None:
         """Return the frame's timings; add them to the sessions that are traced, before a reader gets its output."""

@@ -129,8 +129,8 @@ class Engine:
 
     @property
     def sessions(self) -> Collection[Session]:
-        """The sessions that have not ended."""
-        return self.core.sessions
+        """The sessions that have not ended: a copy of what the MLX thread changes."""
+        return list(self.core.sessions)
 
     @property
     def failure(self) -> BaseException | None:
@@ -144,7 +144,7 @@ class Engine:
 
     def has_begun(self, requests: Collection[Request]) -> bool:
         """Return whether one of these requests has had memory: none of them is refused any more for lack of it."""
-        begun = [session for session in list(self.sessions) if session.state is not SessionState.WAITING]
+        begun = [session for session in self.sessions if session.state is not SessionState.WAITING]
         return any(session.request is request for session in begun for request in requests)
 
     @property
@@ -294,6 +294,8 @@ class Engine:
                 num_left = len(requests)
                 while num_left:
                     session, output = await queue.get()
+                    if session not in numbers:
+                        continue  # a stop string has ended it, and steps were under way
                     at_work = number = numbers[session]
                     if isinstance(output, BaseException):
                         raise output
@@ -304,6 +306,7 @@ class Engine:
                         watched[number].take(output)
                     if output.finish_reason is not None:
                         num_left -= 1
+                        del numbers[session]
                         self.core.close(session, keep=True)
                         if counted:
                             watched.pop(number).end()

@@ -10,6 +10,7 @@ import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 from coordinator.sessions.output import ToolCall
@@ -58,6 +59,7 @@ class WrittenCalls:
     parse: Parse | None  # None: all text is content
     tools: Sequence[Mapping[str, Any]]
     most_calls: int | None = None  # calls beyond these are dropped
+    used_ids: set[str] = field(default_factory=set)  # of calls of the same answer
     text: str = ""
     _streamed: list[ToolCall] = field(default_factory=list)  # of each call that has begun, the pieces returned so far
     _at: int = 0  # of the JSON that is being read, or of the next head
@@ -103,10 +105,20 @@ class WrittenCalls:
     def _stream(self, number: int, name: str, arguments: str, id: str = "") -> list[ToolCall]:
         """Return what is new of a call whose arguments begin so."""
         if is_new := number >= len(self._streamed):
-            self._streamed.append(ToolCall(id or f"call_{uuid.uuid4().hex[:24]}", name, ""))
+            self._streamed.append(ToolCall(self._unused(id), name, ""))
         known = self._streamed[number].arguments
         new = arguments[len(known) :] if arguments.startswith(known) else ""
         return [self._piece(number, new)] if new or is_new else []
+
+    def _unused(self, id: str) -> str:
+        """Return the model's id, counted up if another call has it, or a new one if the model gives none."""
+        stem, _, last = id.rpartition(":")
+        if id in self.used_ids and last.isdecimal():
+            id = next(each for n in count(int(last) + 1) if (each := f"{stem}:{n}") not in self.used_ids)
+        if not id or id in self.used_ids:
+            id = f"call_{uuid.uuid4().hex[:24]}"
+        self.used_ids.add(id)
+        return id
 
     def _piece(self, number: int, text: str) -> ToolCall:
         """Return the next piece of a call, whose arguments go on so."""

@@ -112,13 +112,14 @@ class Session:
         self._new_scores: list[Scored] = []
         self._new_pooled: list[bytes] = []
         self._put = put
-        self._num_put = self._num_taken = 0  # outputs for the reader, each counted by one thread
+        self._num_put = self.num_taken = 0  # outputs for the reader, each counted by one thread
         self._started = started
         self._last_at = 0  # when the last output was put
         self._still_since = 0  # while its chain is lost: when the reader got the last output
         self._still_ns = 0  # how long recoveries took, as the reader saw it
         self._num_recoveries = 0
         self._num_read = 0  # tokens that the reader has taken
+        self._guard = RepeatGuard(len(request.prompt), request.repeat_guard) if request.repeat_guard else None
         self._legs: list[Leg] | None = [] if is_traced else None  # its frames by chain
         if request.known.tokens or request.known.fills:  # resume as after a lost chain
             self.history.extend(token.token for token in request.known.tokens)
@@ -189,7 +190,7 @@ class Session:
     @property
     def num_unread(self) -> int:
         """Outputs that the reader has not taken yet."""
-        return self._num_put - self._num_taken
+        return self._num_put - self.num_taken
 
     @property
     def most_rows(self) -> int:
@@ -204,8 +205,11 @@ class Session:
     def may_be_preempted(self) -> bool:
         """Whether it may lose its slot now: a session that never progressed in between would never end.
 
-        One that is paused makes no progress, and others would wait for its reader.
+        One that is paused makes no progress, and others would wait for its reader. One that is finished is about to
+        give its slot up.
         """
+        if self.state is SessionState.FINISHED:
+            return False
         if self._preempted_at is None or self.is_paused:
             return True
         return self.num_generated - self._preempted_at >= LEAST_PROGRESS
@@ -432,8 +436,7 @@ class Session:
             return "stop"
         if self.num_generated >= self.max_tokens:
             return "length"
-        guard = self.request.repeat_guard
-        return "stop" if guard and repeats(self.generated, guard) else ""
+        return "stop" if self._guard and self._guard.note(self.history.tokens) else ""
 
     def finish(self, reason: str = "stop") -> None:
         """End the session. After "error" the stages may hold different rows, so its slot cannot be reused."""
@@ -520,7 +523,7 @@ class Session:
         Raises:
             ModelError: a token has no text.
         """
-        self._num_taken += 1
+        self.num_taken += 1
         parser.read(output, self.request.eos)
         self._num_read += len(output.tokens)
         if output.finish_reason is None:
@@ -533,10 +536,22 @@ class Session:
         )  # fmt: skip
 
 
-def repeats(tokens: Sequence[int], times: int) -> bool:
-    """Return whether the tokens end with a sequence of at most 64 tokens repeated `times` times."""
-    for period in range(1, min(_LONGEST_PERIOD, len(tokens) // times) + 1):
-        tail = tokens[len(tokens) - period * times :]
-        if all(tail[i] == tail[i % period] for i in range(len(tail))):
-            return True
-    return False
+class RepeatGuard:
+    """Finds that a text ends with a sequence of at most 64 tokens repeated `times` times. Takes 64 steps per token."""
+
+    def __init__(self, begin: int, times: int) -> None:
+        """`begin` is the index at which the text begins."""
+        self._end, self._begin, self._times = begin, begin, times
+        self._runs = [0] * _LONGEST_PERIOD  # by period - 1: the last tokens that equal those of a period before
+
+    def note(self, tokens: Sequence[int]) -> bool:
+        """Read the tokens that were added since the last call; return whether the last of them ends such a repeat."""
+        found = False
+        for end in range(self._end, len(tokens)):
+            found = False
+            for period in range(1, min(_LONGEST_PERIOD, end - self._begin) + 1):
+                run = self._runs[period - 1] + 1 if tokens[end] == tokens[end - period] else 0
+                self._runs[period - 1] = run
+                found = found or run >= period * (self._times - 1)
+        self._end = len(tokens)
+        return found

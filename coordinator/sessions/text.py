@@ -58,6 +58,7 @@ class TextParser:
         self._searched: Any = self._state  # at the end of the text in which stop strings were looked for
         self._unsure = ""  # behind it: may begin a marker
         self._calls: WrittenCalls | None = None  # those that have not ended
+        self._call_ids = set[str]()
         self._has_called = False
 
     @property
@@ -179,7 +180,8 @@ class TextParser:
         if self._calls is None:
             most = None if self._asked.is_parallel else int(not self._has_called)
             can_read = bool(self._tools) and markers.parse is not None
-            self._calls = WrittenCalls(markers.format, markers.parse if can_read else None, self._tools, most)
+            parse = markers.parse if can_read else None
+            self._calls = WrittenCalls(markers.format, parse, self._tools, most, self._call_ids)
         found = self._calls.push(text)
         self._has_called = self._has_called or bool(found)
         return found

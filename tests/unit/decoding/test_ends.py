@@ -5,7 +5,7 @@ import random
 import pytest
 
 from coordinator.decoding.decoders import until_eos
-from coordinator.sessions.session import repeats
+from coordinator.sessions.session import RepeatGuard
 from tests.unit.decoding.fake_stage import FakeStage, decoders, fixed, opened, oracle, run
 from tests.unit.fake_chain import VOCAB, masked, plain_answer, prompt_of
 
@@ -55,7 +55,9 @@ def test_a_draft_that_ends_the_sequence_is_the_last_draft_and_needs_no_masks() -
     ],
 )
 def test_a_repeat_is_the_same_few_tokens_in_a_row_at_the_end(tokens: list[int], times: int, expected: bool) -> None:
-    assert repeats(tokens, times) == expected
+    prompt, by_step = [5, 5], RepeatGuard(2, times)
+    assert RepeatGuard(2, times).note([*prompt, *tokens]) == expected
+    assert [by_step.note([*prompt, *tokens[:end]]) for end in range(len(tokens) + 1)][-1] == expected
 
 
 def test_the_repeat_guard_ends_an_answer_inside_a_window_too() -> None:

@@ -20,10 +20,21 @@ from coordinator.planning.plan import Node, assign, split_by_bytes
 from coordinator.sessions.admission import cache_costs
 from coordinator.sessions.request import Request
 from coordinator.sessions.session import MOST_UNREAD, Session, SessionState
+from coordinator.sessions.text import TextParser
 from protos.brigade_pb2 import Cache
+from tests.unit.engine.test_channels import Pieces
 from tests.unit.fake_chain import plain_answer
 from tests.unit.virtual_time import VirtualTime
-from worker.errors import BrigadeError, InternalError, NodeBusy, NodeLeaving, NodeReturned, PoisonRequest, StageLost
+from worker.errors import (
+    BrigadeError,
+    InternalError,
+    NodeBusy,
+    NodeLeaving,
+    NodeReturned,
+    PoisonRequest,
+    ReaderLost,
+    StageLost,
+)
 
 SPEC = replace(network.SPEC, context=4000)
 WIDE, STEP_S = 60_000, 0.2
@@ -254,6 +265,41 @@ def test_a_reader_that_catches_up_at_a_pause_is_seen(clock: VirtualTime, monkeyp
         begun = clock.now
         assert (await engine.answer(asked, chunk=2)).tokens == expected(asked)
         assert clock.now - begun < 30, "the session stood still until its reader was given up"
+
+    run(clock, Chains(WIDE), work)
+
+
+def test_a_reader_is_given_up_once_it_has_read_nothing_for_a_while(
+    clock: VirtualTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "STEP_S", 0.01)
+
+    async def work(engine: Engine) -> None:
+        num_read = 0
+        async for output in engine.generate(Request((1, 2, 3), 400)):
+            num_read += len(output.tokens)
+            await asyncio.sleep(0.25)  # so that half of the outputs which may be unread take 32 s
+        assert num_read == 400
+        with pytest.raises(ReaderLost):
+            async for output in engine.generate(Request((1, 2, 3), 400)):
+                await asyncio.sleep(0 if output.num_steps > 1 else 40)
+
+    run(clock, Chains(WIDE), work)
+
+
+def test_an_answer_that_ends_by_a_stop_string_ends_no_other_though_steps_of_it_are_under_way(
+    clock: VirtualTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped, other = Request((1, 2, 3), 40), Request((4, 5, 6), 40)
+    stop, words = f"<{expected(stopped)[2]:02}>", "".join(f"<{token:02}>" for token in range(SPEC.vocab_size))
+    monkeypatch.setattr(Engine, "_parser", lambda self, request: TextParser(Pieces(words, 4), request.stops))
+
+    async def work(engine: Engine) -> None:
+        found: dict[int, list[int]] = {0: [], 1: []}
+        async for number, output in engine.generate_all([replace(stopped, stops=(stop,)), other]):
+            found[number] += [token.token for token in output.tokens]
+            await asyncio.sleep(5 * STEP_S)  # meanwhile more outputs come
+        assert found == {0: expected(stopped)[:3], 1: expected(other)} and not engine.sessions
 
     run(clock, Chains(WIDE), work)
 

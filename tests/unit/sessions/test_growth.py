@@ -104,6 +104,27 @@ def test_a_session_that_lost_its_slot_gives_way_again_only_after_some_tokens() -
     assert session.may_be_preempted
 
 
+def test_an_answer_that_ends_beside_another_is_not_preempted_for_who_waits_for_that_memory() -> None:
+    """Two in the background end in one frame, one of which has lost its slot before, and a better one waits."""
+    rig = Rig(budget=3000, chunk=4000, num_stages=1, lanes=lambda num_streams, share: 1)
+    first, other, preempted = (
+        rig.submit(prompt_of(length, seed), max_tokens, priority=5)
+        for seed, (length, max_tokens) in enumerate([(20, 1), (900, 60), (900, 59)])
+    )
+    while not (preempted.num_generated and first.finish_reason):
+        rig.step()
+    rig.run(rig.submit(prompt_of(1200, 4), 1))
+    while preempted.slot is None:
+        rig.step()
+    waiting = rig.submit(prompt_of(2500, 5), 1)
+    assert waiting.slot is None
+    ended = []
+    while not waiting.finish_reason:
+        ended.append((other.finish_reason, preempted.finish_reason))
+        rig.step()
+    assert (None, "length") not in ended and ("length", None) not in ended, "they did not end in one frame"
+
+
 def test_no_answer_that_has_begun_is_refused_when_its_chain_is_replaced() -> None:
     """All are replayed at the same length: the memory that they shared while some were short is too small then."""
     rig = Rig(budget=1900, chunk=64, max_waiting=0)

@@ -58,10 +58,12 @@ WRITTEN = {
 }  # fmt: skip
 
 
-def written(form: str, text: str, size: int, most: int | None = None) -> tuple[list[tuple[int, ToolCall]], bool]:
+def written(
+    form: str, text: str, size: int, most: int | None = None, used: set[str] | None = None
+) -> tuple[list[tuple[int, ToolCall]], bool]:
     """The pieces, each with how much of the text had come; and whether the text was calls."""
     parse = import_module(f"mlx_lm.tool_parsers.{form}").parse_tool_call
-    calls = WrittenCalls(form, parse, TOOLS, most)
+    calls = WrittenCalls(form, parse, TOOLS, most, set() if used is None else used)
     pieces = [(at + size, piece) for at in range(0, len(text), size) for piece in calls.push(text[at : at + size])]
     rest = calls.finish()
     return pieces + [(len(text), piece) for piece in rest or ()], rest is not None
@@ -131,6 +133,20 @@ def test_calls_beside_each_other_have_ids_of_their_own(form: str, size: int) -> 
     assert are_calls and told(pieces) == expected(form, PARALLEL[form]) == [("write", {"path": "}"}), ("wait", {})]
     assert told(written(form, PARALLEL[form], size, most=1)[0]) == [("write", {"path": "}"})]
     assert written(form, PARALLEL[form], size, most=0) == ([], True)
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_ids_that_the_model_gives_twice_are_counted_up(size: int) -> None:
+    """In one section of calls and in a later one: clients join the pieces of a call by its id."""
+    calls = "".join(
+        f'<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{{"path": "{path}"}}<|tool_call_end|>'
+        for name, path in (("write", "a"), ("wait", "b"), ("write", "c"))
+    )
+    used = {"functions.write:1"}
+    pieces, _ = written("kimi_k2", calls, size, used=used)
+    found = joined_calls([piece for _, piece in pieces])
+    assert [call.id for call in found] == ["functions.write:0", "functions.wait:0", "functions.write:2"]
+    assert [json.loads(call.arguments)["path"] for call in found] == ["a", "b", "c"] and used >= {c.id for c in found}
 
 
 @pytest.mark.parametrize("form", ["mistral", "kimi_k2"])
