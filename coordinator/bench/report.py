@@ -5,12 +5,10 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from coordinator.bench.failover import FailoverReport, FailoverRow
 from coordinator.bench.forecast import Forecast, ForecastTimes
 from coordinator.bench.results import CLUSTER, Bench, BenchRow, fastest_splits, system_name
-from coordinator.cluster.tables import fitting
+from coordinator.cluster.tables import fitting, plain_console
 from worker.errors import InputError
 
 _IMAGES = (".png", ".svg", ".pdf")
@@ -123,7 +121,7 @@ def _print_table(
     num_left: int | None = None,
 ) -> None:
     """Print a table in `columns` columns or as many as the terminal has; see `fitting` for the last two arguments."""
-    console = Console(highlight=False, markup=False)
+    console = plain_console()
     console.width = min(columns, console.width) if console.is_terminal else columns
     table = fitting(heads, rows, console.width, num_keys=num_keys, num_left=num_left)
     shown = legend if console.width == columns else [" ".join(legend)]
@@ -132,7 +130,7 @@ def _print_table(
 
 def print_forecasts(forecasts: Sequence[Forecast], times: ForecastTimes) -> None:
     """Print a row per number of requests; below it, which of them were not measured."""
-    console = Console(highlight=False, markup=False)
+    console = plain_console()
     rows = [
         (
             str(found.concurrency), f"{found.tokens_per_s_per_request:.1f}", f"{found.tokens_per_s:.1f}",

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from coordinator.cli import flags
@@ -18,6 +17,7 @@ from coordinator.cli.flags import find_config
 from coordinator.cli.run import run_async
 from coordinator.cluster.options import cluster_options
 from coordinator.cluster.progress import say
+from coordinator.cluster.tables import plain_console
 from protos.brigade_pb2 import PrefixesReply, PrefixesRequest
 from worker.errors import BrigadeError, InputError
 from worker.platform.run import App
@@ -58,7 +58,7 @@ def ls(kind: Kind = "weights", config: flags.Config = None, as_json: flags.JsonF
     if as_json:
         print(json.dumps({"folder": str(weights.folder), "models": [_as_json(each) for each in kept]}))
         return
-    console = Console(highlight=False)
+    console = plain_console()
     console.print(_table(kept) if kept else "nothing is kept")
     console.print(f"in {weights.folder}", soft_wrap=True)
 
@@ -138,7 +138,7 @@ async def _show_prompts(config: Path | None, *, as_json: bool, remove: bool) -> 
         for name, reply in replied.items():
             used = _ago(time.time() - reply.used) if reply.pieces else "–"
             table.add_row(name, str(len(reply.pieces)), format_bytes(reply.bytes), used)
-        console = Console(highlight=False)
+        console = plain_console()
         if remove:
             console.print("removed:")
         console.print(table)

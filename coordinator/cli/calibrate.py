@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from coordinator.cli import flags
 from coordinator.cli.eval import Ask, EvalCase, QuestionFlags, loaded
@@ -17,7 +16,7 @@ from coordinator.cli.report import require_writable, writing
 from coordinator.cli.run import TakeFlags
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import TokenReport, say, show_tokens
-from coordinator.cluster.tables import fitting
+from coordinator.cluster.tables import fitting, plain_console
 from coordinator.decoding.decode_options import Decode
 from coordinator.engine.bounded import TEMPLATES, Texts
 from coordinator.quality.calibrate import Calibration, Guess, TaughtFill, find_thresholds
@@ -118,7 +117,7 @@ async def run_calibrate(
         print(to_json({"model": model, "agreement": agreement, "kinds": {**dict.fromkeys(found), **reached}}))
     else:
         rows = [_cells(name, num_guesses[name], each) for name, each in found.items()]
-        console = Console(highlight=False)
+        console = plain_console()
         console.print(fitting(_HEADS, rows, console.width))
     if lacking := sorted(found.keys() - reached.keys()):
         say(f"no threshold reaches {agreement:g} for {', '.join(lacking)}; give more questions, or ask for less")

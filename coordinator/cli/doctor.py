@@ -14,7 +14,7 @@ from coordinator.cli.report import print_stats
 from coordinator.cli.run import TakeFlags
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import show_steps
-from coordinator.cluster.tables import plain_table
+from coordinator.cluster.tables import plain_console, plain_table
 from coordinator.deploy.findings import Finding, Level
 from coordinator.planning.speeds import format_ms
 from worker.errors import BrigadeError
@@ -55,7 +55,7 @@ async def run_doctor(options: ClusterOptions, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(found.as_json()))
     else:
-        print_findings(found.findings, Console(highlight=False))
+        print_findings(found.findings, plain_console())
     return 0 if found.is_healthy else 1
 
 
@@ -128,9 +128,9 @@ async def run_smoke(options: ClusterOptions, given: str, *, as_json: bool) -> in
 
 
 def _print(trial: "ChainTrial") -> None:
-    console = Console(highlight=False)
+    console = plain_console()
     nodes = ", ".join(f"{node.name} [{node.start}, {node.end})" for node in trial.plan.assignments)
-    console.print(f"{trial.model} on {nodes}: open after {trial.opened_s:.1f} s", markup=False, soft_wrap=True)
+    console.print(f"{trial.model} on {nodes}: open after {trial.opened_s:.1f} s", soft_wrap=True)
     if trial.hops:
         table = plain_table("hop", "sent", "a frame takes", gap=2)
         for hop in trial.hops:
@@ -142,4 +142,4 @@ def _print(trial: "ChainTrial") -> None:
         found = f"{trial.first.tokens}, then {trial.second.tokens}"
         verdict = f"OTHER TOKENS the second time, {found}; brigade verify finds the node that computes differently"
     result = f"{len(trial.first.tokens)} tokens, twice, in {trial.answered_s:.1f} s: {verdict}"
-    console.print(result, markup=False, soft_wrap=True)
+    console.print(result, soft_wrap=True)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from coordinator.cli import flags
 from coordinator.cli.batch import Answers, open_answers
@@ -23,7 +22,7 @@ from coordinator.cli.report import require_writable
 from coordinator.cli.run import TakeFlags
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say, show_tokens, telling_interrupts
-from coordinator.cluster.tables import fitting
+from coordinator.cluster.tables import fitting, plain_console
 from coordinator.decoding.decode_options import takes
 from coordinator.engine.bounded import TEMPLATES, Texts
 from coordinator.quality.accuracy import AccuracyRow, EvalAnswer, EvalReading, accuracy_row
@@ -344,7 +343,7 @@ async def run_eval(
     if as_json:
         print(to_json({"model": model, "rows": [row.as_json() for row in rows]}), flush=True)
     else:
-        console = Console(highlight=False)
+        console = plain_console()
         console.print(fitting(_HEADS, list(map(_cells, rows)), console.width, num_keys=2))
     if plot is not None:
         _write_plot(model, rows, plot)

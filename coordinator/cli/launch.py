@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from coordinator.cli import flags
 from coordinator.cli.flags import CONFIG, find_config, given_flags
 from coordinator.cluster.progress import say, show_progress, telling_interrupts
+from coordinator.cluster.tables import plain_console
 from protos.brigade_pb2 import LoadProgress
 from worker.config import ClusterConfig, WorkerConfig, load_cluster, read_yaml
 from worker.errors import BrigadeError, ConfigError, InputError
@@ -139,7 +139,7 @@ def _tell(outcomes: Sequence[Outcome]) -> int:
     for each in outcomes:
         done = Text("failed", "bold red") if each.error else Text(each.done, "green")
         table.add_row(Text(each.name), Text(each.place), Text(each.kind), done, Text(each.address))
-    Console(highlight=False).print(table)
+    plain_console().print(table)
     failures = [each.error for each in outcomes if each.error]
     for error in failures:
         print(f"error: {printable_lines(str(error))}", file=sys.stderr)

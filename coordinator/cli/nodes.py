@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console, Group
+from rich.console import Group
 
 from coordinator.cli import flags
 from coordinator.cli.flags import CONFIG, find_config
 from coordinator.cli.run import run_async
 from coordinator.cluster.progress import say
-from coordinator.cluster.tables import fitting
+from coordinator.cluster.tables import fitting, plain_console
 from worker.config import CoordinatorConfig, load_cluster
 from worker.errors import InputError, StageLost
 from worker.model.repository import require_model
@@ -50,7 +50,7 @@ async def nodes(
         print(json.dumps(found.to_json()))
         return
     if found.nodes:
-        console = Console(highlight=False)
+        console = plain_console()
         console.print(node_table(found.nodes, config.name if config else "", console.width))
     for line in remarks(found.nodes, found.num_ignored, timeout):
         say(line)

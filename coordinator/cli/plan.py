@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -17,7 +16,7 @@ from coordinator.cli.flags import find_config, parse_counts, parse_times, refuse
 from coordinator.cli.run import TakeFlags
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
-from coordinator.cluster.tables import plain_table
+from coordinator.cluster.tables import plain_console, plain_table
 from coordinator.planning.plan import Objective, require_fit
 from coordinator.planning.speeds import Survey, format_ms
 from coordinator.sessions.admission import MOST_WAITING
@@ -339,7 +338,7 @@ class _PlanView:
 
     def print(self) -> None:
         """Print a row per node, with its layers drawn to scale, then times, alternatives and advice."""
-        console = Console(highlight=False)
+        console = plain_console()
         chosen, times = self.report.chosen.plan, self.report.chosen.times
         size = format_bytes(self.spec.shard_bytes(0, self.spec.num_layers))
         sessions = f"{chosen.num_sessions} sessions" if chosen.num_sessions > 1 else "one session"

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from coordinator.cli import flags
 from coordinator.cluster.progress import say, show_bytes, show_tokens
-from coordinator.cluster.tables import plain_table
+from coordinator.cluster.tables import plain_console, plain_table
 from worker.errors import InputError
 from worker.platform.text import Json, format_bytes, to_json
 
@@ -175,4 +174,4 @@ def _print_parts(parts: list[Json]) -> None:
     for part in parts:
         lost = "not measured" if part["drafts_lost"] is None else f"{part['drafts_lost']:+.3f}"
         table.add_row(part["part"], f"{part['weights']:,}", f"{part['loss']:+.4f}", lost, str(part["bits"]))
-    Console(highlight=False).print(table)
+    plain_console().print(table)

@@ -5,12 +5,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from coordinator.cluster.progress import say
-from coordinator.cluster.tables import plain_table
+from coordinator.cluster.tables import plain_console, plain_table
 from coordinator.planning.plan import Plan
 from coordinator.sessions.output import Answer, Token
 from coordinator.sessions.waterfall import StageTime, Waterfall
@@ -94,7 +93,7 @@ def print_summary(answer: Answer, ended: str, drawn: str = "") -> None:
 
 def print_stats(answer: Answer, plan: Plan, waterfall: Waterfall, *, with_legend: bool = False) -> None:
     """Print a table of the stages and the waterfall."""
-    console = Console(stderr=True, highlight=False)
+    console = plain_console(stderr=True)
     rows = [
         {
             "node": time.node.name, "layers": "lost" if time.is_lost else f"[{time.node.start}, {time.node.end})",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -19,7 +19,7 @@ from coordinator.cli.flags import find_config, given_flags
 from coordinator.cli.serve import PORT
 from coordinator.cluster.options import cluster_options
 from coordinator.cluster.progress import say
-from coordinator.cluster.tables import plain_table
+from coordinator.cluster.tables import plain_console, plain_table
 from worker.errors import BrigadeError, InputError, StageLost
 from worker.platform.text import Json, format_bytes
 from worker.platform.threads import run_in_thread
@@ -58,7 +58,7 @@ async def status(
         raise InputError("watch", "not expected with --json, which prints one object")
     key = first_key(api_key_file)
     is_named = "server" in given_flags(ctx)  # such a server does not stand for this folder's workers
-    console = Console(highlight=False)
+    console = plain_console()
     while True:
         try:
             found = await run_in_thread(partial(ask_server, server.rstrip("/"), key))

@@ -24,6 +24,7 @@ from rich.progress import (
 from rich.text import Text
 
 from coordinator.cluster.log import log
+from coordinator.cluster.tables import plain_console
 from protos.brigade_pb2 import LoadProgress
 from worker.platform.text import format_bytes
 
@@ -62,7 +63,7 @@ def telling_interrupts(line: str | Callable[[], str]) -> Iterator[None]:
 @contextmanager
 def show_progress() -> Iterator[NodeProgress]:
     """Show what the nodes do. Yield a function for reports of the begin and the progress of phases."""
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     if console.is_terminal:
         node = TextColumn("{task.fields[node]:<12}", markup=False)
         phase = TextColumn("{task.description:<16}", markup=False)
@@ -90,7 +91,7 @@ def show_progress() -> Iterator[NodeProgress]:
 @contextmanager
 def show_steps(total: int) -> Iterator[Begin]:
     """Draw one bar with the latest step. Show nothing outside a terminal."""
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False)
     with _drawn(console, *columns) as bars:
         task, done = bars.add_task("", total=total), count()
@@ -100,9 +101,15 @@ def show_steps(total: int) -> Iterator[Begin]:
 @contextmanager
 def show_tokens(what: str, total: int, done: int = 0) -> Iterator[TokenReport]:
     """Draw one bar with the speed, if items have tokens. Outside a terminal write lines, less and less often."""
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     began, due_s, num_tokens, first = time.monotonic(), _TOKENS_FIRST_S, 0, done
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Speed(), TimeRemainingColumn()
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        _Speed(),
+        TimeRemainingColumn(),
+    )
     with _drawn(console, *columns) as bars:
         task = bars.add_task(what, total=total, completed=done, tokens=0)
 
@@ -123,10 +130,10 @@ def show_tokens(what: str, total: int, done: int = 0) -> Iterator[TokenReport]:
 @contextmanager
 def show_bytes(what: str, total: int) -> Iterator[ByteReport]:
     """Draw one bar of bytes. Outside a terminal write lines, less and less often."""
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     began, due_s, done, known = time.monotonic(), _TOKENS_FIRST_S, 0, 0
     speed_columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    with _drawn(console, TextColumn("{task.description}"), BarColumn(), *speed_columns) as bars:
+    with _drawn(console, TextColumn("{task.description}", markup=False), BarColumn(), *speed_columns) as bars:
         task = bars.add_task(what, total=total)
 
         def report(more: int, is_known: bool) -> None:

@@ -5,12 +5,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 _GAP = 2  # columns of the terminal between two of the table
 _LEAST_KEY = 8  # columns of a key that is wrapped, so that no figure is
+
+
+def plain_console(*, stderr: bool = False) -> Console:
+    """Return a console that prints texts as they are, also those with brackets or colons."""
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
 
 
 def plain_table(first: str, *others: str, gap: int = 1) -> Table:

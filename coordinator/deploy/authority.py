@@ -84,7 +84,7 @@ class Authority:
             begins, until: when it is valid; by default from a day ago for NODE_VALID.
         Raises:
             ConfigError: no certificate can carry this name, or the existing file has another role, or its name
-                differs in case only, which certificates ignore.
+                differs in case only, which certificates ignore; or the authority has expired.
         """
         if not is_certifiable(name):
             raise ConfigError(f"expected a name like that of a host, as certificates carry it, found {name!r}")
@@ -93,6 +93,10 @@ class Authority:
         key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
         until = min(until or now + NODE_VALID, self.certificate.not_valid_after_utc)
+        if self.certificate.not_valid_after_utc <= now:
+            raise ConfigError(
+                f"the authority in {self.folder} expired on {until:%Y-%m-%d}; brigade keys init --replace"
+            )
         builder = _builder(subject, self.certificate.subject, key, begins or now - _CLOCK_ERROR, until)
         serves = [ExtendedKeyUsageOID.SERVER_AUTH] if role is Role.WORKER else []  # a coordinator only calls
         for extension in (

@@ -18,7 +18,7 @@ from coordinator.deploy.findings import (
 )
 from coordinator.planning.plan import MemoryOffer, Node, Objective, Plan, budgets
 from coordinator.planning.planner import plan
-from coordinator.planning.speeds import NO_SPEEDS, LinkSpeed, format_ms
+from coordinator.planning.speeds import NO_SPEEDS, LinkSpeed, NodeSpeed, Survey, format_ms
 from protos.brigade_pb2 import (
     MEDIUM_ETHERNET,
     MEDIUM_LOOPBACK,
@@ -83,6 +83,7 @@ class ModelInUse:
     refusal: str = ""
     context: int = 4096  # tokens
     layers: tuple[int, ...] | None = None
+    is_order_fixed: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -90,9 +91,19 @@ class ModelInUse:
         return self.spec.row_bytes if self.spec else 0
 
     def plan_by_memory(self, nodes: Sequence[Node]) -> Plan:
-        """Return the plan over these nodes, as if they were equally fast. Raises ConfigError as `plan` does."""
+        """Return the plan over all these nodes in this order. Raises ConfigError as `plan` does."""
+        return self._plan(nodes, NO_SPEEDS)
+
+    def plan_over_some(self, nodes: Sequence[Node]) -> Plan:
+        """Return a plan over any of these nodes, as if they were equally fast. Raises ConfigError as `plan` does."""
         assert self.spec is not None
-        return plan(self.spec, nodes, NO_SPEEDS, Objective(self.context, layers=self.layers))
+        speed = NodeSpeed.assumed(self.spec, gbps=100)
+        return self._plan(nodes, Survey({node.name: speed for node in nodes}))
+
+    def _plan(self, nodes: Sequence[Node], speeds: Survey) -> Plan:
+        assert self.spec is not None
+        objective = Objective(self.context, layers=self.layers, is_order_fixed=self.is_order_fixed)
+        return plan(self.spec, nodes, speeds, objective)
 
 
 def check_cluster(cluster: ExaminedCluster, model: ModelInUse, now: datetime) -> Iterator[Finding]:
@@ -469,7 +480,7 @@ def offers_of(nodes: Sequence[ExaminedNode]) -> list[Node]:
 
 
 def _check_plan(spec: ModelSpec, nodes: Sequence[ExaminedNode], model: ModelInUse) -> Iterator[Finding]:
-    """Yield whether the model fits, by memory alone: such a plan fits if any does."""
+    """Yield whether the model fits, by memory alone."""
     offers = offers_of(nodes)
     try:
         found = model.plan_by_memory(offers)
@@ -480,6 +491,11 @@ def _check_plan(spec: ModelSpec, nodes: Sequence[ExaminedNode], model: ModelInUs
     if found.fits:
         yield ok(Kind.MEMORY, "all nodes", f"{spec.name} fits, with {model.context:,} tokens of context")
         return
+    text = f"{spec.name} with {model.context:,} tokens of context does not fit: {found.lacking}"
+    if (other := model.plan_over_some(offers)).fits:
+        text = f"{text} with all nodes in this order, but it fits as {other}: no answer was tried"
+        yield note(Kind.MEMORY, "all nodes", text, "leave it so, or free memory there")
+        return
     shares_machine = [each.is_here or (each is nodes[0] and any(node.is_here for node in nodes)) for each in nodes]
     raised = [
         now if is_shared else Node(now.name, max(now.memory_bytes, _raised_budget(node)))
@@ -489,7 +505,6 @@ def _check_plan(spec: ModelSpec, nodes: Sequence[ExaminedNode], model: ModelInUs
     if wider.fits:
         yield from _raised_limits(wider, offers, nodes)
         return
-    text = f"{spec.name} with {model.context:,} tokens of context does not fit: {found.lacking}"
     yield problem(Kind.MEMORY, "all nodes", text, "more nodes, a model of fewer bits, or fewer tokens (`context:`)")
 
 

@@ -189,9 +189,10 @@ def write_layers(path: Path, cluster: ClusterConfig, plan: Plan) -> None:
     if plan.prompt_end is not None and cluster.objective != "prompt":
         raise ConfigError(f"{path}: expected `objective: prompt` beside layers of prompts, found {cluster.objective}")
     with _replacing(path) as unfinished:
-        text = path.read_text(encoding="utf-8")
-        gap = "" if text.endswith("\n") else "\n"
-        unfinished.write_text(f"{text}{gap}layers: {layers}  # as brigade plan says\n", encoding="utf-8")
+        found = path.read_bytes()
+        end = b"\r\n" if b"\r\n" in found else b"\n"
+        gap = b"" if found.endswith(end) else end
+        unfinished.write_bytes(b"%b%blayers: %b  # as brigade plan says%b" % (found, gap, str(layers).encode(), end))
         shutil.copymode(path, unfinished)
         if not _has_layers(unfinished, layers):
             raise ConfigError(f"{path}: cannot add a line to it; write there yourself: layers: {layers}")
@@ -213,11 +214,15 @@ def _has_layers(path: Path, layers: Sequence[int]) -> bool:
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """Yield a path beside this one, which replaces it at the end. Raises ConfigError if it cannot be written."""
+    """Yield a path beside this one, which replaces it at the end, or the file to which it links.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield unfinished
-        unfinished.replace(path)
+        unfinished.replace(path.resolve())
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     finally:

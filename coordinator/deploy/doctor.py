@@ -83,7 +83,12 @@ async def examine_cluster(options: ClusterOptions, begin: Begin = lambda step: N
     """Collect and check. A node that cannot be asked, or a model that cannot be read, is a finding, not an error."""
     try:
         checkpoint, spec = await read_model(options.model, options.draft_model)
-        model = ModelInUse(spec, context=min(options.context, spec.context), layers=options.cluster.layers)
+        model = ModelInUse(
+            spec,
+            context=min(options.context, spec.context),
+            layers=options.cluster.layers,
+            is_order_fixed=options.cluster.order == "fixed",
+        )
     except BrigadeError as error:
         checkpoint, model = None, ModelInUse(refusal=error.message)
     cluster = await collect_facts(options.cluster, begin, checkpoint, feeds=options.feeds)
@@ -91,15 +96,19 @@ async def examine_cluster(options: ClusterOptions, begin: Begin = lambda step: N
 
 
 async def try_answer(options: ClusterOptions, found: Examination) -> Examination:
-    """Add what a short answer through every node shows, unless there are no workers or problems to fix first.
+    """Add what a short answer through every node shows, unless there are no workers, or it cannot be tried yet.
 
     Running programs are left alone: a worker that serves another coordinator, or too little free memory here, becomes
     a note instead.
     """
     if not options.cluster.workers or not found.is_healthy:
         return found
-    trial, about = None, "all nodes"
-    needed, free = _own_share(found), psutil.virtual_memory().available
+    trial, about, needed, free = None, "all nodes", 0, psutil.virtual_memory().available
+    if found.model.spec is not None:
+        plan = found.model.plan_by_memory(offers_of(found.cluster.nodes))
+        if not plan.fits:  # a finding tells of it
+            return found
+        needed = plan.assignments[0].needed_bytes
     if needed > free:
         text = f"no answer was tried: this node's part takes {format_bytes(needed)}, {format_bytes(free)} are free"
         fix = "end programs that hold memory here, perhaps a server"
@@ -121,13 +130,6 @@ async def try_answer(options: ClusterOptions, found: Examination) -> Examination
             text += f": other tokens the second time, {trial.first.tokens}, then {trial.second.tokens}"
             finding = problem(Kind.TRIAL, about, text, "install the same versions of all packages on all nodes")
     return replace(found, findings=[*found.findings, finding], trial=trial)
-
-
-def _own_share(found: Examination) -> int:
-    """Return the bytes that the coordinator has to hold in a plan by memory; 0 if no model is known."""
-    if found.model.spec is None:
-        return 0
-    return found.model.plan_by_memory(offers_of(found.cluster.nodes)).assignments[0].needed_bytes
 
 
 def num_steps(cluster: ClusterConfig) -> int:

@@ -108,8 +108,8 @@ def project_at(folder: Path) -> Project:
         ConfigError: there is neither.
     """
     pyproject = folder / "pyproject.toml"
-    if pyproject.is_file():
-        found = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+    found = tomllib.loads(pyproject.read_text(encoding="utf-8")).get("project", {}) if pyproject.is_file() else {}
+    if found.get("name") == NAME:  # other packages may have left theirs beside an installation
         version, python, requirements = found["version"], found["requires-python"], found["dependencies"]
         scripts = sorted(found["scripts"].items())
     else:

@@ -53,9 +53,13 @@ class MemoryOffer(NamedTuple):
 
 
 def budgets(coordinator: MemoryOffer, workers: Iterable[MemoryOffer]) -> Iterator[int]:
-    """Yield each node's memory budget, the coordinator's first; nodes of its machine share its offer equally."""
+    """Yield each node's memory budget, the coordinator's first.
+
+    Nodes of its machine share its offer equally, except for what some of them are configured to take.
+    """
     nodes = [coordinator._replace(is_here=True), *workers]
-    share = coordinator.offered // sum(node.is_here for node in nodes)
+    here = [node.configured for node in nodes if node.is_here]
+    share = max(0, coordinator.offered - sum(filter(None, here))) // max(1, here.count(None))
     for node in nodes:
         yield node.configured or (share if node.is_here else node.offered)
 

@@ -166,7 +166,7 @@ def _load(path: Path) -> _Task:
     except yaml.constructor.ConstructorError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
         raise InputError("questions", f"{path}, line {line}: {error.problem}; code of task files is not run") from error
-    except (yaml.YAMLError, ValidationError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:  # ValidationError is a ValueError
         if isinstance(error, ValidationError):
             first = error.errors(include_url=False, include_input=False)[0]
             reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

@@ -1,6 +1,7 @@
 """Files of questions for `brigade eval`: JSON lines, the built-in sets, and the task files of lm-eval."""
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ _MOST_PROBLEMS = 10  # that an error names
 _MOST_CHOICES = 26
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?\d[\d,]*(?:\.\d+)?")
 _LETTER = re.compile(r"\b([A-Z])\b")
+_ANSWER = re.compile(r"(?i:answer)\W+(?:(?i:is)\W+)?([A-Z])\b")
 _GSM8K = "####"  # before the result, at the end of GSM8K's worked answers
 
 
@@ -36,6 +38,7 @@ class Question:
     stops: tuple[str, ...] = ()
     extract: tuple[Mapping[str, Any], ...] = ()  # filters of lm-eval, which make of an answer what is compared
     ignored: tuple[str, ...] = ()  # regular expressions that `exact` deletes from both sides
+    last_letter: str = "Z"  # of the choices
     has_case: bool = True  # whether `exact` tells upper from lower case
     has_edges: bool = False  # whether `exact` compares blanks at both ends
     continuations: tuple[str, ...] = ()  # of the raw prompt, which are scored: the answer is the number of the best one
@@ -57,8 +60,8 @@ class Question:
         if self.check == "regex":
             return bool(texts.find_all(self.expected[0], answer))
         if self.check == "choice":
-            letters = _LETTER.findall(answer)
-            return bool(letters) and letters[0] == self.expected[0]
+            letters = [*_ANSWER.findall(answer)[-1:], *_LETTER.findall(answer)]
+            return next((each for each in letters if each <= self.last_letter), "") == self.expected[0]
         if self.check == "contains":
             return any(text.casefold() in answer.casefold() for text in self.expected)
         return self._comparable(answer, texts) in {self._comparable(text, texts) for text in self.expected}
@@ -159,16 +162,21 @@ def _choice(place: str, prompt: str, choices: Any, answer: Any) -> Question:
         raise InputError("choices", f"expected a list of 2 to {_MOST_CHOICES} texts")
     letters = [chr(ord("A") + number) for number in range(len(choices))]
     names = {**dict(zip(letters, letters, strict=True)), **dict(zip(choices, letters, strict=True))}
-    right = letters[answer] if type(answer) is int and 0 <= answer < len(letters) else names.get(answer)
+    right = names.get(answer) if isinstance(answer, str) else None
+    if type(answer) is int and 0 <= answer < len(letters):
+        right = letters[answer]
     if right is None:
         raise InputError("answer", f"expected a letter up to {letters[-1]}, a number from 0, or one of the choices")
     listed = "\n".join(f"{letter}. {text}" for letter, text in zip(letters, choices, strict=True))
-    return Question(place, f"{prompt}\n{listed}\nAnswer with the letter only.", (right,), "choice")
+    asked = f"{prompt}\n{listed}\nAnswer with the letter only."
+    return Question(place, asked, (right,), "choice", last_letter=letters[-1])
 
 
 def _as_text(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
         raise InputError("answer", "expected a text or a number, or a list of them")
+    if isinstance(value, float) and math.isfinite(value):
+        return format(Decimal(str(value)), "f")  # without an exponent
     return str(value)
 
 

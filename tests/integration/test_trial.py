@@ -1,5 +1,6 @@
 """Smoke on real nodes: every hop is tried, and no worker that serves is disturbed."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,6 +68,8 @@ async def test_memory_that_other_programs_hold_is_not_taken_from_them(monkeypatc
     [finding] = (await try_answer(options_of(Path("nowhere"), "127.0.0.1:1"), found)).findings
     assert (finding.level, finding.kind, finding.about) == (Level.NOTE, Kind.TRIAL, "studio")
     assert "512.0 MiB are free" in finding.text
+    small = replace(found, cluster=ExaminedCluster([nodes[0], replace(nodes[1], configured_bytes=cases.GIB // 2)]))
+    assert await try_answer(options_of(Path("nowhere"), "127.0.0.1:1"), small) is small, "a plan leaves it out"
 
 
 async def test_a_trial_that_fails_is_a_problem(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -333,7 +333,7 @@ async def test_verify_shows_how_far_it_is_and_ends_with_its_verdict(
 ) -> None:
     drawn = io.StringIO()
     terminal = Console(file=drawn, force_terminal=True, width=100)
-    monkeypatch.setattr(progress, "Console", lambda stderr: terminal)
+    monkeypatch.setattr(progress, "plain_console", lambda stderr: terminal)
     options = in_this_process(models("qwen3"))
     assert await run_verify(options, Decode(), max_tokens=2, seed=0, stream=stream, as_json=False) == 0
     shown = capsys.readouterr().out.splitlines()

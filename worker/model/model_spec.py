@@ -242,10 +242,14 @@ class ModelSpec:
 
         Of others a snapshot is sent at the end of a prompt. For a draft head the last node sends its rows, too.
         """
-        memories = [(cache_spec(each, self.cache), each) for layer in self.layers[start:end] for each in layer.memories]
         output_bytes = self.row_bytes if self.draft_head and end == self.num_layers else 0
-        caches = sum(cache.row_bytes(memory) for cache, memory in memories if cache.rows_that_can_be_cut is None)
-        return caches + output_bytes
+        return self._segment_bytes_up_to[end] - self._segment_bytes_up_to[start] + output_bytes
+
+    @cached_property
+    def _segment_bytes_up_to(self) -> list[int]:
+        layers = [[(cache_spec(each, self.cache), each) for each in layer.memories] for layer in self.layers]
+        sent = (sum(cache.row_bytes(m) for cache, m in each if cache.rows_that_can_be_cut is None) for each in layers)
+        return list(accumulate(sent, initial=0))
 
     @property
     def largest_snapshot_bytes(self) -> int:

@@ -31,6 +31,14 @@ def test_a_certificate_carries_a_name_and_a_role_for_a_year_and_issues_no_other(
     assert keys.read().until == authority.certificate.not_valid_after_utc, "none outlasts the authority"
 
 
+def test_an_authority_that_has_expired_issues_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.deploy.authority._AUTHORITY_VALID", timedelta(hours=-1))
+    authority = Authority.make(tmp_path / "keys")
+    with pytest.raises(ConfigError, match=r"expired on 20\d\d-.*keys init --replace"):
+        authority.issue("mini", Role.WORKER)
+    assert [file.name for file in authority.folder.iterdir()] == [AUTHORITY_FILE]
+
+
 def test_keys_are_for_their_user_only_and_the_authoritys_key_is_in_no_nodes_file(authority: Authority) -> None:
     path = authority.issue("mini", Role.WORKER)
     for file in (path, authority.folder / AUTHORITY_FILE):

@@ -63,7 +63,9 @@ def test_without_a_terminal_a_feed_tells_its_speed(virtual: VirtualTime, capsys:
 def test_a_terminal_shows_every_phase_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     monkeypatch.setattr(
-        progress_module, "Console", lambda **_: Console(file=screen, force_terminal=True, width=100, color_system=None)
+        progress_module,
+        "plain_console",
+        lambda **_: Console(file=screen, force_terminal=True, width=100, color_system=None),
     )
     steps = [
         ("", STARTING, "all nodes    starting workers"),

@@ -2,9 +2,10 @@
 
 import io
 
+import pytest
 from rich.console import Console
 
-from coordinator.cluster.tables import fitting
+from coordinator.cluster.tables import fitting, plain_console, plain_table
 
 HEADS = ("system", "at once", "prompt tok/s", "first token s", "busy")
 ROWS = [("one process", "1", "281.0", "0.028", "86%"), ("cluster 4,4", "16", "2633.5", "0.030", "")]
@@ -53,3 +54,11 @@ def test_with_less_room_heads_take_several_lines_and_with_still_less_there_are_s
     text = shown(10, ("node", "address"), [("mini", "10.0.0.1:50070")], num_keys=1)
     assert all(len(line) <= 10 for line in text.splitlines())
     assert shown(80, ("node", "address"), [], num_keys=1) == "node  address"
+
+
+def test_names_of_models_and_nodes_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "a[/b] [red]c :smile:"
+    table = plain_table("node")
+    table.add_row(name)
+    plain_console().print(name, table, sep="\n")
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [name, "node", name]

@@ -312,6 +312,14 @@ def test_the_wired_limit_is_to_be_raised_where_the_plan_needs_it_and_only_there(
     assert worse(fitted(here, 44)) == [] and worse(fitted(here, 60)) == [(PROBLEM, Kind.MEMORY, "all nodes")]
 
 
+def test_a_node_that_is_too_small_for_its_place_is_no_problem_while_the_others_hold_the_model() -> None:
+    cluster = known(replace(node(), configured_bytes=GIB // 2))
+    findings = fitted(cluster, 40)
+    assert worse(findings) == [(NOTE, Kind.MEMORY, "all nodes")]
+    assert "fits as studio [0, 40): no answer was tried" in said(findings, Kind.MEMORY).text
+    assert worse(fitted(cluster, 40, (39, 1))) == [(PROBLEM, Kind.MEMORY, "all nodes")]
+
+
 def test_a_model_that_does_not_fit_cannot_be_split_so_or_cannot_be_read_is_a_problem() -> None:
     findings = fitted(known(node()), 200)
     assert worse(findings) == [(PROBLEM, Kind.MEMORY, "all nodes")]

@@ -192,6 +192,17 @@ def test_layers_are_added_and_comments_stay(tmp_path: Path, end: str) -> None:
     assert load_cluster(tmp_path / "cluster.yaml").layers == (4, 4)
 
 
+def test_a_link_to_a_file_with_other_ends_of_lines_keeps_both(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    file, link = tmp_path / "file.yaml", tmp_path / "here" / "cluster.yaml"
+    file.write_bytes(FILE.replace("\n", "\r\n").encode())
+    link.symlink_to(file)
+    plan = Plan(tuple(Assignment(name, 4 * i, 4 * i + 4, 1, 1, 9) for i, name in enumerate(HERE)), 1)
+    write_layers(link, load_cluster(link), plan)
+    whole = f"{FILE}\nlayers: [4, 4]  # as brigade plan says\n"
+    assert link.is_symlink() and file.read_bytes() == whole.replace("\n", "\r\n").encode()
+
+
 def test_layers_of_prompts_are_added_to_a_file_of_that_objective_only(tmp_path: Path) -> None:
     for objective in ("auto", "latency"):
         with pytest.raises(ConfigError):

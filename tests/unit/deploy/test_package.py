@@ -70,6 +70,7 @@ def test_a_checkout_and_its_installed_copy_say_the_same(tmp_path: Path, monkeypa
         return found.pop()
 
     monkeypatch.setattr(package_module, "distribution", distribution)
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "another"\nversion = "9"\n')  # of another package
     assert project_at(tmp_path) == project
     with pytest.raises(ConfigError, match="expected brigade to be installed here"):
         project_at(tmp_path)

@@ -167,8 +167,10 @@ def test_nodes_of_one_machine_share_what_it_offers_and_the_configuration_counts(
         MemoryOffer(999, None, is_here=True),
         MemoryOffer(999, 5, is_here=True),
     )
-    assert list(budgets(MemoryOffer(90, None), [elsewhere, here, configured])) == [30, 70, 30, 5]
+    assert list(budgets(MemoryOffer(90, None), [elsewhere, here, configured])) == [42, 70, 42, 5]
     assert list(budgets(MemoryOffer(90, 8), [MemoryOffer(70, 6)])) == [8, 6]
+    assert list(budgets(MemoryOffer(90, 80), [here, here])) == [80, 5, 5]
+    assert list(budgets(MemoryOffer(90, 100), [here])) == [100, 0], "more than there is was configured"
 
 
 def test_the_head_of_a_canvas_takes_its_place_on_the_last_node_only() -> None:

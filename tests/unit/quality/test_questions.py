@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,19 @@ def question(check: Check, *expected: str, **more: Any) -> Question:
         (question("exact", "a", "b"), ("b",), ("c", "ab")),
         (question("contains", "Vienna", "Wien"), ("in VIENNA.", "Wien"), ("Venice",)),
         (question("regex", r"^x = \d+$"), ("x = 12",), ("y = 12",)),
-        (question("choice", "B"), ("B", "(B) is it", "The answer is B."), ("A or B", "b", "")),
+        (
+            replace(question("choice", "B"), last_letter="D"),
+            (
+                "B",
+                "(B) is it",
+                "The answer is B.",
+                "I think B",
+                "A: the answer is B",
+                "Question: Q. **Answer:** B",
+                "B, not A",
+            ),
+            ("A or B", "b", "", "I", "The answer is B? No, the answer is A"),
+        ),
     ],
     ids=lambda value: value.check if isinstance(value, Question) else "",
 )
@@ -59,10 +72,15 @@ def test_lines_are_read_in_every_form_and_the_built_in_sets_have_twenty_each(tex
         {"prompt": "Which?", "choices": ["red", "blue"], "answer": 1, "check": "choice"},
         {"prompt": "Which?", "choices": ["red", "blue"], "answer": "red", "check": "choice"},
         "",
-        {"prompt": "Say it", "answer": ["a", 5], "check": "contains"},
+        {"prompt": "Say it", "answer": ["a", 5, 1e-05, 1e20], "check": "contains"},
     )
     found = read_questions(path, "last-number", None, texts).questions
-    assert [each.expected for each in found] == [(" 1,004",), ("B",), ("A",), ("a", "5")]
+    assert [each.expected for each in found] == [
+        (" 1,004",),
+        ("B",),
+        ("A",),
+        ("a", "5", "0.00001", "100000000000000000000"),
+    ]
     assert [each.place for each in found] == [f"q.jsonl, line {number}" for number in (1, 2, 3, 5)]
     assert "B. blue" in found[1].prompt and found[0].is_right("1004", texts)
     for name in BUILT_IN:
@@ -78,6 +96,7 @@ def test_every_broken_line_is_refused_by_its_number(texts: Texts, tmp_path: Path
         good | {"check": "choice", "choices": ["x", "y"], "answer": "z"}, good | {"check": "regex", "answer": "(("},
         good | {"check": "regex", "answer": "(" * 9000}, "[" * 100_000, good | {"prompt": "\ud800"},
         good | {"check": "choice", "choices": ["x", "\ud800"], "answer": "x"},
+        good | {"check": "choice", "choices": ["x", "y"], "answer": ["x"]},
     )  # fmt: skip
     for number, line in enumerate(broken):
         path = write(tmp_path / "q.jsonl", *[good] * number, line)
@@ -188,6 +207,7 @@ def test_choices_of_a_task_file_are_scored(texts: Texts, tmp_path: Path, choices
         ("{{ question }}", "{{ nothing }}", "docs.jsonl, line 1: the template .*'nothing' is undefined"),
         ("docs.jsonl", "absent.jsonl", "absent.jsonl cannot be read"),
         ("task: mine", "task: [", "expected YAML"),
+        ("task: mine", "task: 2024-13-45", "expected YAML"),
     ],
 )
 def test_task_files_beyond_data_are_refused(texts: Texts, tmp_path: Path, old: str, new: str, said: str) -> None:
