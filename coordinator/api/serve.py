@@ -1,7 +1,6 @@
 """`brigade serve`: its options, and the life of its engine. HTTP and gRPC share one event loop."""
 
 import asyncio
-import gc
 import re
 import socket
 import ssl
@@ -26,6 +25,7 @@ from coordinator.engine.status import StatusLog, log_request
 from coordinator.sessions.request import PoolingKind
 from worker.config import is_loopback
 from worker.errors import BrigadeError, InputError
+from worker.platform.machine import thaw_heap
 from worker.platform.mlx_memory import give_back
 from worker.platform.tasks import background
 
@@ -141,20 +141,25 @@ async def keep_open(
         BrigadeError: the first chain could not be opened.
     """
     while True:
+        failure = ""
         try:
             if await _open_once(server, options, serving, url, answers):
                 return
             await unload_workers(options)
-            gc.collect()  # the engine's objects refer to each other
-            give_back()
-            await server.wait_wanted()
-            say(server.why)
         except BrigadeError as error:
             if server.state is ServerState.LOADING:
                 raise
-            say(f"{error}; trying again in {serving.reopen_s:g} s")
-            server.fail(str(error))
+            failure = str(error)
+            say(f"{failure}; trying again in {serving.reopen_s:g} s")
+            server.fail(failure)
+        await asyncio.sleep(0)  # until then a callback of the loop may hold the end of a task
+        thaw_heap()
+        give_back()
+        if failure:
             await asyncio.sleep(serving.reopen_s)
+        else:
+            await server.wait_wanted()
+            say(server.why)
 
 
 async def _open_once(

@@ -7,9 +7,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from coordinator.quality.replay import ForcedPass, prompt_chunks
+from coordinator.quality.replay import ForcedPass
 from protos.brigade_pb2 import Cache, Sampling, Window
-from worker.compute.sampling import Sampler
 from worker.compute.shard import Shard
 from worker.compute.slot import Slot
 from worker.memory.history import History
@@ -28,20 +27,6 @@ class Reference:
         self.model, _ = load_model(folder, model_config={"model_type": module_of(checkpoint.config)})
         self._mask_token = describe(checkpoint).mask_token
 
-    def generate(self, prompt: Sequence[int], num_tokens: int, sampling: Sampling, chunk: int) -> list[int]:
-        """Return `num_tokens` tokens after the prompt, which is fed in chunks as a session does."""
-        cache = make_prompt_cache(self.model)
-        sampler = Sampler(sampling)
-        tokens = list(prompt)
-        windows = prompt_chunks(prompt, chunk)
-        while len(tokens) < len(prompt) + num_tokens:
-            for window in windows:
-                logits = self.logits(window, cache)
-                mx.eval(logits)
-            tokens.append(sampler(logits, [len(tokens)], tokens, [len(tokens)]).to_samples(slot=0)[0].token)
-            windows = [tokens[-1:]]
-        return tokens[len(prompt) :]
-
     def read(self, forced: ForcedPass) -> None:
         """Feed the windows of a pass, one after another."""
         cache, first = make_prompt_cache(self.model), 0
@@ -50,10 +35,6 @@ class Reference:
             mx.eval(logits)
             forced.hand_over(first, logits)
             first += len(window)
-
-    def logits(self, window: Sequence[int], cache: list[object]) -> mx.array:
-        """Feed one window [L]; return its last row's logits [1, V] float32."""
-        return self.rows(window, cache)[-1:]
 
     def rows(self, window: Sequence[int], cache: list[object]) -> mx.array:
         """Feed one window [L]; return the logits [L, V] float32 of its rows."""

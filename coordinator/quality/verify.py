@@ -1,7 +1,6 @@
 """`brigade verify`: compares all tensors of all nodes, and greedy and sampled tokens, with the model on one machine."""
 
 import asyncio
-import gc
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -33,7 +32,7 @@ from worker.config import is_here
 from worker.errors import InputError
 from worker.model.checkpoint import Checkpoint
 from worker.model.model_spec import ModelSpec
-from worker.platform.machine import memory_budget
+from worker.platform.machine import memory_budget, thaw_heap
 from worker.platform.text import format_bytes
 from worker.platform.threads import MlxThread, run_in_thread
 
@@ -96,7 +95,7 @@ async def verify(
         with telling_interrupts("interrupted while the cluster answered: nothing is proved"):
             answers = await _ask_cluster(options, checkpoint, spec, requests, thread, stream=stream)
         # the cluster's own shard, which tracebacks of cancelled tasks still hold, and MLX's buffer cache
-        await thread.run(gc.collect)
+        await thread.run(thaw_heap)
         await thread.run(mx.clear_cache)
         return await _compare(answers, requests, Comparison(checkpoint, spec, thread), tell)
 

@@ -25,6 +25,7 @@ from tests.cluster.processes import Starter, write_cluster
 from tools.worker_process import free_port
 from worker.compute.shard import Shard
 from worker.config import ClusterConfig, load_cluster
+from worker.platform.machine import freeze_heap
 from worker.platform.tasks import Use
 
 SHORT: dict[str, Any] = {"prompt": "the", "max_tokens": 4}
@@ -235,6 +236,7 @@ def test_an_unused_model_is_unloaded_on_all_nodes_and_loaded_again_for_the_next_
         return shard
 
     monkeypatch.setattr(deployment, "load_shard", load_and_note)
+    freeze_heap.cache_clear()  # as in a process that has loaded nothing
     worker = start.worker("last", "--config", worker_file)
     assert worker.address
 

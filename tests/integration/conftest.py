@@ -23,12 +23,14 @@ from coordinator.planning.plan import Goal, Node, Objective
 from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS
 from coordinator.quality.reference import Reference
+from coordinator.quality.replay import prompt_chunks
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import AttachRequest, Frame, LoadProgress, LoadRequest, Sampling
 from tests.tiny import make_model
 from worker.compute.ahead import StepsAhead
 from worker.compute.batching import LaneWindow
+from worker.compute.sampling import Sampler
 from worker.compute.shard import Shard
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.describe import describe, layout_of
@@ -246,8 +248,19 @@ class Whole:
         sampling = sampling or Sampling()
         key = tuple(prompt), num_tokens, sampling.SerializeToString(deterministic=True)
         if key not in self._tokens:
-            self._tokens[key] = self.reference.generate(prompt, num_tokens, sampling, CHUNK)
+            self._tokens[key] = self._generate(prompt, num_tokens, sampling)
         return self._tokens[key]
+
+    def _generate(self, prompt: Sequence[int], num_tokens: int, sampling: Sampling) -> list[int]:
+        """The tokens after the prompt, which is fed in chunks as a session does."""
+        cache, sampler, tokens = make_prompt_cache(self.reference.model), Sampler(sampling), list(prompt)
+        windows = prompt_chunks(prompt, CHUNK)
+        while len(tokens) < len(prompt) + num_tokens:
+            for window in windows:
+                mx.eval(rows := self.reference.rows(window, cache))
+            tokens.append(sampler(rows[-1:], [len(tokens)], tokens, [len(tokens)]).to_samples(slot=0)[0].token)
+            windows = [tokens[-1:]]
+        return tokens[len(prompt) :]
 
     def tokens_of(self, requests: Sequence[Request]) -> list[list[int]]:
         """Each request's tokens alone: for full caches and lossless decoders."""
@@ -257,7 +270,7 @@ class Whole:
         """The logits [N, V] float32 from which each of `generated` was chosen, fed as the chain is fed."""
         cache = make_prompt_cache(self.reference.model)
         windows = [list(prompt[i : i + CHUNK]) for i in range(0, len(prompt), CHUNK)]
-        rows = [self.reference.logits(window, cache) for window in [*windows, *([t] for t in generated[:-1])]]
+        rows = [self.reference.rows(window, cache)[-1:] for window in [*windows, *([t] for t in generated[:-1])]]
         return mx.concatenate(rows[len(windows) - 1 :])
 
 

@@ -126,10 +126,10 @@ def quantised(whole: Whole, prompt: tuple[int, ...], num_tokens: int, group_size
     """mlx-lm's own model with mlx-lm's own quantised cache, fed as the chain is fed."""
     caches: list[object] = [QuantizedKVCache(group_size=group_size, bits=bits) for _ in range(4)]
     for begin in range(0, len(prompt), CHUNK):
-        logits = whole.reference.logits(prompt[begin : begin + CHUNK], caches)
+        logits = whole.reference.rows(prompt[begin : begin + CHUNK], caches)[-1:]
     tokens = [int(mx.argmax(logits))]
     while len(tokens) < num_tokens:
-        tokens.append(int(mx.argmax(whole.reference.logits(tokens[-1:], caches))))
+        tokens.append(int(mx.argmax(whole.reference.rows(tokens[-1:], caches))))
     return tokens
 
 

@@ -68,12 +68,20 @@ def allow_connections(count: int) -> None:
 
 @cache
 def freeze_heap() -> None:
-    """Exclude all objects that exist now from garbage collection, once per process; reference counts still free them.
+    """Exclude all objects that exist now from garbage collection, once until `thaw_heap`.
 
-    A full collection on a loaded node takes a fifth of a second, during which no thread runs Python.
+    Reference counts still free them. A full collection on a loaded node takes a fifth of a second, during which no
+    thread runs Python.
     """
     gc.collect()
     gc.freeze()
+
+
+def thaw_heap() -> None:
+    """Free all objects to which nothing leads any more; a cluster and its chain, say, refer to each other."""
+    freeze_heap.cache_clear()
+    gc.unfreeze()
+    gc.collect()
 
 
 def machine_name() -> str:
