@@ -7,8 +7,17 @@ from functools import partial
 from itertools import takewhile
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    Strict,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 from starlette.requests import ClientDisconnect, Request
 
 from coordinator.api.errors import HttpError
@@ -88,16 +97,32 @@ OPENAI_ONLY: Unsupported = {  # fields of OpenAI's bodies that the other APIs do
 }
 _MAX_DEPTH = 64  # levels of lists and objects in a field
 _MAX_OBJECTS = 20_000  # in a field: messages, parts, tools; each costs the event loop time
+_MAX_KEYS = 65_536  # of an object
 
 
 class Section(BaseModel):
     """An object of a body. Unknown fields are ignored: clients send many that change nothing.
 
-    Types are strict: `true` is no number, and "5" no whole one.
+    Types are strict: `true` is no number, and "5" no whole one. The first wrong item of a list ends the validation: to
+    describe a million of them takes seconds, in which no thread runs Python.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
     unsupported: ClassVar[Unsupported] = {}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        left: list[Any] = [schema]
+        while left:
+            match left.pop():
+                case dict() as part:
+                    left += part.values()
+                    if part.get("type") in ("list", "tuple"):
+                        part["fail_fast"] = True
+                case list() as parts:
+                    left += parts
+        return schema
 
     @model_validator(mode="before")
     @classmethod
@@ -286,6 +311,8 @@ def _require_plain(name: str, value: Any) -> None:
         for each in level:
             if isinstance(each, dict):
                 num_objects += 1
+                if len(each) > _MAX_KEYS:
+                    raise InputError(name, f"expected at most {_MAX_KEYS} keys of an object, found {len(each)}")
                 below += [*each, *each.values()]
             elif isinstance(each, list):
                 below += each

@@ -142,6 +142,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._num_gathered = 0
+        self._stop_head_timer()  # of a body that came after its answer
         super().on_message_complete()
 
     @property

@@ -140,9 +140,12 @@ class Bridge:
             self._broken.set_exception(error)
 
     async def _answer(self, line: Line) -> None:
+        from coordinator.api.sse import renaming
+
         reply = Reply(line.id, is_chat=line.op == "chat")
         try:
-            request = await self._engine.prepare(self._spec(line))
+            with renaming({"prompt": "messages"} if line.op == "chat" else {}):
+                request = await self._engine.prepare(self._spec(line))
             async with aclosing(self._engine.generate(request)) as outputs:
                 async for output in outputs:
                     if piece := reply.add(output):
@@ -166,6 +169,8 @@ class Bridge:
         body = read(ChatBody, line.body)
         if body.n != 1:
             raise InputError("n", f"expected 1, got {body.n}")
+        if body.logprobs:
+            raise InputError("logprobs", "expected none: the lines of an answer have no log-probabilities")
         return body.to_spec()
 
     def _info(self) -> Json:

@@ -296,7 +296,8 @@ class Chat:
         else:
             self._is_leaving = True
             self._typed.drop()
-            say(f"\n(Ctrl-C again, /exit or Ctrl-D leaves)\n{_PROMPT}")
+            say("\n(Ctrl-C again, /exit or Ctrl-D leaves)")
+            print(f"{_PROMPT}{self._keyboard.begun}", end="", file=sys.stderr, flush=True)  # it is still being typed
 
 
 def _stats_line(usage: Usage, began: float, first: float, num_first: int) -> str:
@@ -404,6 +405,15 @@ class Keyboard:
         self._thread.close(timeout_s=0)  # its thread may be waiting for a line
         if self._settings is not None:  # input() may have changed them
             termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._settings)  # type: ignore[arg-type]
+
+    @property
+    def begun(self) -> str:
+        """The line that is being typed, so far as known."""
+        with contextlib.suppress(ImportError):
+            import readline
+
+            return readline.get_line_buffer() if self.is_terminal else ""
+        return ""
 
     async def read(self, prompt: str) -> str | None:
         """Return the next line; None at the end."""

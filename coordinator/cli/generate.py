@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 
 _PROMPTS = {"text": "the argument", "prompt": "--prompt", "prompt_tokens": "--prompt-tokens"}
 _SERVER_FIELDS = ("max_tokens", "stop", "ignore_eos", *flags.WINDOWS, "repeat_guard", "kv", "max_kv_size", "kv_keep")
-_ZERO_COUNTS = ("temperature", "seed")  # sampling parameters for which 0 does not mean off
 
 Keep = Callable[[Output, Callable[[str], None]], Awaitable[None]]
 
@@ -136,9 +135,7 @@ def generate(
 
     named = {name: value for name in _SERVER_FIELDS if (value := ctx.params[name]) is not None}
     body = {name: value for name, value in named.items() if name in {"max_tokens"} | asked.given}
-    body = windows.in_numbers(body)
-    body |= {name: value for name, value in chosen.items() if value or name in _ZERO_COUNTS} | sampling.tokens()
-    return run_remote(server, body, asked)
+    return run_remote(server, windows.in_numbers(body) | chosen | sampling.tokens(), asked)
 
 
 def require_one_prompt(prompt: flags.PromptFlags, *, is_text: bool = False, may_lack: bool = False) -> None:
@@ -334,7 +331,8 @@ def _print_finished(asked: GenerateOptions, request: Request, text: str) -> None
     """Print an answer that is complete in its journal; no node is asked."""
     known = request.known
     if asked.output.as_json:
-        stats = {"tokens_from_journal": len(known.tokens), "recoveries": 0}
+        untimed = dict.fromkeys(stats_of(Answer(last_at=1)))
+        stats = untimed | {"tokens_from_journal": len(known.tokens), "recoveries": 0}
         _print_json(request, known.tokens, known.finish_reason, text, stats=stats)
     else:
         say(f"{asked.output.journal} holds the whole answer already: {len(known.tokens)} tokens; --json prints it")

@@ -29,7 +29,7 @@ _CERTIFICATES = "SSL_CERT_FILE"
 _OTHER_HOST = (62, 64)  # OpenSSL's codes for a host name or IP address that the certificate does not have
 _TIMES = httpx2.Timeout(5.0, read=120.0)  # a stream sends keep-alives every few seconds
 _WRONG_REQUEST = (400, 404, 413, 415, 422)
-_DATA, _DONE = "data: ", "[DONE]"
+_DATA, _DONE = "data:", "[DONE]"
 
 
 class NothingAnswers(ServerFailed):
@@ -131,11 +131,12 @@ class RemoteServer:
             async with self._client.stream("POST", path, json=asked) as response:
                 if response.status_code != 200:
                     raise _refused(response.status_code, await response.aread())
-                async for line in response.aiter_lines():
-                    if line == _DATA + _DONE:
+                async for line in _lines(response):
+                    if not line.startswith(_DATA):
+                        continue
+                    if (data := line.removeprefix(_DATA).strip()) == _DONE:
                         return
-                    if line.startswith(_DATA):
-                        yield _event(line.removeprefix(_DATA))
+                    yield _event(data)
         except (httpx2.HTTPError, ValueError) as error:
             raise ServerFailed(f"the server at {self._url} broke off: {error or type(error).__name__}") from error
         raise ServerFailed(f"the server at {self._url} ended its stream without a last event")
@@ -163,6 +164,16 @@ async def open_server(given: ServerFlags) -> AsyncIterator[RemoteServer]:
             said = f"{url} answers, but not as a server of OpenAI's API does"
             raise ServerFailed(f"{said} ({str(error) or type(error).__name__})") from error
         yield RemoteServer(client, url, name)
+
+
+async def _lines(response: httpx2.Response) -> AsyncIterator[str]:
+    """Yield the lines, which no other character of Unicode ends. Raises ValueError if they are not UTF-8."""
+    rest = b""
+    async for part in response.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line.decode()
+    yield rest.decode()
 
 
 def _event(text: str) -> Json:

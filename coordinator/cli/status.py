@@ -58,15 +58,21 @@ async def status(
         raise InputError("watch", "not expected with --json, which prints one object")
     key = first_key(api_key_file)
     is_named = "server" in given_flags(ctx)  # such a server does not stand for this folder's workers
-    console = plain_console()
+    console, has_shown = plain_console(), False
     while True:
         try:
-            found = await run_in_thread(partial(ask_server, server.rstrip("/"), key))
-        except NothingAnswers:
+            if config is not None and not is_named:
+                found = await _ask_workers(config)
+            else:
+                found = await run_in_thread(partial(ask_server, server.rstrip("/"), key))
+        except NothingAnswers as error:
             config = config or (None if is_named else find_config(None))
-            if config is None:
+            if config is not None:
+                found = await _ask_workers(config)
+            elif has_shown:  # it is being started again
+                found = {"standing": {"state": "lost", "why": error.message}, "nodes": []}
+            else:
                 raise
-            found = await _ask_workers(config)
         if watch and console.is_terminal:
             console.clear()
         if as_json:
@@ -75,6 +81,7 @@ async def status(
             console.print(tables(found))
         if not watch:
             break
+        has_shown = True
         await asyncio.sleep(_EVERY_S)
     nodes = found.get("nodes")  # a server's include itself, which answers
     if nodes and all(node["state"] == "lost" for node in nodes):

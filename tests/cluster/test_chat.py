@@ -60,9 +60,11 @@ def test_interrupts_end_answers_and_not_the_program(reciter: Path) -> None:
         seen.wait_match(r"\(interrupted\)\s+>>> ", START_S)
         os.write(keys, b"/stats\n")
         seen.wait_match(r"no answer yet\s+>>> ", START_S)
+        os.write(keys, b"/ex")
+        seen.wait_match(r">>> /ex$", START_S)
         os.write(keys, b"\x03")
-        seen.wait_match("Ctrl-C again", START_S)
-        os.write(keys, b"/exit\n")
+        seen.wait_match(r"Ctrl-C again.*\s+>>> /ex$", START_S)  # what was typed stays, and is seen
+        os.write(keys, b"it\n")
         assert process.wait(FINISH_S) == 0
 
 

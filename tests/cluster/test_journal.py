@@ -76,6 +76,7 @@ def test_an_answer_continues_after_its_coordinator_was_killed(
     again = answer_here("--config", config, "--journal", journal)
     for key in ("text", "tokens", "prompt_tokens", "finish_reason"):
         assert again[key] == expected[key], key
+    assert set(again["stats"]) == {*expected["stats"], "tokens_from_journal"}
 
 
 def test_logprobs_and_a_random_seed_survive_as_well(start: Starter, talker: Path, journal: Path) -> None:

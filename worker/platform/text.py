@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 _MAX_CHARACTERS = 400
+_LINE_ENDS = ("\x85", "\u2028", "\u2029")  # for Python's `splitlines`
 
 Json = dict[str, Any]  # a JSON object
 
@@ -32,10 +33,14 @@ def json_bytes(
 ) -> bytes:
     r"""Encode as JSON in UTF-8. A lone surrogate, which UTF-8 cannot hold, becomes an escape (`\ud800`).
 
+    So do characters at which some clients end a line of a stream, though JSON and server-sent events do not.
+
     Raises:
         ValueError: a number is NaN or infinite, and `allow_nan` is False.
     """
     text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, allow_nan=allow_nan)
+    for end in _LINE_ENDS:
+        text = text.replace(end, f"\\u{ord(end):04x}")
     return text.encode(errors="backslashreplace")
 
 

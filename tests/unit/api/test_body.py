@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from coordinator.api.anthropic import CountBody, MessagesBody
 from coordinator.api.body import read
@@ -54,6 +55,27 @@ def test_whatever_a_body_holds_is_read_or_refused(data: st.DataObject) -> None:
         if isinstance(body, ChatBody | CompletionBody):
             for spec in [body.to_spec()] if isinstance(body, ChatBody) else body.to_specs():
                 make_sampling(**spec.sampling)
+
+
+@pytest.mark.parametrize(
+    ("shape", "place"),
+    [
+        (ChatBody, ("messages",)), (ChatBody, ("messages", 0, "content")), (ChatBody, ("tools",)),
+        (ChatBody, ("stop_token_ids",)), (CompletionBody, ("stop",)), (MessagesBody, ("messages",)),
+        (MessagesBody, ("system",)), (ResponsesBody, ("input",)), (TokenizeBody, ("tools",)),
+        (DetokenizeBody, ("tokens",)), (ClassifyBody, ("labels",)), (ScoreBody, ("continuations",)),
+    ],
+)  # fmt: skip
+def test_of_many_wrong_items_only_the_first_is_described(shape: type[Any], place: tuple[Any, ...]) -> None:
+    """To describe each of a million takes seconds, in which no thread runs Python."""
+    wrong: Any = [False] * 60
+    for part in reversed(place[1:]):
+        wrong = [wrong] if part == 0 else {"role": "user", part: wrong}
+    with pytest.raises(ValidationError) as refusal:
+        shape.model_validate(WHOLE[shape] | {place[0]: wrong})
+    assert refusal.value.error_count() < 10  # one of each type of a union
+    with pytest.raises(InputError, match="expected at most 65536 keys"):
+        read(ChatBody, HELLO | {"logit_bias": dict.fromkeys(map(str, range(65537)), "x")})
 
 
 RESULT = {"type": "tool_result", "tool_use_id": "t"}

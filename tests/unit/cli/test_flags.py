@@ -242,11 +242,11 @@ def test_commands_that_open_no_cluster_take_it_too(
     assert capsys.readouterr().err.count(USING) == 1
 
 
-def test_a_server_gets_zeros_that_are_values_only(brigade: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_gets_the_zeros_that_were_given(brigade: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     bodies: list[dict[str, Any]] = []
     monkeypatch.setattr(remote, "run_remote", lambda given, body, asked: bodies.append(body))
     brigade("generate", "a", "--server", "http://here", "--temp", "0", "--seed", "0", "--top-p", "0")
-    assert bodies == [{"max_tokens": 256, "temperature": 0.0, "seed": 0}]
+    assert bodies == [{"max_tokens": 256, "temperature": 0.0, "seed": 0, "top_p": 0.0}], "the server has defaults"
 
 
 @pytest.mark.parametrize("command", ["generate a", "serve", "batch in.jsonl -o out.jsonl", "bench --concurrency 2,5"])

@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from coordinator.cli import status
-from coordinator.cli.remote import RemoteServer, answer_as_json
+from coordinator.cli.remote import NothingAnswers, RemoteServer, answer_as_json
 from coordinator.sessions.output import Output, Usage
 from tests.unit.cli.conftest import Command
 from worker.errors import InputError, ServerFailed
@@ -19,9 +19,10 @@ END = {"choices": [{"text": "", "finish_reason": "stop"}]}
 USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1}}
 
 
-def outputs_of(*events: Any, status: int = 200) -> list[Output]:
+def outputs_of(*events: Any, status: int = 200, data: str = "data: ", end: str = "\n") -> list[Output]:
     """The outputs of a server that streams these events, or of one that answers with a status and the only event."""
-    lines = [*(f"data: {json.dumps(event)}\n\n" for event in events), "data: [DONE]\n\n"]
+    given = [json.dumps(event, ensure_ascii=False) for event in events]
+    lines = [f"{data}{each}{2 * end}" for each in (*given, "[DONE]")]
     body = "".join(lines) if status == 200 else json.dumps(events[0])
     transport = httpx2.MockTransport(lambda request: httpx2.Response(status, text=body))
 
@@ -36,6 +37,13 @@ def test_an_answer_is_its_text_and_usage() -> None:
     *texts, last = outputs_of(TEXT, END, {"choices": None, "error": None}, USAGE)
     assert [output.content for output in texts] == ["Hi"] and last.finish_reason == "stop"
     assert last.usage and (last.usage.num_prompt, last.usage.num_generated) == (3, 1)
+
+
+@pytest.mark.parametrize(("data", "end"), [("data: ", "\n"), ("data:", "\r\n")])
+def test_the_lines_of_a_stream_end_where_its_format_says(data: str, end: str) -> None:
+    said = "a\u2028b\x85c\x0b"
+    first, last = outputs_of({"choices": [{"text": said}]}, END, USAGE, data=data, end=end)
+    assert first.content == said and last.finish_reason == "stop"
 
 
 def test_the_speed_leaves_out_the_tokens_of_the_first_text() -> None:
@@ -68,6 +76,38 @@ def test_a_refusal_is_raised_as_its_text() -> None:
 def test_a_host_name_that_cannot_be_is_not_taken_for_another_program() -> None:
     with pytest.raises(ServerFailed, match=r"^nothing answers at http://a\.\.b:1 "):
         status.ask_server("http://a..b:1", None)
+
+
+def test_a_watched_server_may_restart_and_workers_are_asked_where_they_are_named(
+    monkeypatch: pytest.MonkeyPatch, brigade: Command, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ready = {"standing": {"state": "ready", "why": ""}, "nodes": []}
+    answers: list[Any] = [ready, NothingAnswers("nothing answers"), ready, InputError("server", "enough")]
+
+    def ask(server: str, key: str | None) -> Any:
+        if isinstance(answer := answers.pop(0), Exception):
+            raise answer
+        return answer
+
+    async def ask_workers(config: Path) -> Any:
+        return {"standing": {"state": "no server", "why": f"the workers of {config.name}"}, "nodes": []}
+
+    monkeypatch.setattr(status, "ask_server", ask)
+    monkeypatch.setattr(status, "_ask_workers", ask_workers)
+    monkeypatch.setattr(status, "_EVERY_S", 0.0)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="enough"):
+        brigade("status", "--watch")
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if "e" in line and "node" not in line] == [
+        "ready", "lost", "ready",
+    ]  # fmt: skip
+    config = tmp_path / "cluster.yaml"
+    config.write_text("insecure: true")
+    brigade("status", "--config", str(config))
+    assert "the workers of cluster.yaml" in capsys.readouterr().out
+    answers.append(NothingAnswers("nothing answers"))
+    with pytest.raises(NothingAnswers):
+        brigade("status", "--server", "http://here", "--watch")
 
 
 def test_the_key_is_of_a_file_or_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, brigade: Command) -> None:

@@ -15,6 +15,11 @@ def test_whatever_json_can_say_can_be_written_and_read_again() -> None:
         assert json.loads(to_json([text, {text: 1}]).encode()) == [text, {text: 1}]
 
 
+def test_json_is_one_line_for_whoever_splits_a_stream_at_them() -> None:
+    lines = {"a\u2028": "b\u2029c\x85d\n\x1e"}
+    assert len(to_json(lines).splitlines()) == 1 and json.loads(json_bytes(lines)) == lines
+
+
 def test_what_is_no_number_is_refused_where_readers_know_none() -> None:
     assert json_bytes(float("nan")) == b"NaN"
     with pytest.raises(ValueError, match="not JSON compliant"):
