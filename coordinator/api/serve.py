@@ -24,7 +24,7 @@ from coordinator.engine.stats import Stats
 from coordinator.engine.status import StatusLog, log_request
 from coordinator.sessions.request import PoolingKind
 from worker.config import is_loopback
-from worker.errors import BrigadeError, InputError
+from worker.errors import InputError, error_text
 from worker.platform.machine import thaw_heap
 from worker.platform.mlx_memory import give_back
 from worker.platform.tasks import background
@@ -146,10 +146,10 @@ async def keep_open(
             if await _open_once(server, options, serving, url, answers):
                 return
             await unload_workers(options)
-        except BrigadeError as error:
+        except Exception as error:  # also a bug's: the next engine begins afresh
             if server.state is ServerState.LOADING:
                 raise
-            failure = str(error)
+            failure = error_text(error)
             say(f"{failure}; trying again in {serving.reopen_s:g} s")
             server.fail(failure)
         await asyncio.sleep(0)  # until then a callback of the loop may hold the end of a task
@@ -183,8 +183,8 @@ async def _open_once(
         try:
             await _sleep_when_unused(server, engine, serving.keep_alive_s)
             return False
-        except BrigadeError as error:
-            server.fail(str(error))  # before the cluster is closed, which takes a while
+        except Exception as error:
+            server.fail(error_text(error))  # before the cluster is closed, which takes a while
             raise
         except asyncio.CancelledError:
             if answers.done():

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.log import log
@@ -119,11 +120,10 @@ async def _ask(cluster: Cluster, name: str) -> StatusReply | None:
 
 
 def _nodes(model: Engine, replies: dict[str, StatusReply | None], utilisation: dict[str, float]) -> list[NodeStatus]:
-    chain = model.cluster.chain
-    promised = model.scheduler.slots.promised
+    promised = chain(model.scheduler.slots.promised, repeat(0))  # of the last chain, until the engine goes on with this
     found = []
-    for stage, place in enumerate(chain.plan.assignments):
-        found.append(_node(model, place, replies.get(place.name), stage, promised[stage], utilisation))
+    for stage, (place, num_bytes) in enumerate(zip(model.cluster.chain.plan.assignments, promised, strict=False)):
+        found.append(_node(model, place, replies.get(place.name), stage, num_bytes, utilisation))
     others = model.cluster.outside
     return found + [_node(model, place, replies.get(place.name), None, 0, {}) for place in others]
 

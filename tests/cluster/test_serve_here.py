@@ -19,6 +19,7 @@ from coordinator.api.server import RequestLimits
 from coordinator.cluster import deployment
 from coordinator.cluster.open import read_model
 from coordinator.cluster.options import ClusterOptions
+from coordinator.engine.core import EngineCore
 from coordinator.engine.engine import Engine
 from coordinator.planning.recovery import Limits
 from tests.cluster.processes import Starter, write_cluster
@@ -217,6 +218,32 @@ def test_a_worker_that_stays_away_closes_the_server_and_its_return_opens_it(
             start.worker("last", "--config", worker_file)
             assert await wait_health(client, 200) == "ready"
             assert (await client.post(TEXTS, json=SHORT)).status_code == 200
+
+    uvloop.run(check())
+
+
+def test_a_bug_of_the_engine_ends_its_requests_and_not_the_server(
+    talker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, bugs = EngineCore._put_outputs, [ZeroDivisionError("a bug")]
+
+    def put_or_fail(core: EngineCore, *given: Any) -> None:
+        if has_answered and bugs:
+            raise bugs.pop()
+        put(core, *given)
+
+    has_answered = False
+    monkeypatch.setattr(EngineCore, "_put_outputs", put_or_fail)
+
+    async def check() -> None:
+        nonlocal has_answered
+        async with served(options_of(talker), reopen_s=0.1) as (client, _):
+            first = (await client.post(TEXTS, json=SHORT)).json()["choices"]
+            has_answered = True
+            failed = await client.post(TEXTS, json=SHORT)
+            assert failed.status_code == 500 and "this is a bug" in failed.json()["error"]["message"]
+            assert await wait_health(client, 200) == "ready" and not bugs
+            assert (await client.post(TEXTS, json=SHORT)).json()["choices"] == first
 
     uvloop.run(check())
 
