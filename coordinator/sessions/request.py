@@ -18,7 +18,8 @@ from protos.brigade_pb2 import CACHE_ROTATING, Cache, Sampling
 from worker.errors import ContextExceeded, InputError, ModelError
 from worker.model.model_spec import ModelSpec
 
-_MIN_TEMPERATURE = 1e-6  # dividing by less overflows float32
+_LEAST = 1e-6  # of parameters that would overflow or vanish in float32, unless they are 0, which is off
+_NOT_BELOW_IT = ("temperature", "top_p", "repetition_penalty")
 _OFF_AT_ONE = ("top_p", "repetition_penalty")
 
 PoolingKind = Literal["mean", "last"]  # of all rows, or the last one
@@ -190,8 +191,9 @@ def make_sampling(*, seed: int | None = None, **parameters: Any) -> Sampling:
         checked = _PARAMS.validate_python(given)
     except ValidationError as error:
         raise _range_error(error) from error
-    if 0 < checked.get("temperature", 0.0) < _MIN_TEMPERATURE:
-        raise InputError("temperature", f"expected 0 or at least {_MIN_TEMPERATURE:g}, got {checked['temperature']:g}")
+    for name in _NOT_BELOW_IT:
+        if 0 < (value := given.get(name, 0)) < _LEAST:
+            raise InputError(name, f"expected 0 or at least {_LEAST:g}, got {value:g}")
     used = [defaults for name, defaults in _DEFAULTS.items() if checked.get(name)]
     return Sampling(**reduce(or_, used, {}) | checked)  # type: ignore[arg-type]
 

@@ -11,11 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc, make_logits_processors
+from mlx_lm import sample_utils
+from mlx_lm.sample_utils import make_logits_processors
 
 from protos.brigade_pb2 import Alternative, Conditioning, Sample, Sampling, Score, Soft
 from worker.errors import FrameError, SamplingError
@@ -287,13 +289,25 @@ class Sampler:
         return mx.where(acts, rest, logprobs)
 
 
+def _uncompiled(function: Any) -> Any:
+    """Return a function of mlx-lm as it was before `mx.compile`.
+
+    That makes kernels of the numbers of each request, in a step that others wait for, and keeps them for ever.
+    """
+    return FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+
+
+apply_min_p, apply_top_k, apply_top_p, apply_xtc = map(
+    _uncompiled, (sample_utils.apply_min_p, sample_utils.apply_top_k, sample_utils.apply_top_p, sample_utils.apply_xtc)
+)
+
+
 @contextmanager
 def _refusals_named() -> Iterator[None]:
     """Turn ValueErrors of mlx-lm's functions into SamplingErrors. Only call these functions in this context."""
     try:
         yield
     except ValueError as error:
-        mx.random.seed(0)  # our draws do not use MLX's own state, in which the failed trace may have left a tracer
         raise SamplingError(f"cannot sample as this request asks: {error}") from error
 
 

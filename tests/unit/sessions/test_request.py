@@ -59,6 +59,7 @@ def test_every_number_of_the_proto_has_a_range_with_its_ends() -> None:
     [
         *({name: -1000} for name in sorted(SamplingParams.__annotations__.keys() - {"logit_bias"})),
         {"top_k": -1}, {"top_k": 2**32}, {"seed": -1}, {"seed": 2**64}, {"top_p": 1.5},
+        {"top_p": 1e-50}, {"repetition_penalty": 1e-40}, {"temperature": 1e-7},
         *({"logit_bias": {token: 1.0}} for token in (-1, 2**32)),
         *({"logit_bias": {1: bias}} for bias in (1e10, math.nan, math.inf, -math.inf)),
     ],
