@@ -150,6 +150,8 @@ def _parse_size(value: Any) -> int:
 
 def _from_cluster_file(folder: str, info: ValidationInfo) -> str:
     """Resolve a folder that is relative to cluster.yaml, whose own folder is the validation's context."""
+    if "\0" in folder:
+        raise ValueError("a folder without a zero byte in its name")
     return str(info.context / os.path.expanduser(folder)) if info.context else folder
 
 
@@ -411,5 +413,5 @@ def shown(value: Any) -> str:
         return "nothing" if value is None else str(value).lower()
     if isinstance(value, dict | list | tuple):
         return "keys and values" if isinstance(value, dict) else "a list"
-    text = repr(value)
+    text = f"{value:#x}" if isinstance(value, int) and abs(value) >= 2**64 else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from worker.node.hop import add_node
 from worker.node.log import worker_log
 from worker.node.model_sources import ModelSources
 from worker.node.rpc_errors import error_of
-from worker.node.weights_cache import WeightsCache, pieces_of
+from worker.node.weights_cache import PartialFile, WeightsCache, pieces_of
 from worker.node.weights_receive import receive_weights
 
 CONTENT = b'{"a": 1}'
@@ -120,6 +122,29 @@ async def test_a_coordinator_that_falls_silent_is_not_waited_for(
     async with receiving(store, Feeding(model=wanted), nothing()) as held:
         with pytest.raises(FrameError, match="expected more weights, got nothing for"):
             _ = [each async for each in held]
+
+
+async def test_what_a_disk_did_not_take_leaves_no_gap(
+    store: WeightsCache, sound: list[Feeding], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full for a moment: the next transfer goes on where this one got to."""
+    calls, write = count(1), PartialFile.write
+
+    def write_or_fail(partial: PartialFile, blocks: Sequence[bytes]) -> None:
+        if next(calls) == 6:  # within the second piece
+            write(partial, [blocks[0][:100]])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(partial, blocks)
+
+    monkeypatch.setattr(feeding_module, "_BATCH_BYTES", 1 << 14)
+    monkeypatch.setattr(PartialFile, "write", write_or_fail)
+    with pytest.raises(ModelError, match="cannot keep what it receives: No space"):
+        await say(store, sound)
+    [unfinished] = store.folder.rglob("*.part")
+    left, other = unfinished.read_bytes(), WeightsCache(store.folder.with_name("other"))
+    await say(other, sound)
+    [whole] = other.folder.rglob(f"{unfinished.name.partition('-')[0]}*.safetensors")
+    assert left and whole.read_bytes().startswith(left)
 
 
 async def test_a_small_file_of_the_same_size_is_sent_anew(store: WeightsCache, wanted: LoadRequest) -> None:

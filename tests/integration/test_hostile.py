@@ -14,6 +14,8 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from coordinator.cluster import chain as chain_module
 from coordinator.cluster.chain import Chain
@@ -124,6 +126,15 @@ async def num_trickled(address: str, greeting: bytes) -> int:
                 return number + 1
     closed.cancel()
     return len(greeting)
+
+
+async def test_a_health_check_ends_so_that_nobody_takes_the_places_of_other_calls_by_it() -> None:
+    async with serving(1) as [node], grpc.aio.insecure_channel(node.address) as channel:
+        stub = HealthStub(channel)
+        with pytest.raises(grpc.RpcError) as refusal:
+            _ = [each async for each in stub.Watch(HealthCheckRequest(), timeout=10)]
+        assert refusal.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert (await stub.Check(HealthCheckRequest())).status == HealthCheckResponse.SERVING
 
 
 @pytest.mark.parametrize("kind", TRICKLED)

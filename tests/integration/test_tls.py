@@ -232,7 +232,10 @@ async def test_a_renewed_certificate_is_shown_at_once_and_the_running_chain_goes
             certificates.authority.issue("node-1", Role.WORKER)
             after = await shown_by(node, certificates)
             assert after != before and after == await shown_by(node, certificates)
-            assert (await chain.peers[0].hello()).certificate_expires > int(soon.timestamp())
+            renewed = (await chain.peers[0].hello()).certificate_expires
+            assert renewed > int(soon.timestamp())
+            (certificates.authority.folder / "node-1.pem").chmod(0o644)  # in the middle of another renewal
+            assert (await chain.peers[0].hello()).certificate_expires == renewed
             assert (await answer(chain, PROMPT, 6)).tokens == whole.tokens(PROMPT, 6)
 
 

@@ -120,6 +120,8 @@ COUNT = "expected a whole number above 0"
         ("model: demo\nmodel: other", "line 2"),
         ("tls:", "tls"),
         ("tls: {}", "tls.keys"),
+        ('tls: {keys: "a\\0b"}', "tls.keys"),
+        ("context: 0x" + "f" * 6000, "context"),
         ("tls: {keys: a}\ninsecure: true", "insecure"),
         ("tls: {keys: a}\ncoordinator: {name: 10.0.0.1}", "coordinator.name"),
         ("tls: {keys: a}\ncoordinator: {name: Mini}\n" + one_worker(name="mini"), "workers[0].name"),

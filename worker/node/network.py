@@ -4,6 +4,7 @@ The exception are the ports that links.py opens for one measurement each.
 """
 
 import asyncio
+import contextlib
 import shlex
 import socket
 import ssl
@@ -99,6 +100,7 @@ class Network:
         self._warn = warn
         self._launched = frozenset(launched)
         self._said = ""
+        self._expires = 0
         self._hosts: dict[str, None] = {}  # on which it listens, in order
 
     @classmethod
@@ -133,9 +135,13 @@ class Network:
 
     @property
     def expires(self) -> int:
-        """When this node's certificate expires, in seconds since 1970; 0 without one."""
-        own = self.own
-        return int(own.until.timestamp()) if own else 0
+        """When this node's certificate expires, in seconds since 1970; 0 without one.
+
+        While its file cannot be used, as in the middle of a renewal, the last one counts, which connections use still.
+        """
+        with contextlib.suppress(ConfigError):
+            self._expires = int(own.until.timestamp()) if (own := self.own) else 0
+        return self._expires
 
     def server(self) -> grpc.aio.Server:
         """Return a server, which `listen` binds."""

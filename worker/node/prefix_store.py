@@ -6,6 +6,7 @@ A file begins with the piece's name and a digest of all that follows: a segment 
 """
 
 import contextlib
+import fcntl
 import logging
 import os
 import re
@@ -13,7 +14,7 @@ import secrets
 import shutil
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,13 +216,16 @@ class PrefixStore:
         _make_private(self._folder)
         blocks = [block for segment, data in packed for block in (*_lengths(segment, data), data)]
         head = _MAGIC + piece.name + _digest(blocks)
-        if not self._make_room(len(head) + sum(map(len, blocks)), piece.end):
-            return
+        with _alone_in(self._folder):
+            if self._make_room(len(head) + sum(map(len, blocks)), piece.end):
+                self._write_file(piece, (head, *blocks))
+
+    def _write_file(self, piece: Piece, blocks: Iterable[bytes | memoryview]) -> None:
         path = self._folder / f"{piece.name.hex()}-{piece.begin}-{piece.end}-{self._start}-{self._stop}.rows"
         unfinished = path.with_suffix(f".{secrets.token_hex(4)}.part")
         try:
             with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.writelines((head, *blocks))
+                file.writelines(blocks)
             _touch(unfinished)
             unfinished.replace(path)
         finally:
@@ -242,6 +246,18 @@ class PrefixStore:
             file.path.unlink(missing_ok=True)
             room += file.nbytes
         return True
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Keep other writers of the folder out, in all processes: two would take the same room."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network disks have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _used_now(end: int) -> float:

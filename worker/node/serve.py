@@ -14,6 +14,7 @@ import grpc.aio
 import mlx.core as mx
 import uvloop
 from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest
 
 from worker.config import ClusterConfig, split_address
 from worker.errors import ConfigError
@@ -134,6 +135,13 @@ def _stop_event(*, follow_parent: bool) -> asyncio.Event:
     return stop
 
 
+class _Checks(health.aio.HealthServicer):  # type: ignore[name-defined]
+    """gRPC's health service without Watch, which is for everybody and has no end: it would take the places of calls."""
+
+    async def Watch(self, request: HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "expected Check: this server has no Watch")
+
+
 class Listening:
     """A node's servers, two per address: one on this loop, and that of its hops on the MLX thread's.
 
@@ -144,7 +152,7 @@ class Listening:
         self.addresses: list[str] = []  # with their real ports
         self._service = service
         self._network = network
-        self._checks = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._checks = _Checks()
         self._servers: list[grpc.aio.Server] = []
         self._hops: list[grpc.aio.Server] = []
 

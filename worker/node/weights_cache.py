@@ -367,8 +367,8 @@ class WeightsCache:
 
     def remove(self, key: str) -> bool:
         """Remove the unused files of a model. Return whether nothing of it is left."""
-        folder = next(folder for folder in self._folders() if folder.name == key)
-        if all([remove_unused(path) for path in _files_in(folder)]):
+        folder = self.folder / key
+        if folder.is_dir() and all([remove_unused(path) for path in _files_in(folder)]):
             _remove_rest(folder)
         return not folder.exists()
 

@@ -192,8 +192,12 @@ class Receiver:
 
     async def _wait_written(self) -> None:
         writing, self._writing = self._writing, None
-        if writing is not None:
-            await _explained(writing)
+        try:
+            if writing is not None:
+                await _explained(writing)
+        except ModelError:
+            self._batch, self._batch_bytes = [], 0  # it would follow a gap
+            raise
 
     async def _wait_finished(self) -> None:
         finishing, self._finishing = self._finishing, None

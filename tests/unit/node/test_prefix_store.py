@@ -1,6 +1,8 @@
 """Pieces of prefixes on a node's disk: read as they were written, by the same layers only, within a limit."""
 
+import contextlib
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,6 +93,28 @@ def test_the_least_recently_used_pieces_give_way(tmp_path: Path) -> None:
     assert {file.piece.name for file in piece_files(tmp_path)} == set(map(name_of, (1, 4, 5)))
     write(tmp_path, 6, limit=size - 1)  # which is more than all of it
     assert len(piece_files(tmp_path)) == 3
+
+
+def test_pieces_that_are_written_at_once_do_not_take_the_same_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 1)
+    [size] = [file.nbytes for file in piece_files(tmp_path)]
+    make_room, both = PrefixStore._make_room, threading.Barrier(2)
+
+    def make_room_at_once(store: PrefixStore, nbytes: int, end: int) -> bool:
+        found = make_room(store, nbytes, end)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.3)  # another writer is as far, if it may be
+        return found
+
+    monkeypatch.setattr(PrefixStore, "_make_room", make_room_at_once)
+    stores = [PrefixStore(2, 5, 2 * size, tmp_path) for _ in range(2)]
+    for number, store in enumerate(stores, 2):
+        store.put(Piece(name=name_of(number), begin=4, end=7 + number), SEGMENTS)
+    for store in stores:
+        store._threads.shutdown()
+    assert sum(file.nbytes for file in piece_files(tmp_path)) <= 2 * size
 
 
 def test_the_beginning_of_a_prefix_outlives_its_end(tmp_path: Path) -> None:

@@ -351,6 +351,12 @@ def test_small_files_count_and_those_of_models_without_pieces_are_evicted(tmp_pa
     assert [path.parent.exists() for path in paths] == [False] * 3 + [True] * 3
 
 
+def test_a_model_that_another_process_has_removed_is_removed(tmp_path: Path) -> None:
+    cache = WeightsCache(tmp_path)
+    key = receive_small(cache, 1).parent.name
+    assert cache.remove(key) and cache.remove(key)
+
+
 def test_the_small_files_of_the_model_that_is_received_stay(tmp_path: Path) -> None:
     cache = WeightsCache(tmp_path, limit=1500)
     other, first = receive_small(cache, 1), receive_small(cache, 2)
