@@ -142,8 +142,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._num_gathered = 0
-        self._stop_head_timer()  # of a body that came after its answer
         super().on_message_complete()
+        if not self._is_answering:  # the answer came before the body: the next request is waited for
+            self._stop_head_timer()
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     @property
     def _is_answering(self) -> bool:

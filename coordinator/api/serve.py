@@ -140,19 +140,21 @@ async def keep_open(
     Raises:
         BrigadeError: the first chain could not be opened.
     """
+    server_task = asyncio.current_task()
+    assert server_task is not None
     while True:
         failure = ""
         try:
             if await _open_once(server, options, serving, url, answers):
                 return
             await unload_workers(options)
-        except Exception as error:  # also a bug's: the next engine begins afresh
-            if server.state is ServerState.LOADING:
+        except Exception as error:  # bugs too: open a new engine
+            if server.state is ServerState.LOADING or server_task.cancelling():
                 raise
             failure = error_text(error)
             say(f"{failure}; trying again in {serving.reopen_s:g} s")
             server.fail(failure)
-        await asyncio.sleep(0)  # until then a callback of the loop may hold the end of a task
+        await asyncio.sleep(0)  # let pending callbacks drop their references to ended tasks
         thaw_heap()
         give_back()
         if failure:

@@ -168,12 +168,14 @@ async def open_server(given: ServerFlags) -> AsyncIterator[RemoteServer]:
 
 async def _lines(response: httpx2.Response) -> AsyncIterator[str]:
     """Yield the lines, which no other character of Unicode ends. Raises ValueError if they are not UTF-8."""
-    rest = b""
+    begun: list[bytes] = []  # parts of a line
     async for part in response.aiter_bytes():
-        *lines, rest = (rest + part).split(b"\n")
-        for line in lines:
-            yield line.decode()
-    yield rest.decode()
+        first, *others = part.split(b"\n")
+        begun.append(first)
+        for other in others:
+            yield b"".join(begun).decode()
+            begun = [other]
+    yield b"".join(begun).decode()
 
 
 def _event(text: str) -> Json:

@@ -58,10 +58,11 @@ async def status(
         raise InputError("watch", "not expected with --json, which prints one object")
     key = first_key(api_key_file)
     is_named = "server" in given_flags(ctx)  # such a server does not stand for this folder's workers
+    asks_workers = config is not None and not is_named
     console, has_shown = plain_console(), False
     while True:
         try:
-            if config is not None and not is_named:
+            if config is not None and asks_workers:
                 found = await _ask_workers(config)
             else:
                 found = await run_in_thread(partial(ask_server, server.rstrip("/"), key))

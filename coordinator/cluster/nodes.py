@@ -140,8 +140,8 @@ class Nodes:
             elif is_over or worker.name not in unanswered:
                 worker.asked_at = now
                 worker.meet(NodeEvent.LOST, now)
-                worker.silent_since = worker.silent_since or now
-                if now - worker.silent_since >= _HUNG_S:
+                worker.silent_since = None if worker.refusal else worker.silent_since or now
+                if worker.silent_since and now - worker.silent_since >= _HUNG_S:
                     worker.kill()
         for outcome in outcomes.values():
             if isinstance(outcome, Exception) and not isinstance(outcome, BrigadeError):

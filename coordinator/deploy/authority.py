@@ -90,13 +90,12 @@ class Authority:
             raise ConfigError(f"expected a name like that of a host, as certificates carry it, found {name!r}")
         path = self.folder / file_name(name)
         _require_same(path, name, role)
-        key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+        last, now = self.certificate.not_valid_after_utc, datetime.now(UTC)
+        if last <= now:
+            raise ConfigError(f"the authority in {self.folder} expired on {last:%Y-%m-%d}; brigade keys init --replace")
+        key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
-        until = min(until or now + NODE_VALID, self.certificate.not_valid_after_utc)
-        if self.certificate.not_valid_after_utc <= now:
-            raise ConfigError(
-                f"the authority in {self.folder} expired on {until:%Y-%m-%d}; brigade keys init --replace"
-            )
+        until = min(until or now + NODE_VALID, last)
         builder = _builder(subject, self.certificate.subject, key, begins or now - _CLOCK_ERROR, until)
         serves = [ExtendedKeyUsageOID.SERVER_AUTH] if role is Role.WORKER else []  # a coordinator only calls
         for extension in (

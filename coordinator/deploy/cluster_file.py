@@ -214,15 +214,16 @@ def _has_layers(path: Path, layers: Sequence[int]) -> bool:
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """Yield a path beside this one, which replaces it at the end, or the file to which it links.
+    """Yield a path beside this file, or beside the one to which it links, which replaces that at the end.
 
     Raises:
         ConfigError: it cannot be written.
     """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    target = path.resolve()
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         yield unfinished
-        unfinished.replace(path.resolve())
+        unfinished.replace(target)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     finally:

@@ -1,10 +1,10 @@
 """The state of a server at this moment, from its statistics, its chain and its nodes; and the lines of its log."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
 
 from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.log import log
@@ -120,7 +120,8 @@ async def _ask(cluster: Cluster, name: str) -> StatusReply | None:
 
 
 def _nodes(model: Engine, replies: dict[str, StatusReply | None], utilisation: dict[str, float]) -> list[NodeStatus]:
-    promised = chain(model.scheduler.slots.promised, repeat(0))  # of the last chain, until the engine goes on with this
+    # until the engine goes on with this chain, of the last one
+    promised = itertools.chain(model.scheduler.slots.promised, itertools.repeat(0))
     found = []
     for stage, (place, num_bytes) in enumerate(zip(model.cluster.chain.plan.assignments, promised, strict=False)):
         found.append(_node(model, place, replies.get(place.name), stage, num_bytes, utilisation))

@@ -23,7 +23,7 @@ _MOST_PROBLEMS = 10  # that an error names
 _MOST_CHOICES = 26
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?\d[\d,]*(?:\.\d+)?")
 _LETTER = re.compile(r"\b([A-Z])\b")
-_ANSWER = re.compile(r"(?i:answer)\W+(?:(?i:is)\W+)?([A-Z])\b")
+_ANSWER = re.compile(r"(?i:answer)(?:\s+(?i:is))?[\s:=*_(\"']+([A-Z])\b")
 _GSM8K = "####"  # before the result, at the end of GSM8K's worked answers
 
 

@@ -10,7 +10,6 @@ import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import Any
 
 from coordinator.sessions.output import ToolCall
@@ -111,10 +110,7 @@ class WrittenCalls:
         return [self._piece(number, new)] if new or is_new else []
 
     def _unused(self, id: str) -> str:
-        """Return the model's id, counted up if another call has it, or a new one if the model gives none."""
-        stem, _, last = id.rpartition(":")
-        if id in self.used_ids and last.isdecimal():
-            id = next(each for n in count(int(last) + 1) if (each := f"{stem}:{n}") not in self.used_ids)
+        """Return the model's id, or a new one if it gives none, or that of another call."""
         if not id or id in self.used_ids:
             id = f"call_{uuid.uuid4().hex[:24]}"
         self.used_ids.add(id)

@@ -18,8 +18,8 @@ from protos.brigade_pb2 import CACHE_ROTATING, Cache, Sampling
 from worker.errors import ContextExceeded, InputError, ModelError
 from worker.model.model_spec import ModelSpec
 
-_LEAST = 1e-6  # of parameters that would overflow or vanish in float32, unless they are 0, which is off
-_NOT_BELOW_IT = ("temperature", "top_p", "repetition_penalty")
+_MIN_POSITIVE = 1e-6  # less would overflow or vanish in float32
+_ZERO_OR_MIN_POSITIVE = ("temperature", "top_p", "repetition_penalty")
 _OFF_AT_ONE = ("top_p", "repetition_penalty")
 
 PoolingKind = Literal["mean", "last"]  # of all rows, or the last one
@@ -191,9 +191,9 @@ def make_sampling(*, seed: int | None = None, **parameters: Any) -> Sampling:
         checked = _PARAMS.validate_python(given)
     except ValidationError as error:
         raise _range_error(error) from error
-    for name in _NOT_BELOW_IT:
-        if 0 < (value := given.get(name, 0)) < _LEAST:
-            raise InputError(name, f"expected 0 or at least {_LEAST:g}, got {value:g}")
+    for name in _ZERO_OR_MIN_POSITIVE:
+        if 0 < (value := float(checked.get(name, 0.0))) < _MIN_POSITIVE:  # type: ignore[arg-type]
+            raise InputError(name, f"expected 0 or at least {_MIN_POSITIVE:g}, got {value:g}")
     used = [defaults for name, defaults in _DEFAULTS.items() if checked.get(name)]
     return Sampling(**reduce(or_, used, {}) | checked)  # type: ignore[arg-type]
 

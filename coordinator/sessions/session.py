@@ -547,7 +547,7 @@ class RepeatGuard:
     def note(self, tokens: Sequence[int]) -> bool:
         """Read the tokens that were added since the last call; return whether the last of them ends such a repeat."""
         found = False
-        for end in range(self._end, len(tokens)):
+        for end in range(max(self._end, len(tokens) - _LONGEST_PERIOD * self._times), len(tokens)):  # no more matter
             found = False
             for period in range(1, min(_LONGEST_PERIOD, end - self._begin) + 1):
                 run = self._runs[period - 1] + 1 if tokens[end] == tokens[end - period] else 0

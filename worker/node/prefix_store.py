@@ -38,6 +38,7 @@ _SECRET, _SECRET_BYTES = "secret", 32
 _LENGTH_BYTES = struct.calcsize("<IQ")  # of a segment's header and of its data
 _NUM_THREADS = 4
 _WRITE_S = 0.5  # for one of the pieces that wait, before the next one
+_LOCK_S = 2.0  # for the writes of others; a process may be stopped in the middle of its own
 _READ_S = 2.0  # for a piece, from when it is needed
 _MOST_WAITING = 2  # pieces in memory that the disk has not taken yet; a further one waits
 _TOKEN_S = 0.01  # by which the next token of a prefix counts as used earlier
@@ -216,8 +217,8 @@ class PrefixStore:
         _make_private(self._folder)
         blocks = [block for segment, data in packed for block in (*_lengths(segment, data), data)]
         head = _MAGIC + piece.name + _digest(blocks)
-        with _alone_in(self._folder):
-            if self._make_room(len(head) + sum(map(len, blocks)), piece.end):
+        with _locked(self._folder) as is_locked:
+            if is_locked and self._make_room(len(head) + sum(map(len, blocks)), piece.end):
                 self._write_file(piece, (head, *blocks))
 
     def _write_file(self, piece: Piece, blocks: Iterable[bytes | memoryview]) -> None:
@@ -249,15 +250,25 @@ class PrefixStore:
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Keep other writers of the folder out, in all processes: two would take the same room."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _locked(folder: Path) -> Iterator[bool]:
+    """Keep other writers of the folder out, in all processes: two would take the same room. False: it is in use."""
+    descriptor, until = os.open(folder, os.O_RDONLY), time.monotonic() + _LOCK_S
     try:
-        with contextlib.suppress(OSError):  # some network disks have no locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        while not (is_locked := _try_lock(descriptor)) and time.monotonic() < until:
+            time.sleep(0.02)
+        yield is_locked
     finally:
         os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # some network disks have no locks
+        return True
+    return True
 
 
 def _used_now(end: int) -> float:

@@ -136,7 +136,7 @@ def _stop_event(*, follow_parent: bool) -> asyncio.Event:
 
 
 class _Checks(health.aio.HealthServicer):  # type: ignore[name-defined]
-    """gRPC's health service without Watch, which is for everybody and has no end: it would take the places of calls."""
+    """gRPC's health service without Watch, which never ends: any client could use up the limit of calls."""
 
     async def Watch(self, request: HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "expected Check: this server has no Watch")

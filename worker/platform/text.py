@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 _MAX_CHARACTERS = 400
-_LINE_ENDS = ("\x85", "\u2028", "\u2029")  # for Python's `splitlines`
+_LINE_ENDS = ("\x85", "\u2028", "\u2029")  # at which `str.splitlines` splits, too
 
 Json = dict[str, Any]  # a JSON object
 

@@ -74,6 +74,9 @@ def test_of_many_wrong_items_only_the_first_is_described(shape: type[Any], place
     with pytest.raises(ValidationError) as refusal:
         shape.model_validate(WHOLE[shape] | {place[0]: wrong})
     assert refusal.value.error_count() < 10  # one of each type of a union
+
+
+def test_an_object_has_no_more_keys_than_can_be_described_at_once() -> None:
     with pytest.raises(InputError, match="expected at most 65536 keys"):
         read(ChatBody, HELLO | {"logit_bias": dict.fromkeys(map(str, range(65537)), "x")})
 

@@ -101,10 +101,11 @@ async def test_a_client_that_sends_far_too_much_is_told_so_once_it_listens() -> 
             writer.close()
 
 
-async def test_a_connection_is_kept_after_a_body_that_came_later_than_its_answer(
+async def test_a_connection_waits_for_the_next_request_after_a_body_that_came_later_than_its_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(protocol_module, "_HEAD_S", 0.1)
+    monkeypatch.setattr(protocol_module, "_HEAD_S", 0.5)
+    monkeypatch.setattr(protocol_module, "_IDLE_S", 1)
     head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\n"
     with listening_socket("127.0.0.1", 0) as listener:
         async with answering(Response(b"no"), listener, None):
@@ -113,7 +114,8 @@ async def test_a_connection_is_kept_after_a_body_that_came_later_than_its_answer
                 writer.write(head)
                 assert (await reader.readuntil(b"\r\n\r\nno")).startswith(b"HTTP/1.1 200")
                 writer.write(b"body")
-                await asyncio.sleep(0.3)
+                await asyncio.sleep(0.8)
+            assert await reader.read() == b"", "it is closed without a word"
             writer.close()
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +79,14 @@ def test_a_host_name_that_cannot_be_is_not_taken_for_another_program() -> None:
         status.ask_server("http://a..b:1", None)
 
 
-def test_a_watched_server_may_restart_and_workers_are_asked_where_they_are_named(
-    monkeypatch: pytest.MonkeyPatch, brigade: Command, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    ready = {"standing": {"state": "ready", "why": ""}, "nodes": []}
-    answers: list[Any] = [ready, NothingAnswers("nothing answers"), ready, InputError("server", "enough")]
+READY = {"standing": {"state": "ready", "why": ""}, "nodes": []}
+LOST = NothingAnswers("nothing answers")
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """What a server says, one after the other, to `status` in an empty folder."""
+    answers: list[Any] = []
 
     def ask(server: str, key: str | None) -> Any:
         if isinstance(answer := answers.pop(0), Exception):
@@ -96,16 +100,29 @@ def test_a_watched_server_may_restart_and_workers_are_asked_where_they_are_named
     monkeypatch.setattr(status, "_ask_workers", ask_workers)
     monkeypatch.setattr(status, "_EVERY_S", 0.0)
     monkeypatch.chdir(tmp_path)
+    return answers
+
+
+@pytest.mark.parametrize(("config", "meanwhile"), [("", "lost"), ("insecure: true", "no server")])
+def test_a_server_that_is_watched_may_restart(
+    answers: list[Any], config: str, meanwhile: str, brigade: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The workers of this folder's cluster.yaml are shown meanwhile."""
+    if config:
+        Path("cluster.yaml").write_text(config)
+    answers += [READY, LOST, READY, InputError("server", "enough")]
     with pytest.raises(InputError, match="enough"):
         brigade("status", "--watch")
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if "e" in line and "node" not in line] == [
-        "ready", "lost", "ready",
-    ]  # fmt: skip
-    config = tmp_path / "cluster.yaml"
-    config.write_text("insecure: true")
-    brigade("status", "--config", str(config))
+    assert re.findall("ready|lost|no server", capsys.readouterr().out) == ["ready", meanwhile, "ready"]
+
+
+def test_workers_are_asked_where_their_file_is_named(
+    answers: list[Any], brigade: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("cluster.yaml").write_text("insecure: true")
+    brigade("status", "--config", "cluster.yaml")
     assert "the workers of cluster.yaml" in capsys.readouterr().out
-    answers.append(NothingAnswers("nothing answers"))
+    answers.append(LOST)
     with pytest.raises(NothingAnswers):
         brigade("status", "--server", "http://here", "--watch")
 

@@ -189,12 +189,27 @@ def test_a_process_of_our_own_that_hangs_before_it_joins_is_ended_and_started_ag
     cluster = Cluster3(Limits(rejoin_s=rejoin_s))
     place = cluster.world.places["c"]
     cluster.act(place.end)
+    for num_starts in (2, 3):  # the next process has as much time
+        while place.num_starts < num_starts:
+            cluster.wait(0.05)
+        began = cluster.time.now
+        cluster.act(cluster.world.stop, place)
+        while place.num_starts == num_starts:
+            cluster.wait(0.05)
+        assert 3 < cluster.time.now - began < 15
+    cluster.wait(15)
+    assert place.num_starts == 4 and cluster.members == WHOLE
+    cluster.end()
+
+
+def test_a_process_of_our_own_that_refuses_is_left_to_the_user(cluster: Cluster3) -> None:
+    place = cluster.world.places["c"]
+    cluster.act(place.end)
     while place.num_starts < 2:
         cluster.wait(0.05)
-    cluster.act(cluster.world.stop, place)
-    cluster.wait(15)
-    assert place.num_starts == 3 and cluster.members == WHOLE
-    cluster.end()
+    cluster.act(setattr, place, "is_foreign", True)
+    cluster.wait(30)
+    assert place.num_starts == 2
 
 
 def test_a_node_that_comes_back_with_a_certificate_of_another_authority_is_reported_once(cluster: Cluster3) -> None:

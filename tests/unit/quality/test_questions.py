@@ -54,6 +54,8 @@ def question(check: Check, *expected: str, **more: Any) -> Question:
                 "I think B",
                 "A: the answer is B",
                 "Question: Q. **Answer:** B",
+                "Answer: B. The other answer, D, is wrong",
+                "B is the answer, C is not",
                 "B, not A",
             ),
             ("A or B", "b", "", "I", "The answer is B? No, the answer is A"),
