@@ -115,7 +115,7 @@ async def run_batch(options: ClusterOptions, source: Path, target: Path, max_tok
             inputs, options, options.context, max_waiting=_MOST_AT_ONCE, max_wait_s=_MAX_WAIT_S
         ) as engine:
             with show_tokens("answered", len(requests), done=num_known + len(refused)) as report:
-                run = BatchRun(engine, answers, report, Counter({_BAD_INPUT: len(refused)}), len(refused))
+                run = BatchRun(engine, answers, report, Counter([_BAD_INPUT] * len(refused)), len(refused))
                 with telling_interrupts(partial(run.interrupted, target)):
                     await run.answer_all(entries)
     say(run.summary(target))
@@ -193,8 +193,7 @@ class BatchRun:
 
     def summary(self, target: Path) -> str:
         took_s = time.monotonic() - self.began
-        num_failed = self.codes.total()
-        failed = f", {num_failed} of them with an error" if num_failed else ""
+        failed = f", {self.codes.total()} of them with an error" if self.codes else ""
         speed = f"{self.num_tokens} tokens in {took_s:.1f} s, {self.num_tokens / took_s:.1f} tok/s"
         requests = "request" if self.num_answered == 1 else "requests"
         return f"{self.num_answered} {requests} answered{failed} in {target}: {speed}"
