@@ -42,7 +42,7 @@ def test_a_batch_without_an_error_ends_with_0(reciter: Path, tmp_path: Path) -> 
     source, target = write(tmp_path / "in.jsonl", request("a"), request("b")), tmp_path / "out.jsonl"
     runs = [run_here("batch", source, "-o", target, *HERE, reciter) for _ in range(2)]
     assert [run.code for run in runs] == [0, 0], runs[0].err
-    assert "2 requests answered in" in runs[0].err and "error" not in runs[0].err
+    assert "2 requests answered in" in runs[0].err and "with an error" not in runs[0].err
 
 
 def test_a_request_that_fails_is_an_answer_that_names_its_field_and_shows_in_the_exit_code(
