@@ -492,7 +492,8 @@ def _check_plan(spec: ModelSpec, nodes: Sequence[ExaminedNode], model: ModelInUs
         yield ok(Kind.MEMORY, "all nodes", f"{spec.name} fits, with {model.context:,} tokens of context")
         return
     text = f"{spec.name} with {model.context:,} tokens of context does not fit: {found.lacking}"
-    if (other := model.plan_over_some(offers)).fits:
+    is_by_speed = not all(node.is_here for node in nodes[1:])  # else the layers are split over all nodes
+    if is_by_speed and (other := model.plan_over_some(offers)).fits:
         text = f"{text} with all nodes in this order, but it fits as {other}: no answer was tried"
         yield note(Kind.MEMORY, "all nodes", text, "leave it so, or free memory there")
         return
