@@ -283,6 +283,9 @@ def test_a_reader_is_given_up_once_it_has_read_nothing_for_a_while(
         with pytest.raises(ReaderLost):
             async for output in engine.generate(Request((1, 2, 3), 400)):
                 await asyncio.sleep(0 if output.num_steps > 1 else 40)
+        with pytest.raises(ReaderLost):  # also one that has read a little after the pause
+            async for output in engine.generate(Request((1, 2, 3), 400)):
+                await asyncio.sleep({1: 20, 2: 70}.get(output.num_steps, 0))
 
     run(clock, Chains(WIDE), work)
 

@@ -1,6 +1,7 @@
 """Pieces of prefixes on a node's disk: read as they were written, by the same layers only, within a limit."""
 
 import contextlib
+import fcntl
 import os
 import threading
 from collections.abc import Callable
@@ -115,6 +116,18 @@ def test_pieces_that_are_written_at_once_do_not_take_the_same_room(
     for store in stores:
         store._threads.shutdown()
     assert sum(file.nbytes for file in piece_files(tmp_path)) <= 2 * size
+
+
+def test_a_folder_that_another_process_holds_costs_pieces_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have been stopped in the middle of a write; this process ends all the same."""
+    monkeypatch.setattr("worker.node.prefix_store._LOCK_S", 0.05)
+    held = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    write(tmp_path, 1)
+    assert not piece_files(tmp_path)
+    os.close(held)
+    write(tmp_path, 2)
+    assert len(piece_files(tmp_path)) == 1
 
 
 def test_the_beginning_of_a_prefix_outlives_its_end(tmp_path: Path) -> None:
