@@ -94,7 +94,8 @@ class Server:
         return self._status().why
 
     @property
-    def takes_requests(self) -> bool:
+    def answers_now(self) -> bool:
+        """Whether a request need not wait for a load or for the end of a recovery, except that of a sleeping model."""
         return self.state in (ServerState.READY, ServerState.DEGRADED, ServerState.ASLEEP)
 
     @property
@@ -151,8 +152,11 @@ class Server:
         return self.require_engine()
 
     def require_engine(self) -> Engine:
-        """Return the engine. Raises HttpError (503) while no request can be answered."""
-        if self.engine is None or not self.takes_requests:
+        """Return the engine. Raises HttpError (503) if there is none, or none that will answer again.
+
+        An engine that is replacing a lost chain accepts requests, which wait for the next one.
+        """
+        if self.engine is None or self.engine.status.state in (ServerState.FAILED, ServerState.DRAINING):
             raise HttpError(503, f"{self.state.word}: {self.why}", self.state.word)
         return self.engine
 

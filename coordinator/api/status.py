@@ -61,10 +61,10 @@ async def live(server: Server) -> Health:
 
 async def health(server: Server, deep: str = "") -> Response:
     """Whether requests are answered now; with `?deep=1` one token goes through all stages first, if it is awake."""
-    if server.takes_requests and deep == "1":
+    if server.answers_now and deep == "1":
         await server.probe()
     body: Health = {"status": server.state.word, "why": server.why}
-    return JSONResponse(body) if server.takes_requests else JSONResponse(body, 503, {"Retry-After": "5"})
+    return JSONResponse(body) if server.answers_now else JSONResponse(body, 503, {"Retry-After": "5"})
 
 
 async def versions(server: Server) -> Versions:

@@ -49,8 +49,8 @@ class Recovery:
         return self.cause == NodeReturned.__name__
 
     @property
-    def lets_requests_wait(self) -> bool:
-        """Whether new requests need not be refused: it is a planned change, or the first node holds the model."""
+    def is_brief(self) -> bool:
+        """Whether health checks may ignore it: it is a planned change, or the first node holds the model."""
         return self.is_return or self.plan.prompt_end is not None
 
     def end(self) -> Recovered:

@@ -154,8 +154,8 @@ class Engine:
         if self._is_draining:
             return ServerStatus(ServerState.DRAINING, "shutting down")
         if trouble := self.cluster.trouble:
-            waits = self.cluster.recovery.lets_requests_wait
-            return ServerStatus(ServerState.DEGRADED if waits else ServerState.RECOVERING, trouble)
+            is_brief = self.cluster.recovery.is_brief
+            return ServerStatus(ServerState.DEGRADED if is_brief else ServerState.RECOVERING, trouble)
         if draining := self.chain.draining:
             return ServerStatus(ServerState.DRAINING, str(draining))
         if missing := self.cluster.missing:

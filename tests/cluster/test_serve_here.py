@@ -147,11 +147,11 @@ def test_a_server_without_a_queue_answers_all_that_fit_and_cuts_streams_off_with
     uvloop.run(check())
 
 
-def test_a_server_runs_without_a_missing_worker_and_takes_it_in_under_endless_streams(
+def test_a_server_runs_without_a_missing_worker_takes_it_in_under_streams_and_keeps_requests_while_it_restarts(
     start: Starter, talker: Path, worker_file: Path
 ) -> None:
     async def check() -> None:
-        options = options_of(talker, load_cluster(worker_file), limits=Limits(arrival_s=0.5))
+        options = options_of(talker, load_cluster(worker_file), limits=Limits(rejoin_s=PATIENCE_S, arrival_s=0.5))
         async with served(options) as (client, _):
 
             async def ask(prompt: str) -> str:
@@ -167,7 +167,7 @@ def test_a_server_runs_without_a_missing_worker_and_takes_it_in_under_endless_st
             expected = {prompt: await ask(prompt) for prompt in ("the", "a longer prompt than the other one")}
             is_over, answers = False, list[tuple[str, str]]()
             asking = asyncio.gather(*map(ask_on, expected))
-            start.worker("last", "--config", worker_file)
+            worker = start.worker("last", "--config", worker_file)
             async with asyncio.timeout(2 * PATIENCE_S):  # the promise: it is used within a minute
                 nodes: list[str] = []
                 while nodes != ["coordinator", "last"] and not asking.done():
@@ -181,6 +181,12 @@ def test_a_server_runs_without_a_missing_worker_and_takes_it_in_under_endless_st
             await asking
             assert nodes == ["coordinator", "last"]
             assert all(text == expected[prompt] for prompt, text in answers)
+
+            worker.send_signal(signal.SIGKILL)
+            assert await wait_health(client, 503) == "recovering"
+            late = asyncio.gather(*map(ask, expected))
+            start.worker("last", "--config", worker_file)
+            assert await late == list(expected.values())
 
     uvloop.run(check())
 

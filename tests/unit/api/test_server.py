@@ -98,6 +98,15 @@ def test_clients_are_told_that_a_model_is_loading_while_it_is_read_again() -> No
     assert refused.value.code == "loading"
 
 
+async def test_requests_wait_in_an_engine_that_replaces_its_chain_while_health_checks_fail() -> None:
+    class Recovering(FakeEngine):
+        status = ServerStatus(ServerState.RECOVERING, "worker mini is away")
+
+    engine = Recovering()
+    shared = served(model=engine)
+    assert await shared.wake_engine() is engine and not shared.answers_now
+
+
 def test_a_server_whose_engine_has_failed_is_recovering_from_the_start() -> None:
     class Failed(FakeEngine):
         status = ServerStatus(ServerState.FAILED, "worker mini is away")
@@ -113,7 +122,7 @@ def test_a_server_that_was_told_to_stop_stays_so_and_a_state_that_cannot_follow_
     shared = served(model=MODEL)
     shared.stop()
     shared.stop()
-    assert shared.state is ServerState.DRAINING and not shared.takes_requests and shared.engine is None
+    assert shared.state is ServerState.DRAINING and not shared.answers_now and shared.engine is None
     with pytest.raises(InternalError):
         shared.open(MODEL)
     with pytest.raises(InternalError):

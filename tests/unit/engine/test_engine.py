@@ -334,6 +334,23 @@ def test_a_session_chooses_by_the_costs_of_its_new_chain(clock: VirtualTime, mon
     run(clock, Chains(WIDE), work)
 
 
+def test_a_request_sent_without_a_chain_is_answered_by_the_next_one(clock: VirtualTime) -> None:
+    first, second = Request((4, 5), 30), Request((6, 7, 8), 30)
+
+    async def work(engine: Engine) -> None:
+        before: Any = engine.chain
+        [running] = asked(engine, first)
+        await asyncio.sleep(2 * STEP_S)
+        before.lose(StageLost("closed", node="a"))
+        await asyncio.sleep(STEP_S / 2)
+        assert engine.chain is before
+        [late] = asked(engine, second)
+        assert (await running, await late) == (expected(first), expected(second))
+        assert engine.chain is not before
+
+    run(clock, Chains(WIDE), work)
+
+
 @pytest.mark.parametrize(
     ("error", "prompt_end", "state"),
     [
@@ -342,7 +359,7 @@ def test_a_session_chooses_by_the_costs_of_its_new_chain(clock: VirtualTime, mon
         (NodeReturned("back", node="a"), None, ServerState.DEGRADED),
     ],
 )
-def test_without_a_chain_new_requests_are_refused_unless_there_is_one_at_once(
+def test_without_a_chain_the_engine_is_recovering_unless_there_is_one_at_once(
     clock: VirtualTime, error: BrigadeError, prompt_end: int | None, state: ServerState
 ) -> None:
     plan: Any = types.SimpleNamespace(prompt_end=prompt_end)
