@@ -95,8 +95,10 @@ def _read_keys(path: Path, min_length: int) -> dict[str, _Key]:
     """Read one key per line, as `KEY` or `NAME KEY [at_once=N] [priority=N]`; lines that begin with # are skipped."""
     try:
         lines = _read(path).decode().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError("api_key_file", f"{path} cannot be read: {error}") from error
+    except OSError as error:
+        raise InputError("api_key_file", f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError("api_key_file", f"{path}: expected text, found other bytes at {error.start}") from error
     keys: dict[str, _Key] = {}
     for number, line in enumerate(lines, 1):
         place, words = f"{path}, line {number}", line.split()

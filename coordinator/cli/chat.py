@@ -208,7 +208,7 @@ class Chat:
         self._console = Console() if keyboard.is_terminal else None
         self._typed = Typed()
         self._answering: asyncio.Task[None] | None = None
-        self._is_leaving = False  # Ctrl-C was pressed between answers, and no line has come since
+        self._interrupted_at: str | None = None  # the line being typed when Ctrl-C was pressed between answers
         self._left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._code = 0
 
@@ -240,7 +240,7 @@ class Chat:
         if self._left.done():
             reading.cancel()
             return None
-        self._is_leaving = False
+        self._interrupted_at = None
         return reading.result()
 
     async def _take(self, message: str) -> bool:
@@ -290,14 +290,14 @@ class Chat:
     def _interrupt(self) -> None:
         if self._answering is not None:
             self._answering.cancel()
-        elif self._is_leaving:
+        elif self._interrupted_at == (begun := self._keyboard.begun):
             if not self._left.done():
                 self._left.set_result(None)
         else:
-            self._is_leaving = True
+            self._interrupted_at = begun
             self._typed.drop()
             say("\n(Ctrl-C again, /exit or Ctrl-D leaves)")
-            print(f"{_PROMPT}{self._keyboard.begun}", end="", file=sys.stderr, flush=True)  # it is still being typed
+            print(f"{_PROMPT}{begun}", end="", file=sys.stderr, flush=True)  # it is still being typed
 
 
 def _stats_line(usage: Usage, began: float, first: float, num_first: int) -> str:
@@ -364,8 +364,10 @@ def _load(chat: Chat, rest: str) -> None:
     path = Path(os.path.expanduser(rest))
     try:
         chat.dialogue = Dialogue.of(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError("", f"{path} cannot be read: {error}") from error
+    except OSError as error:
+        raise InputError("", f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError("", f"{path}: expected UTF-8 text, found other bytes at {error.start}") from error
     except InputError as error:
         raise InputError("", f"{path}: {error.message}") from error
     say(f"loaded {len(chat.dialogue.messages())} messages from {path}")

@@ -64,7 +64,11 @@ def test_interrupts_end_answers_and_not_the_program(reciter: Path) -> None:
         seen.wait_match(r">>> /ex$", START_S)
         os.write(keys, b"\x03")
         seen.wait_match(r"Ctrl-C again.*\s+>>> /ex$", START_S)  # what was typed stays, and is seen
-        os.write(keys, b"it\n")
+        os.write(keys, b"i")
+        seen.wait_match(r">>> /exi$", START_S)
+        os.write(keys, b"\x03")  # the first one after something was typed
+        seen.wait_match(r"Ctrl-C again.*\s+>>> /exi$", START_S)
+        os.write(keys, b"t\n")
         assert process.wait(FINISH_S) == 0
 
 
