@@ -183,7 +183,8 @@ async def choose_plan(
     if options.objective == "prompt" and (why := planner.why_not_shared(spec, nodes, speeds, objective, plan)):
         say(f"note: planned by latency, not for prompts: {why}")
     if left_out := [node.name for node in nodes if node.name not in plan.names]:
-        say(f"without {' and '.join(left_out)}, which would not make it faster: `brigade plan` has the figures")
+        why = "which would not make it faster" if speeds.covers(each.name for each in nodes) else "for lack of memory"
+        say(f"without {' and '.join(left_out)}, {why}: `brigade plan` has the figures")
     return plan, speeds, objective
 
 

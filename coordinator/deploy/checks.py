@@ -488,14 +488,16 @@ def _check_plan(spec: ModelSpec, nodes: Sequence[ExaminedNode], model: ModelInUs
         fix = "correct `layers:` or the number of workers in cluster.yaml"
         yield problem(Kind.PLAN, "all nodes", error.message, fix)
         return
-    if found.fits:
+    is_by_speed = not all(node.is_here for node in nodes[1:])  # else the layers are split over all nodes
+    if not found.fits and is_by_speed and (other := model.plan_over_some(offers)).fits:
+        found = other
+    with_context = f"{spec.name} with {model.context:,} tokens of context"
+    if found.fits and found.names == [node.name for node in nodes]:
         yield ok(Kind.MEMORY, "all nodes", f"{spec.name} fits, with {model.context:,} tokens of context")
         return
-    text = f"{spec.name} with {model.context:,} tokens of context does not fit: {found.lacking}"
-    is_by_speed = not all(node.is_here for node in nodes[1:])  # else the layers are split over all nodes
-    if is_by_speed and (other := model.plan_over_some(offers)).fits:
-        text = f"{text} with all nodes in this order, but it fits as {other}: no answer was tried"
-        yield note(Kind.MEMORY, "all nodes", text, "leave it so, or free memory there")
+    if found.fits:
+        text = f"{with_context} does not fit on all nodes in this order, but it fits as {found}: no answer was tried"
+        yield note(Kind.MEMORY, "all nodes", text, "leave it so, or free memory on the others")
         return
     shares_machine = [each.is_here or (each is nodes[0] and any(node.is_here for node in nodes)) for each in nodes]
     raised = [
@@ -506,7 +508,8 @@ def _check_plan(spec: ModelSpec, nodes: Sequence[ExaminedNode], model: ModelInUs
     if wider.fits:
         yield from _raised_limits(wider, offers, nodes)
         return
-    yield problem(Kind.MEMORY, "all nodes", text, "more nodes, a model of fewer bits, or fewer tokens (`context:`)")
+    text, fix = f"{with_context} does not fit: {found.lacking}", "more nodes, a model of fewer bits, or fewer tokens"
+    yield problem(Kind.MEMORY, "all nodes", text, f"{fix} (`context:`)")
 
 
 def _raised_budget(node: ExaminedNode) -> int:

@@ -106,7 +106,7 @@ async def try_answer(options: ClusterOptions, found: Examination) -> Examination
     trial, about, needed, free = None, "all nodes", 0, psutil.virtual_memory().available
     if found.model.spec is not None:
         plan = found.model.plan_by_memory(offers_of(found.cluster.nodes))
-        if not plan.fits:  # a finding tells of it
+        if not plan.fits or len(plan.names) < len(found.cluster.nodes):  # a finding tells of it
             return found
         needed = plan.assignments[0].needed_bytes
     if needed > free:

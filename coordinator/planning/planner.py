@@ -52,7 +52,8 @@ def plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Obje
       there is enough, else for `num_sessions`.
 
     Of equally good plans the one with the fewest nodes wins. If a speed is unknown or nothing fits, the layers are
-    split by bytes over all nodes in the given order. Finally the context grows as far as memory allows.
+    split by bytes over all nodes in the given order; if that does not fit, over those that are left without the
+    smallest ones. Finally the context grows as far as memory allows.
 
     Raises:
         ConfigError: more nodes than layers, a context below 1, or `layers` is no split of this model over these nodes.
@@ -71,6 +72,8 @@ def plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Obje
     if shares_prompts and (apart := _plan_apart(spec, given, speeds, objective)):
         return apart
     check_split(spec, len(nodes), layers)
+    if layers is None:
+        nodes = _without_smallest(spec, nodes, objective)
 
     def fits(context: int) -> bool:
         if layers is None:
@@ -79,6 +82,16 @@ def plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Obje
 
     context = _largest_context(objective, fits)
     return assign(spec, nodes, layers or split_by_bytes(spec, nodes, context, num_sessions), context, num_sessions)
+
+
+def _without_smallest(spec: ModelSpec, nodes: Sequence[Node], objective: Objective) -> Sequence[Node]:
+    """Return the nodes without as few as possible of the smallest, so that a split fits; all of them if none does."""
+    left = list(nodes)
+    while not some_split_fits(spec, left, objective.context, objective.num_sessions):
+        if len(left) <= (1 if objective.may_be_alone else 2):
+            return nodes
+        left.remove(min(left[1:], key=lambda node: node.memory_bytes))
+    return left
 
 
 def why_not_shared(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Objective, chosen: Plan) -> str:

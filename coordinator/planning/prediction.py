@@ -218,6 +218,8 @@ def _advice(report: PlanReport, objective: Objective, first: str) -> Iterator[st
         parts = ", ".join(f"{name} layers [{start}, {end})" for name, (start, end) in pairs)
         yield f"{first} makes answers alone; of prompts it and the others compute a part each: {parts}."
     if rate is None:
+        if report.left_out:
+            yield f"Left out for lack of memory: {', '.join(report.left_out)}."
         yield "How fast these nodes are is not known, so the split is by bytes, as if they were equally fast."
         return
     if len(chosen.plan.names) == 1 and alone:
