@@ -81,6 +81,31 @@ def test_a_model_that_cannot_be_read_again_is_tried_anew_and_nobody_waits_for_it
     assert served.state is ServerState.RECOVERING
 
 
+def test_a_bug_while_the_server_stops_opens_no_other_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_opened = 0
+
+    @asynccontextmanager
+    async def fail_at_the_end(*given: Any, **named: Any) -> AsyncIterator[Engine]:
+        nonlocal num_opened
+        num_opened += 1
+        if num_opened > 1:
+            pytest.fail("another engine was opened")  # no Exception, so that it ends the server
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise ZeroDivisionError("a bug")
+        yield
+
+    monkeypatch.setattr(serve, "open_engine", fail_at_the_end)
+
+    def wake(served: Server) -> None:
+        sleeping(served)
+        served._become(ServerState.WAKING)
+
+    lived(wake, 1.0)
+    assert num_opened == 1
+
+
 def test_a_server_stays_asleep_whose_certificate_no_longer_lets_it_unload_its_workers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
