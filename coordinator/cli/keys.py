@@ -33,11 +33,12 @@ def init(
     config = find_config(config)
     cluster = load_cluster(config) if config else ClusterConfig()
 
-    from coordinator.deploy.authority import Authority
+    from coordinator.deploy.authority import Authority, require_certifiable
     from worker.node.certificates import Role
 
-    authority = Authority.make(_folder(cluster, config), replace=replace)
     name = cluster.coordinator.name
+    require_certifiable(name)
+    authority = Authority.make(_folder(cluster, config), replace=replace)
     say(f"made the authority in {authority.folder}; its key stays there")
     say(f"made {authority.issue(name, Role.COORDINATOR)}, the certificate of the coordinator {name}")
     for worker in cluster.workers:

@@ -54,7 +54,10 @@ class Authority:
         builder = _builder(name, name, key, now - _CLOCK_ERROR, now + _AUTHORITY_VALID)
         usage = x509.BasicConstraints(ca=True, path_length=0)
         certificate = builder.add_extension(usage, critical=True).sign(key, hashes.SHA256())
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except FileExistsError:
+            raise ConfigError(f"expected {folder} to be a folder for keys, found a file") from None
         if replace:
             _delete_issued(folder)
         _write_private(path, key, certificate)
@@ -86,8 +89,7 @@ class Authority:
             ConfigError: no certificate can carry this name, or the existing file has another role, or its name
                 differs in case only, which certificates ignore; or the authority has expired.
         """
-        if not is_certifiable(name):
-            raise ConfigError(f"expected a name like that of a host, as certificates carry it, found {name!r}")
+        require_certifiable(name)
         path = self.folder / file_name(name)
         _require_same(path, name, role)
         last, now = self.certificate.not_valid_after_utc, datetime.now(UTC)
@@ -108,13 +110,23 @@ class Authority:
         _write_private(path, key, certificate, self.certificate)
         return path
 
+    def has_issued(self, path: Path) -> bool:
+        """Return whether this node's file exists and is of this authority."""
+        return path.exists() and split_pem(path.read_bytes())[2:] == [to_pem(self.certificate)]
+
+
+def require_certifiable(name: str) -> None:
+    """Raise ConfigError for a node's name that no certificate can carry."""
+    if not is_certifiable(name):
+        raise ConfigError(f"expected a name like that of a host, as certificates carry it, found {name!r}")
+
 
 def _delete_issued(folder: Path) -> None:
     """Delete the node files that the authority in this folder has issued, unless it is missing or damaged."""
     with contextlib.suppress(ConfigError):
-        authority = to_pem(Authority.open(folder).certificate)
+        authority = Authority.open(folder)
         for file in folder.glob(file_name("*")):
-            if split_pem(file.read_bytes())[2:] == [authority]:
+            if authority.has_issued(file):
                 file.unlink()
 
 
@@ -167,7 +179,9 @@ def _write_private(path: Path, key: ec.EllipticCurvePrivateKey, *certificates: x
 
 
 def certificates(cluster: ClusterConfig, names: Iterable[str], say: Callable[[str], None]) -> dict[str, bytes]:
-    """Return the certificate files of these workers by name, and make missing ones; {} without encryption.
+    """Return the certificate files of these workers by name; {} without encryption.
+
+    Make those that are missing, or of an authority that was replaced.
 
     Raises:
         ConfigError: one is unusable, or is missing and cannot be made here.
@@ -175,18 +189,23 @@ def certificates(cluster: ClusterConfig, names: Iterable[str], say: Callable[[st
     if cluster.tls is None:
         return {}
     folder = Path(cluster.tls.keys)
+    authority = Authority.open(folder) if (folder / AUTHORITY_FILE).exists() else None
     found = {}
     for name in names:
         path = folder / file_name(name)
-        if not path.exists():
-            authority = Authority.open(folder)
-            lock = os.open(folder, os.O_RDONLY)  # only one of several launches makes it
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if not path.exists():
-                    say(f"made {authority.issue(name, Role.WORKER)}, the certificate of {name}")
-            finally:
-                os.close(lock)
+        if authority is not None or not path.exists():
+            _issue_missing(authority or Authority.open(folder), name, say)
         KeyFile(folder, name, Role.WORKER).read()
         found[name] = path.read_bytes()
     return found
+
+
+def _issue_missing(authority: Authority, name: str, say: Callable[[str], None]) -> None:
+    """Make a worker's certificate file, unless this authority has issued it already."""
+    lock = os.open(authority.folder, os.O_RDONLY)  # only one of several launches makes it
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not authority.has_issued(authority.folder / file_name(name)):
+            say(f"made {authority.issue(name, Role.WORKER)}, the certificate of {name}")
+    finally:
+        os.close(lock)

@@ -59,6 +59,13 @@ def test_keys_are_made_where_the_configuration_says_and_an_authority_is_replaced
     assert sorted(path.name for path in own.iterdir()) == ["authority.key", "studio.pem"]
 
 
+def test_a_coordinator_whose_name_no_certificate_can_carry_leaves_no_authority_and_ends_none(config: Path) -> None:
+    named = config.read_text()
+    config.write_text(named.replace("name: studio", "name: '7'").replace("tls: {keys: own}", ""))
+    refused = run_here("keys", "init", "--config", config)
+    assert refused.code == 2 and "found '7'" in refused.err and not (config.parent / "keys").exists()
+
+
 @pytest.mark.parametrize(
     ("issued", "message"), [((), "brigade keys issue mini,"), (("mini", "--coordinator"), "the role brigade:worker")]
 )

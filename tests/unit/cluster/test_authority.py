@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from coordinator.deploy.authority import AUTHORITY_FILE, Authority
+from coordinator.deploy.authority import AUTHORITY_FILE, Authority, certificates
+from worker.config import ClusterConfig, TlsConfig
 from worker.errors import ConfigError
 from worker.node.certificates import KeyFile, Role, split_pem
 
@@ -63,6 +64,24 @@ def test_replacing_an_authority_removes_what_it_issued_and_nothing_else(authorit
     renewed = Authority.make(authority.folder, replace=True)
     assert sorted(file.name for file in authority.folder.iterdir()) == ["air.pem", AUTHORITY_FILE, "notes.pem"]
     assert Authority.open(authority.folder).certificate == renewed.certificate != authority.certificate
+
+
+def test_a_launch_sends_no_certificate_of_an_authority_whose_key_was_lost(authority: Authority) -> None:
+    cluster, said = ClusterConfig(tls=TlsConfig(keys=str(authority.folder))), list[str]()
+    first = certificates(cluster, ["mini"], said.append)
+    assert certificates(cluster, ["mini"], said.append) == first and len(said) == 1
+    (authority.folder / AUTHORITY_FILE).unlink()
+    assert certificates(cluster, ["mini"], said.append) == first, "a folder without an authority's key keeps its files"
+    renewed = Authority.make(authority.folder, replace=True)
+    [sent] = certificates(cluster, ["mini"], said.append).values()
+    assert renewed.has_issued(authority.folder / "mini.pem") and split_pem(sent) != split_pem(first["mini"])
+    assert len(said) == 2
+
+
+def test_keys_need_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "keys").touch()
+    with pytest.raises(ConfigError, match=r"expected .*keys to be a folder for keys, found a file"):
+        Authority.make(tmp_path / "keys")
 
 
 def test_a_name_that_a_certificate_cannot_carry_is_refused(authority: Authority) -> None:
