@@ -14,6 +14,7 @@ from coordinator.api.metrics import metrics_text
 from coordinator.api.server import Server
 from coordinator.api.status import content_policy
 from coordinator.engine.status import StatusSnapshot
+from coordinator.sessions.waterfall import PARTS
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "coordinator/api/page.html").read_text(encoding="utf-8")
@@ -28,6 +29,18 @@ def test_the_policy_allows_the_pages_own_script_and_style_only() -> None:
     assert "unsafe" not in content_policy(PAGE)
     for forbidden in ("innerHTML", "outerHTML", "insertAdjacentHTML", "eval(", "http://", "https://"):
         assert forbidden not in PAGE  # it makes no markup of text and names no other place
+
+
+def test_every_part_of_a_tokens_time_has_a_colour_of_its_name() -> None:
+    [listed] = re.findall(r"const PARTS = (\[.*?\]);", PAGE)
+    coloured = dict(re.findall(r"\.part-(\d+) { background: var\(--p-(\w+)\)", PAGE))
+    names = {
+        **{"coordinator compute": "coordinator", "worker compute": "worker", "head + sampling": "head"},
+        **{"decode": "copies", "encode": "copies"},
+    }
+    expected = [names.get(part, part) for part in json.loads(listed)]
+    assert [coloured.get(str(number)) for number in range(len(coloured))] == expected
+    assert set(PARTS) == set(json.loads(listed))
 
 
 def test_every_metric_of_the_dashboard_exists() -> None:
