@@ -170,15 +170,12 @@ def _chosen(kept: Sequence[Kept], names: Sequence[str]) -> list[Kept]:
     chosen: dict[str, Kept] = {}
     for name in names:
         plain = {each.key: each.name.partition("@")[0] for each in kept}
-        found = [
-            each
-            for each in kept
-            if name in (each.name, plain[each.key]) or (len(name) >= 4 and each.key.startswith(name))
-        ]
+        found = [each for each in kept if name in (each.key, each.name, plain[each.key])]
         if not found:
-            found = [each for each in kept if plain[each.key].rstrip("/").rpartition("/")[2] == name]
-            if len({each.name for each in found}) > 1:
-                raise InputError("", f"{name!r} may be any of: {', '.join(each.name for each in found)}")
+            by_key = [each for each in kept if len(name) >= 4 and each.key.startswith(name)]
+            found = by_key or [each for each in kept if plain[each.key].rstrip("/").rpartition("/")[2] == name]
+            if len(by_key) > 1 or len({each.name for each in found}) > 1:
+                raise InputError("", f"{name!r} may be any of: {', '.join(f'{e.name} ({e.key})' for e in found)}")
         if not found:
             has = ", ".join(each.name for each in kept)
             raise InputError("", f"nothing is kept of {name!r}, only of: {has}" if kept else "nothing is kept")
