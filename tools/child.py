@@ -1,6 +1,7 @@
 """A second process of a benchmark."""
 
 import asyncio
+import contextlib
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
@@ -17,5 +18,6 @@ async def child(module: str, *arguments: str | Path) -> AsyncIterator[tuple[byte
     try:
         yield await process.stdout.readline(), process.stdout, process
     finally:
-        process.terminate()
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            process.terminate()
         await process.wait()

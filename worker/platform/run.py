@@ -4,6 +4,7 @@ This is one of the few places with a broad `except`.
 """
 
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -19,6 +20,7 @@ from worker.errors import BrigadeError, InputError, internal_error_text
 from worker.platform.interrupts import INTERRUPTED, find_compiler
 from worker.platform.threads import calls_are_left
 
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EAGAIN)  # of a stream
 _FLAGS = {"temperature": "temp"}  # parameters whose flags have another name
 
 
@@ -110,11 +112,11 @@ def _exit_code(app: typer.Typer) -> int:
         return error.exit_code
     except BrokenPipeError:
         return _reader_left()
-    except OSError as error:
-        _complain(f"{error.filename or 'cannot write standard output'}: {error.strerror}")
-        sys.stdout = None  # what is still buffered cannot be written either
-        return 2
     except Exception as error:
+        if isinstance(error, OSError) and (error.filename or error.errno in _UNWRITABLE):
+            _complain(f"{error.filename or 'cannot write standard output'}: {error.strerror}")
+            sys.stdout = None  # what is still buffered cannot be written either
+            return 2
         _complain(internal_error_text(error))
         return 3
 

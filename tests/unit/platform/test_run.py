@@ -80,7 +80,10 @@ def test_what_the_user_can_mend_is_exit_code_2_and_what_went_wrong_on_the_way_is
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("error", [KeyError("slot"), ValueError("two\nlines")])
+NO_FILE = OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+
+@pytest.mark.parametrize("error", [KeyError("slot"), ValueError("two\nlines"), NO_FILE])
 def test_a_bug_is_one_line_that_says_so_and_where_it_was_raised(run: Run, error: Exception) -> None:
     command = raising(error)
     code, out, err = run(lambda: command())
