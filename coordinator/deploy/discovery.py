@@ -166,7 +166,7 @@ def source_address(address: str) -> str:
     """Return the own address that the system would send to HOST:PORT from; "" if none. Sends nothing."""
     host, port = split_address(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:  # it may know no IPv6
         probe.connect((host, port))
         return str(probe.getsockname()[0])
     return ""

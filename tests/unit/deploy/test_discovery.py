@@ -1,6 +1,20 @@
 """Which nodes are there, over which links they are reached, and what the configuration has of them."""
 
-from coordinator.deploy.discovery import AnnouncedNode, Endpoint, LocalNetwork, found_nodes, usable_addresses
+import errno
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from coordinator.deploy import discovery
+from coordinator.deploy.discovery import (
+    AnnouncedNode,
+    Endpoint,
+    LocalNetwork,
+    found_nodes,
+    source_address,
+    usable_addresses,
+)
 from protos.brigade_pb2 import (
     MEDIUM_ETHERNET,
     MEDIUM_LOOPBACK,
@@ -68,3 +82,12 @@ def test_a_cable_comes_before_ethernet_that_before_wifi_and_what_is_unknown_last
     assert all(Endpoint("10.0.0.2:1", "en0", number).link for number in Medium.values())
     assert Endpoint("127.0.0.1:1", "lo", MEDIUM_LOOPBACK).link == "this machine"
     assert MEDIUM_LOOPBACK in LocalNetwork.read().media.values(), "this machine has loopback"
+
+
+def test_a_kernel_without_ipv6_reaches_no_such_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*kind: int) -> None:
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    without = SimpleNamespace(socket=refuse, AF_INET6=socket.AF_INET6, SOCK_DGRAM=socket.SOCK_DGRAM)
+    monkeypatch.setattr(discovery, "socket", without)
+    assert source_address("[fe80::1]:50070") == ""
