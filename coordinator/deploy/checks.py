@@ -61,6 +61,7 @@ _REFUSED = (61, 111)  # ECONNREFUSED on Darwin and on Linux
 _NO_ROUTE_DARWIN = 65  # EHOSTUNREACH; without the permission for the local network, macOS returns it at once
 
 _LOOK = "is it awake, the cable in, the address right (`ipconfig getifaddr bridge0` there), its firewall open?"
+_FIX_MODEL = "correct --model or --draft-model, or `model:` or `draft_model:` in cluster.yaml"
 _SAME_BRIGADE = "install the same version of Brigade on all nodes"
 _ALLOW_LOCAL_NETWORK = (
     "System Settings, Privacy & Security, Local Network: allow the program that runs it; "
@@ -133,7 +134,7 @@ def check_cluster(cluster: ExaminedCluster, model: ModelInUse, now: datetime) ->
         text = f"{format_ms(sum(known))} of each token, in a chain as in the configuration"
         yield ok(Kind.CHAIN, "all hops", text)
     if model.refusal:
-        yield problem(Kind.MODEL, coordinator.name, model.refusal, "correct --model, or `model:` in cluster.yaml")
+        yield problem(Kind.MODEL, coordinator.name, model.refusal, _FIX_MODEL)
     elif model.spec and all(node.facts and not node.error for node in cluster.nodes):
         yield from _check_plan(model.spec, cluster.nodes, model)
 
