@@ -26,6 +26,7 @@ from coordinator.engine.one_at_a_time import OneAtATime
 from coordinator.engine.stats import BEST_PRIORITY, KEY_HOLDER
 from coordinator.sessions.request import BREAKERS, Prompt, RequestSpec, SamplingParams, sampling_field
 from worker.errors import InputError
+from worker.platform.text import json_problem
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -394,7 +395,7 @@ def _parse(kind: type[Body], body: bytes) -> tuple[Body, list[str]]:
     try:
         found = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise HttpError(400, f"expected JSON, found something else ({error})", "invalid_json") from None
+        raise HttpError(400, f"expected JSON, found something else ({json_problem(error)})", "invalid_json") from None
     if not isinstance(found, dict):
         raise HttpError(400, f"expected a JSON object, found {shown(found)}", "invalid_json")
     known = {field.alias or name for name, field in kind.model_fields.items()}

@@ -26,7 +26,7 @@ from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import TokenReport, say, show_tokens, telling_interrupts
 from coordinator.engine.bounded import TEMPLATES
 from worker.errors import BrigadeError, InputError, NodeBusy, PoisonRequest, QueueFull, StageLost
-from worker.platform.text import Json, json_bytes
+from worker.platform.text import Json, json_bytes, json_problem
 
 if TYPE_CHECKING:
     from coordinator.engine.engine import Engine
@@ -276,7 +276,7 @@ def _entry(number: int, line: bytes) -> BatchEntry:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
-        return _wrong_entry(number, line, f"expected a JSON object, found something else ({error})")
+        return _wrong_entry(number, line, f"expected a JSON object, found something else ({json_problem(error)})")
     custom_id = found.get("custom_id") if isinstance(found, dict) else None
     if not isinstance(custom_id, str):
         return _wrong_entry(number, line, "expected a JSON object with a custom_id, a text")

@@ -27,7 +27,7 @@ from coordinator.sessions.request import Conversation, RequestSpec
 from worker.errors import BrigadeError, InputError
 from worker.platform.installation import version_of
 from worker.platform.tasks import cancel_all
-from worker.platform.text import Json, to_json
+from worker.platform.text import Json, json_problem, to_json
 from worker.platform.threads import CallThread
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def parse_line(text: bytes) -> Line:
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Unreadable("", f"expected a JSON object, found something else ({error})") from error
+        raise Unreadable("", f"expected a JSON object, found something else ({json_problem(error)})") from error
     if not isinstance(body, dict):
         raise Unreadable("", f"expected a JSON object, found {type(body).__name__}")
     found = body.pop("id", None)

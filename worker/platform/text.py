@@ -47,3 +47,8 @@ def json_bytes(
 def to_json(value: Any, *, indent: int | None = None) -> str:
     """Return `json_bytes` as text."""
     return json_bytes(value, indent=indent).decode()
+
+
+def json_problem(error: ValueError | RecursionError) -> str:
+    """Return why `json.loads` refused a text, without the words that are about Python."""
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from worker.errors import internal_error_text
-from worker.platform.text import json_bytes, printable, printable_lines, to_json
+from worker.platform.text import json_bytes, json_problem, printable, printable_lines, to_json
 
 
 def test_half_a_character_stays_the_escape_that_it_came_as() -> None:
@@ -40,3 +40,13 @@ def test_what_steers_a_terminal_or_fills_it_is_marked_and_all_else_stays() -> No
     assert {text: printable(text, most=20) for text in shown} == shown
     assert printable("12345", most=4) == "1234..."
     assert printable_lines("a\n\tb\x1b[2J\r\u202e\x9b" + "x" * 999) == "a\n\tb[2J" + "x" * 999
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [("[" * 100_000, "nested too deeply"), ("9" * 5000, "4300 digits"), ("{", "line 1")]
+)
+def test_why_a_text_is_no_json_is_told_without_pythons_functions(text: str, why: str) -> None:
+    with pytest.raises((ValueError, RecursionError)) as refused:
+        json.loads(text)
+    told = json_problem(refused.value)
+    assert why in told and "sys." not in told
