@@ -71,7 +71,9 @@ class Tokenizer:
                 fetch_code(checkpoint)
             self._wrapper = tokenizer_utils.load(folder, settings)
         except _UNREADABLE as error:
-            raise ModelError(f"cannot load the tokenizer of {folder}: {first_line(error)}") from error
+            lacking = "" if code or (folder / "tokenizer.json").exists() else ", which has no tokenizer.json"
+            fix = "" if code else "; download the model again, with its tokenizer"
+            raise ModelError(f"cannot load the tokenizer of {folder}{lacking}: {first_line(error)}{fix}") from error
         if len(self._wrapper.get_vocab()) < 2:  # transformers makes an empty one where there are no files
             raise ModelError(
                 f"{folder} holds no tokenizer; copy its tokenizer files there, or give the prompt as token ids"

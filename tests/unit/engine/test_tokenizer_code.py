@@ -182,3 +182,9 @@ def test_neither_a_peer_nor_a_file_can_say_that_code_is_trusted(tmp_path: Path) 
     (tmp_path / "cluster.yaml").write_text("trust_remote_code: true\n")
     with pytest.raises(ConfigError, match="trust_remote_code"):
         load_cluster(tmp_path / "cluster.yaml")
+
+
+def test_a_folder_without_its_tokenizer_is_told_by_the_file(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    message = refusal(of(tmp_path, model_type="qwen3"))
+    assert f"{tmp_path}, which has no tokenizer.json" in message and "download the model again" in message
