@@ -80,7 +80,7 @@ class InputProcessor:
             max_tokens: default of requests; None: as many as there is room for.
             encoding: limits how many requests wait to be encoded, and how long.
         Raises:
-            ModelError: generation_config.json is wrong.
+            ModelError: generation_config.json is wrong, or the end of sequence in config.json.
         """
         self.checkpoint = checkpoint
         self.spec = spec

@@ -241,11 +241,19 @@ def sampling_defaults(config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def eos_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> frozenset[int]:
-    """Return all end-of-sequence ids that config.json and generation_config.json name."""
+    """Return all end-of-sequence ids that config.json and generation_config.json name.
+
+    Raises:
+        ModelError: one of them is no whole number.
+    """
     ids: set[int] = set()
     for place in (config, config.get("text_config") or {}, generation_config):
         value = place.get("eos_token_id")
-        ids |= set(value) if isinstance(value, list) else {value} if isinstance(value, int) else set()
+        named = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(each, int) for each in named):
+            file = "generation_config.json" if place is generation_config else "config.json"
+            raise ModelError(f"{file}: eos_token_id: expected a token id or a list of them, found {value!r}")
+        ids.update(named)
     return frozenset(ids)
 
 

@@ -55,6 +55,16 @@ def test_all_ids_of_ends_count(config: dict[str, Any], generation: dict[str, Any
     assert eos_ids(config, generation or {}) == expected
 
 
+@pytest.mark.parametrize("value", ["x", 2.5, [1, "x"], {"id": 2}])
+def test_an_end_that_is_no_token_is_refused(value: Any) -> None:
+    for places, file in (
+        (({"eos_token_id": value}, {}), "config"),
+        (({}, {"eos_token_id": value}), "generation_config"),
+    ):
+        with pytest.raises(ModelError, match=rf"^{file}\.json: eos_token_id: expected a token id"):
+            eos_ids(*places)
+
+
 def test_the_file_may_be_missing_but_not_damaged_or_of_other_types(tmp_path: Path) -> None:
     assert sampling_defaults(bare(DEMO).generation_config) == {}, "the bundled model is greedy"
     assert bare(tmp_path).generation_config == {}
