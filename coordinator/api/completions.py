@@ -121,7 +121,8 @@ class CompletionAnswer(OpenAIAnswer):
                 if body.scores_prompts:
                     ids = await inputs.prompt_ids(prompt, most=most_prompt(inputs.spec, spec.max_tokens))
                     decode = Decode("ar") if body.decode == "auto" else spec.decode
-                    spec = replace(spec, prompt=ids, decode=decode, score_from=1 if len(ids) > 1 else None)
+                    has_scores = len(ids) > 1 or not spec.max_tokens  # a first token alone is refused without answer
+                    spec = replace(spec, prompt=ids, decode=decode, score_from=1 if has_scores else None)
                 group = await prepare_choices(inputs, spec, body.n)
             echoed = ""
             if body.echo:

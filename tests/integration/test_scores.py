@@ -241,6 +241,7 @@ async def test_an_echoed_prompt_is_scored_as_lm_eval_reads_it(talker: Path) -> N
         whole = (await client.post("/v1/completions", json=asked)).json()
         plain = (await client.post("/v1/completions", json=asked | {"echo": False})).json()
         only = (await client.post("/v1/completions", json=asked | {"prompt": text, "max_tokens": 0})).json()
+        first = (await client.post("/v1/completions", json=asked | {"prompt": ids[:1], "max_tokens": 0})).json()
         stream = await client.post("/v1/completions", json=asked | {"prompt": text, "stream": True})
     for choice, answer, length in zip(whole["choices"], plain["choices"], (len(ids), 4), strict=True):
         told = choice["logprobs"]
@@ -258,6 +259,7 @@ async def test_an_echoed_prompt_is_scored_as_lm_eval_reads_it(talker: Path) -> N
     assert [text[begin:end] for begin, end in zip(told["text_offset"][:-1], ends, strict=True)] == [
         words.decode([token]) for token in ids
     ]
+    assert first["error"]["param"] == "prompt" and "at least two tokens" in first["error"]["message"]
     [choice] = only["choices"]
     assert (choice["text"], only["usage"]["completion_tokens"], choice["finish_reason"]) == (text, 0, "length")
     assert choice["logprobs"] == {name: values[:-1] for name, values in told.items()}
