@@ -275,17 +275,17 @@ class Chat:
             answering.result()
 
     async def _speak(self, said: list[str]) -> None:
-        began, first, num_first = time.monotonic(), None, 1
+        began, first, num_first = time.monotonic_ns(), 0, 1
         with showing(self._console) as show:
             async with aclosing(self._stream(self.dialogue.messages())) as outputs:
                 async for output in outputs:
-                    if first is None and (output.content or output.reasoning):
-                        first, num_first = time.monotonic(), max(1, len(output.tokens))  # a server sends text only
+                    if not first and (output.content or output.reasoning):
+                        first, num_first = output.at, max(1, len(output.tokens))  # a server sends text only
                     show.think(output.reasoning)
                     show.say(output.content)
                     said.append(output.content)
                     if output.usage is not None:
-                        self.stats = _stats_line(output.usage, began, first or time.monotonic(), num_first)
+                        self.stats = _stats_line(output.usage, began, first or output.at, output.at, num_first)
 
     def _interrupt(self) -> None:
         if self._answering is not None:
@@ -300,13 +300,14 @@ class Chat:
             print(f"{_PROMPT}{begun}", end="", file=sys.stderr, flush=True)  # it is still being typed
 
 
-def _stats_line(usage: Usage, began: float, first: float, num_first: int) -> str:
-    decode_s, num_later = time.monotonic() - first, usage.num_generated - num_first
+def _stats_line(usage: Usage, began: int, first: int, last: int, num_first: int) -> str:
+    """Return the statistics of an answer; times are nanoseconds, monotonic, and `num_first` tokens came first."""
+    decode_s, num_later = (last - first) / 1e9, usage.num_generated - num_first
     speed = f", {num_later / decode_s:.1f} tok/s" if decode_s and num_later > 0 else ""
     recoveries = f"; {usage.num_recoveries} recoveries" if usage.num_recoveries else ""
     return (
         f"prompt of {usage.num_prompt} tokens, {usage.num_reused} of them reused; "
-        f"answer of {usage.num_generated} tokens, the first after {first - began:.3f} s{speed}{recoveries}"
+        f"answer of {usage.num_generated} tokens, the first after {(first - began) / 1e9:.3f} s{speed}{recoveries}"
     )
 
 
