@@ -125,7 +125,7 @@ def _check_address(address: str) -> str:
     try:
         _, port = split_address(address)
     except ConfigError:
-        raise ValueError("HOST:PORT") from None
+        port = 0
     if port == 0:
         raise ValueError("HOST:PORT with a port from 1 to 65535")
     return address
@@ -413,5 +413,6 @@ def shown(value: Any) -> str:
         return "nothing" if value is None else str(value).lower()
     if isinstance(value, dict | list | tuple):
         return "keys and values" if isinstance(value, dict) else "a list"
-    text = f"{value:#x}" if isinstance(value, int) and abs(value) >= 2**64 else repr(value)
+    is_long = isinstance(value, int) and abs(value) >= 10**80  # Python refuses to write the longest in decimal
+    text = f"{value:#x}" if is_long else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -99,7 +99,7 @@ def _exit_code(app: typer.Typer) -> int:
     except TyperException as error:
         context = getattr(error, "ctx", None)
         if message := error.format_message():  # empty if no command was given: its help is printed already
-            message = message.replace(": Value error, ", ": ")  # pydantic's word
+            message = message.replace(": Value error, ", ": ").replace("Input should be", "expected")  # pydantic's
             _complain(f"{message} (see {context.command_path if context else 'brigade'} --help)")
         return 2
     except (typer.Abort, KeyboardInterrupt):
