@@ -75,14 +75,15 @@ def in_turns(
 ) -> Iterator[tuple[Figures, Figures]]:
     """The figures of old and new, round by round, until the time is up. Who begins changes with every round."""
     for number in range(rounds):
-        found: dict[Path, Figures] = {}
-        for folder in (old, new) if number % 2 == 0 else (new, old):
+        found: dict[int, Figures] = {}  # of the old one, 0, and the new one, 1: both may be the same folder
+        for place in (0, 1) if number % 2 == 0 else (1, 0):
+            folder = (old, new)[place]
             print(f"round {number + 1} of {rounds}: {folder}", file=sys.stderr, flush=True)
             figures = run_in(folder, arguments, deadline - time.monotonic())
             if figures is None:
                 return
-            found[folder] = figures
-        yield found[old], found[new]
+            found[place] = figures
+        yield found[0], found[1]
 
 
 def run_in(folder: Path, arguments: Sequence[str], seconds: float) -> Figures | None:
