@@ -30,6 +30,7 @@ from coordinator.planning.costs import ChainCosts
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Conversation, Request, check_request
 from tools.bench_hops import PROMPTS, open_slow_chain
+from worker.errors import InputError
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command
 
@@ -70,7 +71,10 @@ class Curves:
         return sorted((each for each in self.points if each.decoder == decoder), key=lambda each: each.hop_ms)
 
     def faster(self, other: "Curves") -> "Curves":
-        """Each point from the run in which it was faster."""
+        """Each point from the run in which it was faster. Raises InputError for a run of something else."""
+        if self.points and (self.machine, self.model, self.layers) != (other.machine, other.model, other.layers):
+            found = f"{self.model} {self.layers} on {self.machine}"
+            raise InputError("from", f"expected {other.model} {other.layers} on {other.machine}, found {found}")
         both = {(each.decoder, each.delay_ms): each for each in self.points}
         for each in other.points:
             both[each.decoder, each.delay_ms] = max(
@@ -176,6 +180,8 @@ def main(
     plot: Annotated[Path | None, typer.Option(help="Write the picture to this file.")] = None,
 ) -> None:
     """Measure, or read what was measured, and draw it."""
+    if not rounds and earlier is None:
+        raise InputError("rounds", "expected at least 1, or --from with what was measured")
     if plot is not None:
         check_plot(plot)
     known = Curves("", model) if earlier is None else Curves.from_json(json.loads(earlier.read_text(encoding="utf-8")))

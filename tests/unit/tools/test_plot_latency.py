@@ -1,7 +1,7 @@
 """Tokens per second against latency, and figures of GPUs: the fastest answers count, and numbers survive their JSON."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ from coordinator.quality.report import ComparedAnswer, Rounding
 from coordinator.sessions.output import Answer, Token, Usage
 from tools.plot_latency import DECODES, Curves, Point, Taken, write_plot
 from tools.verify_gpus import Run, summarise
+from worker.errors import InputError
 
 
 def test_each_prompt_counts_when_it_was_fastest() -> None:
@@ -32,6 +33,8 @@ def test_numbers_survive_their_json_and_are_drawn(tmp_path: Path) -> None:
         for rates in (((0.0, 9.0), (1.0, 5.0)), ((0.0, 7.0), (1.0, 6.0), (2.0, 4.0)))
     )
     assert [point.tokens_per_s for point in one.faster(two).of("ar")] == [9.0, 6.0, 4.0]
+    with pytest.raises(InputError, match=r"expected demo \[5, 3\] on here"):
+        one.faster(replace(two, layers=[5, 3]))
 
 
 def test_runs_of_all_seeds_are_added_up_and_every_figure_of_rounding_is_shown() -> None:
