@@ -107,7 +107,10 @@ async def _num_frames(server: Server) -> float:
 async def _ask(server: Server, prompt: str, tokens: int) -> Outcome:
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "decode": "ar"}
     async with server.client() as client:
-        return await stream(client, body)
+        outcome = await stream(client, body)
+    if not outcome.is_whole:
+        raise InputError("prompt", f"the server answers with status {outcome.status}")
+    return outcome
 
 
 def _first_s(outcomes: Sequence[Outcome]) -> float:

@@ -1,6 +1,7 @@
 """Servers as processes, and streams that are read from them: what `load_serve` and `bench_serve` share."""
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -76,6 +77,7 @@ def _serving(command: Sequence[str], url: str, path: str) -> Iterator[Server]:
     """The command, once `path` answers with 200. What it says goes to a file: a full pipe would stop it."""
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(command, stdout=said, stderr=said, text=True)
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # else the server stays
         try:
             deadline = time.monotonic() + _START_S
             while not _answers(url + path):
@@ -86,6 +88,7 @@ def _serving(command: Sequence[str], url: str, path: str) -> Iterator[Server]:
             yield Server(process, url)
         finally:
             _end(process)
+            signal.signal(signal.SIGTERM, before)
 
 
 def _answers(url: str) -> bool:
