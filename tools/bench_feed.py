@@ -18,6 +18,7 @@ sessions on a chain with that worker, while another model's layers come.
 import asyncio
 import json
 import os
+import shlex
 import shutil
 import socket
 import statistics
@@ -116,8 +117,9 @@ def main(
 def _shape(mbit: int, rounds: int, folder: Path | None, *, as_markdown: bool) -> None:
     """This again, in a network namespace whose loopback is shaped."""
     tbf = f"tc qdisc add dev lo root tbf rate {mbit}mbit burst 256kb latency 50ms"
-    again = f"{sys.executable} -m tools.bench_feed --layers 1 --rounds {rounds} --shaped {mbit}"
-    again += f" --folder {folder}" * (folder is not None) + " --markdown" * as_markdown
+    flags = ["--layers", "1", "--rounds", str(rounds), "--shaped", str(mbit), *["--markdown"] * as_markdown]
+    folder_flags = ["--folder", str(folder)] if folder is not None else []
+    again = shlex.join([sys.executable, "-m", "tools.bench_feed", *flags, *folder_flags])
     command = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", f"ip link set lo up && {tbf} && {again}"]
     if subprocess.run(command).returncode:
         raise SystemExit("no shaped link: that needs Linux, with `tc` and user namespaces")

@@ -24,6 +24,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.utils import load_model
 
+from worker.errors import BrigadeError, InputError
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command
 
@@ -46,9 +47,13 @@ def main(
         json.dump([[f"127.0.0.1:{port}"] for port in _free_ports()], hosts)
         hosts.flush()
         devices = gpus.split(",") if gpus else [None] * _NUM_RANKS
+        if len(devices) != _NUM_RANKS:
+            raise InputError("gpus", f"expected {_NUM_RANKS} devices, found {len(devices)}")
         ranks = [_start(number, device, hosts.name) for number, device in enumerate(devices)]
         try:
             found = ranks[0].communicate(timeout=_LIMIT_S)[0]
+            if ranks[0].returncode:
+                raise BrigadeError(f"a rank ended with {ranks[0].returncode}, for the reason above")
         finally:
             for process in ranks:
                 process.kill()  # a rank that has lost the other one waits for ever

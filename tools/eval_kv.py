@@ -35,6 +35,7 @@ from tools import random_model
 from tools.demo_data import mix
 from tools.demo_data.turn import Turn
 from tools.eval_windows import is_right
+from worker.errors import InputError
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command
 from worker.platform.text import format_bytes
@@ -106,7 +107,8 @@ class Asker:
             if turn is not asked and len(ids) + len(answer) + _MOST <= length:
                 answers.append(range(len(ids), len(ids) + len(answer)))
                 messages += [question, {"role": "assistant", "content": turn.answer}]
-        later = answers[len(answers) // 2 :]
+        if not (later := answers[len(answers) // 2 :]):
+            raise InputError("lengths", f"expected room for a question, its answer and {_MOST} tokens, got {length}")
         return Talk(ids, tuple(place for answer in later for place in answer), asked)
 
     async def ask(self, talk: Talk, cache: Cache) -> tuple[list[float], list[int], bool]:
