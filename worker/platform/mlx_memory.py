@@ -1,6 +1,9 @@
 """MLX's memory in this process: how much it holds, its limits, and its out-of-memory errors."""
 
+import contextlib
+import ctypes
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -65,6 +68,9 @@ def give_back() -> None:
     """Free MLX's cached buffers and restore its default limits."""
     mx.clear_cache()
     _set(_usual_limits())
+    if sys.platform == "linux":  # glibc keeps what is freed below what is still used; other libraries lack the call
+        with contextlib.suppress(AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def keep_within(memory_bytes: int, weight_bytes: int) -> None:
