@@ -5,18 +5,61 @@ import ctypes
 import sys
 import threading
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 T = TypeVar("T")
 _MOST_TRACED = 100  # frames kept in a traceback; that of an error raised repeatedly would grow without limit
-_given_up: list[threading.Thread] = []  # closed threads whose call still runs
-_idle: "list[CallThread]" = []  # threads of `run_in_thread` between calls
-_MOST_IDLE = 8
 _Job = tuple[Callable[[], Any], asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
+
+
+class _Work:
+    """Work on a daemon thread of the system, which goes on with the next work of this name.
+
+    For each thread that evaluates arrays MLX starts another one, which never ends: a new one for each model would leave
+    one behind.
+    """
+
+    _given_up: ClassVar[list["_Work"]] = []  # that nothing waits for, though it goes on
+    _idle: ClassVar[defaultdict[str, list[SimpleQueue["_Work"]]]] = defaultdict(list)
+
+    def __init__(self, name: str, work: Callable[[], None]) -> None:
+        self.name = name
+        self._work: Callable[[], None] | None = work
+        self._has_ended = threading.Event()
+        try:
+            queue = self._idle[name].pop()
+        except IndexError:
+            queue = SimpleQueue()
+            threading.Thread(target=self._serve, args=[queue], name=name, daemon=True).start()
+        queue.put(self)
+
+    @classmethod
+    def _serve(cls, queue: "SimpleQueue[_Work]") -> None:
+        while True:
+            work = queue.get()
+            assert work._work is not None
+            try:
+                work._work()
+                cls._idle[work.name].append(queue)
+            finally:
+                work._work = None  # with what it refers to
+                work._has_ended.set()
+                del work
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for its end, and note if it goes on after so many seconds."""
+        self._has_ended.wait(timeout_s)
+        self._given_up[:] = [work for work in (*self._given_up, self) if not work._has_ended.is_set()]
+
+    @classmethod
+    def is_left(cls) -> bool:
+        """Return whether work goes on that nothing waits for."""
+        return any(not work._has_ended.is_set() for work in cls._given_up)
 
 
 class CallThread:
@@ -26,8 +69,7 @@ class CallThread:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._closing = threading.Lock()
         self._is_closed = False
-        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
-        self._thread.start()
+        self._thread = _Work(name, self._main)
 
     async def run(self, call: Callable[[], T]) -> T:
         """Return the call's result or raise its exception. Cancelling the wait does not stop the call.
@@ -53,8 +95,7 @@ class CallThread:
             if not self._is_closed:
                 self._is_closed = True
                 self._post(None)
-        self._thread.join(timeout_s)
-        _given_up[:] = [thread for thread in (*_given_up, self._thread) if thread.is_alive()]
+        self._thread.wait(timeout_s)
 
     def _post(self, job: _Job | None) -> None:
         self._jobs.put(job)
@@ -70,26 +111,19 @@ def calls_are_left() -> bool:
 
     If so, do not finalise Python: it would end that thread inside C++ code, which aborts the process.
     """
-    return any(thread.is_alive() for thread in _given_up)
+    return _Work.is_left()
 
 
 async def run_in_thread(call: Callable[[], T]) -> T:
-    """Run one long call on a thread of its own; the process may end before the call does.
-
-    Idle threads are reused: for each thread that evaluates arrays, MLX starts another one, which never ends.
-    """
-    try:
-        thread = _idle.pop()
-    except IndexError:
-        thread = CallThread("background")
-    future = thread.submit(call)
+    """Run one long call on a thread of its own; the process may end before the call does."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+    work = _Work("background", partial(_run, (call, loop, future)))
     try:
         return await future
     finally:
-        if future.done() and not future.cancelled() and len(_idle) < _MOST_IDLE:
-            _idle.append(thread)
-        else:
-            thread.close(timeout_s=0)
+        if future.cancelled():
+            work.wait(timeout_s=0)
 
 
 def _run(job: _Job) -> None:
@@ -209,4 +243,3 @@ class MlxThread(CallThread):
             task.cancel()
         self.loop.run_until_complete(asyncio.wait(tasks) if tasks else asyncio.sleep(0))
         mx.synchronize()  # a step launched ahead may still be computing
-        mx.clear_streams()  # MLX requires this at the end of a thread

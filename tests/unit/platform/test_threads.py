@@ -11,9 +11,10 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
-from worker.platform.threads import MlxThread, calls_are_left
+from worker.platform.threads import MlxThread, calls_are_left, run_in_thread
 
 
 @pytest.fixture
@@ -211,15 +212,8 @@ async def test_callers_of_a_thread_that_is_given_up_hear_why_and_so_do_later_cal
     assert not release.is_set() and not calls_are_left()
 
 
-def started() -> tuple[MlxThread, threading.Thread]:
-    before = set(threading.enumerate())
-    thread = MlxThread()
-    [own] = set(threading.enumerate()) - before
-    return thread, own
-
-
 def test_close_ends_the_thread_after_what_it_was_given_and_later_calls_are_refused_at_once() -> None:
-    thread, own = started()
+    thread = MlxThread()
     entered, leave, done = threading.Event(), threading.Event(), list[int]()
 
     async def abandon() -> None:
@@ -238,17 +232,37 @@ def test_close_ends_the_thread_after_what_it_was_given_and_later_calls_are_refus
     asyncio.run(abandon())  # a result for a loop that is gone harms nobody
     leave.set()
     asyncio.run(close())
-    assert not own.is_alive() and done == list(range(20))
+    assert not calls_are_left() and done == list(range(20))
 
 
 async def test_close_gives_up_on_a_call_that_never_returns() -> None:
     """And the thread is a daemon, so that it does not keep the process alive."""
-    thread, own = started()
+    thread = MlxThread()
+    assert await thread.run(lambda: threading.current_thread().daemon)
     async with blocked(thread):
         thread.close(timeout_s=0.01)
-        assert own.is_alive() and own.daemon
-    await asyncio.to_thread(own.join, 5)
-    assert not own.is_alive()
+        assert calls_are_left()
+    await asyncio.to_thread(thread.close)
+    assert not calls_are_left()
+
+
+async def test_threads_of_the_system_are_used_again_and_none_by_two() -> None:
+    """MLX starts one of its own for each of them that evaluates arrays, and never ends it."""
+
+    async def compute(thread: MlxThread) -> int:
+        assert await thread.run(lambda: mx.ones(3).sum().item()) == 3
+        return await thread.run(threading.get_ident)
+
+    first, second = MlxThread(), MlxThread()
+    both = {await compute(first), await compute(second)}
+    assert len(both) == 2
+    first.close()
+    third = MlxThread()
+    assert await compute(third) in both
+    second.close()
+    third.close()
+    calls = {await run_in_thread(threading.get_ident) for _ in range(20)}
+    assert len(calls) < 5 and not calls & both  # one that still ends is not used
 
 
 FAILURES = """
