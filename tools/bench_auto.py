@@ -43,7 +43,7 @@ def main(
     num_tokens: Annotated[int, typer.Option("--num-tokens", "-g", min=2, help="Tokens of each answer.")] = 64,
 ) -> None:
     """Tokens per second of all requests together, from the first prompt to the last token."""
-    options = cluster_options(None, model, local, None, None, draft_model=draft_model)
+    options = cluster_options(None, model, local, draft_model=draft_model)
     run_async(_measure(options, parse_counts("requests", requests), rounds, warm_up, num_tokens))
 
 

@@ -85,7 +85,7 @@ def main(
     draft_model: Annotated[str | None, typer.Option(help="As for `brigade generate`.")] = None,
 ) -> None:
     """Tokens per second of every decoder over slow hops, all in one run."""
-    options = cluster_options(None, model, workers, None, None, draft_model=draft_model)
+    options = cluster_options(None, model, workers, draft_model=draft_model)
     rows, layers = uvloop.run(measure(options, delay_ms / 1e3, max_tokens))
     _print(rows, layers, delay_ms)
 

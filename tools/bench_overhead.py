@@ -46,7 +46,7 @@ def main(
     if echo:
         uvloop.run(_serve_echo())
     else:
-        uvloop.run(_measure(cluster_options(None, model, 0, None, None), tokens, prompt, rounds))
+        uvloop.run(_measure(cluster_options(None, model, 0), tokens, prompt, rounds))
 
 
 async def _measure(options: ClusterOptions, num_tokens: int, num_prompt: int, rounds: int) -> None:

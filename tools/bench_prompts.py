@@ -39,7 +39,7 @@ def main(
     """Compare times to the first token and between tokens."""
     others = ("--config", config) if config else ("--local", "1")
     flags = ("--model", model, *others, *(("--layers", layers) if layers else ()))
-    options = cluster_options(config, model, None if config else 1, None, None)
+    options = cluster_options(config, model, None if config else 1)
     alone = ("--model", model, "--local", "0")
     raise typer.Exit(0 if uvloop.run(compare(options, alone, flags, prompt, tokens, rounds)) else 1)
 

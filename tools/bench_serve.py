@@ -158,7 +158,7 @@ async def _here_and_there(
     frontend: InputProcessor, model: str, num_tokens: int, count: int
 ) -> tuple[list[Pair], list[Pair]]:
     """The same requests in this process and by HTTP, in turns, a token per step and as many tokens each."""
-    options = cluster_options(None, model, 0, None, None)
+    options = cluster_options(None, model, 0)
     here: list[Pair] = []
     there: list[Pair] = []
     async with open_engine(frontend, options, options.context, max_waiting=1, max_wait_s=_WAIT_S) as resident:

@@ -55,7 +55,7 @@ def main(
 
 
 async def _measure(model: str, num_tokens: int, rounds: int) -> None:
-    options = cluster_options(None, model, 1, None, None)
+    options = cluster_options(None, model, 1)
     checkpoint, spec = await read_model(options.model)
     spent: Spent = defaultdict(list)
     token_ms: list[float] = []

@@ -154,7 +154,7 @@ def _start() -> Any:
     from coordinator.api.serve import ServeOptions, serve
     from coordinator.cluster.options import cluster_options
 
-    return serve(cluster_options(None, "demo", 1, None, None), ServeOptions(host="127.0.0.1", port=_PORT))
+    return serve(cluster_options(None, "demo", 1), ServeOptions(host="127.0.0.1", port=_PORT))
 
 
 def main() -> None:

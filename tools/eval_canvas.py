@@ -101,7 +101,7 @@ class Measured:
 
 async def measure_answers(measured: Measured, limit: int, timed: int) -> None:
     """Answer held-out questions by every decoder, greedily, and the first `timed` of each kind with every delay."""
-    options = cluster_options(None, measured.model, 2, None, None)
+    options = cluster_options(None, measured.model, 2)
     checkpoint, spec = await read_model(options.model)
     if spec.canvas is None:
         raise InputError("model", f"expected one that was trained on canvases, got {measured.model}")
@@ -146,7 +146,7 @@ async def measure_wide(rounds: int) -> Wide:
         config = {"model_type": "diffusion_gemma", "text_config": TEXT, "canvas_length": CANVAS}
         write_diffusion_gemma(model, config, is_dense_quantised=False)
         (model / "generation_config.json").write_text(json.dumps(ENDLESS))
-        options = replace(cluster_options(None, str(model), 2, (1, 1, 1), None), by_speed=False)
+        options = replace(cluster_options(None, str(model), 2, (1, 1, 1)), by_speed=False)
         checkpoint, spec = await read_model(options.model)
         decode = suit(Decode("canvas", canvas_steps=STEPS), Cache(), spec)
         request = Request(tuple(range(PROMPT)), 2 * CANVAS, Sampling(seed=1, temperature=0.8), decode)

@@ -40,7 +40,7 @@ def main(
     limit: Annotated[int, typer.Option(min=1, help="Questions of each kind.")] = 6,
 ) -> None:
     """Print tokens per step, and the speed against `ar`, by kind of question."""
-    run_async(_measure(cluster_options(None, "demo", 0, None, None, draft_model=draft_model), limit))
+    run_async(_measure(cluster_options(None, "demo", 0, draft_model=draft_model), limit))
 
 
 @dataclass

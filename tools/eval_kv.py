@@ -124,7 +124,7 @@ class Asker:
 
 @asynccontextmanager
 async def _one_process(model: str) -> AsyncIterator[tuple[Chain, Any]]:
-    options = cluster_options(None, model, 0, None, None)
+    options = cluster_options(None, model, 0)
     checkpoint, spec = await read_model(options.model)
     async with open_chain(options, checkpoint, spec, spec.context) as chain:
         yield chain, checkpoint

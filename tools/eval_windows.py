@@ -309,7 +309,7 @@ async def open_bench(options: ClusterOptions) -> AsyncIterator[Bench]:
 
 async def measure(measured: Measured, parts: Sequence[str], sizes: Sizes, save: Callable[[], None]) -> None:
     """Fill in these parts, and save after each kind. The counts do not depend on the machine, the times do."""
-    async with open_bench(cluster_options(None, measured.model, 0, None, None)) as bench:
+    async with open_bench(cluster_options(None, measured.model, 0)) as bench:
         if "steps" in parts:
             measured.step_ms = await bench.chain.thread.call(step_costs(bench.chain, rounds=30))
         if "speeds" in parts:
@@ -331,7 +331,7 @@ async def measure(measured: Measured, parts: Sequence[str], sizes: Sizes, save: 
                 save()
         if {"drafts", "drafting"} & set(parts):
             drafter = str(DEMO / "drafter")
-            async with open_bench(cluster_options(None, measured.model, 0, None, None, draft_model=drafter)) as drafted:
+            async with open_bench(cluster_options(None, measured.model, 0, draft_model=drafter)) as drafted:
                 if "drafts" in parts:
                     await score_drafts(measured, drafted, sizes, save)
                 if "drafting" in parts:
@@ -343,7 +343,7 @@ async def measure(measured: Measured, parts: Sequence[str], sizes: Sizes, save: 
                         measured.drafted_speeds += await drafted.price(_prices(measured, delay_s), sizes.timed, DRAFTED)
                         save()
     if "chain" in parts:
-        async with open_bench(cluster_options(None, measured.model, 2, None, None)) as bench:
+        async with open_bench(cluster_options(None, measured.model, 2)) as bench:
             measured.chain = []
             for kind in mix.MEASURED:
                 measured.chain += await bench.score(kind, mix.held_out(kind, sizes.timed), CHAINED)

@@ -186,7 +186,7 @@ def main(
         check_plot(plot)
     known = Curves("", model) if earlier is None else Curves.from_json(json.loads(earlier.read_text(encoding="utf-8")))
     if rounds:
-        options = cluster_options(None, model, 1, None, None)
+        options = cluster_options(None, model, 1)
         curves = known.faster(uvloop.run(measure(options, DELAYS_MS, rounds)))
     else:
         curves = known

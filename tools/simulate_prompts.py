@@ -79,7 +79,7 @@ def _simulate(folder: Path, model: Path, gbit: str, tokens: int, mac: Sequence[s
         for file, cluster in zip(files, (alone, apart), strict=True):
             file.write_text(yaml.safe_dump(cluster), encoding="utf-8")
         one, two = (("--config", file) for file in files)
-        options = cluster_options(files[1], None, None, None, None)
+        options = cluster_options(files[1])
 
         async def run() -> bool:
             await other.wait_listening()

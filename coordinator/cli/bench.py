@@ -89,12 +89,10 @@ def bench(
         if local == 0:
             raise InputError("local", "expected at least one worker, which is lost, got 0")
         contexts = (num_prompt,) if "num_prompt" in given_flags(ctx) else None
-        return run_failover(cluster_options(None, model, local or 1, None, None), contexts, num_trials, as_json=as_json)
+        return run_failover(cluster_options(None, model, local or 1), contexts, num_trials, as_json=as_json)
     config = find_config(cluster.config)
     local = 1 if config is None and local is None else local
-    options = cluster_options(
-        config, model, local, None, None, draft_model=cluster.draft_model, objective=cluster.objective
-    )
+    options = cluster_options(config, model, local, draft_model=cluster.draft_model, objective=cluster.objective)
     if layers and not options.num_workers:
         raise InputError("layers", "expected workers to split the model over, found none; use --local N or --config")
     decodes = tuple(make_decode(kind.strip()) for kind in decode.split(","))

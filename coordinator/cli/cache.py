@@ -117,7 +117,7 @@ async def _show_prompts(config: Path | None, *, as_json: bool, remove: bool) -> 
     from worker.node.prefix_store import list_prefixes
 
     request = PrefixesRequest(remove=remove)
-    cluster = cluster_options(find_config(config), None, None, None, None).cluster
+    cluster = cluster_options(find_config(config)).cluster
     found: dict[str, PrefixesReply | BaseException] = {cluster.coordinator.name: list_prefixes(request)}
     if cluster.workers:
         network = Network.of(cluster, cluster.coordinator.name, Role.COORDINATOR, lambda line: say(f"warning: {line}"))

@@ -54,7 +54,7 @@ def demo(
     With more workers: brigade demo --local 5
     """
     require_one_prompt(prompt, is_text=True, may_lack=True)
-    options = cluster_options(None, "demo", local, None, None)
+    options = cluster_options(None, "demo", local)
     TEMPLATES.start()  # in parallel to imports that take a second
     given = read_prompt(prompt)
     asked = GenerateOptions(

@@ -130,7 +130,7 @@ async def _ask_workers(config: Path) -> Json:
     from worker.node.certificates import Role
     from worker.node.network import Network
 
-    cluster = cluster_options(config, None, None, None, None).cluster
+    cluster = cluster_options(config).cluster
     network = Network.of(cluster, cluster.coordinator.name, Role.COORDINATOR, lambda line: say(f"warning: {line}"))
     async with peers_of(cluster, network) as peers:
         nodes = await asyncio.gather(*map(_ask_worker, peers))

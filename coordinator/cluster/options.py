@@ -66,10 +66,10 @@ class ClusterOptions:
 
 def cluster_options(
     config: Path | None,
-    model: str | None,
-    local: int | None,
-    layers: tuple[int, ...] | None,
-    context: int | None,
+    model: str | None = None,
+    local: int | None = None,
+    layers: tuple[int, ...] | None = None,
+    context: int | None = None,
     trust_remote_code: bool = False,
     check_finite: bool = False,
     limits: Limits = USUAL,

@@ -349,7 +349,7 @@ def test_a_command_can_be_interrupted_while_a_template_is_rendered_and_tells_of_
             return [""], []
 
         render_by(monkeypatch, wait)
-        options = cluster_options(None, str(talker), 0, None, None)
+        options = cluster_options(None, str(talker), 0)
         task = asyncio.ensure_future(prepare(GenerateOptions(prompt="hi"), options))
         await asked.wait()
         task.cancel()

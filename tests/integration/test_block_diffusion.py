@@ -232,13 +232,13 @@ async def test_a_lost_worker_changes_no_canvas(name: str, folders: dict[str, Pat
 async def test_a_chain_of_canvases_is_verified_against_itself_in_one_process(
     name: str, folders: dict[str, Path]
 ) -> None:
-    options = cluster_options(None, str(folders[name]), 0, None, None)
+    options = cluster_options(None, str(folders[name]), 0)
     report = await verify(options, Decode("canvas"), max_tokens=4, seed=0)
     assert report.holds and {case.verdict for case in report.cases} == {"equal"}
 
 
 async def test_the_trial_of_doctor_decodes_as_the_model_can(folders: dict[str, Path]) -> None:
-    found = await try_cluster(cluster_options(None, str(folders["Fast_dLLM_Qwen"]), 1, None, None))
+    found = await try_cluster(cluster_options(None, str(folders["Fast_dLLM_Qwen"]), 1))
     assert found.first.tokens == found.second.tokens and len(found.first.tokens) == NUM_TOKENS
 
 

@@ -245,7 +245,7 @@ def test_a_canvas_that_makes_nan_for_its_next_step_ends_its_own_session_only() -
 
 
 async def test_a_chain_is_verified_against_one_process() -> None:
-    options = cluster_options(None, str(FOLDER), 0, None, None)
+    options = cluster_options(None, str(FOLDER), 0)
     report = await verify(options, Decode("canvas"), max_tokens=4, seed=0)
     assert report.holds and {case.verdict for case in report.cases} == {"equal"}
 

@@ -148,7 +148,7 @@ def test_the_memory_of_one_layer_is_enough(tmp_path: Path, without_collector: No
 
 
 def in_this_process(whole: Whole) -> ClusterOptions:
-    return cluster_options(None, str(whole.folder), 0, None, None)
+    return cluster_options(None, str(whole.folder), 0)
 
 
 @pytest.fixture
@@ -351,7 +351,7 @@ async def test_verify_tells_which_drafts_of_a_good_and_of_a_bad_drafter_held(mod
     """The tokens are equal with either."""
     target = models("qwen3").folder
     for drafter, is_good in ((target, True), (models("qwen3", seed=7).folder, False)):
-        options = cluster_options(None, str(target), 0, None, None, draft_model=str(drafter))
+        options = cluster_options(None, str(target), 0, draft_model=str(drafter))
         report = await verify(options, Decode("draft", num_drafts=3), max_tokens=5, seed=0)
         assert report.holds and len(report.drafts_held) == 3
         assert all(share == 1.0 if is_good else share < 0.5 for share in report.drafts_held)

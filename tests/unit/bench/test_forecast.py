@@ -97,7 +97,7 @@ async def test_a_forecast_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) ->
         return []
 
     monkeypatch.setattr(forecast_module, "forecast", forecast_for_ever)
-    options = cluster_options(None, None, None, None, None)
+    options = cluster_options(None)
     task = asyncio.create_task(run_forecast(options, TWO_STAGES, as_json=True))
     assert await asyncio.to_thread(begun.wait, 10.0)
     task.cancel()

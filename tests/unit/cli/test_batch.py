@@ -100,7 +100,7 @@ def test_a_request_that_ends_chains_is_not_tried_again(answer_with: Any) -> None
 def test_a_wrong_line_gets_an_answer_line_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{torn\n\n{"custom_id": 5, "body": {}}\n{"custom_id": "a"}\n{"custom_id": "a", "body": {}}\n[]\n')
-    options = cluster_options(None, "demo", 0, None, None)
+    options = cluster_options(None, "demo", 0)
     for _ in range(2):
         assert asyncio.run(batch_module.run_batch(options, source, target, 8)) == 2
         lines = [json.loads(line) for line in target.read_text().splitlines()]
@@ -115,7 +115,7 @@ def test_a_wrong_line_gets_an_answer_line_once(tmp_path: Path, capsys: pytest.Ca
 def test_a_file_without_requests_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text("\n")
-    options = cluster_options(None, "demo", 0, None, None)
+    options = cluster_options(None, "demo", 0)
     assert asyncio.run(batch_module.run_batch(options, source, tmp_path / "out.jsonl", 8)) == 0
     assert f"{source} has no requests\n" in capsys.readouterr().err
 

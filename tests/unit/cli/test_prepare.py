@@ -38,7 +38,7 @@ def prepared(model: Path, **asked: Any) -> Prepared:
     if "prompt_tokens" not in asked:
         asked = {"prompt": PROMPT} | asked
     spec = RequestSpec((), 256, asked.pop("sampling", {}), ignore_eos=asked.pop("ignore_eos", False))
-    return asyncio.run(prepare(GenerateOptions(**asked, spec=spec), cluster_options(None, str(model), 0, None, None)))
+    return asyncio.run(prepare(GenerateOptions(**asked, spec=spec), cluster_options(None, str(model), 0)))
 
 
 def ids(model: Path, text: str) -> tuple[int, ...]:

@@ -21,8 +21,8 @@ def test_two_nodes_of_one_name_are_refused_wherever_a_configuration_comes_from(t
     path = tmp_path / "cluster.yaml"
     path.write_text("coordinator: {name: worker-2}\n")
     with pytest.raises(ConfigError, match=r"^\S*cluster\.yaml: .* found two nodes called worker-2; .*$"):
-        cluster_options(path, "demo", 2, None, None)
-    assert cluster_options(path, "demo", 1, None, None).num_workers == 1
+        cluster_options(path, "demo", 2)
+    assert cluster_options(path, "demo", 1).num_workers == 1
     for names in (("mini", "mini"), ("coordinator",)):
         workers = tuple(WorkerConfig(name=name, address=(f"127.0.0.1:{i}",)) for i, name in enumerate(names, 1))
         with pytest.raises(ConfigError, match=f"found two nodes called {names[0]}; "):
@@ -32,16 +32,16 @@ def test_two_nodes_of_one_name_are_refused_wherever_a_configuration_comes_from(t
 def test_the_objective_is_the_files_unless_a_flag_gives_another(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("objective: prompt\n")
-    assert cluster_options(path, None, None, None, None).objective == "prompt"
-    assert cluster_options(path, None, None, None, None, objective="auto").objective == "auto"
-    assert cluster_options(None, None, None, None, None).objective == "latency"
+    assert cluster_options(path).objective == "prompt"
+    assert cluster_options(path, objective="auto").objective == "auto"
+    assert cluster_options(None).objective == "latency"
 
 
 def test_workers_of_our_own_are_not_those_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text('workers: [{name: worker-1, address: "127.0.0.1:50071", memory: 1GiB}]\nlayers: [2, 2]\n')
     for local, num_configured, layers in ((None, 1, (2, 2)), (1, 0, None)):
-        options = cluster_options(path, None, local, None, None)
+        options = cluster_options(path, None, local)
         assert options.worker_names == ["worker-1"]
         assert (len(options.cluster.workers), options.cluster.layers) == (num_configured, layers)
 
