@@ -96,7 +96,7 @@ async def measure(options: ClusterOptions, delay_s: float, max_tokens: int) -> t
     The decoders take turns at each prompt. What a chain learns of its steps is kept from one prompt to the next, and
     only for the windows that choose for themselves.
     """
-    inputs = await InputProcessor.read(options.model, options.draft_model)
+    inputs = await InputProcessor.read(options)
     spec = inputs.spec
     decodes = [AR, *(decode for decode in DRAFTING if _is_able(decode, spec))]
     rows = [Row(_name(decode)) for decode in decodes]

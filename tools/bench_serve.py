@@ -74,7 +74,7 @@ def main(
 
 
 async def _measure(model: str, num_tokens: int, counts: Sequence[int], rounds: int, num_words: int) -> None:
-    frontend = await InputProcessor.read(model)
+    frontend = await InputProcessor.read(cluster_options(None, model))
     servers: dict[str, AbstractContextManager[Server]] = {
         "mlx_lm.server": mlx_lm_server(frontend.checkpoint.folder),
         "brigade serve, one process": brigade("--model", model, "--local", "0"),

@@ -89,7 +89,7 @@ class Curves:
 
 async def measure(options: ClusterOptions, delays_ms: Sequence[float], rounds: int) -> Curves:
     """All decoders take turns at each prompt; another chain for each latency."""
-    inputs = await InputProcessor.read(options.model)
+    inputs = await InputProcessor.read(options)
     spec = inputs.spec
     prompts = [await inputs.prompt_ids(Conversation.of(prompt)) for prompt in PROMPTS]
     curves = Curves(machine_name(), spec.name)

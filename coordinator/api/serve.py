@@ -99,9 +99,7 @@ async def serve(options: ClusterOptions, serving: ServeOptions) -> None:
     """
     stats = Stats(log_request)
     inputs = await InputProcessor.read(
-        options.model,
-        options.draft_model,
-        trust_remote_code=options.trust_remote_code,
+        options,
         sampling=serving.sampling,
         max_tokens=serving.limits.max_tokens,
         encoding=OneAtATime(max_wait_s=serving.limits.queue_timeout_s, on_refused=stats.refuse),

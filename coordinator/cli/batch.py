@@ -108,9 +108,7 @@ async def run_batch(options: ClusterOptions, source: Path, target: Path, max_tok
         entries = [entry for entry in entries if not entry.problem]
         if not entries:
             return code
-        inputs = await InputProcessor.read(
-            options.model, options.draft_model, trust_remote_code=options.trust_remote_code, max_tokens=max_tokens
-        )
+        inputs = await InputProcessor.read(options, max_tokens=max_tokens)
         async with open_engine(
             inputs, options, options.context, max_waiting=_MOST_AT_ONCE, max_wait_s=_MAX_WAIT_S
         ) as engine:

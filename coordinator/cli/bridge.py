@@ -65,13 +65,7 @@ async def run_bridge(options: ClusterOptions) -> None:
     from coordinator.engine.engine import open_engine
     from coordinator.engine.inputs import InputProcessor
 
-    inputs = await InputProcessor.read(
-        options.model,
-        options.draft_model,
-        trust_remote_code=options.trust_remote_code,
-        needs_text=False,
-        max_tokens=_CHAT_TOKENS,
-    )
+    inputs = await InputProcessor.read(options, needs_text=False, max_tokens=_CHAT_TOKENS)
     async with open_engine(inputs, options, options.context, max_waiting=MOST_WAITING) as engine:
         say(f"{engine.name} is loaded: a JSON object per line")
         with LineWriter(sys.stdout) as writer:

@@ -81,7 +81,7 @@ async def loaded(options: ClusterOptions, spec: RequestSpec) -> AsyncIterator[tu
     from coordinator.engine.engine import open_engine
     from coordinator.engine.inputs import InputProcessor
 
-    inputs = await InputProcessor.read(options.model, options.draft_model, trust_remote_code=options.trust_remote_code)
+    inputs = await InputProcessor.read(options)
     if not inputs.has_chat_template:
         raise InputError("model", "this model has no chat template; use `brigade generate`")
     await inputs.make_request(spec)  # errors in it are raised before anything is loaded

@@ -185,7 +185,7 @@ async def loaded(
     from coordinator.engine.scores import score_continuations
     from coordinator.sessions.request import most_rows
 
-    inputs = await InputProcessor.read(options.model, options.draft_model, trust_remote_code=options.trust_remote_code)
+    inputs = await InputProcessor.read(options)
     has_template = inputs.has_chat_template
     longest = 0
     for case in cases:  # errors are raised before anything is loaded

@@ -214,9 +214,7 @@ async def prepare(asked: GenerateOptions, options: ClusterOptions) -> Prepared:
     if asked.output.trace is not None:
         require_writable("trace", asked.output.trace)
     needs_text = asked.prompt is not None or bool(asked.spec.stops)
-    inputs = await InputProcessor.read(
-        options.model, options.draft_model, trust_remote_code=options.trust_remote_code, needs_text=needs_text
-    )
+    inputs = await InputProcessor.read(options, needs_text=needs_text)
     spec = replace(asked.spec, prompt=asked.require_prompt(has_template=inputs.has_chat_template))
     try:
         request = await inputs.make_request(spec)

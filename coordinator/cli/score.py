@@ -61,7 +61,7 @@ async def run_score(options: ClusterOptions, text: str, *, as_json: bool) -> Non
     from coordinator.engine.inputs import InputProcessor
     from coordinator.engine.scores import score_text, windows_of
 
-    inputs = await InputProcessor.read(options.model, options.draft_model, trust_remote_code=options.trust_remote_code)
+    inputs = await InputProcessor.read(options)
     tokens = await inputs.prompt_ids(text)
     if len(tokens) < 2:
         raise InputError("", f"expected a text of at least two tokens, found {len(tokens)}: the first follows nothing")

@@ -9,6 +9,7 @@ from itertools import takewhile
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 from coordinator.cluster.open import read_model
+from coordinator.cluster.options import ClusterOptions
 from coordinator.decoding.decode_options import LOSSY, rotating, suit
 from coordinator.engine.bounded import GrammarTrials
 from coordinator.engine.grammars import (
@@ -94,27 +95,18 @@ class InputProcessor:
         self._reading_long = self._encoding.another()  # a long prompt holds up only long prompts
 
     @classmethod
-    async def read(
-        cls,
-        model: str,
-        draft_model: str | None = None,
-        *,
-        trust_remote_code: bool = False,
-        needs_text: bool = True,
-        **usual: Unpack[Usual],
-    ) -> Self:
-        """Read the model's configuration and tokenizer, but no weights.
+    async def read(cls, options: ClusterOptions, *, needs_text: bool = True, **usual: Unpack[Usual]) -> Self:
+        """Read the configuration and tokenizer of the options' model, but no weights.
 
         Args:
-            draft_model: the small model that is to draft for it.
             needs_text: fail for a model without a tokenizer.
             usual: see the arguments of the same names above.
         Raises:
             ModelError: there is no such model, or it cannot be read.
         """
-        checkpoint, spec = await read_model(model, draft_model)
+        checkpoint, spec = await read_model(options.model, options.draft_model)
         find = Tokenizer if needs_text else find_tokenizer
-        return cls(checkpoint, spec, find(checkpoint, trust_remote_code=trust_remote_code), **usual)
+        return cls(checkpoint, spec, find(checkpoint, trust_remote_code=options.trust_remote_code), **usual)
 
     @property
     def has_chat_template(self) -> bool:

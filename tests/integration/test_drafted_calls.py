@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.cluster.options import cluster_options
 from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import Engine
 from coordinator.engine.inputs import InputProcessor
@@ -18,7 +19,7 @@ from tests.integration.test_forced_calls import FORCED, ask
 async def test_drafts_of_a_forced_call_change_no_token_and_hold(thinks: bool, seed: int, tmp_path: Path) -> None:
     """The drafter is the model, so all drafts hold where the grammar masks them as it masks the tokens."""
     folder = make_caller(tmp_path / "caller", thinks=thinks)
-    inputs = await InputProcessor.read(str(folder), str(folder))
+    inputs = await InputProcessor.read(cluster_options(None, str(folder), draft_model=str(folder)))
     async with running(folder, (1, 3), drafter=folder) as chain, Engine(chain, inputs=inputs) as engine:
 
         async def outputs(spec: RequestSpec) -> list[Output]:

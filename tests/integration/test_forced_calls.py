@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.cluster.options import cluster_options
 from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import Engine
 from coordinator.engine.grammars import regex_grammar
@@ -119,7 +120,7 @@ async def test_a_model_that_was_told_to_think_may_do_so_before_it_answers(folder
 
 
 async def test_a_forced_call_needs_an_end_of_sequence_token(folder: Path) -> None:
-    frontend = await InputProcessor.read(str(folder))
+    frontend = await InputProcessor.read(cluster_options(None, str(folder)))
     with pytest.raises(InputError, match=r"^tool_choice: expected an end-of-sequence token"):
         await frontend.make_request(ask(calls=FORCED, ignore_eos=True))
 
@@ -150,7 +151,9 @@ async def test_a_call_is_forced_where_the_models_own_format_has_no_json(tmp_path
 
 
 async def test_tools_whose_calls_no_grammar_can_keep_to_are_offered_without_one(tmp_path: Path) -> None:
-    inputs = await InputProcessor.read(str(make_caller(tmp_path / "model", thinks=False, knows_tools=False)))
+    inputs = await InputProcessor.read(
+        cluster_options(None, str(make_caller(tmp_path / "model", thinks=False, knows_tools=False)))
+    )
     odd = ({"type": "function", "function": {"name": "a b"}},)
     prompt = Conversation(({"role": "user", "content": "Pick a fox."},), odd)
     without = ({"ignore_eos": True}, {"decode": Decode("diffusion-fast")}, {"sampling": {"min_tokens": 2}})

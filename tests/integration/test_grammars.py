@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.cluster.options import cluster_options
 from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import Engine
 from coordinator.engine.grammars import json_grammar, lark_grammar, regex_grammar
@@ -79,7 +80,7 @@ async def test_every_answer_of_every_lossless_decoder_is_the_same_valid_json_of_
 async def test_a_drafter_that_is_the_model_drafts_by_the_grammar(
     folder: Path, layers: tuple[int, ...], sampling: dict[str, Any]
 ) -> None:
-    inputs, counts = await InputProcessor.read(str(folder), str(folder)), (3, 15)
+    inputs, counts = await InputProcessor.read(cluster_options(None, str(folder), draft_model=str(folder))), (3, 15)
     async with running(folder, layers, drafter=folder) as chain, Engine(chain, inputs=inputs) as engine:
         decodes = [Decode("ar"), *(Decode("draft", num_drafts=count) for count in counts)]
         asks = [ask(json_grammar(SCHEMA), sampling=sampling, decode=decode) for decode in decodes]
@@ -104,7 +105,7 @@ async def test_under_a_grammar_an_answer_beside_others_is_what_it_is_alone(folde
 async def test_a_matcher_is_made_again_from_the_tokens_when_a_chain_is_lost(folder: Path) -> None:
     each = ask(json_grammar(SCHEMA), sampling={"seed": 3, "temperature": 1.0}, decode=Decode("ar"))
     [alone] = await answers_alone(folder, (2, 2), [each])
-    asked = await (await InputProcessor.read(str(folder))).make_request(each)
+    asked = await (await InputProcessor.read(cluster_options(None, str(folder)))).make_request(each)
     found = await answer_over_a_loss(folder, (2, 2), asked, len(alone.tokens) // 2)
     assert found.tokens == alone.tokens
 
@@ -131,7 +132,7 @@ async def test_regular_expressions_and_lark_grammars_hold_too(folder: Path) -> N
     ],
 )
 async def test_what_cannot_be_kept_to_is_refused(folder: Path, grammar: str, more: dict[str, Any], field: str) -> None:
-    frontend = await InputProcessor.read(str(folder))
+    frontend = await InputProcessor.read(cluster_options(None, str(folder)))
     with pytest.raises(InputError) as refused:
         await frontend.make_request(ask(grammar, **more))
     assert refused.value.field == field and "\n" not in refused.value.message

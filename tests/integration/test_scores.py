@@ -18,6 +18,7 @@ from coordinator.api.app import make_app
 from coordinator.api.server import Server
 from coordinator.cli.score import figures_of
 from coordinator.cluster.cluster import Cluster
+from coordinator.cluster.options import cluster_options
 from coordinator.engine.engine import Engine
 from coordinator.engine.inputs import InputProcessor
 from coordinator.engine.scores import score_continuations, score_text, windows_of
@@ -156,7 +157,7 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @asynccontextmanager
 async def resident(folder: Path, layers: Sequence[int]) -> AsyncIterator[Engine]:
     """The model on nodes of this process."""
-    inputs = await InputProcessor.read(str(folder), needs_text=False)
+    inputs = await InputProcessor.read(cluster_options(None, str(folder)), needs_text=False)
     cluster = cast(Cluster, SimpleNamespace(trouble="", missing=[], waiting=""))
     async with running(folder, layers) as chain, Engine(chain, inputs=inputs, cluster=cluster) as engine:
         yield engine

@@ -124,7 +124,7 @@ def test_the_defaults_of_a_server_are_those_of_its_requests(monkeypatch: pytest.
     """Its sampling, in the place of the model's own, and the length of an answer that has none given."""
     given: dict[str, Any] = {}
 
-    async def read(model: str, draft_model: str | None, **usual: Any) -> InputProcessor:
+    async def read(options: ClusterOptions, **usual: Any) -> InputProcessor:
         given.update(usual)
         raise ModelError("far enough")
 

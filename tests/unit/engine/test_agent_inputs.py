@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.cluster.options import cluster_options
 from coordinator.engine.grammars import json_grammar
 from coordinator.engine.inputs import InputProcessor
 from coordinator.engine.tokenizer import Tokenizer
@@ -32,7 +33,7 @@ def runner() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture(scope="module")
 def inputs(runner: asyncio.Runner) -> InputProcessor:
-    return runner.run(InputProcessor.read("demo"))
+    return runner.run(InputProcessor.read(cluster_options(None, "demo")))
 
 
 def rendered(runner: asyncio.Runner, inputs: InputProcessor, *messages: dict[str, Any], **arguments: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from coordinator.cluster.options import cluster_options
 from coordinator.decoding.decode_options import make_cache_choice
 from coordinator.engine import inputs
 from coordinator.engine.bounded import Bounds, GrammarTrials, LongTexts
@@ -42,7 +43,7 @@ def run() -> Iterator[Run]:
 
 @pytest.fixture(scope="module")
 def front(run: Run) -> inputs.InputProcessor:
-    return run(inputs.InputProcessor.read("demo"))
+    return run(inputs.InputProcessor.read(cluster_options(None, "demo")))
 
 
 def both(prompt: str) -> tuple[str, Conversation]:
@@ -148,13 +149,17 @@ def test_a_grammar_of_no_text_is_refused(front: inputs.InputProcessor, run: Run,
 
 
 def test_what_is_usual_holds_for_requests_that_do_not_say_within_the_context(run: Run) -> None:
-    front = run(inputs.InputProcessor.read("demo", sampling={"temperature": 0.5, "top_k": 3}, max_tokens=7))
+    front = run(
+        inputs.InputProcessor.read(
+            cluster_options(None, "demo"), sampling={"temperature": 0.5, "top_k": 3}, max_tokens=7
+        )
+    )
     silent = run(front.make_request(RequestSpec((1,))))
     said = run(front.make_request(RequestSpec((1,), max_tokens=9, sampling={"temperature": 0.25})))
     assert (silent.max_tokens, silent.sampling.temperature, silent.sampling.top_k) == (7, 0.5, 3)
     assert (said.max_tokens, said.sampling.temperature, said.sampling.top_k) == (9, 0.25, 3)
     for usual in (None, 10**9):
-        front = run(inputs.InputProcessor.read("demo", max_tokens=usual))
+        front = run(inputs.InputProcessor.read(cluster_options(None, "demo"), max_tokens=usual))
         assert run(front.make_request(RequestSpec((1,)))).max_tokens == front.spec.context
 
 
