@@ -57,7 +57,10 @@ class AddressRace:
             CallerRefused: a worker is there and refuses this node. StageLost: nothing answers.
         """
         await self._renew()
-        channels = {address: self._channel_to(address) for address in self.addresses}
+        channels = {  # new ones to those not in use: the backoff of earlier failures does not delay them
+            address: self._channel if address == self.address else self._network.channel(self.name, address)
+            for address in self.addresses
+        }
         asking = {a: asyncio.create_task(self._ask_at(a, each, within_s, waits=waits)) for a, each in channels.items()}
         try:
             await wait_head_start(asking.values(), within_s)
@@ -86,10 +89,6 @@ class AddressRace:
         self.address = address
         self._channel = channel
         self.stub = NodeStub(channel)
-
-    def _channel_to(self, address: str) -> grpc.aio.Channel:
-        """Return a new channel to an address that is not in use: the backoff of earlier failures does not delay it."""
-        return self._channel if address == self.address else self._network.channel(self.name, address)
 
     async def _renew(self) -> None:
         """Use this node's present certificate from now on. Raises ConfigError if it is not valid."""

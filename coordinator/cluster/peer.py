@@ -187,13 +187,13 @@ class Peer:
         """Return what the worker is doing. Raises StageLost if it does not answer within `timeout_s`."""
         return await self._named(self._stub.Status(StatusRequest(), timeout=timeout_s))
 
-    async def clock_offset(self, tries: int = 5) -> int:
-        """Return this worker's monotonic clock minus ours, nanoseconds, by the quickest of some exchanges.
+    async def clock_offset(self) -> int:
+        """Return this worker's monotonic clock minus ours, nanoseconds, by the quickest of five exchanges.
 
         An offset within the error of the measurement counts as 0: nodes of one machine share a clock.
         """
         found = []
-        for _ in range(tries):
+        for _ in range(5):
             before = time.monotonic_ns()
             theirs = (await self.status(_HELLO_S)).clock
             after = time.monotonic_ns()
@@ -293,14 +293,12 @@ class Peer:
 
 
 @asynccontextmanager
-async def peers_of(
-    cluster: ClusterConfig, network: Network, say: Callable[[str], None] = lambda line: None
-) -> AsyncIterator[list[Peer]]:
+async def peers_of(cluster: ClusterConfig, network: Network) -> AsyncIterator[list[Peer]]:
     """Open the workers of a configuration, in its order. Raises ConfigError if this node's certificate is not valid."""
     async with AsyncExitStack() as stack:
         peers = []
         for worker in cluster.workers:
-            peers.append(Peer(worker.name, worker.addresses, network, say))
+            peers.append(Peer(worker.name, worker.addresses, network))
             stack.push_async_callback(peers[-1].close)
         yield peers
 
