@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from coordinator.sessions.output import Output
 from coordinator.sessions.request import Request
-from coordinator.sessions.waterfall import PARTS, Moments, Passage, Route
+from coordinator.sessions.waterfall import COMPUTING, PARTS, Passage, Route, spans
 from worker.errors import BrigadeError, ContextExceeded, InputError, NodeBusy, QueueFull, WaitedTooLong
 
 if TYPE_CHECKING:  # it imports mlx, for which --help should not wait
@@ -286,6 +286,22 @@ class StageTotals:
     bubble: int = 0  # idle while a frame was on its way
     busy_until: int = 0  # on the coordinator's clock
 
+    def add(self, part: str, begin: int, end: int) -> int:
+        """Add a part of a frame's time; return for how long the stage computed only this frame."""
+        took = max(0, end - begin)
+        if part in COMPUTING:
+            at_work = max(0, end - max(begin, self.busy_until))
+            self.compute += took
+            self.busy += at_work
+            self.busy_until = max(self.busy_until, end)
+            return at_work
+        if part == "queue":  # every frame has one at every stage that it passes
+            self.num_frames += 1
+            self.queue += took
+        else:
+            self.wire += took
+        return 0
+
 
 class StageTimes:
     """All stages' sums, and the parts of the time in which a frame was on its way. Pure.
@@ -316,25 +332,13 @@ class StageTimes:
         if route is not self._route:
             between = "recovery" if self._route else between
             self._begin_chain(route)
-        left = passage.timings[0].received - route.offsets[0]
-        self._spend(between, left)
+        tiles = spans(passage, route.offsets)
+        self._spend(between, tiles[0][2])
         before = self._until
-        worked = []
-        for totals, moments, offset in zip(self._now, passage.timings, route.offsets, strict=False):  # it may stay
-            here = Moments(*(moment - offset for moment in moments))
-            compute = "coordinator compute" if totals.stage == 0 else "worker compute"
-            self._spend("wire", min(here.received, passage.returned))
-            self._spend("queue", min(here.taken, passage.returned))
-            self._spend("decode", min(here.started, passage.returned))
-            self._spend(compute, min(here.computed, passage.returned))
-            self._spend("head + sampling", min(here.sampled, passage.returned))
-            self._spend("drafting", min(here.drafted, passage.returned))
-            self._spend("encode", min(here.sent, passage.returned))
-            worked.append(_count(totals, here, left))
-            left = here.sent
-        self._spend("return", passage.returned)
-        self._now[0].wire += max(0, passage.returned - left)
-        worked += [0] * (len(self._now) - len(worked))
+        worked = [0] * len(self._now)  # a frame may stay on the first stage
+        for part, stage, begin, end in tiles:
+            self._spend(part, min(end, passage.returned))
+            worked[stage] += self._now[stage].add(part, begin, end)
         for totals, at_work in zip(self._now, worked, strict=True):
             totals.bubble += max(0, self._until - before - at_work)
         self._mark(passage.returned)
@@ -367,15 +371,3 @@ class StageTimes:
             self._marks.append((now, [totals.busy for totals in self._now]))
         while len(self._marks) > 1 and self._marks[0][0] < now - _WINDOW_NS:
             self._marks.popleft()
-
-
-def _count(totals: StageTotals, here: Moments, left: int) -> int:
-    """Add a frame to a stage's sums; return for how long the stage computed only this frame."""
-    totals.num_frames += 1
-    totals.wire += max(0, here.received - left)
-    totals.queue += max(0, here.taken - here.received)
-    totals.compute += max(0, here.sent - here.taken)
-    at_work = max(0, here.sent - max(here.taken, totals.busy_until))
-    totals.busy_until = max(totals.busy_until, here.sent)
-    totals.busy += at_work
-    return at_work

@@ -24,7 +24,7 @@ PARTS = (
     "encode",
     "return",
 )
-_COMPUTING = ("decode", "coordinator compute", "worker compute", "head + sampling", "drafting", "encode")
+COMPUTING = ("decode", "coordinator compute", "worker compute", "head + sampling", "drafting", "encode")
 
 
 class Moments(NamedTuple):
@@ -116,7 +116,7 @@ def make_waterfall(legs: Sequence[Leg], started: int, ended: int) -> Waterfall:
             name = leg.route.nodes[stage].name
             until = max(before, min(end, passage.returned))  # a tile may run backwards where a clock is wrong
             parts[part] += until - before
-            if part in _COMPUTING:
+            if part in COMPUTING:
                 busy[name].append((begin, end))
             elif part == "queue":  # waits count only while nothing else went on
                 stages[name].queue_ms += (until - before) / 1e6
