@@ -67,12 +67,7 @@ class EngineCore:
         max_waiting: int = MOST_WAITING,
         max_wait_s: float = MAX_WAIT_S,
     ) -> None:
-        """
-        Args:
-            when_lost: opens the chain on which requests continue after a failure, on the main loop; None: they fail.
-            stats: counts all frames.
-            max_waiting: most requests that wait for memory, each for at most `max_wait_s`.
-        """
+        """The arguments are those of `Engine`; `when_lost` runs on the main loop, and `stats` count all frames."""
         self.failure: BaseException | None = None  # why no more requests can be answered
         self.sessions: dict[Session, None] = {}  # those that have not ended, in the order of arrival
         self._when_lost = when_lost
@@ -288,12 +283,9 @@ class EngineCore:
                     raise
                 self._lose_chain(error)
                 before = self.scheduler.slots
-                self._begin_epoch(await self._next_chain(self._when_lost(error)))
+                opening = asyncio.run_coroutine_threadsafe(self._when_lost(error), self._main)
+                self._begin_epoch(await asyncio.wrap_future(opening))
                 self._replay(before)
-
-    async def _next_chain(self, opening: Coroutine[Any, Any, Chain]) -> Chain:
-        """Open a chain on the main loop."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(opening, self._main))
 
     async def _run_epoch(self) -> NoReturn:
         """Keep the chain busy. Raises BrigadeError once it has failed; the frames in flight are lost."""

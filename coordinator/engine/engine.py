@@ -23,10 +23,7 @@ from coordinator.sessions.scheduler import Scheduler
 from coordinator.sessions.session import MOST_UNREAD, Session, SessionState
 from coordinator.sessions.text import TextParser
 from protos.brigade_pb2 import Cache, Sampling
-from worker.errors import (
-    InputError,
-    NodeBusy,
-)
+from worker.errors import InputError, NodeBusy
 from worker.platform.tasks import Use
 
 
@@ -140,7 +137,7 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for memory."""
-        return self.scheduler.num_waiting
+        return self.scheduler.slots.num_waiting
 
     def has_begun(self, requests: Collection[Request]) -> bool:
         """Return whether one of these requests has had memory: none of them is refused any more for lack of it."""
@@ -348,30 +345,23 @@ async def collect(engine: Engine, requests: Sequence[Request], *, traced: bool =
 
 def _by_prompt(requests: Sequence[Request]) -> dict[int, list[int]]:
     """Group requests by prompt: the number of the first one, and those of the others."""
-    firsts: dict[tuple[int, ...], int] = {}
-    found: dict[int, list[int]] = {}
+    numbers: dict[tuple[int, ...], list[int]] = {}
     for number, request in enumerate(requests):
-        first = firsts.setdefault(request.prompt, number)
-        if first == number:
-            found[number] = []
-        else:
-            found[first].append(number)
-    return found
+        numbers.setdefault(request.prompt, []).append(number)
+    return {first: others for first, *others in numbers.values()}
 
 
 async def generate_once(
     chain: Chain,
     request: Request,
     *,
-    when_lost: NextChain | None = None,
     parser: TextParser | None = None,
     chunk: int | None = None,
     traced: bool = False,
-    take: Callable[[Output], None] = lambda output: None,
 ) -> Answer:
     """Run one checked request through an otherwise idle chain; as `Engine.answer`, with the stages' statuses."""
-    async with Engine(chain, when_lost=when_lost) as engine:
-        answer = await engine.answer(request, parser=parser, chunk=chunk, traced=traced, take=take)
+    async with Engine(chain) as engine:
+        answer = await engine.answer(request, parser=parser, chunk=chunk, traced=traced)
         answer.statuses = await engine.chain.statuses()  # while the caches are still there
     return answer
 

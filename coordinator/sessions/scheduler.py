@@ -75,19 +75,8 @@ class Scheduler:
         """Whether nothing is in flight."""
         return not (self._lanes or self._prompts or self._background or self._stores)
 
-    @property
-    def num_waiting(self) -> int:
-        """Sessions that have no slot yet."""
-        return self.slots.num_waiting
-
     def submit(self, session: Session, *, is_replayed: bool = False) -> None:
-        """Accept a session. Sessions start in the order of arrival, once every stage has memory for them.
-
-        Args:
-            is_replayed: an earlier scheduler had accepted it: it may wait whatever the number of others.
-        Raises:
-            ContextExceeded: a stage could not hold it even alone. QueueFull: too many sessions wait already.
-        """
+        """Accept a session; see `Slots.add`."""
         self.slots.add(session, is_replayed=is_replayed)
 
     def close(self, session: Session, *, keep: bool = False) -> None:

@@ -156,11 +156,11 @@ async def test_a_request_that_waits_too_long_for_memory_is_refused(models: Model
         await anext(first)
         with pytest.raises(QueueFull, match="waited 0 s for memory; try again later"):
             late = asyncio.create_task(engine.answer(request(tokens_of(9, 2), 200)))
-            while not engine.scheduler.num_waiting:  # noqa: ASYNC110 - a few turns of the loop
+            while not engine.scheduler.slots.num_waiting:  # noqa: ASYNC110 - a few turns of the loop
                 await asyncio.sleep(0)
             assert [engine.has_begun([session.request]) for session in engine.sessions] == [True, False]
             await late
-        assert engine.scheduler.num_waiting == 0
+        assert engine.scheduler.slots.num_waiting == 0
         assert (await anext(first)).tokens, "a session with a slot goes on"
 
 

@@ -29,7 +29,7 @@ def test_what_could_never_fit_is_refused_with_the_node_that_is_too_small() -> No
     assert rig.submit(prompt_of(60), 40).slot == 0
     with pytest.raises(InputError, match="of cache on node-0, which has"):
         rig.submit(prompt_of(61), 40)
-    assert rig.scheduler.num_waiting == 0
+    assert rig.scheduler.slots.num_waiting == 0
     rig = Rig(budget=100)
     rig.submit(prompt_of(100), 100, cache=Cache(kind=CACHE_INT8))  # half as large
     assert rig.scheduler.slots.promised == rig.costs.budgets
@@ -45,9 +45,9 @@ def test_sessions_start_in_the_order_of_arrival_once_there_is_memory() -> None:
     rig = Rig(budget=100)
     first = rig.submit(prompt_of(50), 10)
     large, small = rig.submit(prompt_of(80, seed=1), 10), rig.submit(prompt_of(5, seed=2), 5)
-    assert rig.scheduler.num_waiting == 2 and (large.slot, small.slot) == (None, None)
+    assert rig.scheduler.slots.num_waiting == 2 and (large.slot, small.slot) == (None, None)
     rig.run(first)
-    assert rig.scheduler.num_waiting == 0 and small.slot != large.slot >= 0
+    assert rig.scheduler.slots.num_waiting == 0 and small.slot != large.slot >= 0
     rig.run(large, small)
     assert [large.generated, small.generated] == [
         plain_answer(prompt_of(80, seed=1), 10),
@@ -61,10 +61,10 @@ def test_whoever_is_cancelled_makes_room_at_once() -> None:
     first, second = rig.submit(prompt_of(60), 10), rig.submit(prompt_of(60, seed=1), 10)
     rig.send_all()
     rig.scheduler.close(first)
-    assert rig.scheduler.num_waiting == 0 and second.slot != first.slot, "frames of the first one are in flight"
+    assert rig.scheduler.slots.num_waiting == 0 and second.slot != first.slot, "frames of the first one are in flight"
     large, small = rig.submit(prompt_of(80, seed=1), 10), rig.submit(prompt_of(5, seed=2), 5)
     rig.scheduler.close(large)  # while it waits
-    assert rig.scheduler.num_waiting == 0 and small.slot is not None
+    assert rig.scheduler.slots.num_waiting == 0 and small.slot is not None
     rig.send_all()
     rig.run(second, small)
     rig.end()
@@ -82,7 +82,7 @@ def test_a_full_queue_says_so_and_what_need_not_wait_runs_though_none_may_wait()
     first = rig.submit(prompt_of(10), 10)
     with pytest.raises(QueueFull, match="no memory for it now, and 0 requests wait already"):
         rig.submit(prompt_of(10, seed=1), 10)
-    assert rig.scheduler.num_waiting == 0
+    assert rig.scheduler.slots.num_waiting == 0
     rig.run(first)
     rig.run(rig.submit(prompt_of(10, seed=2), 10))
     rig.end()

@@ -13,10 +13,10 @@ from tests.unit.fake_chain import Rig, decoders, make_session, plain_answer, pro
 def test_long_limits_do_not_keep_others_waiting() -> None:
     rig = Rig(budget=6 * 900)
     sessions = [rig.submit(prompt_of(20, seed=seed), 3000, frozenset()) for seed in range(6)]
-    assert rig.scheduler.num_waiting == 0
+    assert rig.scheduler.slots.num_waiting == 0
     while min(session.num_generated for session in sessions) < 300:
         rig.step()
-    assert {session.state for session in sessions} == {SessionState.RUNNING} and rig.scheduler.num_waiting == 0
+    assert {session.state for session in sessions} == {SessionState.RUNNING} and rig.scheduler.slots.num_waiting == 0
     for session in sessions:
         rig.scheduler.close(session)
     rig.end()
@@ -132,7 +132,7 @@ def test_no_answer_that_has_begun_is_refused_when_its_chain_is_replaced() -> Non
     while min(session.num_generated for session in sessions) < 150:
         rig.step()
     rig.lose_chain(sessions)
-    assert rig.scheduler.num_waiting > 0
+    assert rig.scheduler.slots.num_waiting > 0
     rig.run(*sessions)
     assert [session.generated for session in sessions] == [
         plain_answer(prompt_of(20, seed=seed), 900) for seed in range(3)

@@ -107,7 +107,7 @@ def test_whoever_no_longer_fits_waits_or_is_refused() -> None:
         rig.step()
     rig.costs = costs_per_row(100, num_stages=3)
     rig.lose_chain([first, second])
-    assert (first.slot, second.slot, rig.scheduler.num_waiting) == (0, None, 1)
+    assert (first.slot, second.slot, rig.scheduler.slots.num_waiting) == (0, None, 1)
     rig.run(first, second)
     assert first.generated == plain_answer(prompt_of(50), 30)
     assert second.generated == plain_answer(prompt_of(60, seed=1), 30)
