@@ -167,7 +167,6 @@ class System(Protocol):
 
     async def run(self, requests: Sequence[Request]) -> BenchTrial:
         """Raises InputError if it cannot serve such requests."""
-        ...
 
 
 class OnChain:

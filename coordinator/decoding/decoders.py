@@ -60,41 +60,33 @@ class Decoder(Protocol):
     @property
     def tail(self) -> int:
         """The most known tokens that go into one window with a proposal; 0: as many as make a full chunk."""
-        ...
 
     @property
     def grid(self) -> int:
         """Known tokens are fed in whole blocks of so many."""
-        ...
 
     @property
     def num_ahead(self) -> int:
         """The most rows that a window has beyond the last token that may become known."""
-        ...
 
     @property
     def fills(self) -> Fills:
         """The tokens that are decided ahead of the known ones, by ascending position."""
-        ...
 
     def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int = 1) -> Proposal:
         """Return what to feed after `tokens`, the last `num_unfed` of which are in the window too.
 
         `room` is the number of tokens that may still become known, at least 1; `num_together` sessions share the step.
         """
-        ...
 
     def accept(self, proposal: Proposal, samples: Sequence[Sample], guesses: Sequence[Sample]) -> Accepted:
         """Return what the answer to the proposal makes known."""
-        ...
 
     def rewind(self) -> None:
         """Forget the last proposal: the caches are lost, and all known tokens are fed again."""
-        ...
 
     def restore(self, fills: Fills) -> None:
         """Begin with what another decoder of the same settings had in `fills`."""
-        ...
 
 
 def verify_drafts(drafts: Sequence[int], samples: Sequence[Sample]) -> Accepted:
@@ -114,24 +106,19 @@ class Source(Protocol):
     @property
     def tail(self) -> int:
         """As `Decoder.tail`."""
-        ...
 
     @property
     def num_ahead(self) -> int:
         """As `Decoder.num_ahead`."""
-        ...
 
     def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int) -> Proposal | None:
         """Return what to try, as `Decoder.propose`, or None to leave the step to the next source."""
-        ...
 
     def learn(self, num_held: int, proposal: Proposal, guesses: Sequence[Sample]) -> None:
         """Learn from the answer to its proposal, of which so many drafts held."""
-        ...
 
     def forget(self) -> None:
         """Forget what was to be tried next: the session went on without it."""
-        ...
 
 
 class Verified:

@@ -28,15 +28,12 @@ class SlotDrafting(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of its caches."""
-        ...
 
     def fork(self, length: int) -> SlotDrafting | None:
         """Return a copy that continues from the first `length` tokens; None if it has to begin anew."""
-        ...
 
     def close(self) -> None:
         """Free its memory."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,6 @@ class Drafter(Protocol):
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         """Return for each request as many tokens as it wants, which follow its known tokens."""
-        ...
 
 
 def add_drafts(

@@ -65,19 +65,15 @@ class Pieces(Protocol):
 
     def read(self, name: bytes, upcoming: Sequence[bytes]) -> Sequence[CacheSegment]:
         """Return what the caches hold in this piece, and begin to read others. Raises PrefixLost if it is not there."""
-        ...
 
     def discard(self, name: bytes) -> None:
         """Remove a piece that does not fit the caches."""
-        ...
 
     def put(self, piece: Piece, segments: Sequence[CacheSegment]) -> bool:
         """Have a piece written behind the steps; return whether it will be."""
-        ...
 
     def close(self) -> None:
         """Take no more pieces; those that wait are still written."""
-        ...
 
 
 class Executor:
@@ -704,7 +700,7 @@ class Step:
     rows: mx.array | None = None  # [1, sum L, W] of its windows, after the last of this stage's layers
     slots: dict[int, Slot] = field(
         default_factory=dict
-    )  # of its windows, if a drafter sees them: a later step may close them
+    )  # of its windows, if a drafter sees them: others may close them
     ends_long_prompt: bool = False
     windows: list[Window] = field(default_factory=list)  # of the frame, those that have not failed here
     failures: list[Failure] = field(default_factory=list)  # of this stage
