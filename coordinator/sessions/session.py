@@ -53,7 +53,6 @@ class Session:
         request: Request,
         decoder: Decoder | None = None,
         *,
-        max_tokens: int | None = None,
         chunk: int | None = None,
         put: "Callable[[Session, Output | BaseException], object]" = lambda session, item: None,
         started: int = 0,
@@ -63,7 +62,6 @@ class Session:
         """
         Args:
             decoder: proposes what a step computes beyond the known tokens; None: one token per step.
-            max_tokens: most tokens to generate; None: the request's.
             chunk: rows of a prompt chunk that the caller asked for; the decoder decides the length of a window with a
                 proposal.
             put: takes the outputs for the reader; an exception is the last of them.
@@ -78,9 +76,8 @@ class Session:
         self.fed = 0  # leading known tokens that windows have carried so far
         self.num_reused = 0  # leading tokens that its slot held already
         self._num_cached = 0  # likewise when it began first: later they may be its own
-        self.snapshots: tuple[
-            int, ...
-        ] = ()  # lengths at which another slot can begin with its rows, beside the present one
+        # Lengths at which another slot can begin with its rows, beside the present one.
+        self.snapshots: tuple[int, ...] = ()
         self.stored: deque[Piece] = deque()  # pieces of its prefix on the nodes' disks, which come before other windows
         self.reading = b""  # the name of the piece whose window is in flight
         self.branch = 0  # the most tokens that it was found to share with another session
@@ -88,7 +85,7 @@ class Session:
         self.num_rows = 0  # of all windows
         self.num_rows_last = 1  # of the last window that asked for tokens
         self.rows_written = 0  # most rows that the caches have held so far
-        self.max_tokens = max(1, request.max_tokens if max_tokens is None else max_tokens)
+        self.max_tokens = max(1, request.max_tokens)
         self.chunk = chunk
         self.is_paused = False  # the reader is far behind
         self.begun = 0  # when its first frame was sent
