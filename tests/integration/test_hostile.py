@@ -313,8 +313,8 @@ async def test_unread_results_do_not_pile_up(models: Models, report: Report) -> 
             liar.results.put_nowait(report)
         stage = chain._stage
         assert stage is not None
-        await until(lambda: stage._failure is not None)
-        assert "unread results" in str(stage._failure) and stage._outcomes.qsize() <= 4097
+        await until(lambda: stage.failure is not None)
+        assert "unread results" in str(stage.failure) and stage._outcomes.qsize() <= 4097
 
 
 @pytest.mark.parametrize("what", [{"result": Result(step=9)}, {"segments": Segments(epoch=1, step=9)}], ids=str)
@@ -323,8 +323,8 @@ async def test_reports_of_prompts_that_nobody_asked_for_end_the_chain(models: Mo
         liar.results.put_nowait(write_report(Report(**what)))
         stage = chain._stage
         assert stage is not None
-        await until(lambda: stage._failure is not None)
-        assert str(stage._failure) == "worker liar: expected reports of a prompt in flight, got one of step 9"
+        await until(lambda: stage.failure is not None)
+        assert str(stage.failure) == "worker liar: expected reports of a prompt in flight, got one of step 9"
 
 
 async def test_a_node_waits_with_reports_while_many_bytes_wait_for_the_mlx_thread(

@@ -265,7 +265,7 @@ class Worker:
         try:
             # no names for the shard and its drafter: an error that passes through here would keep them
             await attachment.open(
-                self._require_shard(request.loaded),
+                self._require_shard(),
                 *self._drafter_of(request),
                 self._thread,
                 network,
@@ -358,10 +358,7 @@ class Worker:
                 async with asyncio.timeout(left_s):
                     await self._changed.wait()
 
-    def _require_shard(self, expected: LoadRequest | None = None) -> Shard:
-        """Return the shard, which is the expected one. Raises as `_require_loaded`."""
-        if expected:
-            self._require_loaded(self._held, expected)
+    def _require_shard(self) -> Shard:
         if self.shard is None:
             raise ModelError("holds no shard; load first")
         return self.shard

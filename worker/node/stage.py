@@ -56,11 +56,6 @@ class Outgoing:
     parts: Sequence[bytes]
 
 
-async def _close(link: Outlet) -> None:
-    """Close the hop, even if the stage is stopped meanwhile."""
-    await shielded(link.close())
-
-
 class Stage:
     """One shard at its place in the chain."""
 
@@ -73,7 +68,7 @@ class Stage:
         self._thread: MlxThread | None = None  # and what it does for this stage, once started
         self._running: asyncio.Future[None] | None = None
         self._is_over = asyncio.Event()  # of the main loop
-        self._failure: BrigadeError | None = None  # the reason of its end
+        self.failure: BrigadeError | None = None  # why it has ended; None while it runs
         self._has_ended = asyncio.Event()
         # receiving
         self._newest_step = -1  # of the received frames
@@ -93,11 +88,6 @@ class Stage:
         self._sent_bytes = 0
 
     # From any thread
-
-    @property
-    def failure(self) -> BrigadeError | None:
-        """Why it has ended; None while it runs."""
-        return self._failure
 
     @property
     def busy_s(self) -> float:
@@ -194,7 +184,7 @@ class Stage:
             works = [self._run_frames, *watched]
             if connect:
                 link = connect()
-                stack.push_async_callback(_close, link)
+                stack.push_async_callback(lambda: shielded(link.close()))  # even if the stage is stopped meanwhile
                 await link.wait_open()
                 works += [partial(self._send_outputs, link), link.wait_lost]
             note_open()
@@ -209,7 +199,7 @@ class Stage:
         finally:
             self.end()
             await cancel_all(*tasks)
-        raise self._failure.again()  # type: ignore[union-attr]
+        raise self.failure.again()  # type: ignore[union-attr]
 
     def end(self) -> None:
         """Leave the chain and free all slots; the step in progress has ended, since this runs on its thread.
@@ -219,13 +209,13 @@ class Stage:
         self.fail(StageLost("left the chain"))
         self._idle.set()
         self._begun = None
-        error = self._failure
+        error = self.failure
         self.executor.close(leaves_slots=isinstance(error, ChainReplaced) or bool(error and error.node))
 
     def fail(self, error: BaseException) -> None:
         """End the stage with this error, unless it has ended: from now on all calls raise it."""
-        if self._failure is None:
-            self._failure = without_trace(error)
+        if self.failure is None:
+            self.failure = without_trace(error)
             self._outcomes.put_nowait(None)
             self._credit.put_nowait(0)
             self._has_ended.set()
@@ -293,11 +283,11 @@ class Stage:
         with memory_errors_named("at a step"):
             while True:
                 frame = None if self._begun else await self._frames.get()
-                if frame and self._failure is None:
+                if frame and self.failure is None:
                     self._begun = self._begin(*frame)
                 del frame
                 await asyncio.sleep(0)  # what else has come is read
-                if self._failure is not None:
+                if self.failure is not None:
                     return
                 ahead = self._run_step()
                 for _ in range(_TURNS):
@@ -375,9 +365,9 @@ class Stage:
 
     def deliver(self, outcome: Result | bytes) -> None:
         """Add a result or a report of segments, made here or received from a worker, which may send too many."""
-        if self._failure is None and self._outcomes.qsize() >= _MOST_RESULTS:
+        if self.failure is None and self._outcomes.qsize() >= _MOST_RESULTS:
             self.fail(FrameError(f"expected at most {_MOST_RESULTS} unread results, got one more"))
-        if self._failure is None:
+        if self.failure is None:
             self._outcomes.put_nowait(outcome)
 
     async def _send_outputs(self, link: Outlet) -> NoReturn:
@@ -407,8 +397,8 @@ class Stage:
         self._credit.put_nowait(0)
 
     def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure.again()
+        if self.failure is not None:
+            raise self.failure.again()
 
 
 def _unless_closed(note: Callable[[], object]) -> None:
