@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Protocol
@@ -91,6 +92,11 @@ class Workload:
         """Return requests of different random prompts, whose answers continue past the end-of-sequence token."""
         prompts = _random_prompts([self.num_prompt] * count, spec, f"{count} {seed}")
         return [Request(prompt, self.num_tokens, decode=decode) for prompt in prompts]
+
+
+def _prompt_alone(num_prompt: int, spec: ModelSpec, seed: int) -> list[Request]:
+    """Return one request of a random prompt of this length, for a single token."""
+    return [Request(prompt, 1) for prompt in _random_prompts([num_prompt], spec, f"{num_prompt} {seed}")]
 
 
 def _random_prompts(lengths: Sequence[int], spec: ModelSpec, seed: str) -> list[tuple[int, ...]]:
@@ -336,12 +342,15 @@ class _Run:
         with show_steps((1 + self.workload.num_trials) * num_turns + len(clusters)) as begin:
             try:
                 for (decode, num_requests), own in able.items():
-                    taken = await self._take_turns(own, num_requests, decode, begin)
+                    requests = partial(self.workload.requests, num_requests, decode, self.spec)
+                    taken = await self._take_turns(own, f"{decode.kind}, {num_requests} at once", requests, begin)
                     for system, trials in taken.items():
                         row = summarise(system.name, system.layers, decode.kind, trials)
                         rows.append(with_plan(row, Prediction(self.spec, system.chain.plan, self.known)))
                 for num_prompt in self.workload.prompts:
-                    await self._time_prompts(systems, num_prompt, begin)
+                    requests = partial(_prompt_alone, num_prompt, self.spec)
+                    taken = await self._take_turns(systems, f"a prompt of {num_prompt} tokens", requests, begin)
+                    self.bench.prompts += [self._prompt_row(*each, num_prompt) for each in taken.items()]
                 for system in clusters:
                     begin(f"{system_name(system.name, system.layers)}, what frames of several sizes take")
                     self.bench.frame_costs.append(await self._measure_frame_costs(system))
@@ -359,16 +368,19 @@ class _Run:
         return num_requests <= most
 
     async def _take_turns(
-        self, systems: Sequence[System], num_requests: int, decode: Decode, begin: Begin
+        self, systems: Sequence[System], what: str, requests_of: Callable[[int], list[Request]], begin: Begin
     ) -> dict[System, list[BenchTrial]]:
-        """Return the trials of each system. The first round only warms up: it compiles, and pages weights in."""
+        """Return the trials of each system; the number of a trial says which requests it answers.
+
+        The first round only warms up: it compiles, and pages weights in.
+        """
         trials: dict[System, list[BenchTrial]] = {system: [] for system in systems}
         for number in range(1 + self.workload.num_trials):
-            requests = self.workload.requests(num_requests, decode, self.spec, seed=number)
+            requests = requests_of(number)
             if number == 0:
-                requests = [replace(request, max_tokens=_WARM_UP_TOKENS) for request in requests]
+                requests = [replace(each, max_tokens=min(each.max_tokens, _WARM_UP_TOKENS)) for each in requests]
             for system in list(trials):
-                case = f"{system_name(system.name, system.layers)}, {decode.kind}, {num_requests} at once"
+                case = f"{system_name(system.name, system.layers)}, {what}"
                 begin(f"{case}, {f'trial {number}' if number else 'warming up'}")
                 try:
                     trial = await system.run(requests)
@@ -379,27 +391,11 @@ class _Run:
                     trials[system] += [trial] if number else []
         return trials
 
-    async def _time_prompts(self, systems: Sequence[System], num_prompt: int, begin: Begin) -> None:
-        """Add what each system takes for a prompt of this length, alone. The first round only warms up."""
-        taken: dict[System, list[float]] = {system: [] for system in systems}
-        for number in range(1 + self.workload.num_trials):
-            [prompt] = _random_prompts([num_prompt], self.spec, f"{num_prompt} {number}")
-            for system in list(taken):
-                case = f"{system_name(system.name, system.layers)}, a prompt of {num_prompt} tokens"
-                begin(f"{case}, {f'trial {number}' if number else 'warming up'}")
-                try:
-                    trial = await system.run([Request(prompt, 1)])
-                except InputError as error:
-                    _leave_out(case, error)
-                    del taken[system]
-                else:
-                    taken[system] += [trial.prefill_s] if number else []
-        for system, seconds in taken.items():
-            plan = system.chain.plan if system.name == CLUSTER else None
-            planned = Prediction(self.spec, plan, self.known).prefill_s(num_prompt) if plan else None
-            median_s = median(seconds)
-            row = PromptRow(system.name, system.layers, num_prompt, median_s, num_prompt / median_s, planned)
-            self.bench.prompts.append(row)
+    def _prompt_row(self, system: System, trials: Sequence[BenchTrial], num_prompt: int) -> PromptRow:
+        plan = system.chain.plan if system.name == CLUSTER else None
+        planned_s = Prediction(self.spec, plan, self.known).prefill_s(num_prompt) if plan else None
+        took_s = median(trial.prefill_s for trial in trials)
+        return PromptRow(system.name, system.layers, num_prompt, took_s, num_prompt / took_s, planned_s)
 
     async def _measure_frame_costs(self, system: OnChain) -> FrameCosts:
         """Return the times of frames of several sizes while all stages are busy.

@@ -64,11 +64,6 @@ class BenchTrial:
 
         return [busy_share(computed(stage, offset), *span) for stage, offset in enumerate(self.offsets)]
 
-    @property
-    def walked_chain(self) -> bool:
-        """Whether every frame has passed all stages, as it does unless one node makes answers alone."""
-        return all(len(passage.timings) == len(self.offsets) for passage in self.passages)
-
 
 @dataclass(frozen=True)
 class BenchRow:
@@ -268,7 +263,9 @@ def frame_costs(layers: list[int], trials: Sequence[BenchTrial]) -> FrameCosts:
 def _with_stages(row: BenchRow, trials: Sequence[BenchTrial]) -> BenchRow:
     num_stages = len(trials[0].offsets)
     utilisation = [median(column) for column in zip(*(trial.utilisation() for trial in trials), strict=True)]
-    costs = frame_costs(row.layers or [], trials) if all(trial.walked_chain for trial in trials) else None
+    # not so if one node makes answers alone
+    pass_all_stages = all(len(passage.timings) == num_stages for trial in trials for passage in trial.passages)
+    costs = frame_costs(row.layers or [], trials) if pass_all_stages else None
     return replace(
         row,
         utilisation=utilisation,
