@@ -41,7 +41,6 @@ from rich.console import Console
 from rich.table import Table
 
 from coordinator.cluster.deployment import Deployment
-from coordinator.cluster.open import joined
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.weights import push_weights
 from coordinator.deploy.authority import Authority
@@ -55,6 +54,7 @@ from protos.brigade_pb2 import Contents, LoadRequest, Sampling
 from tools.bench_frames import Ticker
 from tools.child import child
 from tools.feed_receiver import NAME, Peak, networks, serve
+from tools.joined import joined
 from tools.sparse_model import write_sparse
 from worker.model.checkpoint import DEMO, Checkpoint, open_folder
 from worker.model.describe import describe

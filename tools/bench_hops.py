@@ -24,7 +24,7 @@ from rich.table import Table
 from coordinator.cli.demo import DEMO_PROMPT
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.deployment import Deployment
-from coordinator.cluster.open import choose_plan, joined, open_peers
+from coordinator.cluster.open import choose_plan, open_peers
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.cluster.peer import Peer
 from coordinator.decoding.decode_options import Decode
@@ -34,6 +34,7 @@ from coordinator.planning.costs import ChainCosts
 from coordinator.planning.plan import require_fit
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Conversation, Request, check_request
+from tools.joined import joined
 from tools.proxy import proxy_to
 from worker.model.checkpoint import Checkpoint
 from worker.model.model_spec import ModelSpec

@@ -24,7 +24,7 @@ from coordinator.bench.results import BenchTrial, passage_ms
 from coordinator.bench.simulate import Hop, Pipeline, SimulatedLoad, SimulatedStage, simulate
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.deployment import Deployment
-from coordinator.cluster.open import choose_plan, joined, open_peers, read_model
+from coordinator.cluster.open import choose_plan, open_peers, read_model
 from coordinator.cluster.options import cluster_options
 from coordinator.cluster.peer import Peer
 from coordinator.decoding.decode_options import Decode, suit
@@ -37,6 +37,7 @@ from tools.bench_hops import open_slow_chain
 from tools.demo_data import mix
 from tools.eval_demo import MAX_TOKENS
 from tools.eval_windows import is_right
+from tools.joined import joined
 from tools.random_model import write_diffusion_gemma
 from tools.windows_data import Score, Speed
 from tools.windows_report import table

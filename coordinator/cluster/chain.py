@@ -294,9 +294,8 @@ class Chain:
 
     async def digests(self) -> dict[str, str]:
         """Return a digest per tensor that stage 0 holds."""
-        shard = self._own.shard
-        assert shard is not None
-        return await self.thread.run(lambda: dict(shard.digests()))
+        assert self._own.shard is not None
+        return await self.thread.run(self._own.shard.digests)
 
     async def compile(self, grammar: Grammar) -> None:
         """Have the last stage prepare a grammar while steps go on. Raises BrigadeError if it cannot."""

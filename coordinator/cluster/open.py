@@ -22,7 +22,7 @@ from coordinator.planning.plan import MemoryOffer, Node, Objective, Plan, budget
 from coordinator.planning.recovery import Limits
 from coordinator.planning.speeds import NO_SPEEDS, Survey
 from protos.brigade_pb2 import Coordinator
-from worker.config import NO_DRAFTER, ClusterConfig, CoordinatorConfig, is_here
+from worker.config import NO_DRAFTER, ClusterConfig, is_here
 from worker.drafters.draft_head import HeadPart
 from worker.drafters.kinds import build_part
 from worker.errors import BrigadeError, ConfigError, InputError, ModelError
@@ -334,21 +334,6 @@ async def cluster_over(
     ):
         await cluster.open(progress)
         yield cluster
-
-
-@asynccontextmanager
-async def joined(
-    deployment: Deployment,
-    progress: NodeProgress = lambda node, report: None,
-    *,
-    say: Callable[[str], None] = lambda line: None,
-    thread: MlxThread | None = None,
-) -> AsyncIterator[Chain]:
-    """Open one chain by a plan that exists already."""
-    coordinator = CoordinatorConfig(name=deployment.plan.assignments[0].name)
-    nodes = Nodes(deployment.peers, ClusterConfig(coordinator=coordinator))
-    async with OwnNode(thread) as own, nodes, Cluster(own, nodes, deployment, NO_RECOVERY, say=say) as cluster:
-        yield await cluster.open(progress)
 
 
 async def start_local(

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.deployment import Deployment
-from coordinator.cluster.open import joined, with_drafter
+from coordinator.cluster.open import with_drafter
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.step_timeouts import ArrivedResult
 from coordinator.engine.engine import generate_once
@@ -28,6 +28,7 @@ from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import AttachRequest, Frame, LoadProgress, LoadRequest, Sampling
 from tests.tiny import make_model
+from tools.joined import joined
 from worker.compute.ahead import StepsAhead
 from worker.compute.batching import LaneWindow
 from worker.compute.sampling import Sampler

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from coordinator.cluster.chain import Chain
-from coordinator.cluster.open import joined
 from coordinator.decoding.decode_options import Decode, make_cache_choice
 from coordinator.engine.engine import Engine
 from coordinator.engine.stats import KEY_DIGEST
@@ -23,6 +22,7 @@ from tests.integration.many import Live, request, solo, tokens_of
 from tests.integration.many import frames as frames
 from tests.integration.test_prefixes import rows_fed
 from tests.integration.windows import MASKED
+from tools.joined import joined
 from tools.model_types.make import make_type
 
 LONG = {"max_position_embeddings": 4096}
