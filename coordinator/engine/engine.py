@@ -255,13 +255,7 @@ class Engine:
     # --- a reader's side --------------------------------------------------------------------------------------------
 
     async def _generate(
-        self,
-        requests: Sequence[Request],
-        parser: TextParser | None,
-        chunk: int | None,
-        *,
-        traced: bool,
-        counted: bool,
+        self, requests: Sequence[Request], parser: TextParser | None, chunk: int | None, *, traced: bool, counted: bool
     ) -> AsyncGenerator[tuple[int, Output], None]:
         """Yield the outputs of all sessions of one call, which share one queue."""
         self._require_open()
@@ -352,12 +346,7 @@ def _by_prompt(requests: Sequence[Request]) -> dict[int, list[int]]:
 
 
 async def generate_once(
-    chain: Chain,
-    request: Request,
-    *,
-    parser: TextParser | None = None,
-    chunk: int | None = None,
-    traced: bool = False,
+    chain: Chain, request: Request, *, parser: TextParser | None = None, chunk: int | None = None, traced: bool = False
 ) -> Answer:
     """Run one checked request through an otherwise idle chain; as `Engine.answer`, with the stages' statuses."""
     async with Engine(chain) as engine:

@@ -12,18 +12,7 @@ import grpc
 import grpc.aio
 import mlx.core as mx
 
-from protos.brigade_pb2 import (
-    DESCRIPTOR,
-    Credit,
-    DType,
-    Frame,
-    Held,
-    Report,
-    ResultsRequest,
-    Segment,
-    Segments,
-    Tensor,
-)
+from protos.brigade_pb2 import DESCRIPTOR, Credit, DType, Frame, Held, Report, ResultsRequest, Segment, Segments, Tensor
 from protos.brigade_pb2_grpc import HopServicer, NodeServicer, add_HopServicer_to_server, add_NodeServicer_to_server
 from worker.compute.ahead import Placeholder
 from worker.errors import FrameError, StageLost
@@ -222,14 +211,7 @@ def open_push(channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall[bytes, Hel
 
 
 async def results(
-    network: Network,
-    node: str,
-    address: str,
-    epoch: int,
-    coordinator_id: str,
-    deliver: Deliver,
-    *,
-    of_prompts: bool,
+    network: Network, node: str, address: str, epoch: int, coordinator_id: str, deliver: Deliver, *, of_prompts: bool
 ) -> None:
     """Deliver the reports of the node at this address until it is lost. Raises the reason.
 

@@ -265,12 +265,7 @@ class Worker:
         try:
             # no names for the shard and its drafter: an error that passes through here would keep them
             await attachment.open(
-                self._require_shard(),
-                *self._drafter_of(request),
-                self._thread,
-                network,
-                self.name,
-                self._drop_drafter,
+                self._require_shard(), *self._drafter_of(request), self._thread, network, self.name, self._drop_drafter
             )
             self.refuse_if_draining()
             self._reservation = None
