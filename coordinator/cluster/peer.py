@@ -40,7 +40,7 @@ from worker.config import ClusterConfig
 from worker.errors import BrigadeError, ModelError, NodeSilent, StageLost
 from worker.node.certificates import Role, expiry_warning, reported_expiry
 from worker.node.configuration import configuration_of, differing
-from worker.node.framing import Wire, check_seal
+from worker.node.framing import Wire, read_report
 from worker.node.hop import Deliver, Link, open_push, results
 from worker.node.links import measure_link
 from worker.node.network import PROTOCOL_VERSION, UPDATE_BOTH, Network
@@ -177,7 +177,7 @@ class Peer:
         assert self._attachment is not None
         with self.naming():
             async for report in self._attachment:
-                check_seal(report, self.name)
+                read_report(report.SerializeToString(deterministic=True), self.name)  # checks the sum
                 if report.HasField("draining") and not self.is_draining:
                     self.is_draining = True
                     on_draining()

@@ -47,7 +47,7 @@ from tools.worker_process import free_port
 from worker.config import ClusterConfig, split_address
 from worker.errors import BrigadeError, FrameError
 from worker.node import network as network_module
-from worker.node.framing import FrameAssembler, seal, write_report
+from worker.node.framing import FrameAssembler, write_report
 from worker.node.hop import add_hops, add_node
 from worker.node.network import ACCEPTED, PROTOCOL_VERSION, hop_address
 
@@ -201,9 +201,7 @@ class Liar(NodeServicer, HopServicer):
         while True:
             report = await said.get()
             if isinstance(report, Report):
-                sealed = Report()
-                sealed.CopyFrom(report)
-                report = seal(sealed).SerializeToString()
+                report = write_report(report)
             await context.write(report)
 
     async def Relay(self, parts: AsyncIterator[bytes], context: Any) -> AsyncIterator[Credit]:

@@ -10,7 +10,7 @@ from worker.compute.shard import Shard
 from worker.config import MOST_ADDRESSES
 from worker.drafters.kinds import DrafterPart, prepare_drafting
 from worker.errors import FrameError
-from worker.node.framing import seal
+from worker.node.framing import write_report
 from worker.node.hop import Link
 from worker.node.network import Network, dial
 from worker.node.prefix_store import PrefixStore
@@ -98,7 +98,7 @@ class Attachment:
 
     async def _report_draining(self) -> None:
         await self._draining.wait()
-        await self._write(seal(Report(draining=Draining())))
+        await self._write(Report.FromString(write_report(Report(draining=Draining()))))  # with its checksum
 
 
 def check_place(request: AttachRequest) -> None:

@@ -302,21 +302,3 @@ def read_report(message: bytes, node: str) -> tuple[Report, memoryview]:
         return Report.FromString(content[:end]), data  # type: ignore[arg-type]
     except (DecodeError, IndexError):
         raise FrameError(f"expected a report, got {len(message)} malformed bytes", node=node) from None
-
-
-def seal(report: Report) -> Report:
-    """Add the report's checksum, and return it."""
-    report.checksum = _report_checksum(report)
-    return report
-
-
-def check_seal(report: Report, node: str) -> None:
-    """Raise FrameError if the report differs from what `node` sealed. Its encoding may differ."""
-    found = report.checksum
-    report.ClearField("checksum")
-    if found != _report_checksum(report):
-        raise FrameError("expected a report as it was sent, got one with a wrong checksum", node=node)
-
-
-def _report_checksum(report: Report) -> int:
-    return zlib.crc32(report.SerializeToString(deterministic=True))
