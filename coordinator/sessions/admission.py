@@ -16,7 +16,7 @@ from operator import add, sub
 
 from coordinator.decoding.decode_options import LARGEST_WINDOW
 from coordinator.planning.plan import Plan
-from coordinator.sessions.session import Session, SessionState
+from coordinator.sessions.session import Session
 from coordinator.sessions.stored_prefixes import StoredPrefixes
 from protos.brigade_pb2 import Cache, Opening, Piece
 from worker.errors import ContextExceeded, QueueFull
@@ -137,7 +137,6 @@ class Slots:
         self.max_waiting = max_waiting  # most sessions that wait for memory
         self.closed: list[int] = []  # slots for the stages to free with the next frame
         self._closing: dict[int, list[int]] = {}  # by step: those that its frame frees, until its result has come
-        self.num_hits = 0  # sessions that began with rows of another
         self._costs = costs
         self._stored = stored
         # In the order of arrival. A kept slot moves to the end at each use, so the least recently used comes first.
@@ -444,8 +443,6 @@ class Slots:
         session.snapshots = lengths[max(0, len(lengths) - self._num_snapshots_with_room(session)) :]
         slot.promised = self._bytes_of(session, slot.rows)
         opening.snapshots.extend(session.snapshots)
-        is_hit = opening.HasField("fork_of") or bool(session.stored)
-        self.num_hits += is_hit and session.state is not SessionState.REPLAYING
         return opening
 
     def _keep(self, slot: SessionSlot) -> None:

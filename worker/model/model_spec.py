@@ -231,11 +231,7 @@ class ModelSpec:
             if head := drafter.head:
                 row_bytes = (head.num_features or head.hidden_size) * DTYPE_BYTES[self.dtype]
                 drafting += (MOST_PENDING + ROW_BLOCK) * row_bytes
-        return drafting + sum(
-            cache_spec(memory, self.cache).nbytes(memory, num_rows)
-            for layer in self.layers[start:end]
-            for memory in layer.memories
-        )
+        return drafting + sum(cache.nbytes(memory, num_rows) for cache, memory in self._caches(start, end))
 
     def segment_row_bytes(self, start: int, end: int) -> int:
         """Return the bytes of one token in those caches of layers [start, end) that are sent token by token.
@@ -254,13 +250,11 @@ class ModelSpec:
     @property
     def largest_snapshot_bytes(self) -> int:
         """The most bytes of one cache's snapshot."""
-        memories = (memory for layer in self.layers for memory in layer.memories)
-        return max((cache_spec(memory, self.cache).snapshot_bytes(memory) for memory in memories), default=0)
+        return max((cache.snapshot_bytes(memory) for cache, memory in self._caches()), default=0)
 
     def snapshot_bytes(self, start: int, end: int) -> int:
         """Return the most bytes that one snapshot of a session takes in layers [start, end)."""
-        memories = (memory for layer in self.layers[start:end] for memory in layer.memories)
-        return sum(cache_spec(memory, self.cache).snapshot_bytes(memory) for memory in memories)
+        return sum(cache.snapshot_bytes(memory) for cache, memory in self._caches(start, end))
 
     def scratch_bytes(self, end: int) -> int:
         """Return the bytes that drawing the rows of a canvas takes on a stage that ends with layer `end`.
@@ -283,22 +277,23 @@ class ModelSpec:
     @property
     def can_take_back(self) -> bool:
         """Whether rows of the last window can be cut, as failed drafts require."""
-        memories = (memory for layer in self.layers for memory in layer.memories)
-        return not any(memory.state_arrays and memory.of_embedding for memory in memories)
+        return not any(memory.state_arrays and memory.of_embedding for _, memory in self._caches())
 
     @property
     def longest_chunk(self) -> int | None:
         """The most rows of a prompt chunk; None for any."""
-        return min((cache.longest_chunk for cache in self._caches() if cache.longest_chunk), default=None)
+        return min((cache.longest_chunk for cache, _ in self._caches() if cache.longest_chunk), default=None)
 
     @property
     def rows_that_can_be_cut(self) -> int:
         """The length up to which all caches can be cut anywhere; longer ones can only grow."""
-        lengths = [cache.rows_that_can_be_cut for cache in self._caches()]
+        lengths = [cache.rows_that_can_be_cut for cache, _ in self._caches()]
         return min((length for length in lengths if length is not None), default=self.context)
 
-    def _caches(self) -> Iterator[CacheSpec]:
-        return (cache_spec(memory, self.cache) for layer in self.layers for memory in layer.memories)
+    def _caches(self, start: int = 0, end: int | None = None) -> Iterator[tuple[CacheSpec, Memory]]:
+        """Yield the caches of layers [start, end), each with what it remembers."""
+        memories = (memory for layer in self.layers[start:end] for memory in layer.memories)
+        return ((cache_spec(memory, self.cache), memory) for memory in memories)
 
 
 def most_head_rows(vocab_size: int) -> int:

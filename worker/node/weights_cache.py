@@ -47,10 +47,6 @@ _RECEIVED_NS = 946_684_800 * 10**9  # the mtime of a verified file, 2000-01-01: 
 _LOCK_WAIT_S, _LOCK_PAUSE_S = 1.0, 0.01
 
 
-def weights_folder() -> Path:
-    return cache_folder() / "shards"
-
-
 # Pieces: the files that a shard is sent as
 
 
@@ -282,7 +278,7 @@ class WeightsCache:
 
     def __init__(self, folder: Path | None = None, limit: int | None = None) -> None:
         """`limit` is the most bytes that all files may take; None leaves a tenth of the disk free."""
-        self.folder = folder or weights_folder()
+        self.folder = folder or cache_folder() / "shards"
         self._limit = limit
 
     def open(

@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.cli.conftest import Command
 from worker.errors import BrigadeError, InputError
-from worker.node.weights_cache import Lease, weights_folder
+from worker.node.weights_cache import Lease, WeightsCache
 
 KEYS = ("ab12" * 8, "cd34" * 8)
 
@@ -16,7 +16,7 @@ KEYS = ("ab12" * 8, "cd34" * 8)
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two models: layers 3 to 5, 7 and the head of one, and a part of the other."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = weights_folder()
+    folder = WeightsCache().folder
     for key, name in zip(KEYS, ("owner/first@1234", "second"), strict=True):
         (folder / key).mkdir(parents=True)
         (folder / key / "called").write_text(name)

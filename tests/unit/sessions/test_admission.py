@@ -101,7 +101,7 @@ def test_a_conversation_goes_on_in_its_slot_and_a_part_of_it_is_copied() -> None
     assert second.slot == first.slot and rig.chain.forks == [(0, 0)]
     assert second.num_reused == 44  # all but its last token, which was never fed
     assert second.generated == plain_answer(prompt, 5)
-    assert rig.scheduler.slots.num_kept == 1 and rig.scheduler.slots.num_hits == 1
+    assert rig.scheduler.slots.num_kept == 1
     prompt = [*TEXT[:30], 1, 2, 3]
     third = rig.answer(prompt, 5)
     assert rig.chain.forks[1:] == [(1, 0)] and third.num_reused == 30
@@ -137,7 +137,7 @@ def test_a_short_common_beginning_is_not_worth_a_copy(num_shared: int, hits: int
     rig = Rig(keep=True, chunk=64)
     rig.answer([*TEXT[:num_shared], 1, 2], 2)
     rig.answer([*TEXT[:num_shared], 3, 4], 2)
-    assert rig.scheduler.slots.num_hits == len(rig.chain.forks) == hits
+    assert len(rig.chain.forks) == hits
 
 
 def test_where_a_cache_cannot_be_cut_only_what_goes_on_where_it_ends_is_reused() -> None:
