@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
@@ -48,7 +48,6 @@ from coordinator.engine.engine import Engine
 from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS
-from coordinator.sessions.output import Output
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Contents, LoadRequest, Sampling
 from tools.bench_frames import Ticker
@@ -283,16 +282,13 @@ async def _answers(engine: Engine) -> tuple[float, float]:
     began, pauses = time.perf_counter(), [0.0]
 
     async def one(number: int) -> int:
-        latest = 0.0
-
-        def note(output: Output) -> None:
-            nonlocal latest
-            now = time.perf_counter()
-            pauses.append(now - latest if latest else 0.0)
-            latest = now
-
-        answer = await engine.answer(Request((5 + number, 6, 7), _TOKENS, Sampling()), take=note)
-        return len(answer.tokens)
+        latest, num_tokens = 0.0, 0
+        async with aclosing(engine.generate(Request((5 + number, 6, 7), _TOKENS, Sampling()))) as outputs:
+            async for output in outputs:
+                now = time.perf_counter()
+                pauses.append(now - latest if latest else 0.0)
+                latest, num_tokens = now, num_tokens + len(output.tokens)
+        return num_tokens
 
     tokens = await asyncio.gather(*map(one, range(_SESSIONS)))
     return sum(tokens) / (time.perf_counter() - began), 1e3 * max(pauses)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -202,20 +202,13 @@ class Engine:
                 yield number, output
 
     async def answer(
-        self,
-        request: Request,
-        *,
-        parser: TextParser | None = None,
-        chunk: int | None = None,
-        traced: bool = False,
-        take: Callable[[Output], None] = lambda output: None,
+        self, request: Request, *, parser: TextParser | None = None, chunk: int | None = None, traced: bool = False
     ) -> Answer:
-        """Return all outputs of `generate` as one answer; `take` is called with each as it comes."""
+        """Return all outputs of `generate` as one answer."""
         answer = Answer()
         async with aclosing(self.generate(request, parser=parser, chunk=chunk, traced=traced)) as outputs:
             async for output in outputs:
                 answer.add(output)
-                take(output)
         return answer
 
     async def probe(self) -> None:
@@ -241,7 +234,7 @@ class Engine:
             await self._compile(Sampling(grammar=await self.inputs.any_grammar()))
 
     async def wait_failed(self) -> None:
-        """Wait until no more requests can be answered, and raise the reason."""
+        """Do as `EngineCore.wait_failed`."""
         await self.core.wait_failed()
 
     async def drain(self, within_s: float) -> bool:
@@ -366,15 +359,7 @@ async def open_engine(
     max_wait_s: float = MAX_WAIT_S,
     stats: Stats | None = None,
 ) -> AsyncIterator[Engine]:
-    """Load the model over the cluster and keep it.
-
-    Args:
-        context: tokens per request that the plan keeps memory for, or more of them up to `max_context`.
-        max_waiting: requests that may wait for memory; each of them for `max_wait_s`.
-        stats: what goes on counting, from a model that was loaded before.
-    Raises:
-        BrigadeError: what the first node that cannot take part says.
-    """
+    """Load the model over the cluster and keep it; see `open_cluster` and `Engine` for the arguments and errors."""
     stats = stats or Stats()
     async with (
         open_cluster(

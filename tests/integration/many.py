@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from coordinator.cluster.chain import Chain
 from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import Engine, generate_once
 from coordinator.planning.costs import LaneChooser
-from coordinator.sessions.output import Answer, Output
+from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Frame, Sampling, StatusReply, Window
 from tests.integration.conftest import CHUNK, running
@@ -52,7 +52,7 @@ class Live:
         self.num_pieces = 0
         self._emit: Callable[[str], None] = more.pop("emit", lambda text: None)
         self._pieces: asyncio.Queue[str] = asyncio.Queue()
-        self.task = asyncio.create_task(engine.answer(each, take=self._note, chunk=CHUNK, **more))
+        self.task = asyncio.create_task(self._read(engine, each, **more))
 
     async def wait_pieces(self, count: int) -> None:
         """Return once it has emitted so many pieces."""
@@ -64,11 +64,16 @@ class Live:
         async with asyncio.timeout(60):
             return await self.task
 
-    def _note(self, output: Output) -> None:
-        if output.text:
-            self.num_pieces += 1
-            self._pieces.put_nowait(output.text)
-            self._emit(output.text)
+    async def _read(self, engine: Engine, each: Request, **more: Any) -> Answer:
+        answer = Answer()
+        async with aclosing(engine.generate(each, chunk=CHUNK, **more)) as outputs:
+            async for output in outputs:
+                answer.add(output)
+                if output.text:
+                    self.num_pieces += 1
+                    self._pieces.put_nowait(output.text)
+                    self._emit(output.text)
+        return answer
 
 
 def limit_memory(chain: Chain, num_rows: int, slots: int = 1) -> None:

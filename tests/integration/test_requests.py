@@ -12,7 +12,7 @@ import pytest
 
 from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import Engine
-from coordinator.sessions.output import Answer, Output
+from coordinator.sessions.output import Answer
 from coordinator.sessions.text import TextParser
 from protos.brigade_pb2 import Frame
 from tests.integration.conftest import CHUNK, Models, Whole, opened, running, serving
@@ -257,13 +257,12 @@ async def test_a_stop_string_ends_one_of_several_requests_and_no_other(models: M
     async with running(whole.folder, (1, 3)) as chain:
         for decode in (Decode(), Decode("ngram"), Decode("diffusion", 8)):
             asked = [request(each.prompt, each.max_tokens, decode, sampling=each.sampling) for each in STREAMS]
-            pieces: list[list[Output]] = [[], [], []]
             async with Engine(chain) as engine:
                 found = await asyncio.gather(*(
-                    engine.answer(each, parser=TextParser(Words(), stops), take=out.append, chunk=CHUNK)
-                    for each, stops, out in zip(asked, ([], [stop], []), pieces, strict=True)
+                    engine.answer(each, parser=TextParser(Words(), stops), chunk=CHUNK)
+                    for each, stops in zip(asked, ([], [stop], []), strict=True)
                 ))  # fmt: skip
-            assert "".join(piece.text for piece in pieces[1]) == text[: text.index(stop)]
+            assert found[1].text == text[: text.index(stop)]
             assert [each.finish_reason for each in found] == ["length", "stop", "length"]
             assert [found[i].tokens for i in (0, 2)] == [alone[i] for i in (0, 2)]
 

@@ -4,6 +4,7 @@ import asyncio
 import io
 import time
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,7 @@ class Live:
         self._at = at
         self._act = act
         self._changed = asyncio.Event()
-        self.task = asyncio.create_task(engine.answer(request, parser=tokenizer.stream(request.stops), take=self._take))
+        self.task = asyncio.create_task(self._read(engine, request, tokenizer))
 
     @property
     def times(self) -> list[float]:
@@ -59,11 +60,16 @@ class Live:
         before = [at for at in self.times if at <= lost_at]
         return after[0] - max(before, default=self.began) if after else None
 
-    def _take(self, piece: Output) -> None:
-        self.pieces.append(piece)
-        self._changed.set()
-        if len(self.pieces) == self._at:
-            self._act()
+    async def _read(self, engine: Engine, request: Request, tokenizer: Tokenizer) -> Answer:
+        answer = Answer()
+        async with aclosing(engine.generate(request, parser=tokenizer.stream(request.stops))) as outputs:
+            async for piece in outputs:
+                answer.add(piece)
+                self.pieces.append(piece)
+                self._changed.set()
+                if len(self.pieces) == self._at:
+                    self._act()
+        return answer
 
 
 class Trial:
