@@ -5,7 +5,6 @@ megabytes keeps a tokenizer busy for seconds. `Bounded` starts and asks such a p
 `python -m coordinator.engine.bounded SECONDS BYTES MEMORY JOB ARGUMENTS...` with requests on standard input.
 """
 
-import contextlib
 import os
 import resource
 import signal
@@ -51,10 +50,6 @@ class Bounds:
 
     def as_arguments(self) -> list[str]:
         return list(map(str, astuple(self)))
-
-    @classmethod
-    def of_arguments(cls, seconds: str, text_bytes: str, memory_bytes: str) -> "Bounds":
-        return cls(float(seconds), int(text_bytes), int(memory_bytes))
 
 
 class TemplateRefusal(InputError):
@@ -439,7 +434,7 @@ def _grammars(folder: str, vocab_size: str, eos: str) -> Job:
     from worker.compute.grammar import Grammars
 
     ends = [int(token) for token in eos.split(",") if token]
-    with contextlib.suppress(SamplingError):  # each request gets the error
+    with suppress(SamplingError):  # each request gets the error
         Grammars(Path(folder), int(vocab_size)).spelled("", ends)
 
     def require(text: Any) -> JobResult:
@@ -479,4 +474,5 @@ _JOBS: dict[str, Callable[..., Job]] = {
 }
 
 if __name__ == "__main__":
-    run_job(Bounds.of_arguments(*sys.argv[1:4]), *sys.argv[4:])
+    seconds, text_bytes, memory_bytes, *name = sys.argv[1:]
+    run_job(Bounds(float(seconds), int(text_bytes), int(memory_bytes)), *name)
