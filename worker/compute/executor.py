@@ -698,9 +698,7 @@ class Step:
     is_under_way: bool = False  # launched before its frame arrived
     has_drafting: bool = False  # a drafter has work with it: no later step may begin before it is finished
     rows: mx.array | None = None  # [1, sum L, W] of its windows, after the last of this stage's layers
-    slots: dict[int, Slot] = field(
-        default_factory=dict
-    )  # of its windows, if a drafter sees them: others may close them
+    slots: dict[int, Slot] = field(default_factory=dict)  # of its windows, for a drafter: a later step may close them
     ends_long_prompt: bool = False
     windows: list[Window] = field(default_factory=list)  # of the frame, those that have not failed here
     failures: list[Failure] = field(default_factory=list)  # of this stage

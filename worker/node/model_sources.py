@@ -148,10 +148,7 @@ class ModelSources:
             found += [partial(open_folder, folder, known=known) for folder in _directly_below(root, name)]
         is_own = self._is_own_repository(wanted)
         if is_repository(wanted) and not is_own:
-            from worker.model.hub import (  # imports huggingface_hub, which folders never need
-                open_cached,
-                open_repository,
-            )
+            from worker.model.hub import open_cached, open_repository  # with huggingface_hub, which folders never need
 
             found.append(partial(open_repository, wanted) if self.may_download else partial(open_cached, wanted, known))
         own = [partial(self._open_own, wanted, known)] if self.own else []
