@@ -140,9 +140,9 @@ class PricedChain(Chain):
 
     async def receive(self) -> ArrivedResult:
         arrival = await super().receive()
-        if self.prices and arrival.num_rows:
+        if self.prices and arrival.sent.num_rows:
             is_waited_for = bool(arrival.result.samples or arrival.result.guesses)  # chunks follow each other
-            self.elapsed_s += self.prices.seconds(arrival.num_rows) - self.prices.delay_s * (not is_waited_for)
+            self.elapsed_s += self.prices.seconds(arrival.sent.num_rows) - self.prices.delay_s * (not is_waited_for)
             self.elapsed_s += self.prices.drafting_s(arrival.sent.num_drafts)
         return arrival
 

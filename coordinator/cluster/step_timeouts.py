@@ -70,11 +70,7 @@ class StepTimeouts:
         self._traits: dict[int, StepKind] = {}  # of the session in each slot
 
     def kind_of(self, frame: Frame) -> StepKind:
-        """Return the frame's kind: its sizes by powers of two, and the caches and samplers of its sessions.
-
-        Notes the sessions that the frame opens; to be called once per frame, in order.
-        """
-        self.open(frame)
+        """Return the frame's kind: its sizes by powers of two, and the caches and samplers of its sessions."""
         rows = sum(map(num_rows, frame.windows))
         drafts = max((window.drafts for window in frame.windows), default=0)
         kind: set[Hashable] = {("rows", rows.bit_length()), ("windows", len(frame.windows).bit_length())}
@@ -145,11 +141,6 @@ class ArrivedResult:
     sent: Sent
 
     @property
-    def num_rows(self) -> int:
-        """Rows of the frame."""
-        return self.sent.num_rows
-
-    @property
     def took_s(self) -> float:
         """Seconds since the frame was sent."""
         return self.at / 1e9 - self.sent.at
@@ -185,16 +176,15 @@ class Flight:
         self._logprobs: dict[int, int] = {}  # of the session in each slot, as its sampling says
 
     def open(self, frame: Frame) -> None:
-        """Note the sessions that a frame of another flight opens: frames of this one may go on with them."""
+        """Note the sessions that a frame opens, of any flight of the chain: frames of this one may go on with them."""
         self._timeouts.open(frame)
         self._caches |= {session.slot: session.cache.kind for session in frame.opened}
         self._logprobs |= {session.slot: session.sampling.logprobs for session in frame.opened}
 
     def send(self, frame: Frame) -> None:
-        """Note that the frame is on its way."""
+        """Note that the frame, which was opened, is on its way."""
         for sent in self._sent.values():
             sent.is_alone = False
-        self.open(frame)
         kind = self._timeouts.kind_of(frame)
         rows, asked = sum(map(num_rows, frame.windows)), {w.slot: asked_of(w) for w in frame.windows}
         asked |= {store.slot: (0, 0, 0) for store in frame.stores}  # a stage may fail to

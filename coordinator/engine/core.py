@@ -346,7 +346,7 @@ class EngineCore:
         traced = [session for session, _ in commits if session.is_traced]
         if not traced and self._stats is None:
             return None
-        passage = Passage.of(arrival.result, arrival.at, arrival.num_rows)
+        passage = Passage.of(arrival.result, arrival.at, arrival.sent.num_rows)
         for session in traced:
             session.add_passage(self._route, passage)
         return passage

@@ -24,11 +24,13 @@ def rows(count: int, *, wanted: int = 0, slots: int = 1) -> Frame:
 
 
 def known(timeouts: StepTimeouts, frame: Frame) -> bool:
+    timeouts.open(frame)
     return timeouts.is_known(timeouts.kind_of(frame))
 
 
 def do(timeouts: StepTimeouts, *frames: Frame) -> None:
     for frame in frames:
+        timeouts.open(frame)
         timeouts.done(timeouts.kind_of(frame))
 
 
