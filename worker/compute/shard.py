@@ -105,23 +105,20 @@ class Shard(HeldTensors):
         Returns:
             Rows [1, sum L, W].
         """
-        with self._cut.ending_at(end):
-            return self._run(x, places, ids, soft)
-
-    def _run(self, x: mx.array, places: Sequence[LaneWindow], ids: mx.array | None, soft: mx.array | None) -> mx.array:
         ids = mx.zeros(x.shape[:2], mx.int32) if ids is None else ids
-        if self.refines:
-            return run_windows(places, partial(self._cut.run, x, ids, canvas=canvas_rows(places), soft=soft))
-        if len(places) == 1:
-            return run_windows(places, partial(self._cut.run, x, ids))
-        lane = Lane(places)
-        whole = View(lane, [place.caches.listed for place in places])
-        if self._looks_at_positions or (whole.is_batch and self._lane_form is not LaneForm.ALONE):
-            h = whole.run(self._cut.run, [x, ids, whole], {}, self._lane_form)
-        else:
-            h = self._cut.run(x, ids, lane.views())
-        lane.settle()
-        return h
+        with self._cut.ending_at(end):
+            if self.refines:
+                return run_windows(places, partial(self._cut.run, x, ids, canvas=canvas_rows(places), soft=soft))
+            if len(places) == 1:
+                return run_windows(places, partial(self._cut.run, x, ids))
+            lane = Lane(places)
+            whole = View(lane, [place.caches.listed for place in places])
+            if self._looks_at_positions or (whole.is_batch and self._lane_form is not LaneForm.ALONE):
+                h = whole.run(self._cut.run, [x, ids, whole], {}, self._lane_form)
+            else:
+                h = self._cut.run(x, ids, lane.views())
+            lane.settle()
+            return h
 
     def logits(self, rows: mx.array) -> mx.array:
         """Return the logits [N, V] float32 of rows [1, N, W] of the last layer. Last shard only.
