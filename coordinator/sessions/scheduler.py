@@ -104,7 +104,8 @@ class Scheduler:
         if not chosen and (not self.slots.closed or [] in self._prompts.values()):
             return None  # only one frame in flight may carry nothing but closed slots
         self._step += 1
-        stays = self._answers_alone and any(not slot.session.is_fed_apart_next for slot in chosen)
+        feeds_apart = all(slot.session.feeds_apart and slot.session.is_prefilling for slot in chosen)
+        stays = self._answers_alone and not feeds_apart  # else the frame passes all nodes
         frame = Frame(epoch=self._epoch, step=self._step, stays=stays)
         # Open all slots before any window is made: a slot is copied in its state before this frame.
         frame.opened.extend(self.slots.open(chosen))

@@ -162,11 +162,6 @@ class Session:
         return bool(self.stored) or (self.num_unfed > 1 and self.num_unfed > self._tail)
 
     @property
-    def is_fed_apart_next(self) -> bool:
-        """Whether its next window passes all nodes though the first one makes answers alone."""
-        return self.feeds_apart and self.is_prefilling
-
-    @property
     def _tail(self) -> int:
         """The most unfed tokens that go with a proposal; 0 if any number may."""
         return max(self.feeds_apart, self._decoder.tail)
