@@ -1,12 +1,17 @@
 """Recovery: from node records and the time to one action, for a chain that is lost or could be better. Pure."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from coordinator.planning.plan import Assignment, Node, Plan
+
+if TYPE_CHECKING:  # it imports numpy, for which --help should not wait
+    from coordinator.planning.planner import Planner
 
 _ASK_AGAIN_S = 0.1  # between two questions to a node that does not answer, while there is no chain
 _LOOK_S = 2.0  # between two questions to any other node
@@ -165,7 +170,7 @@ class ChainState(Enum):
         """Whether no chain has been open."""
         return self in (ChainState.STARTING, ChainState.RESTARTING)
 
-    def after(self, event: "ChainEvent") -> "ChainState":
+    def after(self, event: ChainEvent) -> ChainState:
         """Return the state after this event. A KeyError is a bug: the event cannot happen in this state."""
         return _NEXT_OF_CHAIN[self, event]
 
@@ -277,24 +282,14 @@ class Situation:
     idle_s: float = 0.0  # for how long nothing has been in flight on the open chain
 
 
-class Splits(Protocol):
-    """How layers are split over nodes."""
-
-    def best(self, nodes: Sequence[Node]) -> Plan | None:
-        """Return the best plan over these nodes, or None if none fits."""
-
-    def without_growth(self, present: Plan, best: Plan) -> Plan | None:
-        """Return a plan over the nodes of `best` in which no node of the present plan holds a layer that it lacks."""
-
-
-def decide(nodes: Sequence[NodeRecord], situation: Situation, limits: Limits, splits: Splits) -> Action:
+def decide(nodes: Sequence[NodeRecord], situation: Situation, limits: Limits, planner: Planner) -> Action:
     """Return the next action. `nodes` are in the order of a chain, this process first."""
     if situation.is_open:
-        return _improve(nodes, situation, splits)
-    return _reopen(nodes, situation, limits, splits)
+        return _improve(nodes, situation, planner)
+    return _reopen(nodes, situation, limits, planner)
 
 
-def _reopen(nodes: Sequence[NodeRecord], now: Situation, limits: Limits, splits: Splits) -> Action:
+def _reopen(nodes: Sequence[NodeRecord], now: Situation, limits: Limits, planner: Planner) -> Action:
     """Return the next action without a chain: ask which nodes are there, wait for lost ones, load, open."""
     left_s = limits.recovery_s - now.spent_s
     is_loading = any(each.state is NodeState.LOADING for each in nodes)
@@ -304,7 +299,7 @@ def _reopen(nodes: Sequence[NodeRecord], now: Situation, limits: Limits, splits:
     absent_s = [now.now - each.since for each in nodes if each.name in expected and each.state is NodeState.ABSENT]
     rejoin_s = limits.rejoin_s if now.plan.prompt_end is None else 0.0  # else the first node goes on alone, at once
     waits_s = [rejoin_s - each_s for each_s in absent_s if each_s < rejoin_s]
-    plan = None if waits_s else _plan_for_next(nodes, now, limits, splits)
+    plan = None if waits_s else _plan_for_next(nodes, now, limits, planner)
     if asked := tuple(each.name for each in nodes if _is_to_be_asked(each, now.now, has_plan=plan is not None)):
         within_s = min(_LONGEST_ASK_S, _FIRST_ASK_S * 2 ** min(now.num_asks, 9))
         return Ask(asked, max(_ASK_AGAIN_S, min(within_s, left_s)))
@@ -312,7 +307,7 @@ def _reopen(nodes: Sequence[NodeRecord], now: Situation, limits: Limits, splits:
         return Wait(min([left_s if left_s > 0 else _LOOK_S, *waits_s, _ASK_AGAIN_S]))
     step = _load_for(plan, nodes, now)
     answered_alone = bool(now.lost_at) and now.plan.prompt_end is not None
-    alone = splits.best([nodes[0].node]) if step and answered_alone else None
+    alone = planner.best([nodes[0].node]) if step and answered_alone else None
     if alone and _load_for(alone, nodes, now) is None:
         plan, step = alone, None  # the other nodes load while the first one goes on
     if isinstance(step, Wait) and not is_loading:
@@ -338,7 +333,7 @@ def _is_pause_over(each: NodeRecord, now: float) -> bool:
     return each.state is not NodeState.STALLED or now >= each.retry_at
 
 
-def _plan_for_next(nodes: Sequence[NodeRecord], now: Situation, limits: Limits, splits: Splits) -> Plan | None:
+def _plan_for_next(nodes: Sequence[NodeRecord], now: Situation, limits: Limits, planner: Planner) -> Plan | None:
     """Return the plan that nodes load for already, the lost chain's, or the best one over the nodes that are there."""
     expected = now.plan.names
 
@@ -357,7 +352,7 @@ def _plan_for_next(nodes: Sequence[NodeRecord], now: Situation, limits: Limits, 
     for candidates in (sound, usable):
         if {each.name for each in candidates} == set(expected):
             return now.plan  # nothing has to be loaded then
-        if found := splits.best([each.node for each in candidates]):
+        if found := planner.best([each.node for each in candidates]):
             return found
     return None
 
@@ -374,7 +369,7 @@ def _load_for(plan: Plan, nodes: Sequence[NodeRecord], now: Situation) -> Load |
     return Wait(min([_LOOK_S, *(each.retry_at - now.now for each in resting)]))
 
 
-def _improve(nodes: Sequence[NodeRecord], now: Situation, splits: Splits) -> Action:
+def _improve(nodes: Sequence[NodeRecord], now: Situation, planner: Planner) -> Action:
     """Return the next action with an open chain: ask the nodes that it lacks, load, and take over."""
     members = now.plan.names
     outside = [each for each in nodes if each.name not in members]
@@ -391,11 +386,11 @@ def _improve(nodes: Sequence[NodeRecord], now: Situation, splits: Splits) -> Act
         return Wait(_LOOK_S, "a better split of the layers waits for an idle moment")
     if unmeasured := tuple(each.name for each in ready if not each.is_measured):
         return Measure(unmeasured)
-    best = splits.best([each.node for each in nodes if each.name in members or each in ready])
+    best = planner.best([each.node for each in nodes if each.name in members or each in ready])
     left_out = tuple(each.name for each in ready if best is None or each.name not in best.names)
     if best is None or left_out:
         return LeaveOut(left_out)
-    gentle = best if not _grows(now.plan, best) else splits.without_growth(now.plan, best)
+    gentle = best if not _grows(now.plan, best) else planner.without_growth(now.plan, best)
     plan = gentle or best
     newcomers = tuple(each.name for each in ready)
     of_newcomers = replace(plan, assignments=tuple(a for a in plan.assignments if a.name in newcomers))
