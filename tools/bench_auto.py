@@ -19,7 +19,7 @@ from coordinator.cli.flags import parse_counts
 from coordinator.cli.run import run_async
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.open import open_chain, read_model
-from coordinator.cluster.options import DEFAULT_CONTEXT, ClusterOptions, cluster_options
+from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.decoding.decode_options import Decode, suit
 from coordinator.engine.engine import Engine
 from coordinator.sessions.request import Request, check_request
@@ -55,7 +55,7 @@ async def _measure(
     table = Table(title=f"{spec.name} on {machine_name()}", title_justify="left")
     for column in ("requests", "sampling", "ar", "auto", "auto against ar", "tokens per step"):
         table.add_column(column, justify="right")
-    async with open_chain(options, checkpoint, spec, DEFAULT_CONTEXT) as chain:
+    async with open_chain(options, checkpoint, spec) as chain:
         for name, temperature in _TEMPERATURES.items():
             for count in counts:
                 taken = [

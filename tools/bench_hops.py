@@ -127,7 +127,7 @@ async def open_slow_chain(
             proxy = stack.enter_context(proxy_to(peer.address, latency_s=delay_s))
             peers.append(Peer(peer.name, [proxy.address], Network()))
             stack.push_async_callback(peers[-1].close)
-        plan, _, _ = await choose_plan(replace(options, by_speed=False), checkpoint, spec, peers, spec.context)
+        plan, _, _ = await choose_plan(replace(options, by_speed=False, context=spec.context), checkpoint, spec, peers)
         require_fit(plan, spec)
         yield await stack.enter_async_context(joined(Deployment(checkpoint, spec, plan, peers)))
 

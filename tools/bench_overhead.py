@@ -51,14 +51,14 @@ def main(
 
 async def _measure(options: ClusterOptions, num_tokens: int, num_prompt: int, rounds: int) -> None:
     checkpoint, spec = await read_model(options.model)
-    context = num_prompt + num_tokens
+    options = replace(options, context=num_prompt + num_tokens)
     short = Request((5, 6, 7, 8), num_tokens)
     long = Request(tuple(5 + i % 64 for i in range(min(num_prompt, spec.context - 1))), 1)
     one_ms, two_ms, one_s, two_s = [], [], [], []
     with closing(MlxThread()) as thread:
         async with (
-            open_chain(options, checkpoint, spec, context, thread) as one,
-            open_chain(replace(options, local=1), checkpoint, spec, context, thread) as two,
+            open_chain(options, checkpoint, spec, thread) as one,
+            open_chain(replace(options, local=1), checkpoint, spec, thread) as two,
         ):
             for _ in range(rounds):
                 one_ms += _token_ms(await generate_once(one, short))

@@ -161,7 +161,7 @@ async def _here_and_there(
     options = cluster_options(None, model, 0)
     here: list[Pair] = []
     there: list[Pair] = []
-    async with open_engine(frontend, options, options.context, max_waiting=1, max_wait_s=_WAIT_S) as resident:
+    async with open_engine(frontend, options, max_waiting=1, max_wait_s=_WAIT_S) as resident:
         with brigade("--model", model, "--local", "0") as server:
             async with server.client() as client:
                 for turn in range(count + 1):

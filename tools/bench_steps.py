@@ -55,12 +55,12 @@ def main(
 
 
 async def _measure(model: str, num_tokens: int, rounds: int) -> None:
-    options = cluster_options(None, model, 1)
+    options = cluster_options(None, model, 1, context=num_tokens + len(_PROMPT))
     checkpoint, spec = await read_model(options.model)
     spent: Spent = defaultdict(list)
     token_ms: list[float] = []
     with closing(MlxThread()) as thread:
-        async with open_chain(options, checkpoint, spec, num_tokens + len(_PROMPT), thread) as chain:
+        async with open_chain(options, checkpoint, spec, thread) as chain:
             for _ in range(rounds):
                 answer = await generate_once(chain, Request(_PROMPT, num_tokens), traced=True)
                 token_ms += [(after - before) / 1e6 for before, after in pairwise(answer.token_times)]

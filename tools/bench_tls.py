@@ -224,7 +224,7 @@ async def _chain(keys: Path, is_encrypted: bool, thread: MlxThread) -> AsyncIter
             await stack.enter_async_context(child("worker", *arguments))  # it listens once it prints a line
         options = cluster_options(config)
         checkpoint, spec = await read_model(options.model)
-        opening = open_chain(options, checkpoint, spec, options.context, thread)
+        opening = open_chain(options, checkpoint, spec, thread)
         yield await stack.enter_async_context(opening)
 
 

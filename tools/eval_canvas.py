@@ -153,7 +153,7 @@ async def measure_wide(rounds: int) -> Wide:
         request = Request(tuple(range(PROMPT)), 2 * CANVAS, Sampling(seed=1, temperature=0.8), decode)
         async with AsyncExitStack() as stack:
             peers = await stack.enter_async_context(open_peers(options, spec))
-            plan, _, _ = await choose_plan(options, checkpoint, spec, peers, spec.context)
+            plan, _, _ = await choose_plan(replace(options, context=spec.context), checkpoint, spec, peers)
             chain = await stack.enter_async_context(joined(Deployment(checkpoint, spec, plan, peers)))
             system = OnChain("wide", chain)
             await system.run([replace(request, max_tokens=1)])  # compiles, and pages weights in

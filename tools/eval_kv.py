@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -126,7 +126,7 @@ class Asker:
 async def _one_process(model: str) -> AsyncIterator[tuple[Chain, Any]]:
     options = cluster_options(None, model, 0)
     checkpoint, spec = await read_model(options.model)
-    async with open_chain(options, checkpoint, spec, spec.context) as chain:
+    async with open_chain(replace(options, context=spec.context), checkpoint, spec) as chain:
         yield chain, checkpoint
 
 

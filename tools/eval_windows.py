@@ -299,7 +299,7 @@ async def open_bench(options: ClusterOptions) -> AsyncIterator[Bench]:
         return request
 
     async with open_peers(options, spec) as peers:
-        plan, _, _ = await choose_plan(replace(options, by_speed=False), checkpoint, spec, peers, spec.context)
+        plan, _, _ = await choose_plan(replace(options, by_speed=False, context=spec.context), checkpoint, spec, peers)
         deployment = Deployment(checkpoint, spec, plan, peers)
         async with OwnNode() as own, PricedChain(own, deployment) as chain:
             await own.load(deployment)

@@ -96,7 +96,7 @@ async def make_table(
     options: ClusterOptions, checkpoint: Checkpoint, spec: ModelSpec, thread: MlxThread
 ) -> list[tuple[Request, list[int]]]:
     """Requests with the tokens that one process makes of each, alone."""
-    async with open_chain(options, checkpoint, spec, _CONTEXT, thread) as chain:
+    async with open_chain(options, checkpoint, spec, thread) as chain:
         return [(request, (await generate_once(chain, request)).tokens) for request in make_requests(spec)]
 
 
@@ -123,7 +123,7 @@ class Round:
             nodes = await stack.enter_async_context(self._nodes(kept))
             peers = nodes.peers(nodes.workers)
             opening = cluster_over(
-                *(nodes, peers, self.options, self.checkpoint, self.spec, _CONTEXT), say=self.tell, thread=self.thread
+                *(nodes, peers, self.options, self.checkpoint, self.spec), say=self.tell, thread=self.thread
             )
             cluster = await stack.enter_async_context(opening)
             engine = await stack.enter_async_context(Engine(cluster.chain, when_lost=cluster.reopen))

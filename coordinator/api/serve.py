@@ -5,7 +5,7 @@ import re
 import socket
 import ssl
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -166,12 +166,10 @@ async def _open_once(
     server: Server, options: ClusterOptions, serving: ServeOptions, url: str, answers: "asyncio.Task[None]"
 ) -> bool:
     """Answer by one engine until it is asleep; return whether the server was told to stop. Raises its failure."""
-    spec = server.inputs.spec
+    max_context = 0 if serving.context else server.inputs.spec.context
     async with open_engine(
         server.inputs,
-        options,
-        serving.context or DEFAULT_CONTEXT,
-        0 if serving.context else spec.context,
+        replace(options, context=serving.context or DEFAULT_CONTEXT, max_context=max_context),
         max_waiting=serving.max_waiting,
         max_wait_s=serving.limits.queue_timeout_s,
         stats=server.stats,

@@ -220,7 +220,7 @@ class _Place:
     async def _open(self, case: Case, context: int) -> AsyncIterator[tuple[Cluster, LocalWorker]]:
         """Open a cluster; yield it with its last worker."""
         has_spare = case.place == SPARE
-        options = replace(self.options, limits=_AT_ONCE if has_spare else USUAL)
+        options = replace(self.options, limits=_AT_ONCE if has_spare else USUAL, context=context)
         async with AsyncExitStack() as stack:
             names = [f"worker-{i + 1}" for i in range(options.num_workers + has_spare)]
             workers = await start_local(names, options.model, stack)
@@ -232,7 +232,7 @@ class _Place:
             if case.place == RESTARTED:
                 nodes.keep(workers, network, _say_nothing)
             opening = cluster_over(
-                *(nodes, peers[: len(chained)], options, self.checkpoint, self.spec, context),
+                *(nodes, peers[: len(chained)], options, self.checkpoint, self.spec),
                 say=_say_nothing,
                 thread=self.thread,
             )

@@ -109,9 +109,7 @@ async def run_batch(options: ClusterOptions, source: Path, target: Path, max_tok
         if not entries:
             return code
         inputs = await InputProcessor.read(options, max_tokens=max_tokens)
-        async with open_engine(
-            inputs, options, options.context, max_waiting=_MOST_AT_ONCE, max_wait_s=_MAX_WAIT_S
-        ) as engine:
+        async with open_engine(inputs, options, max_waiting=_MOST_AT_ONCE, max_wait_s=_MAX_WAIT_S) as engine:
             with show_tokens("answered", len(requests), done=num_known + len(refused)) as report:
                 run = BatchRun(engine, answers, report, Counter([_BAD_INPUT] * len(refused)), len(refused))
                 with telling_interrupts(partial(run.interrupted, target)):

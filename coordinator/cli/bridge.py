@@ -66,7 +66,7 @@ async def run_bridge(options: ClusterOptions) -> None:
     from coordinator.engine.inputs import InputProcessor
 
     inputs = await InputProcessor.read(options, needs_text=False, max_tokens=_CHAT_TOKENS)
-    async with open_engine(inputs, options, options.context, max_waiting=MOST_WAITING) as engine:
+    async with open_engine(inputs, options, max_waiting=MOST_WAITING) as engine:
         say(f"{engine.name} is loaded: a JSON object per line")
         with LineWriter(sys.stdout) as writer:
             async with aclosing(read_lines(sys.stdin.buffer)) as lines:

@@ -85,7 +85,7 @@ async def loaded(options: ClusterOptions, spec: RequestSpec) -> AsyncIterator[tu
     if not inputs.has_chat_template:
         raise InputError("model", "this model has no chat template; use `brigade generate`")
     await inputs.make_request(spec)  # errors in it are raised before anything is loaded
-    async with open_engine(inputs, options, options.context, max_waiting=1) as engine:
+    async with open_engine(inputs, options, max_waiting=1) as engine:
 
         async def stream(messages: Messages) -> AsyncGenerator[Output, None]:
             request = await engine.prepare(replace(spec, prompt=Conversation(tuple(messages))))

@@ -71,7 +71,7 @@ async def run_demo(options: ClusterOptions, asked: GenerateOptions) -> None:
 
     say(f"> {asked.prompt}\n")
     inputs, request, _ = await prepare(asked, options)
-    async with open_engine(inputs, options, options.context, max_waiting=1) as engine:
+    async with open_engine(inputs, options, max_waiting=1) as engine:
         answer = Answer()
         with Printer() as printer:
             await print_outputs(engine.generate(request, traced=True), printer, answer)

@@ -194,9 +194,8 @@ async def loaded(
         except InputError as error:
             raise InputError(error.field, f"{case.question.place}: {error.message}") from error
         longest = max(longest, most_rows(request, inputs.spec.context))
-    async with open_engine(
-        inputs, options, max(options.context, longest), max_waiting=concurrency, max_wait_s=_MAX_WAIT_S
-    ) as engine:
+    options = replace(options, context=max(options.context, longest))
+    async with open_engine(inputs, options, max_waiting=concurrency, max_wait_s=_MAX_WAIT_S) as engine:
 
         async def ask(case: EvalCase) -> AsyncGenerator[Output, None]:
             question = case.question

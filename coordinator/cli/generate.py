@@ -255,9 +255,9 @@ async def _answer(
     if request.known.finish_reason is not None:
         _print_finished(asked, request, parser.text)
         return
-    context = max(options.context, most_rows(request, inputs.spec.context))
+    options = replace(options, context=max(options.context, most_rows(request, inputs.spec.context)))
     is_traced = output.as_json or output.stats or output.trace is not None
-    async with open_engine(inputs, options, context, max_waiting=1) as engine:
+    async with open_engine(inputs, options, max_waiting=1) as engine:
         with Printer(is_silent=output.as_json) as printer:
             try:
                 outputs = engine.generate(request, parser=parser, chunk=asked.chunk, traced=is_traced)

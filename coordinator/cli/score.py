@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -68,7 +69,7 @@ async def run_score(options: ClusterOptions, text: str, *, as_json: bool) -> Non
     size = min(options.context, inputs.spec.context) - 1  # one place is for the generated token, which is dropped
     if size < 2:
         raise InputError("context", f"expected at least 3 tokens, got {size + 1}")
-    async with open_engine(inputs, options, size + 1, max_waiting=8) as model:
+    async with open_engine(inputs, replace(options, context=size + 1), max_waiting=8) as model:
         began = time.monotonic()
         with show_tokens("scored", len(tokens) - 1) as report:
             scores = await score_text(model, tokens, size, lambda count: report(count, count))

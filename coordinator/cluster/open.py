@@ -156,13 +156,9 @@ async def choose_plan(
     checkpoint: Checkpoint,
     spec: ModelSpec,
     peers: Sequence[Peer],
-    context: int,
-    max_context: int = 0,
 ) -> tuple[Plan, Survey, Objective]:
     """Ask every node what it offers and plan. Workers that make nothing faster are left out.
 
-    Args:
-        context: tokens of a session that the plan keeps memory for, or more of them up to `max_context`.
     Returns:
         The plan, and the speeds and the objective for later plans, whose layers are not given any more.
     Raises:
@@ -171,8 +167,8 @@ async def choose_plan(
     nodes = await ask_nodes(options.cluster, peers)
     speeds = await known_speeds(options, checkpoint, peers) if options.by_speed else NO_SPEEDS
     objective = Objective(
-        min(context, spec.context),
-        max_context,
+        min(options.context, spec.context),
+        options.max_context,
         goal=options.objective,
         num_requests=options.num_requests,
         layers=options.cluster.layers,
@@ -193,7 +189,6 @@ async def open_chain(
     options: ClusterOptions,
     checkpoint: Checkpoint,
     spec: ModelSpec,
-    context: int,
     thread: MlxThread | None = None,
     *,
     every_node: bool = False,
@@ -208,7 +203,7 @@ async def open_chain(
     """
     by_speed = not every_node and options.cluster.layers is None
     options = replace(options, limits=NO_RECOVERY, by_speed=by_speed, may_be_alone=False)
-    async with open_cluster(options, checkpoint, spec, context, thread=thread) as cluster:
+    async with open_cluster(options, checkpoint, spec, thread=thread) as cluster:
         yield cluster.chain
 
 
@@ -217,8 +212,6 @@ async def open_cluster(
     options: ClusterOptions,
     checkpoint: Checkpoint,
     spec: ModelSpec,
-    context: int,
-    max_context: int = 0,
     *,
     thread: MlxThread | None = None,
     on_recovered: Callable[[Recovered], None] = lambda recovered: None,
@@ -228,7 +221,6 @@ async def open_cluster(
     Workers that do not answer for a while are left out, if the model fits on the others, and join later.
 
     Args:
-        context: tokens of a session that the plan keeps memory for, or more of them up to `max_context`.
         thread: this process's MLX thread, needed if it has several chains.
         on_recovered: takes a report when a recovery has ended.
     Raises:
@@ -248,7 +240,7 @@ async def open_cluster(
             missing = [each.name for each in nodes.workers.values() if recovers and not each.answers]
             peers = nodes.peers(name for name in nodes.workers if name not in missing)
             opening = cluster_over(
-                *(nodes, peers, options, checkpoint, spec, context, max_context, progress),
+                *(nodes, peers, options, checkpoint, spec, progress),
                 missing=missing,
                 thread=thread,
                 on_recovered=on_recovered,
@@ -286,8 +278,6 @@ async def cluster_over(
     options: ClusterOptions,
     checkpoint: Checkpoint,
     spec: ModelSpec,
-    context: int,
-    max_context: int = 0,
     progress: NodeProgress = lambda node, report: None,
     *,
     missing: Sequence[str] = (),
@@ -302,7 +292,7 @@ async def cluster_over(
     layers = options.cluster.layers
     given = options.with_layers(None) if missing else options
     try:
-        plan, speeds, objective = await choose_plan(given, checkpoint, spec, peers, context, max_context)
+        plan, speeds, objective = await choose_plan(given, checkpoint, spec, peers)
         require_fit(plan, spec)
     except ConfigError:
         raise_worst([nodes.workers[name].trouble for name in missing])

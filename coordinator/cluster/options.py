@@ -23,7 +23,7 @@ class ClusterOptions:
     cluster: ClusterConfig
     model: str
     local: int | None
-    context: int  # tokens
+    context: int  # tokens of a session that a plan keeps memory for at least
     trust_remote_code: bool = False  # whether a tokenizer may be Python code; only a flag can allow it
     check_finite: bool = False
     limits: Limits = USUAL  # of a recovery
@@ -31,6 +31,7 @@ class ClusterOptions:
     num_requests: int = USUAL_REQUESTS  # at once, if the objective is throughput
     by_speed: bool = True  # plan by the measured speeds of nodes, if they are different machines
     may_be_alone: bool = True  # the plan may leave all workers out
+    max_context: int = 0  # tokens up to which that grows if memory is left
     given_context: int | None = None  # by a flag or the file; None: by neither
     draft_model: str | None = None  # a small model or a draft head; or NO_DRAFTER
 

@@ -352,8 +352,6 @@ async def generate_once(
 async def open_engine(
     inputs: InputProcessor,
     options: ClusterOptions,
-    context: int,
-    max_context: int = 0,
     *,
     max_waiting: int,
     max_wait_s: float = MAX_WAIT_S,
@@ -362,9 +360,7 @@ async def open_engine(
     """Load the model over the cluster and keep it; see `open_cluster` and `Engine` for the arguments and errors."""
     stats = stats or Stats()
     async with (
-        open_cluster(
-            *(options, inputs.checkpoint, inputs.spec, context, max_context), on_recovered=stats.recover
-        ) as cluster,
+        open_cluster(options, inputs.checkpoint, inputs.spec, on_recovered=stats.recover) as cluster,
         Engine(
             cluster.chain,
             inputs=inputs,

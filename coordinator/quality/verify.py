@@ -200,7 +200,7 @@ async def _ask_cluster(
     stream: bool,
 ) -> _ClusterAnswers:
     """Open the cluster, get its digests and answers, and close it."""
-    async with open_chain(options, checkpoint, spec, options.context, thread) as chain:
+    async with open_chain(options, checkpoint, spec, thread) as chain:
         is_streamed = stream or _has_to_stream(options, chain, requests)
         with show_steps(chain.num_stages + len(requests)) as begin:
             digests = []

@@ -319,7 +319,7 @@ async def test_a_worker_that_one_side_does_not_trust_is_reported_while_another_o
         limits = Limits(arrival_s=3600)
         options = ClusterOptions(ClusterConfig(workers=workers, tls=tls), checkpoint.name, None, 128, limits=limits)
         with pytest.raises(kind, match=why) as caught:
-            async with open_cluster(options, checkpoint, describe(checkpoint), 128):
+            async with open_cluster(options, checkpoint, describe(checkpoint)):
                 pass
     assert caught.value.node == node.name
 

@@ -99,7 +99,7 @@ class Rig:
         """A cluster that requests can be tried on. What it says on standard error is kept."""
         said = io.StringIO()
         with contextlib.redirect_stderr(said):
-            async with open_cluster(options, self.checkpoint, self.spec, CONTEXT) as cluster:
+            async with open_cluster(options, self.checkpoint, self.spec) as cluster:
                 trial = Trial(cluster, self.tokenizer, said)
                 async with Engine(cluster.chain, when_lost=trial.reopen) as trial.engine:
                     yield trial
@@ -109,7 +109,7 @@ class Rig:
         if missing := [each for each in requests if _key(each) not in self._expected]:
             options = ClusterOptions(ClusterConfig(), self.model, 0, CONTEXT)
             with contextlib.redirect_stderr(io.StringIO()):
-                async with open_cluster(options, self.checkpoint, self.spec, CONTEXT) as one:
+                async with open_cluster(options, self.checkpoint, self.spec) as one:
                     for each in missing:
                         text = self.tokenizer.stream(each.stops)
                         self._expected[_key(each)] = await generate_once(one.chain, each, parser=text)
