@@ -152,10 +152,7 @@ async def ask_nodes(cluster: ClusterConfig, peers: Sequence[Peer]) -> list[Node]
 
 
 async def choose_plan(
-    options: ClusterOptions,
-    checkpoint: Checkpoint,
-    spec: ModelSpec,
-    peers: Sequence[Peer],
+    options: ClusterOptions, checkpoint: Checkpoint, spec: ModelSpec, peers: Sequence[Peer]
 ) -> tuple[Plan, Survey, Objective]:
     """Ask every node what it offers and plan. Workers that make nothing faster are left out.
 
