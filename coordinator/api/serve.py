@@ -15,7 +15,7 @@ from coordinator.api.listen import answering, listening_socket
 from coordinator.api.server import RequestLimits, Server
 from coordinator.api.sse import unless
 from coordinator.cluster.open import unload_workers
-from coordinator.cluster.options import DEFAULT_CONTEXT, ClusterOptions
+from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
 from coordinator.engine.engine import Engine, ServerState, open_engine
 from coordinator.engine.inputs import InputProcessor
@@ -43,7 +43,6 @@ class ServeOptions:
     allowed_hosts: Sequence[str] = ()  # names by which clients may call it, beyond those of this machine
     cors_origins: Sequence[str] = ()  # of web pages that may use it
     names: Sequence[str] = ()  # of the model
-    context: int | None = None  # tokens; None: as many as fit in memory
     pooling: PoolingKind | None = None  # of embeddings; None: as the model's files say
     max_waiting: int = 256
     shutdown_timeout_s: float = 30.0
@@ -166,17 +165,17 @@ async def _open_once(
     server: Server, options: ClusterOptions, serving: ServeOptions, url: str, answers: "asyncio.Task[None]"
 ) -> bool:
     """Answer by one engine until it is asleep; return whether the server was told to stop. Raises its failure."""
-    max_context = 0 if serving.context else server.inputs.spec.context
+    wanted = options.given_context or 0  # else as many tokens as fit in memory
     async with open_engine(
         server.inputs,
-        replace(options, context=serving.context or DEFAULT_CONTEXT, max_context=max_context),
+        options if wanted else replace(options, max_context=server.inputs.spec.context),
         max_waiting=serving.max_waiting,
         max_wait_s=serving.limits.queue_timeout_s,
         stats=server.stats,
     ) as engine:
         await engine.expect_grammars()
         server.open(engine)
-        no_room = f": the model has no room for {serving.context}" if (serving.context or 0) > engine.context else ""
+        no_room = f": the model has no room for {wanted}" if wanted > engine.context else ""
         say(f"serving {', '.join(server.names)} at {url}, up to {engine.context} tokens per request{no_room}")
         try:
             await _sleep_when_unused(server, engine, serving.keep_alive_s)

@@ -113,7 +113,6 @@ def serve(
         cors_origins=tuple(cors_origin or ()),
         names=tuple(served_model_name or ()),
         pooling=pooling,
-        context=context or options.cluster.context,
         max_waiting=max_waiting,
         shutdown_timeout_s=shutdown_timeout,
         tls=load_tls(tls_cert, tls_key) if tls_cert and tls_key else None,
