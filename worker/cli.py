@@ -79,7 +79,6 @@ def worker(
     _, port = split_address(binds[0])
 
     skip_init("mlx_lm")
-    from worker.node.certificates import Role
     from worker.node.model_sources import ModelSources
     from worker.node.network import Network
     from worker.node.serve import serve
@@ -88,7 +87,7 @@ def worker(
     serve(
         name,
         binds,
-        Network.of(cluster, name, Role.WORKER, partial(_warn, name)),
+        Network.of(cluster, name, partial(_warn, name)),
         cluster=cluster if config else None,
         sources=ModelSources.of(cluster, name, model, draft_model),
         memory_bytes=entry.memory if entry else None,

@@ -112,7 +112,6 @@ def rm(
 async def _show_prompts(config: Path | None, *, as_json: bool, remove: bool) -> None:
     """Print what each node keeps of prompts, after removing it if asked to. Raises the error of a silent worker."""
     from coordinator.cluster.peer import peers_of, raise_worst
-    from worker.node.certificates import Role
     from worker.node.network import Network
     from worker.node.prefix_store import list_prefixes
 
@@ -120,7 +119,7 @@ async def _show_prompts(config: Path | None, *, as_json: bool, remove: bool) -> 
     cluster = cluster_options(find_config(config)).cluster
     found: dict[str, PrefixesReply | BaseException] = {cluster.coordinator.name: list_prefixes(request)}
     if cluster.workers:
-        network = Network.of(cluster, cluster.coordinator.name, Role.COORDINATOR, lambda line: say(f"warning: {line}"))
+        network = Network.of(cluster, warn=lambda line: say(f"warning: {line}"))
         async with peers_of(cluster, network) as peers:
             replies = await asyncio.gather(*(_prefixes_of(peer, request) for peer in peers), return_exceptions=True)
         found |= {peer.name: reply for peer, reply in zip(peers, replies, strict=True)}

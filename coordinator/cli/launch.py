@@ -66,7 +66,7 @@ async def launch(
     from coordinator.deploy.install import LaunchMode
     from coordinator.deploy.package import installed
     from coordinator.deploy.ssh import require_ssh
-    from worker.node.certificates import Role, expiry_warning
+    from worker.node.certificates import expiry_warning
     from worker.node.network import Network
 
     require_ssh()
@@ -76,7 +76,7 @@ async def launch(
     action = LaunchMode.UPDATE if update else LaunchMode.RESTART if restart else LaunchMode.START
     raw, _ = read_yaml(config)
     keys = certificates(cluster, [worker.name for worker in workers], say)
-    network = Network.of(cluster, cluster.coordinator.name, Role.COORDINATOR)
+    network = Network.of(cluster)
     own = network.own  # an error in it is raised before anything is sent
     if own and (warning := expiry_warning(own.name, own.role, own.until)):
         say(f"warning: {warning}")

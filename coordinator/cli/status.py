@@ -127,11 +127,10 @@ def ask_server(server: str, key: str | None) -> Json:
 async def _ask_workers(config: Path) -> Json:
     """Return the state of each worker with the keys of `/cluster`, or the reason why it does not answer."""
     from coordinator.cluster.peer import peers_of
-    from worker.node.certificates import Role
     from worker.node.network import Network
 
     cluster = cluster_options(config).cluster
-    network = Network.of(cluster, cluster.coordinator.name, Role.COORDINATOR, lambda line: say(f"warning: {line}"))
+    network = Network.of(cluster, warn=lambda line: say(f"warning: {line}"))
     async with peers_of(cluster, network) as peers:
         nodes = await asyncio.gather(*map(_ask_worker, peers))
     return {"standing": {"state": "no server", "why": f"the workers of {config.name}"}, "nodes": list(nodes)}

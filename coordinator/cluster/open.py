@@ -33,7 +33,6 @@ from worker.model.draft_heads import check_head, own_head
 from worker.model.families import is_tested
 from worker.model.model_spec import ModelSpec
 from worker.model.module_tree import final_norm, module_tree_of
-from worker.node.certificates import Role
 from worker.node.loading import open_checkpoint
 from worker.node.network import Network
 from worker.platform.machine import kept_awake, memory_budget
@@ -55,8 +54,7 @@ async def open_nodes(options: ClusterOptions, spec: ModelSpec, *, keep: bool = T
     async with AsyncExitStack() as stack:
         network, local = Network(), []  # of local workers, on loopback
         if options.local is None:
-            name, warn = options.cluster.coordinator.name, lambda line: say(f"warning: {line}")
-            network = Network.of(options.cluster, name, Role.COORDINATOR, warn)
+            network = Network.of(options.cluster, warn=lambda line: say(f"warning: {line}"))
             peers = [Peer(each.name, each.addresses, network, say) for each in options.cluster.workers]
         else:
             local = await start_local(options.worker_names, options.model, stack, options.draft_model)
@@ -343,11 +341,10 @@ async def unload_workers(options: ClusterOptions) -> None:
     """Have all configured workers free their memory; report those that do not. Our own processes have ended already."""
     if options.local is not None:
         return
-    own = options.cluster.coordinator.name
-    network = Network.of(options.cluster, own, Role.COORDINATOR)
+    own = Coordinator(id=COORDINATOR_ID, name=options.cluster.coordinator.name)
     try:
-        async with peers_of(options.cluster, network) as peers:
-            await asyncio.gather(*(_unload(peer, Coordinator(id=COORDINATOR_ID, name=own)) for peer in peers))
+        async with peers_of(options.cluster, Network.of(options.cluster)) as peers:
+            await asyncio.gather(*(_unload(peer, own) for peer in peers))
     except ConfigError as error:  # this node's certificate has expired, for example
         say(f"{error}; the workers keep what they hold")
 

@@ -36,7 +36,6 @@ from worker.config import ClusterConfig, WorkerConfig, is_here
 from worker.errors import BrigadeError, ConfigError, NodeBusy, StageLost
 from worker.model.checkpoint import Checkpoint
 from worker.model.model_spec import ModelSpec
-from worker.node.certificates import Role
 from worker.node.configuration import configuration_of
 from worker.node.facts import read_facts
 from worker.node.links import connect
@@ -151,7 +150,7 @@ async def collect_facts(
     """
     own = cluster.coordinator
     begin("asking every node about itself")
-    network = Network.of(cluster, own.name, Role.COORDINATOR)
+    network = Network.of(cluster)
     async with AsyncExitStack() as stack:
         try:
             peers = await stack.enter_async_context(peers_of(cluster, network))

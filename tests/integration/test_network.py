@@ -18,7 +18,6 @@ from tests.integration.conftest import NETWORK, RunningNode, serving
 from worker.config import load_cluster
 from worker.errors import ConfigError, StageLost
 from worker.node import network as network_module
-from worker.node.certificates import Role
 from worker.node.network import Network
 
 ELSEWHERE = ["0.0.0.0:0", "[::]:0", "192.168.1.7:50070", "mini.local:50070"]
@@ -119,7 +118,7 @@ async def test_hints_name_the_configuration_that_was_given_and_what_starts_a_wor
     path.write_text(
         "workers: [{name: mini, address: '127.0.0.1:1'}, {name: air, address: '127.0.0.1:2', ssh: anna@air}]\n"
     )
-    network = Network.of(load_cluster(path), "coordinator", Role.COORDINATOR)
+    network = Network.of(load_cluster(path))
     started = {"mini": f"there: brigade worker --config {path} --name mini",
                "air": f"from here: brigade launch air --config {path}"}  # fmt: skip
     for name, way in started.items():

@@ -105,9 +105,10 @@ class Network:
 
     @classmethod
     def of(
-        cls, cluster: ClusterConfig, name: str, role: Role, warn: Callable[[str], None] = lambda line: None
+        cls, cluster: ClusterConfig, worker: str | None = None, warn: Callable[[str], None] = lambda line: None
     ) -> "Network":
-        """Return the network that the configuration describes, for the node of this name."""
+        """Return the network that the configuration describes, for the worker of this name or else the coordinator."""
+        name, role = (cluster.coordinator.name, Role.COORDINATOR) if worker is None else (worker, Role.WORKER)
         keys = KeyFile(Path(cluster.tls.keys), name, role) if cluster.tls else None
         launched = [worker.name for worker in cluster.workers if worker.ssh]
         return cls(insecure=cluster.insecure, keys=keys, warn=warn, file=cluster.file, launched=launched)
