@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,6 @@ from coordinator.decoding.suffix_automaton import TextSearch
 from coordinator.decoding.window_lengths import TEXT_WINDOWS, WindowChooser
 from coordinator.planning.costs import StepCosts
 from coordinator.sessions.admission import CacheCosts
-from coordinator.sessions.output import NO_TOKENS, KnownTokens
 from coordinator.sessions.request import Request
 from coordinator.sessions.scheduler import Scheduler
 from coordinator.sessions.session import Session
@@ -245,31 +245,13 @@ def make_session(
     max_tokens: int,
     eos: frozenset[int] = frozenset(),
     decoder: Decoder | None = None,
-    repeat_guard: int = 0,
     *,
     chunk: int = 256,
-    sampling: Sampling | None = None,
-    cache: Cache | None = None,
-    score_from: int | None = None,
-    known: KnownTokens = NO_TOKENS,
-    priority: int = 0,
-    turn_ends: tuple[int, ...] = (),
     owner: str = "",
+    **fields: Any,
 ) -> Session:
     """The session of a request with these fields."""
-    request = Request(
-        tuple(prompt),
-        max_tokens,
-        sampling or Sampling(),
-        cache=cache or Cache(),
-        eos=eos,
-        repeat_guard=repeat_guard,
-        score_from=score_from,
-        known=known,
-        priority=priority,
-        turn_ends=turn_ends,
-    )
-    return Session(request, decoder, chunk=chunk, owner=owner)
+    return Session(Request(tuple(prompt), max_tokens, eos=eos, **fields), decoder, chunk=chunk, owner=owner)
 
 
 class Rig:
@@ -306,29 +288,9 @@ class Rig:
         self._first_slots: dict[int, Held] = {}  # of the first stage, before this chain
 
     def submit(
-        self,
-        prompt: Sequence[int],
-        max_tokens: int = 3,
-        eos: frozenset[int] = frozenset(),
-        *,
-        seed: int = 0,
-        temperature: float = 0.0,
-        decoder: Decoder | None = None,
-        cache: Cache | None = None,
-        priority: int = 0,
-        turn_ends: tuple[int, ...] = (),
-        owner: str = "",
+        self, prompt: Sequence[int], max_tokens: int = 3, eos: frozenset[int] = frozenset(), seed: int = 0, **more: Any
     ) -> Session:
-        sampling = Sampling(seed=seed, temperature=temperature)
-        session = make_session(
-            *(prompt, max_tokens, eos, decoder),
-            chunk=self.chunk,
-            sampling=sampling,
-            cache=cache,
-            priority=priority,
-            turn_ends=turn_ends,
-            owner=owner,
-        )
+        session = make_session(prompt, max_tokens, eos, chunk=self.chunk, sampling=Sampling(seed=seed), **more)
         self.scheduler.submit(session)
         return session
 
@@ -383,13 +345,20 @@ class Rig:
         self.send_all()
         return self.take_one()
 
-    def run(self, *sessions: Session) -> None:
-        while any(session.finish_reason is None for session in sessions):
+    def step_until(self, is_so: Callable[[], object]) -> None:
+        while not is_so():
             self.step()
 
-    def answer(self, prompt: Sequence[int], max_tokens: int = 3, **more: object) -> Session:
+    def run(self, *sessions: Session) -> None:
+        """Step until these sessions have ended: each with its answer of `plain_answer`, unless the chain is lossy."""
+        self.step_until(lambda: all(session.finish_reason is not None for session in sessions))
+        for asked, answer in [(session.request, session.generated) for session in sessions if not self.chain.is_lossy]:
+            seed = asked.sampling.seed if asked.sampling.temperature else 0
+            assert answer == plain_answer(asked.prompt, asked.max_tokens, asked.eos, seed)
+
+    def answer(self, prompt: Sequence[int], max_tokens: int = 3, **more: Any) -> Session:
         """Submit, run to the end and let the frame that closes go."""
-        session = self.submit(prompt, max_tokens, **more)  # type: ignore[arg-type]
+        session = self.submit(prompt, max_tokens, **more)
         self.run(session)
         self.drain()
         return session

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from coordinator.decoding.decoders import Decoder, Fill, Verified
 from coordinator.decoding.window_lengths import WindowChooser
@@ -82,16 +83,9 @@ def run(session: Session, stage: FakeStage) -> list[Step]:
     return list(steps(session, stage))
 
 
-def opened(
-    prompt: Sequence[int],
-    max_tokens: int,
-    eos: frozenset[int] = frozenset(),
-    decoder: Decoder | None = None,
-    repeat_guard: int = 0,
-    chunk: int = 256,
-) -> Session:
+def opened(prompt: Sequence[int], max_tokens: int, *more: Any, **fields: Any) -> Session:
     """A session in slot 0, without a scheduler."""
-    session = make_session(prompt, max_tokens, eos, decoder, repeat_guard, chunk=chunk)
+    session = make_session(prompt, max_tokens, *more, **fields)
     session.slot = 0
     return session
 

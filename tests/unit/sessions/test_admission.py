@@ -8,7 +8,7 @@ from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS
 from coordinator.sessions.admission import Bytes, Room, Slots, cache_costs, make_room
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
-from tests.unit.fake_chain import Rig, decoders, make_session, plain_answer, prompt_of
+from tests.unit.fake_chain import Rig, decoders, make_session, prompt_of
 from worker.errors import InputError, QueueFull
 from worker.model.cache_spec import Memory
 from worker.model.model_spec import LayerSpec, ModelSpec
@@ -49,10 +49,6 @@ def test_sessions_start_in_the_order_of_arrival_once_there_is_memory() -> None:
     rig.run(first)
     assert rig.scheduler.slots.num_waiting == 0 and small.slot != large.slot >= 0
     rig.run(large, small)
-    assert [large.generated, small.generated] == [
-        plain_answer(prompt_of(80, seed=1), 10),
-        plain_answer(prompt_of(5, seed=2), 5),
-    ]
     rig.end()
 
 
@@ -96,16 +92,12 @@ def test_a_conversation_goes_on_in_its_slot_and_a_part_of_it_is_copied() -> None
     first = rig.answer(TEXT[:40], 5)
     held = rig.scheduler.slots.promised
     assert held == rig.chain.held(rig.costs.bytes_of) == (44 * 2, 44 * 4, 44 * 6), "no more than what is kept holds"
-    prompt = [*first.history.tokens, 1, 2, 3]
-    second = rig.answer(prompt, 5)
+    second = rig.answer([*first.history.tokens, 1, 2, 3], 5)
     assert second.slot == first.slot and rig.chain.forks == [(0, 0)]
     assert second.num_reused == 44  # all but its last token, which was never fed
-    assert second.generated == plain_answer(prompt, 5)
     assert rig.scheduler.slots.num_kept == 1
-    prompt = [*TEXT[:30], 1, 2, 3]
-    third = rig.answer(prompt, 5)
+    third = rig.answer([*TEXT[:30], 1, 2, 3], 5)
     assert rig.chain.forks[1:] == [(1, 0)] and third.num_reused == 30
-    assert third.generated == plain_answer(prompt, 5)
     assert fed(rig) == {0: 52, 1: 37} and rig.scheduler.slots.num_kept == 2
     rig.end()
 
@@ -115,13 +107,11 @@ def test_a_prefix_of_a_live_session_is_copied_as_far_as_it_was_fed() -> None:
     live = rig.submit(TEXT[:100], 40)
     rig.send_one()
     rig.send_one()
-    prompt = [*TEXT[:90], 1]
-    other = rig.submit(prompt, 5)
+    other = rig.submit([*TEXT[:90], 1], 5)
     rig.run(other)
     assert rig.chain.forks == [(other.slot, live.slot)]
     assert other.num_reused in (40, 60, 80, 90)  # whole chunks, or all that is shared
     rig.run(live)
-    assert (live.generated, other.generated) == (plain_answer(TEXT[:100], 40), plain_answer(prompt, 5))
 
 
 def test_the_slot_with_most_of_the_prefix_is_the_one() -> None:
@@ -137,15 +127,14 @@ def test_a_short_common_beginning_is_not_worth_a_copy(num_shared: int, hits: int
     rig = Rig(keep=True, chunk=64)
     rig.answer([*TEXT[:num_shared], 1, 2], 2)
     rig.answer([*TEXT[:num_shared], 3, 4], 2)
-    assert len(rig.chain.forks) == hits
+    assert rig.scheduler.slots.num_hits == len(rig.chain.forks) == hits
 
 
 def test_where_a_cache_cannot_be_cut_only_what_goes_on_where_it_ends_is_reused() -> None:
     rig = Rig(keep=True, chunk=64, cuttable=0)
     first = rig.answer(TEXT[:60], 5)
     assert rig.answer([*TEXT[:40], 1, 2], 5).num_reused == 0
-    prompt = [*first.history.tokens, 1]
-    assert rig.answer(prompt, 5).num_reused == 64
+    assert rig.answer([*first.history.tokens, 1], 5).num_reused == 64
     rig.end()
     for length, reused in ((50, 40), (60, 0)):  # it can be cut while it is short enough
         rig = Rig(keep=True, chunk=64, cuttable=55)
@@ -169,8 +158,7 @@ def test_tokens_of_a_grid_are_reused_in_whole_blocks(num_shared: int, num_reused
 def test_nobody_begins_with_what_was_fed_under_another_api_key() -> None:
     rig = Rig(keep=True, chunk=64)
     for owner, reused in (("ada", 0), ("bob", 0), ("ada", 49), ("bob", 49)):
-        session = rig.answer(TEXT[:50], 2, owner=owner)
-        assert (session.num_reused, session.generated) == (reused, plain_answer(TEXT[:50], 2))
+        assert rig.answer(TEXT[:50], 2, owner=owner).num_reused == reused
     assert rig.scheduler.slots.num_kept == 2
     rig.end()
 
@@ -185,22 +173,18 @@ def test_where_it_cannot_be_cut_the_next_turn_goes_on_from_the_deepest_snapshot(
     assert first.snapshots == (300, 4096, 5990)
     ends = [base + rows for _, base, rows, wanted in rig.chain.windows if not wanted]
     assert ends == [300, 800, 1300, 1800, 2300, 2800, 3300, 3800, 4096, 4596, 5096, 5596, 5990]
-    prompt = [*LONG[:5995], *prompt_of(1000, seed=9)]
-    second = rig.answer(prompt, 5, turn_ends=(300, 6900))
-    assert (second.num_reused, second.generated) == (5990, plain_answer(prompt, 5))
+    second = rig.answer([*LONG[:5995], *prompt_of(1000, seed=9)], 5, turn_ends=(300, 6900))
+    assert second.num_reused == 5990
     assert second.snapshots == (300, 4096, 5990, 6900) and rig.scheduler.slots.num_kept == 2
-    other = [*LONG[:4500], *prompt_of(100, seed=8)]
-    third = rig.answer(other, 5)
-    assert (third.num_reused, third.snapshots, third.generated) == (4096, (300, 4096, 4500), plain_answer(other, 5))
+    third = rig.answer([*LONG[:4500], *prompt_of(100, seed=8)], 5)
+    assert (third.num_reused, third.snapshots) == (4096, (300, 4096, 4500))
     rig.end()
 
 
 def test_what_two_requests_begin_with_is_known_to_the_third() -> None:
     rig = Rig(keep=True, chunk=500, cuttable=0)
     for seed, reused in ((1, 0), (2, 0), (3, 1000), (4, 1000)):
-        prompt = [*LONG[:1000], *prompt_of(300, seed=seed)]
-        session = rig.answer(prompt, 2)
-        assert (session.num_reused, session.generated) == (reused, plain_answer(prompt, 2))
+        assert rig.answer([*LONG[:1000], *prompt_of(300, seed=seed)], 2).num_reused == reused
 
 
 def test_snapshots_take_only_memory_that_nobody_needs() -> None:
@@ -290,13 +274,11 @@ def test_the_slot_that_a_session_copies_goes_last_and_then_becomes_its_own() -> 
     assert rig.chain.forks[-1] == (other.slot, 1) and rig.scheduler.slots.num_kept == 2
     assert {0, 1} <= rig.chain.slots.keys()
     rig = kept_three(budget=160)
-    prompt = [*prompt_of(40, seed=1)[:30], 1]
-    greedy = rig.submit(prompt, 120)  # 151 rows: for nobody else
+    greedy = rig.submit([*prompt_of(40, seed=1)[:30], 1], 120)  # 151 rows: for nobody else
     rig.send_all()
     assert rig.chain.forks[-1] == (1, 1) and greedy.num_reused == 30
     assert rig.chain.slots.keys() == {1} and rig.scheduler.slots.num_kept == 0
     rig.run(greedy)
-    assert greedy.generated == plain_answer(prompt, 120)
     rig.end()
 
 

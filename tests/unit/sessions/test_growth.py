@@ -7,15 +7,14 @@ import pytest
 
 from coordinator.decoding.decoders import Verified
 from coordinator.sessions.session import LEAST_PROGRESS, Session, SessionState
-from tests.unit.fake_chain import Rig, decoders, make_session, plain_answer, prompt_of
+from tests.unit.fake_chain import Rig, decoders, make_session, prompt_of
 
 
 def test_long_limits_do_not_keep_others_waiting() -> None:
     rig = Rig(budget=6 * 900)
     sessions = [rig.submit(prompt_of(20, seed=seed), 3000, frozenset()) for seed in range(6)]
     assert rig.scheduler.slots.num_waiting == 0
-    while min(session.num_generated for session in sessions) < 300:
-        rig.step()
+    rig.step_until(lambda: min(session.num_generated for session in sessions) >= 300)
     assert {session.state for session in sessions} == {SessionState.RUNNING} and rig.scheduler.slots.num_waiting == 0
     for session in sessions:
         rig.scheduler.close(session)
@@ -27,9 +26,7 @@ def test_answers_that_outgrow_the_memory_are_those_that_they_are_alone(kind: str
     rig = Rig(budget=1500, chunk=64, num_stages=2)
     sessions = [rig.submit(prompt_of(30, seed=seed), 1000, decoder=decoders()[kind]()) for seed in range(4)]
     preempted = watch(rig, sessions)
-    assert [session.generated for session in sessions] == [
-        plain_answer(prompt_of(30, seed=seed), 1000) for seed in range(4)
-    ]
+    rig.run(*sessions)
     assert preempted and sessions[0] not in [session for session, _ in preempted], "the oldest always runs"
     for session in sessions:
         at = [num_tokens for each, num_tokens in preempted if each is session]
@@ -60,16 +57,14 @@ def watch(rig: Rig, sessions: list[Session]) -> list[tuple[Session, int]]:
 def test_whatever_comes_and_grows_every_answer_ends_as_alone(seed: int) -> None:
     numbers = random.Random(seed)
     rig = Rig(budget=numbers.choice([700, 1000, 2000]), chunk=numbers.choice([16, 300]), keep=seed % 2 == 0)
-    asked = [(prompt_of(numbers.randrange(1, 200), seed=n), numbers.randrange(1, 490)) for n in range(9)]
     sessions: list[Session] = []
-    for prompt, max_tokens in asked:
-        sessions.append(rig.submit(prompt, max_tokens))
+    for number in range(9):
+        sessions.append(rig.submit(prompt_of(numbers.randrange(1, 200), seed=number), numbers.randrange(1, 490)))
         for _ in range(numbers.randrange(60)):
             if rig.send_one() or not rig.scheduler.is_idle:
                 rig.take_one()
     watch(rig, sessions)
-    for session, (prompt, max_tokens) in zip(sessions, asked, strict=True):
-        assert session.generated == plain_answer(prompt, max_tokens)
+    rig.run(*sessions)
     rig.end()
 
 
@@ -84,9 +79,6 @@ def test_the_oldest_never_waits_for_one_that_is_replayed() -> None:
         longest = max(longest, waited)
     assert longest < 10
     rig.run(*sessions)
-    assert [session.generated for session in sessions] == [
-        plain_answer(prompt_of(length, seed=length), 1000) for length in (30, 400, 500)
-    ]
 
 
 def test_a_session_that_lost_its_slot_gives_way_again_only_after_some_tokens() -> None:
@@ -111,11 +103,9 @@ def test_an_answer_that_ends_beside_another_is_not_preempted_for_who_waits_for_t
         rig.submit(prompt_of(length, seed), max_tokens, priority=5)
         for seed, (length, max_tokens) in enumerate([(20, 1), (900, 60), (900, 59)])
     )
-    while not (preempted.num_generated and first.finish_reason):
-        rig.step()
+    rig.step_until(lambda: preempted.num_generated and first.finish_reason)
     rig.run(rig.submit(prompt_of(1200, 4), 1))
-    while preempted.slot is None:
-        rig.step()
+    rig.step_until(lambda: preempted.slot is not None)
     waiting = rig.submit(prompt_of(2500, 5), 1)
     assert waiting.slot is None
     ended = []
@@ -129,27 +119,19 @@ def test_no_answer_that_has_begun_is_refused_when_its_chain_is_replaced() -> Non
     """All are replayed at the same length: the memory that they shared while some were short is too small then."""
     rig = Rig(budget=1900, chunk=64, max_waiting=0)
     sessions = [rig.submit(prompt_of(20, seed=seed), 900, frozenset()) for seed in range(3)]
-    while min(session.num_generated for session in sessions) < 150:
-        rig.step()
+    rig.step_until(lambda: min(session.num_generated for session in sessions) >= 150)
     rig.lose_chain(sessions)
     assert rig.scheduler.slots.num_waiting > 0
     rig.run(*sessions)
-    assert [session.generated for session in sessions] == [
-        plain_answer(prompt_of(20, seed=seed), 900) for seed in range(3)
-    ]
     rig.end()
 
 
 def test_a_session_whose_reader_is_slow_takes_no_more_memory() -> None:
     rig = Rig(budget=1460, chunk=64)
     first, second = (rig.submit(prompt_of(20, seed=seed), 900) for seed in range(2))
-    while first.num_generated <= 256:
-        rig.step()
+    rig.step_until(lambda: first.num_generated > 256)
     first.is_paused = True
     rig.run(second)
     first.is_paused = False
     rig.run(first)
-    assert [session.generated for session in (first, second)] == [
-        plain_answer(prompt_of(20, seed=seed), 900) for seed in range(2)
-    ]
     rig.end()
