@@ -52,19 +52,11 @@ def one_worker(address: object = "[::1]:1", name: str = "w", **more: object) -> 
 
 def test_every_key_arrives_typed_and_is_optional(tmp_path: Path) -> None:
     expected = ClusterConfig(
-        model="owner/name",
-        models=(str(tmp_path / "shelf"), "/volumes/models"),
-        pull="hub",
-        pull_limit=200 * 2**30,
-        insecure=True,
-        context=8192,
-        layers=(3, 2, 1),
-        coordinator=CoordinatorConfig(name="studio", memory=64 * 2**30),
-        workers=(
-            WorkerConfig(name="mini", address=("mini.local:50070",), memory=16 * 10**9),
-            WorkerConfig(name="air_2", address=("[fe80::1%en0]:50071",), model="/models/copy"),
-        ),
-    )
+        model="owner/name", models=(str(tmp_path / "shelf"), "/volumes/models"), pull="hub", pull_limit=200 * 2**30,
+        insecure=True, context=8192, layers=(3, 2, 1), coordinator=CoordinatorConfig(name="studio", memory=64 * 2**30),
+        workers=(WorkerConfig(name="mini", address=("mini.local:50070",), memory=16 * 10**9),
+                 WorkerConfig(name="air_2", address=("[fe80::1%en0]:50071",), model="/models/copy")),
+    )  # fmt: skip
     assert load(tmp_path, FULL).model_dump() == expected.model_dump()
     empty = load(tmp_path, "{}")
     assert empty.model_dump() == ClusterConfig().model_dump()

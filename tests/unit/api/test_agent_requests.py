@@ -251,10 +251,6 @@ def test_the_switches_of_reasoning_mean_the_same(api: str, fields: dict[str, Any
     assert conversation(api, **fields).template_arguments == arguments
 
 
-def test_anthropics_effort_is_an_effort() -> None:
-    assert conversation("messages", output_config={"effort": "low"}).template_arguments == {"reasoning_effort": "low"}
-
-
 # --- errors, names and keys -------------------------------------------------------------------------------------------
 
 

@@ -228,4 +228,5 @@ def test_fields_become_those_of_a_request() -> None:
     asked = spec(output_config={"format": {"type": "json_schema", "schema": TOOL}})
     assert asked.grammar == json_grammar(TOOL, is_strict=False)
     assert spec(output_config={"effort": "low"}).grammar is None
+    assert conversation(output_config={"effort": "low"}).template_arguments == {"reasoning_effort": "low"}
     assert read(CountBody, {"messages": HELLO}).conversation() == conversation()  # without max_tokens

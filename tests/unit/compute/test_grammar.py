@@ -50,16 +50,12 @@ def test_an_answer_that_does_not_match_its_grammar_is_an_error_and_a_draft_that_
         guide.allowed([wrong], [1], 1)
 
 
-def test_an_end_that_is_no_token_is_refused() -> None:
-    with pytest.raises(SamplingError, match=f"below {VOCAB}, got {VOCAB}"):
-        Grammars(DEMO, VOCAB).guide(Grammar(text=DIGITS, eos=[1, VOCAB]))
-
-
-def test_a_grammar_whose_compilation_would_hold_up_every_session_is_refused() -> None:
+def test_an_end_that_is_no_token_and_a_grammar_that_would_hold_up_every_session_are_refused() -> None:
     rules = [f'r{n}: "a{n}" | "b{n}"' for n in range(8000)]
-    lark = "\n".join(["start: " + " ".join(f"r{n}" for n in range(8000)), *rules])
-    with pytest.raises(SamplingError, match=r"grammar size .* too big"):
-        Grammars(DEMO, VOCAB).guide(Grammar(text=LLMatcher.grammar_from_lark(lark), eos=[2]))
+    long = LLMatcher.grammar_from_lark("\n".join(["start: " + " ".join(f"r{n}" for n in range(8000)), *rules]))
+    for text, end, said in ((DIGITS, VOCAB, f"below {VOCAB}, got {VOCAB}"), (long, 2, r"grammar size .* too big")):
+        with pytest.raises(SamplingError, match=said):
+            Grammars(DEMO, VOCAB).guide(Grammar(text=text, eos=[1, end]))
 
 
 def test_a_grammar_that_became_too_complex_says_so_and_is_compiled_anew_for_the_next_answer() -> None:

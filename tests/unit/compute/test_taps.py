@@ -42,10 +42,8 @@ def test_the_sum_is_the_same_on_every_split_and_that_of_the_whole_product(family
             found.append(rows)
         assert all(mx.abs(rows - found[0]).max().item() == 0.0 for rows in found), lengths
         # the last split has the output of every layer
-        whole = (
-            mx.concatenate([outputs[layer] for layer in TAPS], axis=-1)
-            @ mx.concatenate([weights[layer] for layer in TAPS], axis=1).T
-        )
+        tapped = mx.concatenate([outputs[layer] for layer in TAPS], axis=-1)
+        whole = tapped @ mx.concatenate([weights[layer] for layer in TAPS], axis=1).T
         assert mx.abs(whole - found[0][..., D:]).max().item() < 1e-5 * mx.abs(whole).max().item()
 
 

@@ -89,9 +89,8 @@ def rows_of(features: mx.array, part: Any, model: Any) -> mx.array:
     if not part.spec.num_taps:
         return features[None]
     taps = part.taps(model)
-    config = (
-        part.spec.config
-    )  # EAGLE-3 counts hidden states, the first of which is the embedding; by default 2, n/2, n-3
+    config = part.spec.config
+    # EAGLE-3 counts hidden states, the first of which is the embedding; by default 2, n/2, n-3
     hidden_states = config.get("eagle_aux_hidden_state_layer_ids", [2, 4, 5])
     assert list(taps) == config.get("target_layer_ids", [number - 1 for number in hidden_states])
     outputs = features.split(len(taps), axis=1)

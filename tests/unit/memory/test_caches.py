@@ -158,9 +158,8 @@ def test_a_fork_goes_on_from_a_snapshot_where_a_cache_can_no_longer_be_cut() -> 
         for _ in range(2):  # a fork leaves the snapshot what it was
             other = caches.fork(length, snapshots)
             feed(other, range(length, length + 3))
-            assert [held(cache)[-5:] for cache in other.own if isinstance(cache, KVCache)] == [
-                list(range(length - 2, length + 3))
-            ] * 6
+            ends = [held(cache)[-5:] for cache in other.own if isinstance(cache, KVCache)]
+            assert ends == [list(range(length - 2, length + 3))] * 6
             assert other.own[4][0][0, 0].item() == length + 2 and list(other.snapshots) == snapshots  # type: ignore[index]
             deeper = other.fork(9)
             assert lengths(deeper) == {9} and not deeper.snapshots
@@ -248,9 +247,7 @@ def test_several_caches_of_a_layer_are_asked_for_by_their_numbers_and_all_are_on
     caches.close()
     assert caches.nbytes == 0 and [held(each) for each in other.own] == [list(range(5))] * 2
     first, second = Caches([(FULL, STATE)], [0], Cache(kind=CACHE_INT8)).own
-    assert isinstance(first, QuantisedCache) and isinstance(second, RecurrentState), (
-        "a session chooses the kind of each"
-    )
+    assert isinstance(first, QuantisedCache) and isinstance(second, RecurrentState), "as the session chose"
 
 
 def test_after_a_pass_or_a_cut_that_ended_in_its_middle_all_are_cut_again() -> None:
@@ -295,12 +292,9 @@ def test_snapshots_of_another_node_take_the_place_of_what_was_not_computed_here(
             if segment.number >= 2:
                 mx.eval(part.put_segment(segment))
     for snapshot in (part, part.fork(40)):
-        assert [held(cache) for cache in snapshot.own if isinstance(cache, KVCache) and cache.window] == (
-            [list(range(35, 40))] * 3
-        )
-        assert [held(cache) for cache in snapshot.own if isinstance(cache, KVCache) and not cache.window] == (
-            [list(range(40))] * 3
-        )
+        kept = [cache for cache in snapshot.own if isinstance(cache, KVCache)]
+        assert [held(cache) for cache in kept if cache.window] == [list(range(35, 40))] * 3
+        assert [held(cache) for cache in kept if not cache.window] == [list(range(40))] * 3
         [state] = [cache for cache in snapshot.own if isinstance(cache, RecurrentState)]
         assert state[0].tolist() == [[39] * 3]
 

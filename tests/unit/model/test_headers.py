@@ -114,9 +114,7 @@ ODD_PACKED = st.dictionaries(
 
 
 @fuzzed(60)
-@given(
-    st.binary(max_size=60) | nearly(zlib.compress(PACKED)) | (nearly(PACKED) | ODD_PACKED).map(zlib.compress)
-)  # fmt: skip
+@given(st.binary(max_size=60) | nearly(zlib.compress(PACKED)) | (nearly(PACKED) | ODD_PACKED).map(zlib.compress))
 def test_fuzz_headers_that_another_node_sends_are_read_or_refused(sent: bytes) -> None:
     with within(8 << 20):
         try:

@@ -89,8 +89,5 @@ async def test_one_that_answers_waits_for_earlier_ones_no_longer_than_the_head_s
 )
 def test_hops_come_to_a_port_10000_higher_or_lower_where_there_is_none(address: str, hops: str) -> None:
     assert hop_address(address) == hops
-
-
-def test_an_address_without_a_port_has_none_for_hops() -> None:
     with pytest.raises(ConfigError, match="expected HOST:PORT"):
         hop_address("mini")

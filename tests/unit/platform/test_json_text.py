@@ -6,16 +6,10 @@ from worker.errors import internal_error_text
 from worker.platform.text import json_bytes, json_problem, printable, printable_lines, to_json
 
 
-def test_half_a_character_stays_the_escape_that_it_came_as() -> None:
+def test_whatever_json_can_say_is_written_in_a_line_and_read_again_and_half_a_character_stays_an_escape() -> None:
     assert to_json({"id": "a\ud800\\é日😀"}) == '{"id": "a\\ud800\\\\é日😀"}'
-
-
-def test_whatever_json_can_say_can_be_written_and_read_again() -> None:
     for text in ("\ud800", "\\\udfff", "\\ud800", '"\udc00\ud800"', "\x00\n日"):
         assert json.loads(to_json([text, {text: 1}]).encode()) == [text, {text: 1}]
-
-
-def test_json_is_one_line_for_whoever_splits_a_stream_at_them() -> None:
     lines = {"a\u2028": "b\u2029c\x85d\n\x1e"}
     assert len(to_json(lines).splitlines()) == 1 and json.loads(json_bytes(lines)) == lines
 

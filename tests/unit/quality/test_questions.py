@@ -77,12 +77,8 @@ def test_lines_are_read_in_every_form_and_the_built_in_sets_have_twenty_each(tex
         {"prompt": "Say it", "answer": ["a", 5, 1e-05, 1e20], "check": "contains"},
     )
     found = read_questions(path, "last-number", None, texts).questions
-    assert [each.expected for each in found] == [
-        (" 1,004",),
-        ("B",),
-        ("A",),
-        ("a", "5", "0.00001", "100000000000000000000"),
-    ]
+    expected = [(" 1,004",), ("B",), ("A",), ("a", "5", "0.00001", "100000000000000000000")]
+    assert [each.expected for each in found] == expected
     assert [each.place for each in found] == [f"q.jsonl, line {number}" for number in (1, 2, 3, 5)]
     assert "B. blue" in found[1].prompt and found[0].is_right("1004", texts)
     for name in BUILT_IN:
@@ -183,10 +179,8 @@ def test_choices_of_a_task_file_are_scored(texts: Texts, tmp_path: Path, choices
     assert (found.prompt, found.continuations, found.expected) == ("Which?", (" a", " long one"), ("1",))
     assert [found.best(logprobs) for logprobs in ((-1.0, -7.0), (-0.5, -7.0))] == [1, 0], "by letter"
     for field, wrong in (("gold", 2), ("options", ["a"])):
-        write(
-            tmp_path / "docs.jsonl",
-            {"question": "Which?", "options": ["a", "b"], "gold": 1, "name": "b"} | {field: wrong},
-        )
+        doc = {"question": "Which?", "options": ["a", "b"], "gold": 1, "name": "b"} | {field: wrong}
+        write(tmp_path / "docs.jsonl", doc)
         if field == "gold" and target in ("name", "1"):
             continue
         with pytest.raises(InputError, match="line 1: "):
@@ -236,9 +230,8 @@ def test_rows_are_those_after_the_prompt_and_times_those_of_the_whole_request() 
     reading = EvalReading()
     reading.add(Output("ab", [Token(1)], 1_000_000, content="b"))
     reading.add(Output("c", [Token(2), Token(3)], 9_000_000, content="c"))
-    found = reading.answer(
-        "stop", Usage(num_prompt=10, started=1_000_000, num_reused=4, num_steps=2, num_rows=14, num_generated=3)
-    )
+    usage = Usage(num_prompt=10, started=1_000_000, num_reused=4, num_steps=2, num_rows=14, num_generated=3)
+    found = reading.answer("stop", usage)
     assert found == EvalAnswer("bc", "stop", tokens=3, steps=2, rows=8, ms=8.0)
     other = EvalAnswer("x", "stop", tokens=1, steps=1, rows=0, ms=0.0)
     row = accuracy_row("q", "diffusion", [found, other], [True, False], [other, other])

@@ -20,26 +20,19 @@ def score(kind: str, decoder: str, window: int | None = None, threshold: float |
 
 def measured(fast_right: int = 4) -> Measured:
     return Measured(
-        "a machine",
-        "demo",
-        {"1": 10.0, "2": 11.0, "32": 40.0},
+        "a machine", "demo", {"1": 10.0, "2": 11.0, "32": 40.0},
         scores=[score(kind, *setting) for kind in ACCURACY for setting in SETTINGS],
-        wanted=[
-            score("arithmetic", *setting, right=right)
-            for setting, right in zip(SETTINGS, (4, 4, fast_right), strict=True)
-        ],
+        wanted=[score("arithmetic", *each, right=n) for each, n in zip(SETTINGS, (4, 4, fast_right), strict=True)],
         chain=[score("facts", *setting) for setting in SETTINGS],
         speeds=[
             Speed(kind, decoder, window, delay_ms, 100, seconds, picked)
             for kind in ACCURACY
             for delay_ms in (0.0, 60.0)
             for decoder, window, seconds, picked in (
-                ("ar", None, 2.0, {}),
-                ("diffusion", 16, 1.0, {}),
-                ("diffusion", None, 1.25, {"32": 3}),
+                ("ar", None, 2.0, {}), ("diffusion", 16, 1.0, {}), ("diffusion", None, 1.25, {"32": 3}),
             )
         ],
-    )
+    )  # fmt: skip
 
 
 def test_rows_that_are_computed_in_vain_lower_the_cacheability() -> None:
