@@ -29,6 +29,12 @@ def nearly(draw: st.DrawFn, sound: bytes) -> bytes:
     return bytes(data)
 
 
+def with_one_bit_flipped(sound: bytes) -> Iterator[bytes]:
+    for at in range(len(sound)):
+        for bit in range(8):
+            yield sound[:at] + bytes([sound[at] ^ 1 << bit]) + sound[at + 1 :]
+
+
 @contextmanager
 def within(num_bytes: int) -> Iterator[None]:
     """Fails if Python objects took more than so many bytes at any moment meanwhile."""

@@ -225,12 +225,9 @@ def test_a_file_of_no_mapping_or_unreadable_is_refused(tmp_path: Path, content: 
 
 def test_an_address_splits_into_host_and_port_or_is_refused() -> None:
     for address, expected in (
-        ("127.0.0.1:50070", ("127.0.0.1", 50070)),
-        ("Mini-2.Local:65535", ("mini-2.local", 65535)),
-        ("[::1]:50070", ("::1", 50070)),
-        ("[FE80:0::1%en0]:7", ("fe80::1%en0", 7)),
-        ("localhost:0", ("localhost", 0)),
-    ):
+        ("127.0.0.1:50070", ("127.0.0.1", 50070)), ("Mini-2.Local:65535", ("mini-2.local", 65535)),
+        ("[::1]:50070", ("::1", 50070)), ("[FE80:0::1%en0]:7", ("fe80::1%en0", 7)), ("localhost:0", ("localhost", 0)),
+    ):  # fmt: skip
         assert split_address(address) == expected
     for address in (
         "", "mini", "mini:", ":50070", "mini:x", "mini:65536", "mini:-1", "mini:1 ", " mini:1", "mini:1\n", "mini:٣",

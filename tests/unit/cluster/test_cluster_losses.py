@@ -32,16 +32,14 @@ def restart(place: Any) -> None:
 @pytest.mark.parametrize("load_s", [20.0, 70.0, 300.0])
 def test_a_returned_node_loads_for_minutes_while_the_old_chain_answers(cluster: Cluster3, load_s: float) -> None:
     a = cluster.world.places["a"]
-    cluster.act(a.end)
-    cluster.wait(30)
+    cluster.act(a.end, wait_s=30)
     assert cluster.members == ["coordinator", "b", "c"]
     a.load_s = load_s
     cluster.act(a.start)
     until = cluster.time.now + load_s
     while cluster.time.now < until - 1:
         cluster.asked.clear()
-        cluster.submit(Request((1, 2, 3), 20))
-        cluster.wait(5)
+        cluster.submit(Request((1, 2, 3), 20), wait_s=5)
         assert cluster.all_answered, "it waited for the load"
     cluster.wait(15)
     assert cluster.members == WHOLE and not cluster.cluster.missing and cluster.cluster.num_recoveries == 1
@@ -58,21 +56,18 @@ def test_a_load_that_fails_beside_others_ends_none_of_them(cluster: Cluster3) ->
         places[name].load_s = 180.0
         cluster.act(places[name].start)
     cluster.wait(100)
-    cluster.act(restart, places["a"])
-    cluster.wait(400)
+    cluster.act(restart, places["a"], wait_s=400)
     assert cluster.members == WHOLE and places["b"].num_loads == loads + 1
 
 
 def test_a_recovery_is_bounded_by_stalls_and_not_by_the_length_of_a_load(cluster: Cluster3) -> None:
     """All nodes are started again, as after a power cut, and the model takes three minutes to be read."""
-    cluster.submit(Request((1, 2, 3), 60))
-    cluster.wait(1)
+    cluster.submit(Request((1, 2, 3), 60), wait_s=1)
     for place in cluster.world.places.values():
         place.load_s = 180.0
         cluster.act(restart, place)
     cluster.wait(100)
-    cluster.act(restart, cluster.world.places["a"])
-    cluster.wait(300)
+    cluster.act(restart, cluster.world.places["a"], wait_s=300)
     assert cluster.all_answered and cluster.members == WHOLE
 
 
@@ -81,14 +76,11 @@ def test_of_two_losses_only_time_without_a_chain_counts(cluster: Cluster3, monke
     a = cluster.world.places["a"]
     monkeypatch.setattr(fake_network, "STEP_S", 0.3)
     monkeypatch.setattr(fake_network, "HUNG_S", 60.0)
-    cluster.submit(Request(tuple(i % 40 for i in range(120)), 60))
-    cluster.wait(12)
+    cluster.submit(Request(tuple(i % 40 for i in range(120)), 60), wait_s=12)
     monkeypatch.setattr(fake_network, "STEP_S", 25.0)
     a.load_s = 20.0
-    cluster.act(restart, a)
-    cluster.wait(62)
-    cluster.act(restart, a)
-    cluster.wait(30)
+    cluster.act(restart, a, wait_s=62)
+    cluster.act(restart, a, wait_s=30)
     monkeypatch.setattr(fake_network, "STEP_S", 0.05)
     cluster.wait(200)
     assert cluster.all_answered
@@ -96,15 +88,12 @@ def test_of_two_losses_only_time_without_a_chain_counts(cluster: Cluster3, monke
 
 def test_a_node_whose_engine_stood_still_is_taken_back_once_it_is_idle(cluster: Cluster3) -> None:
     b = cluster.world.places["b"]
-    cluster.submit(Request((1, 2, 3), 150))
-    cluster.wait(1)
-    cluster.act(setattr, b, "is_hung", True)
-    cluster.wait(9)
+    cluster.submit(Request((1, 2, 3), 150), wait_s=1)
+    cluster.act(setattr, b, "is_hung", True, wait_s=9)
     assert "b" not in cluster.members
     cluster.wait(60)
     assert "b" not in cluster.members, "it still hangs"
-    cluster.act(setattr, b, "is_hung", False)
-    cluster.wait(60)
+    cluster.act(setattr, b, "is_hung", False, wait_s=60)
     assert cluster.members == WHOLE and cluster.all_answered
 
 
@@ -114,12 +103,10 @@ def test_an_unknown_error_ends_no_request_and_a_node_that_repeats_it_is_ruled_ou
         cluster.submit(Request((i, 2, 3), 60))
     cluster.wait(0.5)
     chain: Any = cluster.cluster.chain
-    cluster.act(chain.lose, error)
-    cluster.wait(3)
+    cluster.act(chain.lose, error, wait_s=3)
     assert cluster.members == WHOLE
     chain = cluster.cluster.chain
-    cluster.act(chain.lose, error)
-    cluster.wait(1)
+    cluster.act(chain.lose, error, wait_s=1)
     assert "a" not in cluster.members
     cluster.wait(60)
     assert cluster.members == WHOLE and cluster.all_answered
@@ -127,18 +114,14 @@ def test_an_unknown_error_ends_no_request_and_a_node_that_repeats_it_is_ruled_ou
 
 def test_a_recovery_ends_when_the_only_client_leaves(cluster: Cluster3, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the node that is missing would never be looked for."""
-    cluster.submit(Request(tuple(range(40)), 60))
-    cluster.wait(1)
+    cluster.submit(Request(tuple(range(40)), 60), wait_s=1)
     monkeypatch.setattr(fake_network, "STEP_S", 3.0)
-    cluster.act(cluster.world.places["a"].end)
-    cluster.wait(7)
+    cluster.act(cluster.world.places["a"].end, wait_s=7)
     [task] = cluster.asked
     cluster.asked.clear()
-    cluster.act(task.cancel)
-    cluster.wait(20)
+    cluster.act(task.cancel, wait_s=20)
     assert cluster.recovered
-    cluster.act(cluster.world.places["a"].start)
-    cluster.wait(20)
+    cluster.act(cluster.world.places["a"].start, wait_s=20)
     assert cluster.members == WHOLE
 
 
@@ -146,13 +129,10 @@ def test_workers_that_hand_over_in_turn_cost_nothing(cluster: Cluster3, monkeypa
     """A long prompt is fed while three workers are updated in turn: none of them is a loss under it."""
     monkeypatch.setattr(fake_network, "STEP_S", 3.0)
     monkeypatch.setattr(fake_network, "HUNG_S", 60.0)
-    cluster.submit(Request(tuple(i % 40 for i in range(150)), 20))
-    cluster.wait(4)
+    cluster.submit(Request(tuple(i % 40 for i in range(150)), 20), wait_s=4)
     for place in cluster.world.places.values():
-        cluster.act(place.drain)
-        cluster.wait(11)
-        cluster.act(place.start)
-        cluster.wait(3)
+        cluster.act(place.drain, wait_s=11)
+        cluster.act(place.start, wait_s=3)
     monkeypatch.setattr(fake_network, "STEP_S", 0.05)
     cluster.wait(100)
     assert cluster.all_answered
@@ -163,10 +143,8 @@ def test_a_node_that_hangs_and_is_started_again_while_a_chain_is_opened_holds_no
     places = cluster.world.places
     cluster.act(setattr, places["b"], "is_hung", True)
     cluster.submit(Request((1, 2, 3), 20))
-    cluster.act(places["c"].drain)
-    cluster.wait(1)
-    cluster.act(restart, places["b"])
-    cluster.wait(30)
+    cluster.act(places["c"].drain, wait_s=1)
+    cluster.act(restart, places["b"], wait_s=30)
     assert cluster.all_answered and cluster.members == WHOLE
 
 
@@ -174,12 +152,10 @@ def test_a_node_that_hangs_and_is_started_again_while_a_chain_is_opened_holds_no
 def test_nodes_that_hang_while_the_next_chain_opens_are_left_out_of_it(cluster: Cluster3, hung: str, lost: str) -> None:
     """One try must not use up the time of the whole recovery."""
     places = cluster.world.places
-    cluster.submit(Request((1, 2, 3), 150))
-    cluster.wait(1)
+    cluster.submit(Request((1, 2, 3), 150), wait_s=1)
     for name in hung:
         cluster.act(setattr, places[name], "is_hung", True)
-    cluster.act(places[lost].end)
-    cluster.wait(50 if len(hung) == 1 else 60)
+    cluster.act(places[lost].end, wait_s=50 if len(hung) == 1 else 60)
     assert cluster.members == ["coordinator", "c"] and cluster.all_answered
     assert cluster.cluster.nodes.workers["b"].state is NodeState.STALLED
 
@@ -207,24 +183,20 @@ def test_a_process_of_our_own_that_refuses_is_left_to_the_user(cluster: Cluster3
     cluster.act(place.end)
     while place.num_starts < 2:
         cluster.wait(0.05)
-    cluster.act(setattr, place, "is_foreign", True)
-    cluster.wait(30)
+    cluster.act(setattr, place, "is_foreign", True, wait_s=30)
     assert place.num_starts == 2
 
 
 def test_a_node_that_comes_back_with_a_certificate_of_another_authority_is_reported_once(cluster: Cluster3) -> None:
     a = cluster.world.places["a"]
-    cluster.act(a.end)
-    cluster.wait(10)
+    cluster.act(a.end, wait_s=10)
     cluster.act(setattr, a, "is_foreign", True)
-    cluster.act(a.start)
-    cluster.wait(3)
+    cluster.act(a.start, wait_s=3)
     told = [line for line in cluster.said if "its certificate is of another authority" in line]
     assert told == ["worker a: its certificate is of another authority; it cannot take part until this is fixed"]
     cluster.wait(30)
     assert cluster.said.count(told[0]) == 1
-    cluster.act(setattr, a, "is_foreign", False)
-    cluster.wait(10)
+    cluster.act(setattr, a, "is_foreign", False, wait_s=10)
     assert cluster.members == WHOLE
 
 
@@ -237,13 +209,11 @@ def test_an_error_beside_an_open_chain_keeps_no_node_out(cluster: Cluster3, monk
             raise errors.pop()
 
     a = cluster.world.places["a"]
-    cluster.act(a.end)
-    cluster.wait(30)
+    cluster.act(a.end, wait_s=30)
     monkeypatch.setattr(cluster.cluster, "_note_draining", fail_once)
     cluster.wait(5)
     assert not errors and "internal error: KeyError('odd')" in cluster.said[-1]
-    cluster.act(a.start)
-    cluster.wait(30)
+    cluster.act(a.start, wait_s=30)
     assert cluster.members == WHOLE
 
 
@@ -255,11 +225,9 @@ def test_a_cluster_that_is_closed_while_its_model_is_described_leaves_no_task(cl
         await asyncio.Event().wait()
 
     a = cluster.world.places["a"]
-    cluster.act(a.end)
-    cluster.wait(30)
+    cluster.act(a.end, wait_s=30)
     cluster.patch.setattr(OwnCopy, "of", describe)
-    cluster.act(a.start)
-    cluster.wait(10)
+    cluster.act(a.start, wait_s=10)
     assert begun.is_set()
 
 

@@ -103,28 +103,31 @@ class Cluster3:
     def has_poison(self) -> bool:
         return any(POISON in request.prompt for request in self.asked.values())
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, wait_s: float | None = None) -> None:
         async def begin() -> None:
             self.asked[asyncio.create_task(self.runner.answer(request, chunk=8))] = request
 
         self.time.run(begin())
+        self.wait(wait_s)
 
-    def act(self, fault: Any, *arguments: Any) -> None:
-        """Something happens to a node."""
+    def act(self, fault: Any, *arguments: Any, wait_s: float | None = None) -> None:
+        """Something happens to a node, and so much time passes."""
 
         async def happen() -> None:
             fault(*arguments)
 
         self.last_fault, self.has_faults = self.time.now, True
         self.time.run(happen())
+        self.wait(wait_s)
 
     def run(self, work: Coroutine[Any, Any, Any]) -> None:
         self.time.run(work)
         self.last_fault = self.last_fault if self.is_sound else self.time.now
 
-    def wait(self, seconds: float) -> None:
-        self.run(asyncio.sleep(seconds))
-        self.check()
+    def wait(self, seconds: float | None) -> None:
+        if seconds is not None:
+            self.run(asyncio.sleep(seconds))
+            self.check()
 
     def check(self) -> None:
         """Whoever has an answer has the one of the unfailed run; whoever has none was told why."""

@@ -39,6 +39,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
+@pytest.fixture
+def flying(clock: Clock) -> Flight:
+    return Flight(ChainCosts(2), SuspendWatch())
+
+
 def chunk(step: int) -> Frame:
     return Frame(step=step, windows=[Window(tokens=[0] * 64)])
 
@@ -53,8 +58,7 @@ def pass_one(flying: Flight, clock: Clock, step: int, took_s: float) -> None:
     flying.learn(ArrivedResult(Result(step=step, timings=timings), clock.monotonic_ns(), flying.take(step)))
 
 
-def test_the_second_chunk_of_a_slow_chain_has_the_time_of_the_first(clock: Clock) -> None:
-    flying = Flight(ChainCosts(2), SuspendWatch())
+def test_the_second_chunk_of_a_slow_chain_has_the_time_of_the_first(flying: Flight, clock: Clock) -> None:
     pass_one(flying, clock, 1, 20.0)
     flying.send(chunk(2))
     allowed_s = pytest.approx(SILENCE_S + 30)
@@ -65,8 +69,7 @@ def test_the_second_chunk_of_a_slow_chain_has_the_time_of_the_first(clock: Clock
     assert flying.overdue() == (37, allowed_s)
 
 
-def test_an_engine_that_began_late_has_its_own_time(clock: Clock) -> None:
-    flying = Flight(ChainCosts(2), SuspendWatch())
+def test_an_engine_that_began_late_has_its_own_time(flying: Flight, clock: Clock) -> None:
     pass_one(flying, clock, 1, 0.0)
     flying.send(chunk(2))
     clock.now += 6.5
@@ -77,8 +80,7 @@ def test_an_engine_that_began_late_has_its_own_time(clock: Clock) -> None:
     assert flying.overdue() == (SILENCE_S, SILENCE_S), "it is not given more time for having been asked"
 
 
-def test_what_began_before_a_frame_says_nothing_of_it(clock: Clock) -> None:
-    flying = Flight(ChainCosts(2), SuspendWatch())
+def test_what_began_before_a_frame_says_nothing_of_it(flying: Flight, clock: Clock) -> None:
     flying.send(chunk(1))
     flying.began(100.0)
     assert flying.left_s == 2.0, "then it is said to compile"

@@ -164,13 +164,10 @@ def test_each_kind_of_layer_gets_its_cache() -> None:
     rotating, int8 = Cache(kind=CACHE_ROTATING, size=20, keep=4), Cache(kind=CACHE_INT8)
     assert isinstance(make_cache(Memory(state_arrays=2), rotating), RecurrentState)
     for layer, choice, kind, window, keep in (
-        (Memory(), Cache(), KVCache, None, 0),
-        (Memory(window=7), Cache(), KVCache, 7, 0),
-        (Memory(), rotating, KVCache, 16, 4),
-        (Memory(window=7), rotating, KVCache, 7, 0),
-        (Memory(), int8, QuantisedCache, None, 0),
-        (Memory(window=7), int8, QuantisedCache, 7, 0),
-    ):
+        (Memory(), Cache(), KVCache, None, 0), (Memory(window=7), Cache(), KVCache, 7, 0),
+        (Memory(), rotating, KVCache, 16, 4), (Memory(window=7), rotating, KVCache, 7, 0),
+        (Memory(), int8, QuantisedCache, None, 0), (Memory(window=7), int8, QuantisedCache, 7, 0),
+    ):  # fmt: skip
         cache = make_cache(layer, choice)
         assert type(cache) is kind and (cache.window, cache.keep) == (window, keep)
 

@@ -139,11 +139,9 @@ def test_segments_of_caches_survive_and_those_whose_bytes_do_not_fit_are_refused
     with pytest.raises(FrameError, match=r"expected \d+ bytes of segments, got "):
         unpack_segments(message.segments[:1], data)
     for spoil in (
-        lambda m: m.tensors.pop(),
-        lambda m: m.tensors[0].shape.append(2),
-        lambda m: m.tensors[0].shape.append(2**32 - 1),
-        lambda m: setattr(m.tensors[0], "dtype", 9),
-    ):
+        lambda m: m.tensors.pop(), lambda m: m.tensors[0].shape.append(2),
+        lambda m: m.tensors[0].shape.append(2**32 - 1), lambda m: setattr(m.tensors[0], "dtype", 9),
+    ):  # fmt: skip
         broken = Segments.FromString(message.SerializeToString())
         spoil(broken.segments[0])
         with pytest.raises(FrameError, match="bytes of segments, got "):

@@ -16,6 +16,15 @@ from coordinator.planning.costs import (
 )
 
 
+def observed(num_stages: int, *frames: tuple[int, float, int]) -> ChainCosts:
+    """After so many frames of so many rows, for which each stage took so many seconds; hops took none."""
+    costs = ChainCosts(num_stages)
+    for rows, stage_s, times in frames:
+        for _ in range(times):
+            costs.observe(rows, [stage_s] * num_stages, num_stages * stage_s, was_alone=False)
+    return costs
+
+
 def stages(*first_and_row: tuple[float, float]) -> StagesSeconds:
     """Stages that take so many milliseconds for a row and so many for each further one."""
     return lambda rows: [(first + more * (rows - 1)) / 1e3 for first, more in first_and_row]
@@ -144,9 +153,7 @@ def test_the_transfer_of_long_prompts_does_not_count_for_single_rows() -> None:
 
 
 def test_one_slow_frame_hardly_counts_and_a_fast_one_does() -> None:
-    costs = ChainCosts(1)
-    for seconds in (9.0, 0.010, 0.010, 0.100):  # the first compiles: it never counts
-        costs.observe(1, [seconds], seconds, was_alone=False)
+    costs = observed(1, (1, 9.0, 1), (1, 0.010, 2), (1, 0.100, 1))  # the first compiles: it never counts
     assert costs.stages_s(1)[0] < 0.020
     for _ in range(6):
         costs.observe(1, [0.005], 0.005, was_alone=False)
@@ -155,10 +162,7 @@ def test_one_slow_frame_hardly_counts_and_a_fast_one_does() -> None:
 
 def test_one_slow_frame_of_a_size_does_not_keep_lanes_from_that_size_for_ever() -> None:
     """Eight sessions on two stages: lanes of four are best, though the first ones ever seen were held up by a chunk."""
-    costs = ChainCosts(2)
-    for rows, stage_s, times in ((1, 0.005, 20), (8, 0.015, 20), (32, 0.040, 20), (4, 0.039, 3)):
-        for _ in range(times):
-            costs.observe(rows, [stage_s] * 2, 2 * stage_s, was_alone=False)
+    costs = observed(2, (1, 0.005, 20), (8, 0.015, 20), (32, 0.040, 20), (4, 0.039, 3))
     assert LaneChooser(2, costs.stages_s, costs.hops_s).choose(8, 1) == 2
     assert costs.stages_s(4)[0] < 0.010
     for _ in range(20):
@@ -167,10 +171,7 @@ def test_one_slow_frame_of_a_size_does_not_keep_lanes_from_that_size_for_ever() 
 
 
 def test_a_size_beyond_all_others_counts_at_once() -> None:
-    costs = ChainCosts(1)
-    for rows, stage_s, times in ((1, 0.005, 20), (2, 0.006, 20), (512, 0.020, 2)):
-        for _ in range(times):
-            costs.observe(rows, [stage_s], stage_s, was_alone=False)
+    costs = observed(1, (1, 0.005, 20), (2, 0.006, 20), (512, 0.020, 2))
     assert costs.stages_s(512) == [0.020], "a line through small ones could be all noise there"
 
 

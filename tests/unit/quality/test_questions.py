@@ -218,11 +218,8 @@ def test_task_files_beyond_data_are_refused(texts: Texts, tmp_path: Path, old: s
 def test_the_interval_is_wilsons() -> None:
     """Against the table of Newcombe (1998), Statistics in Medicine 17, method 3."""
     for right, num, low, high in (
-        (81, 263, 0.2553, 0.3662),
-        (15, 148, 0.0624, 0.1605),
-        (0, 20, 0, 0.1611),
-        (1, 29, 0.0061, 0.1718),
-    ):
+        (81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611), (1, 29, 0.0061, 0.1718),
+    ):  # fmt: skip
         assert wilson(right, num) == pytest.approx((low, high), abs=5e-5)
 
 

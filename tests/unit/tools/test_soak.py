@@ -17,11 +17,9 @@ SPEC: Any = SimpleNamespace(vocab_size=50)
 def test_a_process_may_hold_a_little_more_than_at_first() -> None:
     mib = 2**20
     for held, more in (
-        (Held(160 * mib, 20, 12), ""),
-        (Held(170 * mib, 20, 10), "70 MiB"),
-        (Held(90 * mib, 21, 10), "1 descriptors"),
+        (Held(160 * mib, 20, 12), ""), (Held(170 * mib, 20, 10), "70 MiB"), (Held(90 * mib, 21, 10), "1 descriptors"),
         (Held(90 * mib, 19, 13), "3 threads"),
-    ):
+    ):  # fmt: skip
         assert held.more_than(Held(100 * mib, 20, 10)) == more
 
 
