@@ -35,6 +35,7 @@ NAME_RULE = "a name of letters, digits, '-', '_' and '.'"
 SIZE_RULE = "a size such as 24GiB, 24GB, 512MiB or a whole number of bytes above 0"
 MOST_ADDRESSES = 8  # of one worker: all are dialled at once
 _REQUIRED = {"name": NAME_RULE, "address": "HOST:PORT", "keys": "a folder"}
+_MOST_BYTES = 1 << 20
 _MOST_PROBLEMS = 20  # that are listed
 _LARGEST = 2**32 - 1
 _HOP_PORTS = 10_000  # from a node's port to that of its hops
@@ -360,9 +361,11 @@ def read_yaml(path: Path, wanted: str = "a cluster.yaml") -> tuple[Any, list[str
     Args:
         wanted: what was expected, for the message if the file is missing.
     Raises:
-        ConfigError: it cannot be read or is not YAML.
+        ConfigError: it cannot be read, is longer than 1 MiB or is not YAML.
     """
     try:
+        if (num_bytes := path.stat().st_size) > _MOST_BYTES:
+            raise ConfigError(f"{path} has {num_bytes} bytes; expected at most {_MOST_BYTES} of {wanted}")
         loader = _Loader(path.read_text(encoding="utf-8"))
         return loader.get_single_data(), loader.duplicates
     except FileNotFoundError:

@@ -211,6 +211,7 @@ def test_addresses_keep_the_order_of_the_file_and_keys_may_be_anywhere(tmp_path:
         (b"model: 2026-13-45", "is not valid YAML: month must be in 1..12"),
         (b"model: \x07", "is not valid YAML: unacceptable character #x0007"),
         (b"model: caf\xe9", "utf-8"),
+        (b"#" * (1 << 20) + b"\n", "has 1048577 bytes; expected at most 1048576"),
         (None, "does not exist"),
     ],
 )
