@@ -231,6 +231,11 @@ class Network:
                 "authority is: brigade keys issue NAME --coordinator"
             )
 
+    def require_version(self, context: grpc.aio.ServicerContext) -> None:
+        """Raise ConfigError if links are encrypted and the caller's connection is not TLS 1.3."""
+        if self._keys is not None:
+            _caller(context)
+
     def require_name(self, context: grpc.aio.ServicerContext, name: str) -> None:
         """Raise FrameError if links are encrypted and the caller's certificate does not carry this name."""
         if self._keys is None:
