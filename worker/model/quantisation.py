@@ -10,7 +10,8 @@ from typing import Any
 import mlx.core as mx
 
 from worker.errors import ModelError, first_line
-from worker.model.checkpoint import Checkpoint
+from worker.model.checkpoint import MOST_CONFIG_BYTES, Checkpoint
+from worker.model.headers import require_file
 from worker.model.module_tree import is_text
 
 # errors that mlx-lm's code for models raises for a wrong configuration or wrong tensors
@@ -114,6 +115,7 @@ def _foreign(checkpoint: Checkpoint) -> Any:
     if found := config.get("quantization_config") or (isinstance(text, dict) and text.get("quantization_config")):
         return found
     path = checkpoint.folder / "hf_quant_config.json"
+    require_file(path, MOST_CONFIG_BYTES)
     if not path.exists():
         return None
     try:

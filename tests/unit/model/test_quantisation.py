@@ -1,6 +1,7 @@
 """What a config.json may say of quantisation, and what is said to what is not read here."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,7 @@ def test_modelopt_may_say_so_in_a_file_of_its_own(tmp_path: Path) -> None:
         path.write_text(damaged)
         with pytest.raises(ModelError, match="quantised as 'modelopt'"):
             quantisation_of(Checkpoint("m", tmp_path, CONFIG, {}))
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ModelError, match="is not a file"):  # to read a pipe may never end
+        quantisation_of(Checkpoint("m", tmp_path, CONFIG, {}))
