@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from coordinator.api.errors import HttpError
 from coordinator.decoding.decode_options import SYSTEM, Decode, make_cache_choice, make_decode
 from coordinator.engine.one_at_a_time import OneAtATime
-from coordinator.engine.stats import BEST_PRIORITY, KEY_HOLDER
+from coordinator.engine.stats import BEST_PRIORITY, KEY_HOLDER, usual_priority
 from coordinator.sessions.request import BREAKERS, Prompt, RequestSpec, SamplingParams, sampling_field
 from worker.errors import InputError
 from worker.platform.text import json_problem
@@ -213,7 +213,7 @@ class Sampled(Section):
         if self.priority is not None and self.priority < best:
             whose = "with this key" if KEY_HOLDER.get() else "without a key that may ask for less"
             raise InputError("priority", f"expected at least {best} {whose} (lower goes first), got {self.priority}")
-        return max(0, best) if self.priority is None else self.priority
+        return usual_priority() if self.priority is None else self.priority
 
 
 class OpenAISampled(Sampled):

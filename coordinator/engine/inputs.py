@@ -20,6 +20,7 @@ from coordinator.engine.grammars import (
     text_or_calls_grammar,
 )
 from coordinator.engine.one_at_a_time import OneAtATime
+from coordinator.engine.stats import usual_priority
 from coordinator.engine.tokenizer import Tokenizer, find_tokenizer
 from coordinator.sessions.request import (
     AUTO_CALLS,
@@ -171,7 +172,7 @@ class InputProcessor:
             decode=decode,
             cache=asked.cache,
             repeat_guard=asked.repeat_guard,
-            priority=asked.priority,
+            priority=usual_priority() if asked.priority is None else asked.priority,
             score_from=asked.score_from,
             pool_from=None if asked.pooling is None else 0 if asked.pooling == "mean" else max(0, len(prompt) - 1),
             tools=asked.tools,

@@ -57,6 +57,11 @@ _HISTOGRAMS = {
 }
 
 
+def usual_priority() -> int:
+    """Return the priority of a request that names none: 0, unless its API key may ask for less only."""
+    return max(0, BEST_PRIORITY.get())
+
+
 class TokenRates:
     """Tokens and steps by second, for the last two minutes."""
 

@@ -153,7 +153,7 @@ class RequestSpec:
     grammar: str | None = None  # an llguidance grammar that the answer must match
     calls: Calls = AUTO_CALLS
     repeat_guard: int = 0
-    priority: int = 0  # lower numbers go first
+    priority: int | None = None  # lower numbers go first; None: 0, or the lowest that the API key may ask for
     score_from: int | None = None  # index of the first prompt token to score, at least 1
     pooling: PoolingKind | None = None  # which states of the prompt are summed up
 

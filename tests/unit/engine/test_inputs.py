@@ -12,10 +12,12 @@ import psutil
 import pytest
 
 from coordinator.cluster.options import cluster_options
-from coordinator.decoding.decode_options import make_cache_choice
+from coordinator.decoding.decode_options import Decode, make_cache_choice
 from coordinator.engine import inputs
 from coordinator.engine.bounded import Bounds, GrammarTrials, LongTexts
 from coordinator.engine.grammars import json_grammar, lark_grammar, regex_grammar
+from coordinator.engine.scores import scoring
+from coordinator.engine.stats import BEST_PRIORITY
 from coordinator.engine.tokenizer import Tokenizer
 from coordinator.sessions.request import Calls, Conversation, RequestSpec
 from worker.compute.header import MOST_GRAMMAR
@@ -161,6 +163,14 @@ def test_what_is_usual_holds_for_requests_that_do_not_say_within_the_context(run
     for usual in (None, 10**9):
         front = run(inputs.InputProcessor.read(cluster_options(None, "demo"), max_tokens=usual))
         assert run(front.make_request(RequestSpec((1,)))).max_tokens == front.spec.context
+
+
+@pytest.mark.parametrize(("best", "usual"), [(10, 10), (0, 0), (-3, 0)])
+async def test_a_score_goes_no_earlier_than_its_key_may(front: inputs.InputProcessor, best: int, usual: int) -> None:
+    BEST_PRIORITY.set(best)
+    for spec in (scoring((1, 2, 3), 1), RequestSpec((1, 2), 0, decode=Decode("ar"), pooling="mean")):
+        assert (await front.make_request(spec)).priority == usual
+    assert (await front.make_request(RequestSpec((1,), priority=best))).priority == best
 
 
 def test_the_sampler_is_told_the_tokens_that_parameters_speak_of(front: inputs.InputProcessor, run: Run) -> None:
