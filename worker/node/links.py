@@ -7,6 +7,7 @@ conversation (`open_port`) and hands out a token; callers without the token get 
 
 import asyncio
 import contextlib
+import hashlib
 import hmac
 import secrets
 import socket
@@ -192,12 +193,18 @@ async def measure_line(network: Network, node: str, host: str, listener: Listene
     return line
 
 
+def _shown_token(listener: Listener) -> bytes:
+    """Return what a caller shows: no bytes of the coordinator's choice, which could mean something elsewhere."""
+    return hashlib.blake2b(listener.token, digest_size=_TOKEN_BYTES).digest()
+
+
 async def _measure_plain_grpc(host: str, listener: Listener) -> Line:
     address = join_address(host, listener.port)
     async with grpc.aio.insecure_channel(address, options=_PLAIN_GRPC) as channel:
         try:
             async with asyncio.timeout(_PROBE_S):
-                found = await exchange(NodeStub(channel).Probe(metadata=((_TOKEN_KEY, listener.token),)), ENCRYPTED)
+                metadata = ((_TOKEN_KEY, _shown_token(listener)),)
+                found = await exchange(NodeStub(channel).Probe(metadata=metadata), ENCRYPTED)
         except TimeoutError:
             return Line(error=f"took longer than {_PROBE_S:.0f} s")
         except grpc.RpcError as error:
@@ -253,7 +260,7 @@ class _PlainGrpc(NodeServicer):
         self, parts: AsyncIterator[ProbePart], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[ProbeReply]:
         given = dict(context.invocation_metadata() or ()).get(_TOKEN_KEY, b"")
-        is_known = isinstance(given, bytes) and hmac.compare_digest(given, self.listener.token)
+        is_known = isinstance(given, bytes) and hmac.compare_digest(given, _shown_token(self.listener))
         if self._is_taken or not is_known:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, "expected the token of this port, once")
         self._is_taken = True
@@ -288,7 +295,7 @@ class _PlainSocket:
             loop.remove_reader(self._port)
         self._port.close()
         with contextlib.suppress(OSError):  # the caller left, stalled, or showed no certificate of this cluster
-            await run_in_thread(partial(_answer, connection, self._context, self.listener.token))
+            await run_in_thread(partial(_answer, connection, self._context, _shown_token(self.listener)))
 
 
 # A conversation: the token, small messages that are echoed one by one, then many bytes that one byte acknowledges.
@@ -297,7 +304,7 @@ class _PlainSocket:
 def _converse(host: str, listener: Listener, context: ssl.SSLContext | None, node: str) -> Line:
     connection = socket.create_connection((host, listener.port), timeout=_TALK_S)
     with _talking(connection, context, node.lower()) as talk:
-        talk.send(listener.token)
+        talk.send(_shown_token(listener))
         tries_s = []
         for _ in range(_NUM_ROUNDS):
             began = time.monotonic()
