@@ -45,6 +45,7 @@ from worker.node.hop import Deliver, Link, open_push, results
 from worker.node.links import measure_link
 from worker.node.network import PROTOCOL_VERSION, UPDATE_BOTH, Network
 from worker.node.rpc_errors import error_of
+from worker.platform.text import printable
 
 T = TypeVar("T")
 
@@ -97,6 +98,7 @@ class Peer:
                 f"speaks protocol {reply.protocol_version}, this coordinator {PROTOCOL_VERSION}; {UPDATE_BOTH}",
                 node=self.name,
             )
+        reply.mlx_version, reply.mlx_lm_version = printable(reply.mlx_version), printable(reply.mlx_lm_version)
         return reply
 
     async def is_elsewhere(self, within_s: float) -> bool:

@@ -26,6 +26,7 @@ from worker.errors import (
     StageLost,
     internal_error_text,
 )
+from worker.platform.text import printable, printable_lines
 
 _ENDED = (
     *("reset by peer", "Socket closed", "GOAWAY", "EOF", "Broken pipe"),
@@ -82,7 +83,7 @@ def error_of(call: grpc.RpcError, node: str) -> BrigadeError:
 
     A ConfigError means that this side could not trust the node, or could not encrypt the connection.
     """
-    details = call.details() or call.code().name
+    details = printable_lines(call.details() or call.code().name)
     metadata: Any = call.trailing_metadata() or ()
     said = dict(metadata)
     if said.get(_KIND) in _KINDS:
@@ -121,7 +122,7 @@ def closed_before_reply(call: grpc.RpcError) -> bool:
 
 def error_named(kind: str, message: str, node: str) -> BrigadeError:
     """Return the error of this class, as received from another node; StageLost for a class that no node sends."""
-    return _KINDS.get(kind, StageLost)(message, node=node)
+    return _KINDS.get(kind, StageLost)(printable_lines(message), node=printable(node))
 
 
 Context = grpc.aio.ServicerContext

@@ -64,6 +64,14 @@ def test_no_worker_can_blame_the_request_or_the_queue_of_a_coordinator(kind: typ
     assert type(found) is StageLost and found.node == "mini"
 
 
+@pytest.mark.parametrize(
+    "metadata", [(), (("brigade-error", "ConfigError"), ("brigade-node", "mi\x1bni"))], ids=["grpc", "ours"]
+)
+def test_another_nodes_words_do_not_control_the_terminal(metadata: tuple[tuple[str, str], ...]) -> None:
+    found = error_of(Aborted(grpc.StatusCode.UNAVAILABLE, "its \x1b[2Jdisk\x07 is\nfull", metadata), "mini")
+    assert "its [2Jdisk is\nfull" in str(found) and str(found).replace("\n", "").isprintable()
+
+
 BROKEN = ("recvmsg:Connection reset by peer (104)", "Socket closed", "Cancelling all calls", "Internal error from Core")
 
 
