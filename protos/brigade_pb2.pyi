@@ -469,14 +469,16 @@ class Sampling(_message.Message):
     def __init__(self, seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., repetition_context_size: _Optional[int] = ..., presence_context_size: _Optional[int] = ..., frequency_context_size: _Optional[int] = ..., xtc_probability: _Optional[float] = ..., xtc_threshold: _Optional[float] = ..., xtc_special_tokens: _Optional[_Iterable[int]] = ..., top_n_sigma: _Optional[float] = ..., dry_multiplier: _Optional[float] = ..., dry_base: _Optional[float] = ..., dry_allowed_length: _Optional[int] = ..., dry_penalty_last_n: _Optional[int] = ..., dry_breakers: _Optional[_Iterable[int]] = ..., min_tokens: _Optional[int] = ..., begins: _Optional[int] = ..., ends: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Grammar(_message.Message):
-    __slots__ = ("text", "begins", "eos")
+    __slots__ = ("text", "begins", "eos", "owner")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     BEGINS_FIELD_NUMBER: _ClassVar[int]
     EOS_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
     text: str
     begins: int
     eos: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, text: _Optional[str] = ..., begins: _Optional[int] = ..., eos: _Optional[_Iterable[int]] = ...) -> None: ...
+    owner: str
+    def __init__(self, text: _Optional[str] = ..., begins: _Optional[int] = ..., eos: _Optional[_Iterable[int]] = ..., owner: _Optional[str] = ...) -> None: ...
 
 class Window(_message.Message):
     __slots__ = ("slot", "base", "prefix_hash", "tokens", "wanted", "masks", "guessed", "positions", "targets", "drafts", "canvas", "canvas_step", "temperature", "conditioning", "soft", "pooled", "canvas_first", "stored", "upcoming", "snapshots")

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
 from itertools import takewhile
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
@@ -20,7 +21,7 @@ from coordinator.engine.grammars import (
     text_or_calls_grammar,
 )
 from coordinator.engine.one_at_a_time import OneAtATime
-from coordinator.engine.stats import usual_priority
+from coordinator.engine.stats import KEY_DIGEST, usual_priority
 from coordinator.engine.tokenizer import Tokenizer, find_tokenizer
 from coordinator.sessions.request import (
     AUTO_CALLS,
@@ -304,7 +305,10 @@ class InputProcessor:
         if asked.ignore_eos or not self.eos:
             raise InputError(field, "expected an end-of-sequence token to end it, found none")
         try:
-            return await self._trying.run(partial(self._tried, asked, prompt))
+            grammar, not_enforced = await self._trying.run(partial(self._tried, asked, prompt))
+            if digest := KEY_DIGEST.get():  # the time that a compiled grammar saves would tell that another key sent it
+                grammar.owner = blake2b(grammar.text.encode(), key=bytes.fromhex(digest), digest_size=16).hexdigest()
+            return grammar, not_enforced
         except (FrameError, SamplingError) as error:
             raise InputError(field, error.message) from error
 

@@ -134,7 +134,8 @@ class Grammars:
 
     def guide(self, grammar: Grammar) -> Guide:
         """Return a guide for one answer. Raises SamplingError for an invalid grammar or without a tokenizer.json."""
-        key = Grammar(text=grammar.text, eos=grammar.eos).SerializeToString(deterministic=True)
+        kept = Grammar(text=grammar.text, eos=grammar.eos, owner=grammar.owner)
+        key = kept.SerializeToString(deterministic=True)
         matcher = self._compiled.get(key) or self._compile(grammar)
         self._keep(key, matcher)
         return Guide(matcher.deep_copy(), grammar.begins, self._vocab_size, partial(self._forget, key, matcher))

@@ -33,6 +33,7 @@ NUM_CANDIDATES = 64  # per canvas row, with CONDITIONING_TOP
 PIECE_NAME_BYTES = 16
 MOST_UPCOMING = 2  # pieces that a stage reads ahead
 MOST_GRAMMAR = 1 << 20  # characters of a grammar
+_MOST_OWNER = 64
 _MOST_EOS = 64  # tokens that end an answer
 _CONDITIONINGS = (CONDITIONING_NONE, CONDITIONING_EXACT, CONDITIONING_TOP)
 _EXPONENTS = {  # the exponent's bits, all of which are set in NaN and infinities
@@ -267,6 +268,7 @@ def check_grammar(grammar: Grammar, found: str = "") -> None:
     for name, most, count in (
         ("characters of a grammar", MOST_GRAMMAR, len(grammar.text)),
         ("tokens that end an answer", _MOST_EOS, len(grammar.eos)),
+        ("characters of a grammar's owner", _MOST_OWNER, len(grammar.owner)),
         ("tokens before an answer", _MOST_TOKENS, grammar.begins),
         ("for a token that ends an answer", _MOST_TOKENS, highest),
     ):

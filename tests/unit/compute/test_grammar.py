@@ -41,6 +41,19 @@ def test_a_grammar_is_kept_for_every_session_that_may_wait_within_so_much_text(
     assert len(compiled) == num_sessions + num_sessions - num_kept
 
 
+def test_a_grammar_that_was_compiled_for_one_key_saves_no_time_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, compiled, compile_one = Grammars(DEMO, VOCAB), list[str](), Grammars._compile
+
+    def noted(self: Grammars, given: Grammar) -> LLMatcher:
+        compiled.append(given.owner)
+        return compile_one(self, given)
+
+    monkeypatch.setattr(Grammars, "_compile", noted)
+    for owner in ("", "alice", "bob", "alice", ""):
+        grammars.guide(Grammar(text=DIGITS, eos=[2], owner=owner))
+    assert compiled == ["", "alice", "bob"]
+
+
 def test_an_answer_that_does_not_match_its_grammar_is_an_error_and_a_draft_that_does_not_is_none() -> None:
     guide = Grammars(DEMO, VOCAB).guide(Grammar(text=DIGITS, eos=[2]))
     [allowed] = guide.allowed([], [0], 1).tolist()

@@ -17,7 +17,7 @@ from coordinator.engine import inputs
 from coordinator.engine.bounded import Bounds, GrammarTrials, LongTexts
 from coordinator.engine.grammars import json_grammar, lark_grammar, regex_grammar
 from coordinator.engine.scores import scoring
-from coordinator.engine.stats import BEST_PRIORITY
+from coordinator.engine.stats import BEST_PRIORITY, KEY_DIGEST
 from coordinator.engine.tokenizer import Tokenizer
 from coordinator.sessions.request import Calls, Conversation, RequestSpec
 from worker.compute.header import MOST_GRAMMAR
@@ -163,6 +163,16 @@ def test_what_is_usual_holds_for_requests_that_do_not_say_within_the_context(run
     for usual in (None, 10**9):
         front = run(inputs.InputProcessor.read(cluster_options(None, "demo"), max_tokens=usual))
         assert run(front.make_request(RequestSpec((1,)))).max_tokens == front.spec.context
+
+
+async def test_a_grammar_tells_its_key_from_others_and_no_one_the_key(front: inputs.InputProcessor) -> None:
+    owners = []
+    for digest in ("", "ab" * 32, "cd" * 32, "ab" * 32):
+        KEY_DIGEST.set(digest)
+        request = await front.make_request(RequestSpec((1,), grammar=regex_grammar("[0-9]+")))
+        owners.append(request.sampling.grammar.owner)
+    assert owners[0] == "" and owners[1] == owners[3] and len(set(owners)) == 3
+    assert not any(owner and owner in "abcd" * 64 for owner in owners)
 
 
 @pytest.mark.parametrize(("best", "usual"), [(10, 10), (0, 0), (-3, 0)])
