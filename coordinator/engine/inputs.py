@@ -155,7 +155,7 @@ class InputProcessor:
             except InputError:
                 if not is_offered:
                     raise
-        if is_offered and not sampling.HasField("grammar"):
+        if asked.tools and not sampling.HasField("grammar"):
             not_enforced = ["schema"]
         eos = (frozenset() if asked.ignore_eos else self.eos) | set(asked.stop_token_ids)
         if sampling.min_tokens:
@@ -303,7 +303,10 @@ class InputProcessor:
         """
         field = "tool_choice" if asked.calls.are_forced else "response_format"
         if asked.ignore_eos or not self.eos:
-            raise InputError(field, "expected an end-of-sequence token to end it, found none")
+            expected = (
+                "none with ignore_eos" if asked.ignore_eos else "none of a model without an end-of-sequence token"
+            )
+            raise InputError(field, f"expected {expected}, which ends what a grammar allows")
         try:
             grammar, not_enforced = await self._trying.run(partial(self._tried, asked, prompt))
             if digest := KEY_DIGEST.get():  # the time that a compiled grammar saves would tell that another key sent it

@@ -162,3 +162,6 @@ async def test_tools_whose_calls_no_grammar_can_keep_to_are_offered_without_one(
         assert request.not_enforced == ("schema",) and not request.sampling.HasField("grammar")
     with pytest.raises(InputError, match=r"^tools\.0\.function\.name: "):
         await inputs.make_request(RequestSpec(prompt, calls=FORCED))
+    own_format = await InputProcessor.read(cluster_options(None, str(make_caller(tmp_path / "own", thinks=False))))
+    request = await own_format.make_request(ask(1))
+    assert request.not_enforced == ("schema",) and not request.sampling.HasField("grammar")
