@@ -211,7 +211,7 @@ class Sampled(Section):
     def _priority(self) -> int:
         best = BEST_PRIORITY.get()
         if self.priority is not None and self.priority < best:
-            whose = "with this key" if KEY_HOLDER.get() else "without a key that may ask for less"
+            whose = "with this key" if KEY_HOLDER.get() else "without a key whose `priority=` allows less"
             raise InputError("priority", f"expected at least {best} {whose} (lower goes first), got {self.priority}")
         return usual_priority() if self.priority is None else self.priority
 

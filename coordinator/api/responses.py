@@ -50,7 +50,7 @@ from worker.platform.text import Json
 _FORMAT = {"response_format": "text.format"}
 _NAMES = _FORMAT | {"prompt": "input", "max_tokens": "max_output_tokens"}
 _NOTHING_STORED = "expected none: this server stores nothing; send the whole conversation as input"
-_ONLY_CHAT = "only /v1/chat/completions returns log-probabilities"
+_ONLY_CHAT = "/v1/chat/completions and /v1/completions return log-probabilities"
 _NO_LOGPROBS = f"expected none of message.output_text.logprobs: {_ONLY_CHAT}"
 _REFUSED = {
     "previous_response_id": _NOTHING_STORED,

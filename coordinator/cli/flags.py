@@ -45,7 +45,7 @@ ObjectiveFlag = Annotated[
     _cluster(
         "--objective",
         help="What the plan minimises where the nodes' speeds are known: `latency`, one request's time per token; "
-        f"`throughput`, that of all --concurrency requests together ({USUAL_REQUESTS} by default); `prompt`: this "
+        f"`throughput`, that of {USUAL_REQUESTS} requests at once, or of --concurrency; `prompt`: this "
         "machine holds the whole model and makes answers, while all compute prompts; `auto`: `prompt` where `latency` "
         "would leave all workers out. (default: cluster.yaml's or latency)",
     ),
@@ -61,7 +61,7 @@ PrefillStepSize = Annotated[
 ApiKeyFile = Annotated[
     Path | None,
     _server(
-        help="Keys, one per line: KEY or NAME KEY [at_once=N] [priority=N]. A server accepts all of them, and the "
+        help="Keys, one per line: KEY or NAME KEY \\[at_once=N] \\[priority=N]. A server accepts all of them, and the "
         "one in BRIGADE_API_KEY; a client sends the first."
     ),
 ]

@@ -78,7 +78,7 @@ def serve(
     max_tokens: flags.DefaultMaxTokens = 4096,
     sampling: Annotated[flags.SamplingFlags, run.TakeFlags(*flags.MODELS_OWN)],
 ) -> None:
-    """Keep the model loaded and answer requests to OpenAI's API until Ctrl-C.
+    """Keep the model loaded and answer requests to OpenAI's and Anthropic's APIs until Ctrl-C.
 
     On this machine: brigade serve --model demo --local 2
 

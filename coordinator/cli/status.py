@@ -106,7 +106,7 @@ def ask_server(server: str, key: str | None) -> Json:
         with httpx2.Client(**client_settings(server, key), timeout=_SERVER_WITHIN_S) as client:
             reply = client.get("cluster")
         if reply.status_code == 401:
-            raise InputError("api_key_file", f"{server} wants a key: expected one of its own")
+            raise InputError("server", f"{server} wants a key: give --api-key-file, or set BRIGADE_API_KEY")
         reply.raise_for_status()
     except (httpx2.TransportError, UnicodeError) as error:  # a host name that cannot be encoded
         raise no_answer(server, error, "start `brigade serve`, or give --config for its workers") from error

@@ -278,7 +278,8 @@ def check_request(request: Request, spec: ModelSpec) -> None:
     if refusal and kind != "full":
         raise InputError("kv", f"{spec.name} cannot have {kind} caches: {refusal}; use full")
     if sampling.HasField("grammar") and request.decode.kind in LOSSY:
-        raise InputError("decode", f"expected ar, ngram or diffusion: {request.decode.kind} cannot keep to a grammar")
+        kinds = "ar, ngram, draft or diffusion"
+        raise InputError("decode", f"expected {kinds}: {request.decode.kind} cannot keep to a grammar")
     if request.decode.kind == "canvas":
         _check_canvas(request, spec)
     if request.score_from is not None:
