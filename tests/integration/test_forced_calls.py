@@ -121,7 +121,7 @@ async def test_a_model_that_was_told_to_think_may_do_so_before_it_answers(folder
 
 async def test_a_forced_call_needs_an_end_of_sequence_token(folder: Path) -> None:
     frontend = await InputProcessor.read(cluster_options(None, str(folder)))
-    with pytest.raises(InputError, match=r"^tool_choice: expected an end-of-sequence token"):
+    with pytest.raises(InputError, match=r"^tool_choice: expected none with ignore_eos"):
         await frontend.make_request(ask(calls=FORCED, ignore_eos=True))
 
 
