@@ -143,3 +143,17 @@ def test_names_are_looked_up_as_the_system_does() -> None:
     """gRPC's own resolver would not find those of Bonjour; the system's fails in the words of `getaddrinfo`."""
     done = subprocess.run([sys.executable, "-c", LOOK_UP], capture_output=True, text=True)
     assert f"errors resolving {HOST}" in done.stderr and "getaddrinfo" in done.stderr
+
+
+@pytest.mark.parametrize("method", ["Node/Status", "Node/Attach"], ids=["one reply", "many"])
+async def test_a_call_that_never_sends_its_request_gives_its_place_back(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network_module, "_MOST_CALLS", 3)
+    monkeypatch.setattr(network_module, "_REQUEST_S", 0.2)
+    async with serving(1) as [node], NETWORK.channel(node.name, node.address) as channel:
+        idle = [channel.stream_stream(f"/brigade.v1.{method}")() for _ in range(3)]
+        for call in idle:
+            with pytest.raises(grpc.RpcError, match="expected a request within"):
+                await call.read()
+        assert (await NodeStub(channel).Status(StatusRequest())).node == node.name

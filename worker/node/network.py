@@ -8,7 +8,7 @@ import contextlib
 import shlex
 import socket
 import ssl
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -30,6 +30,7 @@ MOST_CONNECTIONS = 1024  # to one server, from all callers together
 _MOST_CALLS = 64  # at one time; a node of a chain serves two, plus occasional ones
 HEAD_START_S = 0.25  # a later address wins only if it is faster than an earlier one by this much
 _REACH_S = 3.0
+_REQUEST_S = 10.0  # for the request of a call; the largest have a few MB
 _WHERE = "as `address:` in cluster.yaml or as --bind"
 _MAX_MESSAGE_BYTES = 24 * 2**20  # a part of a hop has 15 MiB of rows, and may have grammars of 4 MiB in its header
 _BOTH_ENDS = [
@@ -61,6 +62,33 @@ _CHANNEL_OPTIONS = [
 
 
 Attempt = asyncio.Task[Any]
+
+
+class _InTime(grpc.aio.ServerInterceptor):
+    """Reads the request of a call that has one: gRPC would wait for it for ever, in one of the places for calls."""
+
+    async def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
+        """Return the call's handler, or one that reads its request within `_REQUEST_S` first."""
+        handler = await continuation(details)
+        if handler is None or handler.request_streaming:
+            return handler
+        answer = handler.unary_stream or handler.unary_unary
+
+        async def read(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
+            try:
+                async with asyncio.timeout(_REQUEST_S):
+                    request = await anext(requests)
+            except (TimeoutError, StopAsyncIteration):
+                found = f"expected a request within {_REQUEST_S:g} s, got none"
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, found)
+            return await answer(request, context)
+
+        made = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+        return made(read, handler.request_deserializer, handler.response_serializer)
 
 
 def hop_address(address: str) -> str:
@@ -146,7 +174,7 @@ class Network:
 
     def server(self) -> grpc.aio.Server:
         """Return a server, which `listen` binds."""
-        return grpc.aio.server(options=_SERVER_OPTIONS, maximum_concurrent_rpcs=_MOST_CALLS)
+        return grpc.aio.server(interceptors=(_InTime(),), options=_SERVER_OPTIONS, maximum_concurrent_rpcs=_MOST_CALLS)
 
     def listen(self, server: grpc.aio.Server, bind: str) -> int:
         """Bind to HOST:PORT and return the port; port 0 takes a free one.
