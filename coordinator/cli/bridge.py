@@ -9,11 +9,19 @@ from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, ClassVar, TextIO
 
 from pydantic import Field, model_validator
 
-from coordinator.api.body import OpenAISampled, TokenIds, read, require_one
+from coordinator.api.body import (
+    OPENAI_ONLY,
+    UNSUPPORTED,
+    OpenAISampled,
+    TokenIds,
+    Unsupported,
+    read,
+    require_one,
+)
 from coordinator.cli import flags
 from coordinator.cli.report import stats_of
 from coordinator.cli.run import TakeFlags
@@ -182,9 +190,13 @@ class Bridge:
         }
 
 
+_NOT_GENERATED = ("logprobs", "n", "response_format")
+
+
 class GenerateBody(OpenAISampled):
     """The body of `generate`: a prompt, as for `brigade generate`, or token ids."""
 
+    unsupported: ClassVar[Unsupported] = UNSUPPORTED | {name: OPENAI_ONLY[name] for name in _NOT_GENERATED}
     prompt: str | None = None
     prompt_tokens: TokenIds | None = None
     system_prompt: str | None = None

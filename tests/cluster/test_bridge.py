@@ -34,6 +34,7 @@ def test_many_requests_are_answered_at_once_and_all_of_them_before_the_end(recit
         {"id": "\ud800", "op": "info"},
         {"id": "wrong", "op": "generate", "prompt": "Hi", "max_tokens": 0},
         {"id": "nan", "op": "generate", "prompt": "Hi", "temperature": float("nan")},
+        {"id": "two", "op": "generate", "prompt": "Hi", "n": 2},
         {"id": "logs", "op": "chat", "messages": hello, "logprobs": True},
         {"id": "long", "op": "chat", "messages": [{"role": "user", "content": "Hi" * 100_000}]},
     ]
@@ -41,7 +42,7 @@ def test_many_requests_are_answered_at_once_and_all_of_them_before_the_end(recit
     found = bridged(run("bridge", "--model", reciter, "--local", "0", stdin=script))
     errors = {name: line["error"] for name, lines in found.items() for line in lines if "error" in line}
     assert {name: error["field"] for name, error in errors.items() if name is not None} == {
-        2: "id", "wrong": "max_tokens", "nan": "temperature", "logs": "logprobs", "long": "messages",
+        2: "id", "wrong": "max_tokens", "nan": "temperature", "two": "n", "logs": "logprobs", "long": "messages",
     }  # fmt: skip
     assert "expected a JSON object" in errors[None]["message"]
     assert found["i"][0]["info"]["vocab_size"] == 320 and 2 in found["i"][0]["info"]["running"]
