@@ -45,9 +45,7 @@ def test_a_batch_without_an_error_ends_with_0(reciter: Path, tmp_path: Path) -> 
     assert "2 requests answered in" in runs[0].err and "with an error" not in runs[0].err
 
 
-def test_a_request_that_fails_is_an_answer_that_names_its_field_and_shows_in_the_exit_code(
-    reciter: Path, tmp_path: Path
-) -> None:
+def test_a_failed_request_names_its_field_and_shows_in_the_exit_code(reciter: Path, tmp_path: Path) -> None:
     wrong = [
         request("field", max_tokens="many"),
         request("place") | {"url": "/v1/\ud800"},

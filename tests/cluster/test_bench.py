@@ -30,9 +30,7 @@ def memory_for(model: Path, num_layers: int, num_requests: int) -> str:
     return f"{{name: me, memory: {spec.shard_bytes(0, num_layers) + reserved}}}"
 
 
-def test_every_system_is_measured_at_every_number_of_requests_and_the_figures_can_be_simulated(
-    talker: Path, tmp_path: Path
-) -> None:
+def test_every_system_is_measured_at_every_concurrency_and_can_be_simulated(talker: Path, tmp_path: Path) -> None:
     """How close the forecast comes is no claim here: this machine is shared while tests run."""
     plot = tmp_path / "bench.png"
     load = ("--concurrency", "4,1", *LOAD[:-1], "2", "--prompts", "20,9")
@@ -81,9 +79,7 @@ def test_a_node_that_makes_answers_alone_is_measured_with_those_that_compute_its
     assert [each["system"] for each in bench["prompts"]] == ["one process", "mlx_lm", "cluster"]
 
 
-def test_without_workers_this_process_measures_each_decoder_once_and_only_requests_that_fit(
-    talker: Path, tmp_path: Path
-) -> None:
+def test_without_workers_each_decoder_is_measured_once_with_what_fits(talker: Path, tmp_path: Path) -> None:
     """Requests beyond the memory would wait for each other, and the table would not tell."""
     config = write_cluster(
         tmp_path / "cluster.yaml", model=str(talker), workers="[]", coordinator=memory_for(talker, 4, 1)

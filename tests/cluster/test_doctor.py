@@ -19,7 +19,7 @@ def workers(module_start: Starter) -> list[Worker]:
     return [module_start.worker("one"), module_start.worker("two")]
 
 
-def test_a_line_per_finding_and_exit_code_1_if_one_is_a_problem(
+def test_findings_are_lines_and_exit_code_1(
     workers: list[Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "_VERY_SLOW_MS", 10_000.0)  # a machine that is busy with other tests

@@ -26,9 +26,7 @@ def without_times(found: dict[str, Any]) -> list[Row]:
     return [{name: value for name, value in row.items() if name != "ms_per_token"} for row in found["rows"]]
 
 
-def test_an_evaluation_that_was_killed_goes_on_and_gives_the_same_table(
-    start: Starter, reciter: Path, tmp_path: Path
-) -> None:
+def test_a_killed_evaluation_goes_on_to_the_same_table(start: Starter, reciter: Path, tmp_path: Path) -> None:
     source, target = write(tmp_path / "q.jsonl", 8), tmp_path / "a.jsonl"
     asked = ("eval", "--questions", source, "--check", "contains", "-m", "40", "--decode", "ar,ngram", *HERE, reciter)
     whole = parse(run_here(*asked, "--json"))
@@ -60,7 +58,7 @@ def test_an_evaluation_that_was_killed_goes_on_and_gives_the_same_table(
     assert table.code == 0 and "50.0%" in table.out and "16 of 16 answers are known" in table.err
 
 
-def test_a_server_is_asked_for_the_same_answers_and_wrong_files_are_refused(
+def test_a_server_gives_equal_answers_and_wrong_files_are_refused(
     start: Starter, reciter: Path, tmp_path: Path
 ) -> None:
     source = write(tmp_path / "q.jsonl", 4)

@@ -9,9 +9,7 @@ from coordinator.bench.failover import KILLED, RESTARTED, SPARE, STOPPED, Case
 from tests.cluster.commands import parse, run_here
 
 
-def test_it_measures_a_worker_that_is_restarted_and_one_whose_place_a_spare_takes(
-    talker: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restarted_worker_and_a_spare_one_are_measured(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failover, "CASES", [Case(KILLED, RESTARTED), Case(STOPPED, SPARE)])
     found = parse(run_here("bench", "--failover", "--model", talker, "-p", "40", "-n", "1", "--json"))
     assert found["layers"] == [2, 2]

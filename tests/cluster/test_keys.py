@@ -69,9 +69,7 @@ def test_a_coordinator_whose_name_no_certificate_can_carry_leaves_no_authority_a
 @pytest.mark.parametrize(
     ("issued", "message"), [((), "brigade keys issue mini,"), (("mini", "--coordinator"), "the role brigade:worker")]
 )
-def test_a_worker_without_its_own_certificate_does_not_start(
-    config: Path, issued: tuple[str, ...], message: str
-) -> None:
+def test_a_worker_without_its_certificate_does_not_start(config: Path, issued: tuple[str, ...], message: str) -> None:
     make_keys(config, "init")
     if issued:
         make_keys(config, "issue", *issued)

@@ -149,9 +149,7 @@ def test_real_answers_are_as_the_openapi_document_says(server: Server) -> None:
         assert not breaches(answer, document["components"]["schemas"][name], document), (name, answer)
 
 
-def test_a_client_that_leaves_frees_its_slot_on_every_stage(
-    server: Server, chat: Any, workers: list[psutil.Process]
-) -> None:
+def test_a_client_that_leaves_frees_its_slots(server: Server, chat: Any, workers: list[psutil.Process]) -> None:
     def held() -> list[int]:
         return [server.status(worker).slots for worker in workers]
 

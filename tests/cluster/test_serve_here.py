@@ -128,7 +128,7 @@ def test_a_full_queue_is_refused_at_once_and_a_long_wait_in_the_end(talker: Path
 
 
 @pytest.mark.parametrize(("shutdown_s", "num_signals"), [(0.05, 1), (600.0, 2)])
-def test_a_server_without_a_queue_answers_all_that_fit_and_cuts_streams_off_with_the_reason(
+def test_a_server_answers_all_that_fit_and_cuts_streams_off_with_the_reason(
     talker: Path, shutdown_s: float, num_signals: int
 ) -> None:
     async def check() -> None:
@@ -191,7 +191,7 @@ def test_a_server_runs_without_a_missing_worker_takes_it_in_under_streams_and_ke
     uvloop.run(check())
 
 
-def test_a_worker_that_stays_away_closes_the_server_and_its_return_opens_it(
+def test_a_worker_that_stays_away_closes_the_server_until_it_returns(
     start: Starter, talker: Path, worker_file: Path
 ) -> None:
     worker = start.worker("last", "--config", worker_file)
@@ -228,9 +228,7 @@ def test_a_worker_that_stays_away_closes_the_server_and_its_return_opens_it(
     uvloop.run(check())
 
 
-def test_a_bug_of_the_engine_ends_its_requests_and_not_the_server(
-    talker: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bug_of_the_engine_ends_requests_and_not_the_server(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put, bugs = EngineCore._put_outputs, [ZeroDivisionError("a bug")]
 
     def put_or_fail(core: EngineCore, *given: Any) -> None:

@@ -199,9 +199,7 @@ def test_a_process_that_stands_still_is_replaced(short: Templates) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_request_whose_process_is_killed_gets_one_more_try(
-    small: Templates, monkeypatch: pytest.MonkeyPatch, times: int
-) -> None:
+def test_a_request_whose_process_dies_is_retried(small: Templates, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     left = times
 
     def send_and_kill(stream: IO[bytes], message: bytes) -> None:

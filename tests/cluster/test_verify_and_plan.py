@@ -73,7 +73,7 @@ def test_plan_adds_up_to_the_model_and_loads_nothing(workers: list[Worker], mask
         pytest.param("--local 2 --decode ngram", marks=pytest.mark.matrix),
     ],
 )
-def test_verify_finds_every_decoder_equal_on_every_split(
+def test_verify_finds_every_decoder_equal_on_any_split(
     workers: list[Worker], masked: Path, tmp_path: Path, flags: str
 ) -> None:
     words = flags.format(config=config_of(tmp_path, workers, masked)).split()
@@ -87,7 +87,7 @@ def test_verify_finds_every_decoder_equal_on_every_split(
         assert case["expected"] == case["found"] and len(case["found"]) == 4, case["name"]
 
 
-def test_verify_names_the_tensor_and_the_node_that_differ(
+def test_verify_names_the_differing_tensor_and_node(
     workers: list[Worker], start: Starter, masked: Path, tmp_path: Path
 ) -> None:
     def change(weights: dict[str, mx.array]) -> None:

@@ -91,9 +91,7 @@ def expected(talker: Path) -> list[int]:
     return list(answer_here("--model", talker, "--local", "0", *SOME)["tokens"])
 
 
-def test_the_same_workers_serve_one_request_after_another_and_a_slow_link_changes_no_token(
-    pair: Pair, expected: list[int], tmp_path: Path
-) -> None:
+def test_workers_serve_on_and_a_slow_link_changes_no_token(pair: Pair, expected: list[int], tmp_path: Path) -> None:
     assert pair.generate_some() == expected
     with proxy_to(pair.addresses["last"], latency_s=0.02) as proxy:
         answer = answer_here("--config", pair.with_address(tmp_path, "last", proxy.address), *SOME)
@@ -130,9 +128,7 @@ def test_a_lost_worker_ends_the_request_with_its_name_and_is_free_again_once_it_
             pair[each].wait_slots(0, 10.0)
 
 
-def test_a_worker_with_a_blocked_event_loop_ends_the_request_with_its_name(
-    pair: Pair, start: Starter, tmp_path: Path
-) -> None:
+def test_a_worker_with_a_blocked_loop_ends_the_request_by_name(pair: Pair, start: Starter, tmp_path: Path) -> None:
     blocked = start.worker("first", "--model", pair.model, program=("-m", "tools.faults.worker", "loop@40"))
     generate_until_lost(pair.with_address(tmp_path, "first", blocked.address), lambda: None, "first")
 
@@ -154,9 +150,7 @@ def test_a_command_that_is_ended_at_its_start_or_killed_leaves_no_local_worker_b
     assert psutil.wait_procs(children, FAILURE_S)[1] == []
 
 
-def test_workers_whose_coordinator_stands_still_drop_its_session_and_serve_the_next(
-    pair: Pair, start: Starter, expected: list[int]
-) -> None:
+def test_a_coordinator_that_stands_still_loses_its_session(pair: Pair, start: Starter, expected: list[int]) -> None:
     running = start.brigade("generate", "--config", pair.config, *LONG, *AT_ONCE)
     running.out.wait_match(r".", FINISH_S)
     assert [pair[name].status().slots for name in NAMES] == [1, 1]

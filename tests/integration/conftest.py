@@ -331,3 +331,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
 
     yield whole
     made.clear()
+
+
+@pytest.fixture(scope="session")
+def whole(models: Models) -> Whole:
+    """The model that most tests are about."""
+    return models("qwen3")
+
+
+@pytest.fixture(scope="session")
+def folder(whole: Whole) -> Path:
+    return whole.folder

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.planning.recovery import Limits
 from tests.integration.certificates import Certificates
-from tests.integration.conftest import NETWORK, Models, serving
+from tests.integration.conftest import NETWORK, serving
 from tests.integration.many import Live, request, tokens_of, until
 from tests.integration.test_recovery import COMES_BACK, IS_GONE, Place, Rig, assert_equal, supervised, unfailed
 from tests.integration.upstream import attach_request
@@ -21,11 +21,6 @@ from worker.errors import FrameError, StageLost
 from worker.node.attachment import check_place
 
 ASKED = request(tokens_of(5), 60)
-
-
-@pytest.fixture(scope="module")
-def folder(models: Models) -> Path:
-    return models("qwen3").folder
 
 
 class Cables:
@@ -57,7 +52,7 @@ async def lose_chain(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("limits", [COMES_BACK, IS_GONE], ids=["is awaited", "is not awaited"])
-async def test_a_stream_goes_on_over_the_second_cable_and_the_next_chain_over_the_first_again(
+async def test_a_stream_goes_on_over_another_cable_and_the_next_chain_over_the_first(
     folder: Path, limits: Limits
 ) -> None:
     """The hop from node-1, too: were it only the coordinator that finds node-2, there would be no chain."""
@@ -78,9 +73,7 @@ async def test_a_stream_goes_on_over_the_second_cable_and_the_next_chain_over_th
         assert_equal([await engine.answer(ASKED)], [expected])
 
 
-async def test_a_process_that_has_ended_costs_no_wait_at_any_address(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_ended_process_costs_no_wait_at_any_address(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.cluster.cluster._ASK_S", 20.0)
     cables = Cables()
     async with supervised(folder, IS_GONE, reaching=cables.directly) as rig, asyncio.timeout(18):
@@ -90,9 +83,7 @@ async def test_a_process_that_has_ended_costs_no_wait_at_any_address(
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
-async def test_a_hop_is_opened_at_whichever_address_of_the_next_stage_answers(
-    folder: Path, tmp_path: Path, is_encrypted: bool
-) -> None:
+async def test_a_hop_is_opened_at_the_address_that_answers(folder: Path, tmp_path: Path, is_encrypted: bool) -> None:
     """The first is silent, the next refuses connections, the third is the one."""
     network_of = Certificates(tmp_path).of if is_encrypted else lambda name: NETWORK
     silent, refusing = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
@@ -123,9 +114,7 @@ def test_no_more_addresses_are_tried_than_a_configuration_can_have(folder: Path)
         check_place(request)
 
 
-async def test_of_two_processes_with_one_name_the_newer_takes_part_and_the_older_is_told_of_and_fenced(
-    folder: Path,
-) -> None:
+async def test_of_two_processes_with_one_name_the_newer_takes_part_and_the_older_is_fenced(folder: Path) -> None:
     [expected] = await unfailed(folder, [ASKED])
     newer = Place("node-2")
 

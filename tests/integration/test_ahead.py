@@ -74,13 +74,13 @@ async def test_tokens_and_logprobs_are_bit_for_bit_those_of_steps_built_on_arriv
     assert [each.samples for each in found] == [each.samples for each in expected]
 
 
-async def test_steps_are_ready_for_every_request_of_a_runner(models: Models, taken: list[bool]) -> None:
+async def test_steps_are_ready_for_every_request_of_a_runner(folder: Path, taken: list[bool]) -> None:
     """Though slots of those that have ended are kept, with what was built for them.
 
     In a chain: on one node whose device computes on this very thread nothing is gained by building before a frame.
     """
     shares = []
-    async with running(models("qwen3").folder, (1, 2, 1)) as chain, Engine(chain) as engine:
+    async with running(folder, (1, 2, 1)) as chain, Engine(chain) as engine:
         for number in range(4):
             taken.clear()
             await engine.answer(request(tokens_of(6, number), 12, repetition_penalty=1.0 + number % 2))

@@ -78,8 +78,7 @@ async def test_attaching_to_a_node_that_holds_nothing_or_other_layers_is_refused
                 await attach(node, attach_request(folder))
 
 
-async def test_a_second_coordinator_is_refused_and_the_first_goes_on(models: Models) -> None:
-    whole = models("qwen3")
+async def test_a_second_coordinator_is_refused_and_the_first_goes_on(models: Models, whole: Whole) -> None:
     async with serving(1) as [node], opened(whole.folder, (2, 2), [node]) as chain:
         before = (await answer(chain, PROMPT, 4)).tokens
         with pytest.raises(NodeBusy, match=r"^worker node-1: already serves another coordinator"):
@@ -89,9 +88,8 @@ async def test_a_second_coordinator_is_refused_and_the_first_goes_on(models: Mod
         assert (await answer(chain, PROMPT, 4)).tokens == before == whole.tokens(PROMPT, 4)
 
 
-async def test_a_node_loads_while_the_chain_of_the_others_runs(models: Models) -> None:
+async def test_a_node_loads_while_the_chain_of_the_others_runs(whole: Whole) -> None:
     """It was lost, and is back: the chain goes on without it until it has loaded."""
-    whole = models("qwen3")
     async with serving(2) as nodes, opened(whole.folder, (2, 2), nodes[:1]) as chain, Engine(chain) as engine:
         live = Live(engine, many_request(tokens_of(9), 60))
         await live.wait_pieces(1)
@@ -104,9 +102,8 @@ async def test_a_node_loads_while_the_chain_of_the_others_runs(models: Models) -
 
 
 async def test_when_the_coordinator_is_gone_its_slots_are_too_and_another_can_attach(
-    models: Models, worker_caches: References, without_collector: None
+    whole: Whole, worker_caches: References, without_collector: None
 ) -> None:
-    whole = models("qwen3")
     async with serving(2) as nodes:
         async with opened(whole.folder, (1, 1, 2), nodes) as chain:
             await send(chain, Frame(epoch=1, step=51, opened=[Opening(slot=3)], windows=[window_of(PROMPT, 0, 3)]))
@@ -137,9 +134,8 @@ async def assert_free(nodes: Sequence[RunningNode], whole: Whole, worker_caches:
 
 
 async def test_an_error_in_a_stage_names_its_node_and_leaves_the_nodes_usable(
-    models: Models, monkeypatch: pytest.MonkeyPatch, worker_caches: References, without_collector: None
+    whole: Whole, monkeypatch: pytest.MonkeyPatch, worker_caches: References, without_collector: None
 ) -> None:
-    whole = models("qwen3")
     run: Callable[..., mx.array] = Shard.__call__
 
     def fail(shard: Shard, x: mx.array, *more: Any) -> mx.array:
@@ -173,7 +169,7 @@ def files_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return files
 
 
-async def test_the_same_load_again_reads_nothing_whether_or_not_its_coordinator_knows_the_contents(
+async def test_an_equal_load_reads_nothing_whatever_its_coordinator_knows(
     tmp_path: Path, files_read: list[str]
 ) -> None:
     folder = make_model(tmp_path / "model", num_files=3)
@@ -188,9 +184,7 @@ async def test_the_same_load_again_reads_nothing_whether_or_not_its_coordinator_
         assert files_read
 
 
-async def test_a_weight_file_that_changes_while_it_is_read_is_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_file_that_changes_while_being_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_model(tmp_path / "model", num_files=2)
     file = sorted(folder.glob("*.safetensors"))[0]
     materialise: Callable[..., None] = Shard.materialise
@@ -207,7 +201,7 @@ async def test_a_weight_file_that_changes_while_it_is_read_is_not_taken(
 
 
 async def test_a_coordinator_that_leaves_while_a_node_gives_back_what_it_held_does_not_break_that_off(
-    models: Models, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its link to the next node would stay open, and its caches where they are."""
     closing, may_go, closed = threading.Event(), threading.Event(), list[Link]()
@@ -222,7 +216,7 @@ async def test_a_coordinator_that_leaves_while_a_node_gives_back_what_it_held_do
         closed.append(link)
 
     monkeypatch.setattr(Link, "close", close_slowly)
-    async with serving(2) as nodes, opened(models("qwen3").folder, (1, 2, 1), nodes) as chain:
+    async with serving(2) as nodes, opened(folder, (1, 2, 1), nodes) as chain:
         service, thread = nodes[0].service, nodes[0].thread
         attachment = service.worker.attachment
         assert attachment is not None and attachment.stage is not None

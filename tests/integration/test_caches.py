@@ -86,9 +86,7 @@ async def test_a_rotating_cache_sees_the_first_tokens_and_the_latest_whatever_th
 
 
 @pytest.mark.parametrize("kind", ["full", "rotating", "int8", "int4"])
-async def test_verified_drafts_that_hold_and_that_fail_leave_every_cache_as_one_token_decoding_does(
-    models: Models, kind: str
-) -> None:
+async def test_verified_drafts_leave_every_cache_as_one_token_decoding_does(models: Models, kind: str) -> None:
     """Long enough for the rotating buffers, which end at 256 rows, to slide under rejected drafts."""
     cache = make_cache_choice(kind, 40 if kind == "rotating" else None)
     num_prompt, num_tokens = (230, 40) if kind == "rotating" else (45, 24)
@@ -134,9 +132,7 @@ def quantised(whole: Whole, prompt: tuple[int, ...], num_tokens: int, group_size
 
 
 @splits
-async def test_a_quantised_cache_gives_the_tokens_of_mlx_lms_whatever_the_decoder(
-    models: Models, layers: tuple[int, ...]
-) -> None:
+async def test_quantised_caches_give_mlx_lms_tokens_with_every_decoder(models: Models, layers: tuple[int, ...]) -> None:
     """Rows are quantised one by one, so what they are fed with does not matter."""
     for head_dim, group_size in ((32, 32), (64, 64)) if layers == SPLITS[-1] else ((32, 32),):
         whole = models("qwen3", config={"mask_token_id": 90, "head_dim": head_dim}, sharpen=4.0)

@@ -5,6 +5,7 @@ import math
 import threading
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ import mlx.nn as nn
 import pytest
 
 from protos.brigade_pb2 import Frame, Opening, Sampling
-from tests.integration.conftest import CHUNK, Models, answer, opened, receive, running, send, serving
+from tests.integration.conftest import CHUNK, Models, Whole, answer, opened, receive, running, send, serving
 from tests.integration.upstream import window_of
 from tests.tiny import VOCAB
 from worker.compute.shard import Shard
@@ -65,9 +66,7 @@ async def test_stage_0_starts_the_next_prompt_chunks_before_the_first_result_is_
         assert third_began < first_was_back
 
 
-async def test_a_node_says_how_long_its_engine_has_been_busy_while_it_is(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_node_says_how_long_its_engine_has_been_busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     run: Callable[..., mx.array] = Shard.__call__
 
@@ -75,7 +74,7 @@ async def test_a_node_says_how_long_its_engine_has_been_busy_while_it_is(
         assert shard.is_first or release.wait(5)
         return run(shard, x, *more)
 
-    async with serving(1) as [node], opened(models("qwen3").folder, (2, 2), [node]) as chain:
+    async with serving(1) as [node], opened(folder, (2, 2), [node]) as chain:
         warmed_up = (await chain.peers[0].status(5)).step
         monkeypatch.setattr(Shard, "__call__", held)
         window = window_of(PROMPT, 0)
@@ -90,8 +89,8 @@ async def test_a_node_says_how_long_its_engine_has_been_busy_while_it_is(
         assert (status.busy_s, status.step, status.slots) == (0, 50, 1)
 
 
-async def test_every_stage_records_when_it_had_each_frame_and_one_session_decodes_one_at_a_time(models: Models) -> None:
-    async with running(models("qwen3").folder, (1, 2, 1)) as chain:
+async def test_every_stage_records_when_it_had_each_frame_and_one_session_decodes_one_at_a_time(folder: Path) -> None:
+    async with running(folder, (1, 2, 1)) as chain:
         passages = (await answer(chain, PROMPT, 5)).passages
     for passage in passages:
         assert len(passage.timings) == 3
@@ -108,18 +107,15 @@ async def test_every_stage_records_when_it_had_each_frame_and_one_session_decode
 
 
 @pytest.mark.parametrize("layers", [(4,), (1, 2, 1)])
-async def test_only_rows_whose_token_is_wanted_reach_the_head(
-    models: Models, head_rows: list[int], layers: tuple[int, ...]
-) -> None:
-    async with running(models("qwen3").folder, layers) as chain:
+async def test_only_wanted_rows_reach_the_head(folder: Path, head_rows: list[int], layers: tuple[int, ...]) -> None:
+    async with running(folder, layers) as chain:
         head_rows.clear()
         await answer(chain, PROMPT, 5)
     assert head_rows == [1, 1, 1, 1, 1]
 
 
-async def test_several_wanted_rows_are_each_sampled_from_their_own_prefix(models: Models, head_rows: list[int]) -> None:
+async def test_several_wanted_rows_are_each_sampled_from_their_own_prefix(whole: Whole, head_rows: list[int]) -> None:
     """A window may ask for any of its trailing rows; those before them are not computed to logits."""
-    whole = models("qwen3")
     async with running(whole.folder, (2, 2)) as chain:
         head_rows.clear()
         window = window_of(PROMPT[:7], 0)

@@ -56,9 +56,7 @@ async def test_a_grammar_that_compiles_for_long_holds_up_no_other_session(
         assert (await number).isdigit()
 
 
-async def test_a_server_has_read_the_vocabulary_before_its_first_grammar(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_vocabulary_is_read_before_the_first_grammar(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where that takes longer than a client's grammar may."""
     read, tokenizer = list[Any](), grammars.LLTokenizer
     monkeypatch.setattr(grammars, "LLTokenizer", lambda *given, **more: read.append(more) or tokenizer(*given, **more))

@@ -59,9 +59,7 @@ def tune(folder: Path, file: str) -> None:
 
 
 @pytest.mark.parametrize("file", [FILES[0], FILES[3]])
-async def test_a_fine_tune_with_equal_headers_is_refused_and_a_differing_file_named(
-    whole: Whole, copy: Path, file: str
-) -> None:
+async def test_a_fine_tune_with_equal_headers_is_refused_by_its_file(whole: Whole, copy: Path, file: str) -> None:
     tune(copy, file)
     assert open_folder(copy).fingerprint == open_folder(whole.folder).fingerprint
     differ = f"^worker node-1: its weights in {file} differ from the coordinator's; copy the same model to both nodes$"
@@ -81,9 +79,7 @@ async def test_a_node_that_holds_the_model_refuses_its_fine_tune(whole: Whole, c
             await load(node, request)
 
 
-async def test_files_that_arrive_while_loading_are_compared_too(
-    whole: Whole, copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_files_that_come_late_are_compared_too(whole: Whole, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker whose copy comes from a hub that names no hashes; the coordinator's is a folder."""
     tune(copy, FILES[3])
     request = full_request(whole.folder, 2, 4)

@@ -294,9 +294,7 @@ def soft_size(asked: Request) -> int:
     [pytest.param(each, marks=() if each == (2, 1, 3) else pytest.mark.matrix) for each in SPLITS[1:]],
     ids=str,
 )
-async def test_packed_experts_of_four_bits_answer_the_same_on_every_split(
-    layers: tuple[int, ...], packed: Path
-) -> None:
+async def test_packed_experts_of_four_bits_answer_alike_on_every_split(layers: tuple[int, ...], packed: Path) -> None:
     spec = describe(open_folder(packed))
     asked = replace(ANSWERED[1], decode=suit(Decode("auto", canvas_steps=4), Cache(), spec), max_tokens=18)
     whole, stages = Chain(packed, [6]), Chain(packed, ends(layers))
@@ -327,9 +325,7 @@ def test_both_published_layouts_hold_the_same_tensors(tmp_path: Path) -> None:
         ("auto", {}, make_cache_choice("int8", None), "kv"),
     ],
 )
-def test_what_it_was_not_trained_for_is_refused_by_name(
-    kind: str, options: dict[str, Any], cache: Cache, field: str
-) -> None:
+def test_what_it_was_not_trained_for_is_refused(kind: str, options: dict[str, Any], cache: Cache, field: str) -> None:
     with pytest.raises(InputError) as refusal:
         suit(make_decode(kind, "auto", 0.4, 0.02, **options), cache, SPEC)
     assert refusal.value.field == field

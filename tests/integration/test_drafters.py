@@ -103,7 +103,7 @@ async def test_a_drafter_that_is_the_model_has_every_draft_accepted(
 
 
 @cases
-async def test_a_foreign_drafter_changes_no_token(
+async def test_foreign_drafts_change_no_token(
     models: Models, family: str, layers: tuple[int, ...], names: Sequence[str]
 ) -> None:
     async with running(model_of(models, family), layers, drafter=foreign(models)) as chain:
@@ -162,9 +162,7 @@ async def assert_equal_side_by_side(chain: Chain, requests: Sequence[Request] = 
         *(pytest.param("qwen3_5", each, marks=pytest.mark.matrix) for each in ("itself", "foreign")),
     ],
 )
-async def test_sessions_with_other_numbers_of_drafts_share_a_lane(
-    models: Models, passes: list[Pass], family: str, drafter: str
-) -> None:
+async def test_unequal_drafts_share_a_lane(models: Models, passes: list[Pass], family: str, drafter: str) -> None:
     folder = model_of(models, family)
     async with running(folder, (1, 2, 1), drafter=folder if drafter == "itself" else foreign(models)) as chain:
         await assert_equal_side_by_side(chain)
@@ -187,9 +185,7 @@ async def test_a_conversation_goes_on_with_what_its_drafter_has_read(models: Mod
                 assert each.usage.num_steps == least_steps(10, 7)
 
 
-async def test_a_drafter_is_sent_to_a_worker_kept_on_its_disk_and_released_by_a_chain_without(
-    models: Models, tmp_path: Path
-) -> None:
+async def test_a_drafter_is_sent_kept_on_disk_and_released_by_a_chain_without(models: Models, tmp_path: Path) -> None:
     """As where a node was lost and took its drafter along: the chain goes on without, step by step."""
     folder, small = model_of(models, "qwen3"), foreign(models)
     store, draft, weights = WeightsCache(tmp_path), Decode("draft", num_drafts=3), list[int]()
@@ -244,9 +240,7 @@ async def test_windows_that_ask_for_impossible_drafts_are_refused(models: Models
                 await Bench(chain).send([window], [Opening(slot=0)])
 
 
-def test_a_drafter_with_another_tokenizer_is_refused_by_the_first_token_that_differs(
-    models: Models, tmp_path: Path
-) -> None:
+def test_a_drafter_of_another_tokenizer_is_refused_by_the_first_difference(models: Models, tmp_path: Path) -> None:
     folder = model_of(models, "qwen3")
 
     def with_vocabulary(*tokens: str) -> Path:
@@ -278,9 +272,7 @@ async def test_a_sliding_drafter_goes_on_after_rejected_drafts(models: Models, t
     assert len(texts) == 1
 
 
-async def test_a_text_that_the_drafter_lacks_is_read_over_several_steps(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_text_that_the_drafter_lacks_is_read_in_steps(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its source had no drafts: until all of it is read none are made."""
     monkeypatch.setattr(small_model, "_CHUNK", 16)
     monkeypatch.setattr(small_model, "_MOST_READ", 64)

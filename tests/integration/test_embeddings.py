@@ -53,9 +53,7 @@ async def answered(engine: Engine, each: Request) -> list[Output]:
     [("qwen3", (4,)), ("qwen3", (1, 2, 1)), ("gemma3_text", (1, 2, 1)), ("qwen3_5", (1, 3))],
     ids=str,
 )
-async def test_sums_are_those_of_the_whole_model_beside_a_stream(
-    models: Models, family: str, layers: tuple[int, ...]
-) -> None:
+async def test_sums_are_the_whole_models_beside_a_stream(models: Models, family: str, layers: tuple[int, ...]) -> None:
     model, beside = models(family), tokens_of(9, 3)
     async with running(model.folder, layers) as chain, Engine(chain) as engine:
         stream = engine.generate(request(beside, 40))

@@ -72,8 +72,7 @@ splits = pytest.mark.parametrize("layers", [(4,), (1, 3), (2, 1, 1)], ids=str)
 
 
 @splits
-def test_a_window_on_another_prefix_fails_alone_and_its_slot_can_go_on(models: Models, layers: tuple[int, ...]) -> None:
-    whole = models("qwen3")
+def test_a_window_on_another_prefix_fails_alone_and_its_slot_can_go_on(whole: Whole, layers: tuple[int, ...]) -> None:
     expected = {slot: whole.tokens(prompt, 1)[0] for slot, prompt in enumerate(PROMPTS)}
     row = Row(whole, layers)
     row.feed(PROMPTS)
@@ -86,9 +85,8 @@ def test_a_window_on_another_prefix_fails_alone_and_its_slot_can_go_on(models: M
 
 
 @pytest.mark.parametrize("at", [1, 2])
-def test_a_window_that_a_later_stage_cannot_take_fails_alone(models: Models, at: int) -> None:
+def test_a_window_that_a_later_stage_cannot_take_fails_alone(whole: Whole, at: int) -> None:
     """As if that stage had lost the slot: earlier ones have computed the window's rows, which it leaves out."""
-    whole = models("qwen3")
     row = Row(whole, (2, 1, 1))
     row.feed(PROMPTS)
     row.engines[at].begin(Frame(epoch=1, opened=[Opening(slot=1)]), None, 0, 0)
@@ -98,9 +96,8 @@ def test_a_window_that_a_later_stage_cannot_take_fails_alone(models: Models, at:
     assert tokens(result) == {slot: whole.tokens(PROMPTS[slot], 1)[0] for slot in (0, 2)}
 
 
-def test_what_comes_for_a_failed_window_while_it_is_not_known_yet_fails_as_well(models: Models) -> None:
+def test_what_comes_for_a_failed_window_while_it_is_not_known_yet_fails_as_well(whole: Whole) -> None:
     """Chunks of a prompt are in flight one behind the other; the others of their frames go on."""
-    whole = models("qwen3")
     row = Row(whole, (2, 2))
     long = tokens_of(20, 7)
     row.run([window_of(long[:8], 0)], opened=[Opening(slot=0)])
@@ -120,8 +117,7 @@ def test_a_frame_all_of_whose_windows_fail_has_no_rows_and_is_answered(models: M
     assert not result.samples and len(result.timings) == len(layers)
 
 
-def test_a_copy_of_more_than_there_is_fails_its_own_session(models: Models) -> None:
-    whole = models("qwen3")
+def test_a_copy_of_more_than_there_is_fails_its_own_session(whole: Whole) -> None:
     row = Row(whole, (2, 2))
     row.feed(PROMPTS)
     held = PROMPTS[0][:-1]
@@ -136,8 +132,7 @@ def test_a_copy_of_more_than_there_is_fails_its_own_session(models: Models) -> N
     assert [engine.num_slots for engine in row.engines] == [0, 0]
 
 
-def test_a_slot_that_is_opened_again_keeps_its_buffers_unless_another_one_begins_with_its_rows(models: Models) -> None:
-    whole = models("qwen3")
+def test_a_slot_that_is_opened_again_keeps_its_buffers_unless_another_one_begins_with_its_rows(whole: Whole) -> None:
     row = Row(whole, (4,))
     held = tokens_of(300)
     row.feed([held])
@@ -154,8 +149,7 @@ def test_a_slot_that_is_opened_again_keeps_its_buffers_unless_another_one_begins
 
 
 @splits
-def test_an_error_in_sampling_ends_that_session_alone(models: Models, layers: tuple[int, ...]) -> None:
-    whole = models("qwen3")
+def test_an_error_in_sampling_ends_that_session_alone(whole: Whole, layers: tuple[int, ...]) -> None:
     row = Row(whole, layers)
     odd = Sampling(temperature=1.0, top_k=1 << 20)  # mlx-lm refuses more than the vocabulary has
     failed = [(1, "SamplingError", f"node-{len(layers) - 1}")]
@@ -179,9 +173,7 @@ def test_what_breaks_a_whole_frame_still_ends_the_stage(models: Models) -> None:
         row.run([], opened=[Opening(slot=4, fork_of=3)])
 
 
-def test_a_bug_of_ours_in_a_session_is_no_failure_of_that_session(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bug_of_ours_is_no_failure_of_a_session(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     row = Row(models("qwen3"), (4,))
     row.feed(PROMPTS)
 
@@ -194,9 +186,8 @@ def test_a_bug_of_ours_in_a_session_is_no_failure_of_that_session(
             row.run(last_windows(), opened=[Opening(slot=4, fork_of=0)])
 
 
-def test_a_chunk_is_waited_for_by_itself_though_the_next_has_begun(models: Models) -> None:
+def test_a_chunk_is_waited_for_by_itself_though_the_next_has_begun(whole: Whole) -> None:
     """The next chunk writes into the caches that the first one's rows are in: it must not take part in that wait."""
-    whole = models("qwen3")
     checkpoint = open_folder(whole.folder)
     engine = Executor(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype)
     prompt = tokens_of(2 * CHUNK)
@@ -211,9 +202,7 @@ def test_a_chunk_is_waited_for_by_itself_though_the_next_has_begun(models: Model
         engine.finish(step)
 
 
-def test_the_targets_of_a_long_chunk_are_scored_in_blocks_of_128(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_targets_of_a_long_chunk_are_scored_in_blocks_of_128(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row has logits for the whole vocabulary: all rows of a chunk at once would take gigabytes."""
     whole, prompt, sizes = models("qwen3"), tokens_of(301), []
     logits = Shard.logits
@@ -236,9 +225,7 @@ def test_the_targets_of_a_long_chunk_are_scored_in_blocks_of_128(
     assert [score.logprob for score in result.scores] == pytest.approx(expected, abs=1e-5)
 
 
-def test_the_end_of_a_long_prompt_frees_the_buffers_that_its_chunks_used(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_a_long_prompt_frees_its_chunks_buffers(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     bases: list[int] = []  # of all frames so far
     cleared: list[int] = []
     monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(len(bases)))

@@ -1,4 +1,7 @@
-"""Chains of one epoch after another: which results they take, and how long they wait for a step."""
+"""Chains of one epoch after another: which results they take, and how long they wait for a step.
+
+A node that is merely slow stays in the chain: tests/unit/cluster/test_flight.py.
+"""
 
 import asyncio
 import threading
@@ -16,12 +19,25 @@ from coordinator.engine.engine import Engine
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Frame, Opening, Result, StatusReply
-from tests.integration.conftest import Models, RunningNode, deployed, receive, running, send, serving
+from tests.integration.conftest import (
+    Models,
+    RunningNode,
+    Whole,
+    answer,
+    deployed,
+    opened,
+    receive,
+    running,
+    send,
+    serving,
+)
 from tests.integration.many import Live, request, tokens_of, until
 from tests.integration.upstream import window_of
 from worker.errors import BrigadeError, EngineHung, FrameError, StageLost
+from worker.platform import machine
 
 Held = Callable[[], None]
+ROW = Frame(epoch=1, step=51, windows=[window_of(tokens_of(1), 0)])  # as the warm-up had some
 
 
 @dataclass
@@ -75,14 +91,11 @@ async def answer_over_a_loss(
     return found
 
 
-async def test_requests_fail_if_no_chain_can_be_opened_again(models: Models) -> None:
+async def test_requests_fail_if_no_chain_can_be_opened_again(folder: Path) -> None:
     async def give_up(error: BrigadeError) -> Chain:
         raise StageLost("nobody is left") from error
 
-    async with (
-        loaded(models("qwen3").folder, (2, 2)) as cluster,
-        Engine(await cluster.open(), when_lost=give_up) as engine,
-    ):
+    async with loaded(folder, (2, 2)) as cluster, Engine(await cluster.open(), when_lost=give_up) as engine:
         live = [Live(engine, request(tokens_of(5, i), 300)) for i in range(3)]
         await live[-1].wait_pieces(2)
         cluster.deployment.peers[0].detach()
@@ -102,9 +115,9 @@ async def test_requests_fail_if_no_chain_can_be_opened_again(models: Models) -> 
     ids=["epoch", "step", "a timing less", "a timing more"],
 )
 async def test_a_result_that_answers_nothing_that_was_asked_is_refused(
-    models: Models, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Result], object]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Result], object]
 ) -> None:
-    async with running(models("qwen3").folder, (2, 2)) as chain:
+    async with running(folder, (2, 2)) as chain:
         stage = chain._stage
         assert stage is not None
         next_result = stage.next_result
@@ -145,13 +158,10 @@ async def hasty(models: Models, monkeypatch: pytest.MonkeyPatch, said: list[str]
             await held
 
 
-async def test_a_step_that_takes_longer_than_such_a_step_took_is_lost_if_no_engine_is_at_it(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A row as the warm-up had some."""
+async def test_a_long_step_is_lost_if_no_engine_is_at_it(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     async with hasty(models, monkeypatch, said) as (chain, _):
-        await send(chain, Frame(epoch=1, step=51, windows=[window_of(tokens_of(1), 0)]))
+        await send(chain, ROW)
         with pytest.raises(StageLost, match=r"no result for \d+\.\d s though every worker answers \(last step 51\)"):
             await receive(chain)
     assert not said
@@ -176,7 +186,7 @@ async def busy_itself(models: Models, monkeypatch: pytest.MonkeyPatch) -> AsyncI
 
         monkeypatch.setattr(chain.peers[0], "status", status)
         monkeypatch.setattr(stage.executor, "begin", held)
-        await send(chain, Frame(epoch=1, step=51, windows=[window_of(tokens_of(1), 0)]))
+        await send(chain, ROW)
         try:
             yield chain, release
         finally:
@@ -192,9 +202,7 @@ async def test_a_long_step_of_this_process_is_waited_for(models: Models, monkeyp
         assert (await waiting).result.step == 51
 
 
-async def test_an_engine_of_this_process_that_never_ends_its_step_is_given_up(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_our_engine_is_given_up_if_its_step_never_ends(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that waits for its thread ends with the reason; so does what is asked of it later."""
     monkeypatch.setattr("coordinator.cluster.chain._OWN_STEP_S", 0.1)
     async with busy_itself(models, monkeypatch) as (chain, release):
@@ -205,9 +213,7 @@ async def test_an_engine_of_this_process_that_never_ends_its_step_is_given_up(
         chain.thread.loop.call_soon_threadsafe(chain.thread.loop.stop)
 
 
-async def test_the_first_step_of_a_kind_is_waited_for_and_said_to_compile(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_first_step_of_a_kind_is_said_to_compile(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a number that the warm-up had not."""
     said: list[str] = []
     async with hasty(models, monkeypatch, said) as (chain, release):
@@ -218,3 +224,50 @@ async def test_the_first_step_of_a_kind_is_waited_for_and_said_to_compile(
         release()
         assert (await waiting).result.step == 51
     assert len(said) == 1 and said[0].startswith("compiling")
+
+
+async def test_an_engine_too_long_at_its_step_is_named(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[float]()
+
+    async def status(within_s: float) -> StatusReply:
+        said.append((0.2, 9.0)[len(said)])
+        return StatusReply(busy_s=said[-1])
+
+    async with hasty(models, monkeypatch, []) as (chain, _):
+        monkeypatch.setattr(chain.peers[0], "status", status)
+        await send(chain, ROW)
+        with pytest.raises(EngineHung, match=r"^worker node-1: its engine has been at one step for 9\.0 s$"):
+            await receive(chain)
+        assert said == [0.2, 9.0]
+
+
+async def test_a_result_that_comes_while_nodes_are_asked_is_used(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with hasty(models, monkeypatch, []) as (chain, release):
+
+        async def status(within_s: float) -> StatusReply:
+            release()
+            await until(lambda: chain.still_since is None)
+            return StatusReply()
+
+        monkeypatch.setattr(chain.peers[0], "status", status)
+        await send(chain, ROW)
+        assert (await receive(chain)).result.step == 51
+
+
+async def test_a_worker_whose_machine_slept_leaves_its_chain(whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept_s = 100.0
+    monkeypatch.setattr(machine, "asleep_s", lambda: slept_s)
+    monkeypatch.setattr(machine, "_LOOK_EVERY_S", 0.01)
+    async with serving(2) as nodes:
+        async with opened(whole.folder, (1, 2, 1), nodes) as chain:
+            expected = (await answer(chain, tokens_of(6), 5)).tokens
+            slept_s += 30
+            with pytest.raises(StageLost, match=r"^worker node-[12]: .*(slept for 30 s|ended the hop)"):
+                async with asyncio.timeout(60):
+                    await receive(chain)
+        for node in nodes:
+            await until(lambda node=node: not node.service.num_slots)  # type: ignore[misc]
+        async with opened(whole.folder, (1, 2, 1), nodes) as chain:
+            assert (await answer(chain, tokens_of(6), 5)).tokens == expected == whole.tokens(tokens_of(6), 5)

@@ -1,6 +1,8 @@
 """A chain of real gRPC nodes gives the tokens and logits of mlx-lm's unsharded model, however it is split."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -13,8 +15,10 @@ from mlx_lm.sample_utils import make_logits_processors
 from coordinator.cluster.chain import Chain
 from protos.brigade_pb2 import Sampling
 from tests.integration.conftest import CHUNK, Models, Whole, answer, running
-from tests.tiny import FAMILIES, VOCAB
+from tests.tiny import FAMILIES, VOCAB, write_folder
 from worker.compute.shard import Shard
+from worker.model.checkpoint import open_folder
+from worker.model.describe import describe
 
 EVERY_SPLIT = [(4,), (1, 3), (2, 2), (3, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 1, 1, 1)]
 
@@ -159,8 +163,7 @@ def test_greedy_tokens_with_and_without_penalties_are_those_of_mlx_lm_generate(m
         assert whole.tokens(LONG, NUM_TOKENS, Sampling(**penalties)) == [token for token, _ in steps]
 
 
-async def test_reported_logprobs_are_the_log_softmax_of_the_whole_models_logits(models: Models) -> None:
-    whole = models("qwen3")
+async def test_reported_logprobs_are_the_log_softmax_of_the_whole_models_logits(whole: Whole) -> None:
     async with running(whole.folder, (2, 2)) as chain:
         samples = (await answer(chain, LONG, 5, Sampling(seed=1, temperature=1.0, logprobs=1 + VOCAB))).samples
     logits = np.array(whole.logits(LONG, [sample.token for sample in samples]), np.float64)
@@ -173,9 +176,7 @@ async def test_reported_logprobs_are_the_log_softmax_of_the_whole_models_logits(
 
 
 @one_split
-async def test_a_sliding_window_is_the_whole_models_long_after_it_has_slid(
-    models: Models, layers: tuple[int, ...]
-) -> None:
+async def test_a_window_that_has_long_slid_is_the_whole_models(models: Models, layers: tuple[int, ...]) -> None:
     """Long enough that the caches have let go of rows: they keep 256 and the window is 8."""
     whole = models("gemma3_text")
     prompt = tuple((3 * i + i * i) % VOCAB for i in range(270))
@@ -186,7 +187,7 @@ async def test_a_sliding_window_is_the_whole_models_long_after_it_has_slid(
 
 @one_split
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "gemma3_text", "qwen3_5"])
-async def test_a_head_tied_to_the_embedding_works_on_every_last_stage(
+async def test_a_head_tied_to_the_embedding_works_anywhere(
     models: Models, family: str, layers: tuple[int, ...]
 ) -> None:
     whole = models(family, tied=True)
@@ -206,9 +207,7 @@ async def test_a_head_tied_to_the_embedding_works_on_every_last_stage(
         for at, (name, dtype) in enumerate((("bf16", mx.bfloat16), ("fp16", mx.float16)))
     ],
 )
-async def test_half_precision_gives_the_tokens_of_the_whole_model(
-    models: Models, family: str, dtype: mx.Dtype, layers: tuple[int, ...]
-) -> None:
+async def test_half_precision_is_equal(models: Models, family: str, dtype: mx.Dtype, layers: tuple[int, ...]) -> None:
     whole = models(family, dtype=dtype)
     async with running(whole.folder, layers) as chain:
         await assert_equal(chain, whole, {name: SAMPLINGS[name] for name in ("greedy", "penalties")})
@@ -254,9 +253,7 @@ async def test_a_wedlm_checkpoint_runs_as_the_model_it_was_made_from(
 
 
 @one_split
-async def test_a_llama_with_some_sliding_layers_gives_the_tokens_of_the_whole_model(
-    models: Models, layers: tuple[int, ...]
-) -> None:
+async def test_a_llama_with_sliding_layers_gives_equal_tokens(models: Models, layers: tuple[int, ...]) -> None:
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
     whole = models("llama", config={"layer_types": kinds, "sliding_window": 6})
     assert whole.tokens(LONG, NUM_TOKENS) != models("llama").tokens(LONG, NUM_TOKENS)
@@ -265,9 +262,7 @@ async def test_a_llama_with_some_sliding_layers_gives_the_tokens_of_the_whole_mo
 
 
 @pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.matrix), "gemma3_text", "qwen3_5"])
-async def test_a_session_replayed_from_its_tokens_on_another_split_goes_on_with_the_same_tokens(
-    models: Models, family: str
-) -> None:
+async def test_a_session_replayed_on_another_split_goes_on_with_the_same_tokens(models: Models, family: str) -> None:
     """How a failure is survived: prompt and answer so far, fed as a prompt to other nodes. Every draw needs its key."""
     folder, hot = models(family).folder, Sampling(seed=3, temperature=2.0, top_p=0.99)
     async with running(folder, FULL) as chain:
@@ -286,3 +281,52 @@ def test_the_models_of_these_tests_are_told_apart_by_their_tokens(models: Models
             assert len(set(tokens)) >= 3, f"{family} repeats itself: {tokens}"
             seen.add(tuple(tokens))
     assert len(seen) == len(FAMILIES) * len(SAMPLINGS)
+
+
+both_ends = pytest.mark.parametrize("layers", [(1, 3), pytest.param((3, 1), marks=pytest.mark.matrix)], ids=split_name)
+
+
+def rewritten(whole: Whole, folder: Path, *, drop: str = "", **tensors: mx.array) -> Whole:
+    """The model without the configuration's key `drop` and with more tensors, whose names have `__` for a dot."""
+    config = json.loads((whole.folder / "config.json").read_text())
+    config.pop(drop, None)
+    stored = dict(mx.load(str(whole.folder / "model.safetensors")))
+    stored |= {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    write_folder(folder, config, stored)
+    return Whole(folder)
+
+
+@pytest.fixture(scope="session")
+def both(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """Tied by configuration, with an lm_head that would say something else."""
+    tied = models("qwen3", tied=True)
+    shape = tied.reference.model.model.embed_tokens.weight.shape
+    mx.random.seed(9)
+    return rewritten(tied, tmp_path_factory.mktemp("both"), lm_head__weight=mx.random.normal(shape))
+
+
+@both_ends
+async def test_a_stored_head_is_ignored_where_it_is_tied(models: Models, both: Whole, layers: tuple[int, ...]) -> None:
+    assert both.tokens(LONG, NUM_TOKENS) == models("qwen3", tied=True).tokens(LONG, NUM_TOKENS)
+    async with running(both.folder, layers) as chain:
+        await assert_equal(chain, both, GREEDY)
+
+
+def test_a_plan_counts_the_embedding_at_both_ends_and_no_stored_lm_head(models: Models, both: Whole) -> None:
+    spec, tied = (describe(open_folder(whole.folder)) for whole in (both, models("qwen3", tied=True)))
+    assert spec.tied and (spec.head_bytes, spec.embed_bytes) == (tied.head_bytes, tied.embed_bytes)
+    assert spec.shard_bytes(2, 4) == tied.shard_bytes(2, 4) > spec.embed_bytes
+
+
+@both_ends
+@pytest.mark.parametrize("is_tied", [True, False])
+async def test_gemma3_without_a_word_on_tying_has_the_head_of_its_files_or_the_embedding(
+    models: Models, tmp_path: Path, is_tied: bool, layers: tuple[int, ...]
+) -> None:
+    silent = rewritten(models("gemma3_text", tied=is_tied), tmp_path / "model", drop="tie_word_embeddings")
+    assert "tie_word_embeddings" not in json.loads((silent.folder / "config.json").read_text())
+    assert any("lm_head" in name for name in open_folder(silent.folder).tensors) != is_tied
+    tied = models("gemma3_text", tied=True)
+    assert (silent.tokens(LONG, NUM_TOKENS) == tied.tokens(LONG, NUM_TOKENS)) == is_tied
+    async with running(silent.folder, layers) as chain:
+        await assert_equal(chain, silent, GREEDY)

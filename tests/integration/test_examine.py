@@ -207,9 +207,7 @@ async def test_a_port_takes_one_connection_and_answers_only_the_right_token() ->
                 assert await talk(listener, token or listener.token) == b""
 
 
-async def test_a_port_is_closed_with_the_call_that_opened_it_and_when_it_or_its_connection_is_unused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_port_is_closed_with_its_call_or_when_it_is_unused(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(1) as [node], peer_of(node) as peer:
         async with peer.listening(TRANSPORT_TCP) as listener:
             pass
@@ -239,9 +237,7 @@ async def until_closed(listener: Listener) -> None:
                 (await asyncio.to_thread(connect, listener)).close()
 
 
-async def test_an_encrypted_port_takes_certificates_of_the_cluster_only_and_is_measured_by_its_name(
-    tmp_path: Path,
-) -> None:
+async def test_an_encrypted_port_takes_the_clusters_certificates_only_by_its_name(tmp_path: Path) -> None:
     ours, theirs = Certificates(tmp_path / "ours"), Certificates(tmp_path / "theirs")
     server = ours.network("node-1")
     server.listen(server.server(), "127.0.0.1:0")
@@ -308,9 +304,7 @@ async def test_code_that_was_replaced_under_a_worker_is_noticed(monkeypatch: pyt
         assert (await peer.examine()).is_outdated
 
 
-async def test_the_event_loop_is_free_while_commands_of_the_system_take_their_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_event_loop_is_free_while_commands_take_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     is_free = threading.Event()
 
     def reading(ask: RunProgram) -> Facts:

@@ -123,16 +123,12 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
-async def test_workers_without_the_model_make_the_tokens_of_those_with_it(
-    models: Models, kind: str, lacking: Lacking
-) -> None:
+async def test_workers_without_the_model_make_the_same_tokens(models: Models, kind: str, lacking: Lacking) -> None:
     async with lacking(2) as nodes:
         await assert_equal(nodes, models("qwen3", **MODELS[kind]), (1, 1, 2))
 
 
-async def test_experts_in_tensors_of_their_own_arrive_and_make_the_same_tokens(
-    tmp_path: Path, lacking: Lacking
-) -> None:
+async def test_experts_in_tensors_of_their_own_make_the_same_tokens(tmp_path: Path, lacking: Lacking) -> None:
     whole = Whole(write_layout(tmp_path / "model", PUBLISHED["Qwen3-235B"]))
     async with lacking(1) as nodes:
         await assert_equal(nodes, whole, (2, 1))
@@ -144,7 +140,7 @@ async def test_over_encrypted_links_too(models: Models, lacking: Lacking, tmp_pa
         await assert_equal(nodes, models("qwen3"), network=certificates.coordinator())
 
 
-async def test_what_was_sent_once_is_told_and_not_sent_again_not_even_to_a_new_process(
+async def test_what_was_sent_is_not_sent_again_even_to_a_new_process(
     models: Models, lacking: Lacking, taken: list[int]
 ) -> None:
     whole, out = models("qwen3"), io.StringIO()
@@ -162,9 +158,7 @@ async def test_what_was_sent_once_is_told_and_not_sent_again_not_even_to_a_new_p
     assert out.getvalue().count("was sent") == 1
 
 
-async def test_another_split_has_only_the_layers_sent_that_are_new(
-    models: Models, lacking: Lacking, taken: list[int]
-) -> None:
+async def test_another_split_is_sent_only_the_new_layers(models: Models, lacking: Lacking, taken: list[int]) -> None:
     whole = models("qwen3", tied=True)
     async with lacking(1) as nodes:
         await assert_equal(nodes, whole, (3, 1))
@@ -174,11 +168,8 @@ async def test_another_split_has_only_the_layers_sent_that_are_new(
             assert sum(taken) == size_of(whole.folder, *new, with_files=False)
 
 
-async def test_a_fine_tune_is_not_taken_for_the_model_whose_layers_were_sent(
-    models: Models, lacking: Lacking, tmp_path: Path
-) -> None:
+async def test_a_fine_tune_is_not_taken_for_its_model(whole: Whole, lacking: Lacking, tmp_path: Path) -> None:
     """All but the weights are alike; and the first one's layers are still there when it is asked for again."""
-    whole = models("qwen3")
     copy = Path(shutil.copytree(whole.folder, tmp_path / "copy"))
     tune(copy, "model.safetensors")
     tuned = Whole(copy)
@@ -187,9 +178,7 @@ async def test_a_fine_tune_is_not_taken_for_the_model_whose_layers_were_sent(
             await assert_equal(nodes, each)
 
 
-async def test_whatever_changes_in_a_layer_is_sent_anew(
-    models: Models, tmp_path: Path, lacking: Lacking, taken: list[int]
-) -> None:
+async def test_a_changed_layer_is_sent_anew(models: Models, tmp_path: Path, lacking: Lacking, taken: list[int]) -> None:
     """Marks are of some bytes of each tensor; the received ones are compared by all of them."""
     whole = models("qwen3", config=LARGE)
     folder = Path(shutil.copytree(whole.folder, tmp_path / "model"))
@@ -212,9 +201,7 @@ def overwrite(folder: Path, name: str, num_bytes: int) -> None:
         file.write(b"\x11" * num_bytes)
 
 
-async def test_a_received_layer_that_is_damaged_is_sent_anew(
-    models: Models, lacking: Lacking, store_of: StoreOf, taken: list[int]
-) -> None:
+async def test_a_damaged_layer_is_resent(models: Models, lacking: Lacking, store_of: StoreOf, taken: list[int]) -> None:
     whole = models("qwen3", config=LARGE)
     [piece] = pieces_of(open_folder(whole.folder), 2, 3)
     for damage in ("", "bytes", "length", "header"):
@@ -241,9 +228,8 @@ def harm(path: Path, damage: str) -> None:
 
 
 async def test_only_a_worker_whose_own_model_is_another_is_sent_the_one_that_is_asked_for(
-    models: Models, store_of: StoreOf, taken: list[int]
+    models: Models, whole: Whole, store_of: StoreOf, taken: list[int]
 ) -> None:
-    whole = models("qwen3")
     for own in (whole, models("llama")):
         async with serving(1, own.folder, store_of=store_of) as nodes:
             await assert_equal(nodes, whole)
@@ -305,7 +291,7 @@ async def test_after_a_cut_what_came_is_not_sent_again_though_the_worker_is_not_
     assert not cuts and not refusals and sum(taken) == size_of(folder, 1, 4)
 
 
-async def test_what_was_cut_off_with_its_process_is_gone_on_with_by_the_next(
+async def test_what_one_process_received_in_part_the_next_completes(
     models: Models, lacking: Lacking, taken: list[int]
 ) -> None:
     folder = models("qwen3", config=LARGE).folder
@@ -407,9 +393,7 @@ async def test_a_disk_that_takes_no_more_is_told_and_nothing_half_written_is_loa
         await fed_and_loaded(node, wanted, folder)
 
 
-async def test_more_than_the_limit_is_refused_before_a_byte_of_it_is_sent(
-    models: Models, tmp_path: Path, taken: list[int]
-) -> None:
+async def test_more_than_the_limit_is_refused_unsent(models: Models, tmp_path: Path, taken: list[int]) -> None:
     folder = models("qwen3").folder
     limit = size_of(folder, 2, 4, with_files=False) - 1
     async with serving(1, NOTHING, store_of=lambda name: WeightsCache(tmp_path / "shards", limit)) as [node]:
@@ -418,9 +402,7 @@ async def test_more_than_the_limit_is_refused_before_a_byte_of_it_is_sent(
     assert sum(taken) == size_of(folder, 0, 0)
 
 
-async def test_what_a_chain_has_loaded_makes_room_for_another_model_only_once_it_has_left(
-    models: Models, tmp_path: Path
-) -> None:
+async def test_a_model_makes_room_for_another_only_once_its_chain_has_left(models: Models, tmp_path: Path) -> None:
     first, second = models("qwen3").folder, models("llama").folder
     store = WeightsCache(tmp_path / "shards", size_of(first, 2, 4) + 10_000)
 
@@ -444,7 +426,7 @@ async def test_what_a_chain_has_loaded_makes_room_for_another_model_only_once_it
     assert len(set(store.folder.rglob("*.safetensors")) - kept) == 3
 
 
-async def test_a_worker_hears_of_a_coordinator_that_makes_a_digest_for_long(
+async def test_a_coordinator_tells_of_a_long_digest(
     models: Models, lacking: Lacking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would take the silence for a stall."""
@@ -470,7 +452,7 @@ async def test_a_worker_hears_of_a_coordinator_that_makes_a_digest_for_long(
 
 
 @pytest.mark.parametrize("at", ["digest", "sending"])
-async def test_a_disk_that_hangs_ends_the_transfer(
+async def test_a_hanging_disk_ends_transfers(
     models: Models, lacking: Lacking, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     folder, digest, blocks, is_over = models("qwen3").folder, SourceFile.digest, SourceFile.blocks, threading.Event()
@@ -524,9 +506,7 @@ async def test_a_worker_takes_layers_in_while_it_serves_sessions(models: Models,
         assert (await live.answer()).tokens == whole.tokens(tokens_of(9), 60)
 
 
-async def test_a_node_that_lacks_the_model_measures_itself_by_its_configuration(
-    models: Models, lacking: Lacking, taken: list[int]
-) -> None:
+async def test_a_node_without_the_model_measures_itself(models: Models, lacking: Lacking, taken: list[int]) -> None:
     folder = models("qwen3").folder
     async with lacking(1) as [node], peer_of(node) as peer:
         assert (await survey(open_folder(folder), "coordinator", [peer], feeds=True)).speeds["node-1"].is_measured

@@ -58,14 +58,14 @@ def store(tmp_path: Path) -> WeightsCache:
 
 
 @pytest.fixture
-def wanted(models: Models) -> LoadRequest:
-    return full_request(models("qwen3").folder, 2, 4)
+def wanted(folder: Path) -> LoadRequest:
+    return full_request(folder, 2, 4)
 
 
 @pytest.fixture
-def sound(models: Models, wanted: LoadRequest) -> list[Feeding]:
+def sound(folder: Path, wanted: LoadRequest) -> list[Feeding]:
     """All that an honest coordinator says."""
-    checkpoint = open_folder(models("qwen3").folder)
+    checkpoint = open_folder(folder)
     said = [Feeding(model=wanted), *file("config.json", (checkpoint.folder / "config.json").read_bytes())]
     for piece in pieces_of(checkpoint, 2, 4):
         origin = SourceFile.of_piece(checkpoint, piece)
@@ -124,7 +124,7 @@ async def test_a_coordinator_that_falls_silent_is_not_waited_for(
             _ = [each async for each in held]
 
 
-async def test_what_a_disk_did_not_take_leaves_no_gap(
+async def test_what_a_disk_refused_leaves_no_gap(
     store: WeightsCache, sound: list[Feeding], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that is full for a moment: the next transfer goes on where this one got to."""
@@ -210,7 +210,7 @@ async def test_only_files_of_a_configuration_and_a_tokenizer_have_names(
         ([*file("config.json"), *32 * file("config.json")[:1]], "expected at most 32 files"),
     ],
 )
-async def test_what_is_not_in_order_is_refused(
+async def test_disorder_is_refused(
     store: WeightsCache, wanted: LoadRequest, messages: list[Feeding], said: str
 ) -> None:
     with pytest.raises((FrameError, ModelError), match=said):
@@ -251,9 +251,7 @@ async def test_a_chunk_that_was_changed_on_its_way_is_not_written(store: Weights
     assert part.read_bytes()[len(header) :] in sent
 
 
-async def test_headers_that_are_not_those_of_the_fingerprint_make_no_piece(
-    store: WeightsCache, sound: list[Feeding]
-) -> None:
+async def test_headers_of_another_fingerprint_make_no_piece(store: WeightsCache, sound: list[Feeding]) -> None:
     known = unpack_headers(sound[0].model.contents.headers)
     known["model.norm.weight"] = known["lm_head.weight"]
     sound[0].model.contents.headers = pack_headers(known)
@@ -280,9 +278,7 @@ MESSAGES = st.one_of(
 )  # fmt: skip
 
 
-def test_fuzzed_messages_leave_only_files_with_the_digests_that_they_have(
-    models: Models, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_fuzzed_messages_leave_only_right_files(models: Models, tmp_path_factory: pytest.TempPathFactory) -> None:
     wanted = Feeding(model=full_request(models("qwen3").folder, 2, 4))
 
     @fuzzed(20)

@@ -58,7 +58,7 @@ def test_generate_names_the_stage_that_makes_what_is_not_finite(talker: Path, tm
 @pytest.mark.parametrize(
     ("layer", "stage"), [(0, r"layers \[0, 1\), stage 0"), (3, r"worker node-2: layers \[3, 4\), stage 2")]
 )
-async def test_the_first_and_the_last_stage_are_named_too(
+async def test_the_first_and_last_stage_are_named(
     talker: Path, tmp_path: Path, checked: None, layer: int, stage: str
 ) -> None:
     model = altered_copy(talker, tmp_path / "model", infinite(layer))
@@ -78,9 +78,7 @@ async def test_only_the_session_that_it_is_of_ends(talker: Path, tmp_path: Path,
         assert (await sound).tokens == alone
 
 
-async def test_a_row_that_is_not_finite_and_cannot_be_sampled_ends_its_session_only(
-    talker: Path, tmp_path: Path, checked: None
-) -> None:
+async def test_what_is_neither_finite_nor_sampled_ends_alone(talker: Path, tmp_path: Path, checked: None) -> None:
     """Its two failures are one."""
     model = altered_copy(talker, tmp_path / "model", infinite(3))
     refused = Request(PROMPT, 3, sampling=Sampling(temperature=1, top_k=1 << 20))

@@ -11,18 +11,13 @@ from coordinator.cluster.chain import Chain
 from coordinator.cluster.peer import Peer
 from coordinator.planning.recovery import Limits
 from protos.brigade_pb2 import AttachRequest
-from tests.integration.conftest import Models, Whole
+from tests.integration.conftest import Whole
 from tests.integration.many import request, tokens_of
 from tests.integration.test_recovery import COMES_BACK, IS_GONE, Place, supervised
 from worker.errors import ModelError, StageLost
 from worker.node import lifecycle
 from worker.node.loading import GivenUp, load_shard
 from worker.platform.threads import run_in_thread
-
-
-@pytest.fixture(scope="module")
-def whole(models: Models) -> Whole:
-    return models("qwen3")
 
 
 class Loss:
@@ -66,9 +61,7 @@ async def assert_recovers(whole: Whole, loss: Loss, limits: Limits) -> None:
 
 
 @pytest.mark.parametrize("limits", [COMES_BACK, IS_GONE], ids=["comes back", "is planned around"])
-async def test_a_worker_that_is_lost_while_it_loads(
-    whole: Whole, limits: Limits, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_lost_while_it_loads(whole: Whole, limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
     loss = Loss(limits)
 
     async def stuck(checkpoint: Any, start: int, *rest: Any) -> Any:
@@ -133,9 +126,7 @@ async def test_no_time_for_a_recovery_means_none_for_the_first_try(whole: Whole,
             pass
 
 
-async def test_what_would_be_the_same_again_ends_the_first_try_at_once(
-    whole: Whole, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_would_last_ends_the_first_try_at_once(whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any) -> None:
         raise ModelError("its config.json differs")
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -14,11 +15,11 @@ FOREVER = 400  # tokens
 
 
 @pytest.mark.parametrize("busy", [pytest.param(0, marks=pytest.mark.matrix), 1])
-async def test_a_hundred_cancels_while_a_stage_is_busy_do_not_flood_the_chain(models: Models, busy: int) -> None:
+async def test_a_hundred_cancels_while_a_stage_is_busy_do_not_flood_the_chain(folder: Path, busy: int) -> None:
     release = threading.Event()
     async with (
         serving(1) as [node],
-        opened(models("qwen3").folder, (2, 2), [node]) as chain,
+        opened(folder, (2, 2), [node]) as chain,
         asyncio.timeout(20),
         Engine(chain) as engine,
     ):
@@ -37,9 +38,7 @@ async def test_a_hundred_cancels_while_a_stage_is_busy_do_not_flood_the_chain(mo
 
 
 @pytest.mark.parametrize("error", [None, KeyError("x")])
-async def test_leaving_the_runner_fails_its_requests_and_frees_their_slots(
-    models: Models, error: Exception | None
-) -> None:
+async def test_leaving_the_engine_fails_its_requests_and_frees_slots(models: Models, error: Exception | None) -> None:
     async with running(models("qwen3").folder, (2, 2)) as chain:
         live: list[Live] = []
         try:
@@ -57,8 +56,8 @@ async def test_leaving_the_runner_fails_its_requests_and_frees_their_slots(
         assert answer.tokens == models("qwen3").tokens(tokens_of(30), 8)
 
 
-async def test_an_engine_that_shuts_down_or_has_shut_down_refuses_requests(models: Models) -> None:
-    async with running(models("qwen3").folder, (2, 2)) as chain:
+async def test_an_engine_that_shuts_down_or_has_shut_down_refuses_requests(folder: Path) -> None:
+    async with running(folder, (2, 2)) as chain:
         async with Engine(chain) as engine:
             live = Live(engine, request(tokens_of(3), FOREVER))
             await live.wait_pieces(2)

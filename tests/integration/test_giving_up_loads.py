@@ -12,7 +12,7 @@ import pytest
 
 from protos.brigade_pb2 import LoadProgress
 from tests.integration import conftest
-from tests.integration.conftest import Models, RunningNode, answer, load_request, opened, peer_of, serving
+from tests.integration.conftest import RunningNode, Whole, answer, load_request, opened, peer_of, serving
 from tests.integration.many import until
 from tests.tiny import make_model
 from worker.compute.shard import Shard
@@ -116,10 +116,9 @@ def given_up(monkeypatch: pytest.MonkeyPatch) -> list[threading.Event]:
 
 @pytest.mark.parametrize("where", ["between tensors", "after the last one"])
 async def test_what_a_given_up_load_has_read_is_kept_for_the_next_one(
-    models: Models, monkeypatch: pytest.MonkeyPatch, given_up: list[threading.Event], where: str
+    whole: Whole, monkeypatch: pytest.MonkeyPatch, given_up: list[threading.Event], where: str
 ) -> None:
     """A coordinator gives loads up when another node fails, and wants the same layers again."""
-    whole = models("qwen3")
     read: list[mx.array] = []
     began, go_on = threading.Event(), threading.Event()
     materialise, num_tensors = Shard.materialise, len(Shard(open_folder(whole.folder), 1, 4).tensors)

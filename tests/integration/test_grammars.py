@@ -77,9 +77,7 @@ async def test_every_answer_of_every_lossless_decoder_is_the_same_valid_json_of_
     ("layers", "sampling"),
     [((4,), {"temperature": 0.0}), ((1, 3), {"seed": 3, "temperature": 1.5, "repetition_penalty": 1.1})],
 )
-async def test_a_drafter_that_is_the_model_drafts_by_the_grammar(
-    folder: Path, layers: tuple[int, ...], sampling: dict[str, Any]
-) -> None:
+async def test_a_drafter_drafts_by_the_grammar(folder: Path, layers: tuple[int, ...], sampling: dict[str, Any]) -> None:
     inputs, counts = await InputProcessor.read(cluster_options(None, str(folder), draft_model=str(folder))), (3, 15)
     async with running(folder, layers, drafter=folder) as chain, Engine(chain, inputs=inputs) as engine:
         decodes = [Decode("ar"), *(Decode("draft", num_drafts=count) for count in counts)]

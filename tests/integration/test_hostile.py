@@ -325,9 +325,7 @@ async def test_reports_of_prompts_that_nobody_asked_for_end_the_chain(models: Mo
         assert str(stage.failure) == "worker liar: expected reports of a prompt in flight, got one of step 9"
 
 
-async def test_a_node_waits_with_reports_while_many_bytes_wait_for_the_mlx_thread(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_node_waits_with_reports_for_a_busy_mlx_thread(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chain_module, "_MOST_WAITING_BYTES", 2**20)
     async with lying(models, "prompt") as (liar, chain), asyncio.timeout(60):
         step_ends = threading.Event()

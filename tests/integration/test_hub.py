@@ -212,9 +212,7 @@ def test_a_repository_is_told_by_its_name() -> None:
     assert [name for name in names if is_repository(name)] == names[:2]
 
 
-def test_a_shard_downloads_only_the_files_that_hold_its_tensors_and_loads_again_without_a_hub(
-    folder: Path, asking: Ask, tmp_path: Path
-) -> None:
+def test_a_shard_downloads_only_its_files_and_loads_again_offline(folder: Path, asking: Ask, tmp_path: Path) -> None:
     with serving(Hub({"brigade/tiny": files_of(folder)})) as hub, asking(hub.endpoint, tmp_path):
         first = report("brigade/tiny")
     local = report(str(folder))
@@ -233,9 +231,7 @@ def test_a_shard_downloads_only_the_files_that_hold_its_tensors_and_loads_again_
         assert [second[same] == first[same] for same in ("name", "digests", "fingerprint")] == [True] * 3
 
 
-def test_a_second_start_asks_for_no_file_again_and_for_nothing_of_a_commit_that_is_in_the_cache(
-    hub: Hub, asking: Ask, tmp_path: Path
-) -> None:
+def test_a_second_start_asks_for_no_file_and_for_nothing_of_a_commit(hub: Hub, asking: Ask, tmp_path: Path) -> None:
     with asking(hub.endpoint, tmp_path):
         name = report("brigade/tiny")["name"]
         hub.asked.clear()
@@ -269,7 +265,7 @@ def test_without_an_index_the_repository_s_listing_names_the_files(hub: Hub, ask
         ("./brigade", "correct it"),
     ],
 )
-def test_a_repository_that_cannot_serve_is_refused_with_advice(
+def test_a_useless_repository_is_refused_with_advice(
     hub: Hub, asking: Ask, tmp_path: Path, name: str, expected: str
 ) -> None:
     with asking(hub.endpoint, tmp_path):
@@ -351,9 +347,7 @@ def test_code_is_not_even_fetched_before_it_is_trusted(kimi: Hub, asking: Ask, t
     assert not [file for file in kimi.downloads() if file.endswith(".py")]
 
 
-def test_of_code_that_is_trusted_what_the_tokenizer_needs_is_fetched_and_no_more(
-    kimi: Hub, asking: Ask, tmp_path: Path
-) -> None:
+def test_of_trusted_code_only_what_the_tokenizer_needs_is_fetched(kimi: Hub, asking: Ask, tmp_path: Path) -> None:
     with asking(kimi.endpoint, tmp_path), code_kept_in(tmp_path / "modules"):
         tokenizer = Tokenizer(hub_module.open_repository("brigade/kimi"), trust_remote_code=True)
     assert tokenizer.encode("aé") == [97, 195, 169]

@@ -48,9 +48,7 @@ async def test_drafts_from_the_text_give_the_tokens_and_logprobs_of_one_token_de
 
 @pytest.mark.usefixtures("two_lanes")
 @hybrids
-async def test_drafts_that_hold_and_fail_side_by_side_change_no_token(
-    tmp_path: Path, passes: list[Pass], name: str
-) -> None:
+async def test_drafts_held_and_failed_in_lanes_change_no_token(tmp_path: Path, passes: list[Pass], name: str) -> None:
     bias = dict(BIASED.logit_bias)
     requests = [
         request(tokens_of(11, 1), 14),

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -171,13 +172,13 @@ async def staggered(engine: Engine, requests: Sequence[Request]) -> list[Live]:
 @pytest.mark.parametrize("layers", [(4,), (1, 2, 1)], ids=str)
 @pytest.mark.usefixtures("nothing_ahead")
 async def test_windows_of_a_lane_share_one_pass_on_every_stage(
-    models: Models, passes: list[Pass], layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    folder: Path, passes: list[Pass], layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """12 streams of 14 tokens take about 14 passes per lane, where one by one they would take 168."""
     count, num_tokens, num_lanes = 12, 14, len(layers)
     monkeypatch.setattr(LaneChooser, "choose", lambda self, num_sessions, rows_each: num_lanes)
     requests = [request(tokens_of(1, i), num_tokens) for i in range(count)]
-    async with running(models("qwen3").folder, layers) as chain:
+    async with running(folder, layers) as chain:
         passes.clear()
         await together(chain, requests)
     for start in (0, layers[0])[: len(layers)]:
@@ -188,11 +189,9 @@ async def test_windows_of_a_lane_share_one_pass_on_every_stage(
 
 
 @pytest.mark.usefixtures("nothing_ahead")
-async def test_an_answer_takes_its_own_windows_and_no_row_that_was_not_asked_for(
-    models: Models, passes: list[Pass]
-) -> None:
+async def test_an_answer_takes_its_own_windows_and_no_other_row(folder: Path, passes: list[Pass]) -> None:
     """Nothing is padded: a lane's rows are those of its windows."""
-    async with running(models("qwen3").folder, (1, 3)) as chain:
+    async with running(folder, (1, 3)) as chain:
         passes.clear()
         found = await together(chain, MIXED)
         rows = sum(len(each.prompt) + len(answer.tokens) - 1 for each, answer in zip(MIXED, found, strict=True))
@@ -203,9 +202,7 @@ async def test_an_answer_takes_its_own_windows_and_no_row_that_was_not_asked_for
     assert [each.usage.num_steps for each in found] == [len(each.tokens) for each in found]
 
 
-async def test_a_step_that_fails_ahead_of_another_fails_the_runner_not_the_process(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_step_that_fails_before_another_ends_the_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that run ahead have two frames on the device: no request may wait for ever for the lost one."""
     begin, begun = Executor.begin, []
 
@@ -216,7 +213,7 @@ async def test_a_step_that_fails_ahead_of_another_fails_the_runner_not_the_proce
         return begin(engine, frame, *rest)
 
     monkeypatch.setattr(Executor, "runs_ahead", True)
-    async with running(models("qwen3").folder, (4,)) as chain:
+    async with running(folder, (4,)) as chain:
         monkeypatch.setattr(Executor, "begin", fail)
         async with Engine(chain) as engine, asyncio.timeout(10):
             outcomes = await asyncio.gather(

@@ -22,9 +22,7 @@ pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_one_layer_shards_of_a_published_layout_give_mlx_lms_logits(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_of_published_layouts_are_mlx_lms(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """MLX's CPU backend multiplies gathered experts in fp32 only: so both sides do here, whatever their dtype."""
     multiply = mx.gather_mm
 
@@ -50,9 +48,7 @@ def assert_every_tensor_has_one_place(folder: Path, others: tuple[str, ...]) -> 
     assert bool(twice) == spec.tied
 
 
-async def test_fp8_that_becomes_bfloat16_is_planned_and_loaded_as_twice_its_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_fp8_that_becomes_bfloat16_counts_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_module, "multiplies_experts", lambda dtype: True)
     checkpoint = open_folder(write_layout(tmp_path / "model", PUBLISHED["DeepSeek-V3, fp8"]))
     spec = describe(checkpoint)

@@ -88,9 +88,7 @@ async def test_a_worker_whose_port_for_hops_is_in_use_says_so_and_leaves_the_oth
         assert node.listening.addresses == [address]
 
 
-async def test_a_worker_that_may_take_any_port_takes_one_whose_port_for_hops_is_free(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_worker_on_any_port_takes_one_whose_port_for_hops_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     network, tried = Network(), list[str]()
     listen = network.listen
 

@@ -29,6 +29,7 @@ from tests.integration.conftest import (
     NETWORK,
     Models,
     RunningNode,
+    Whole,
     answer,
     load,
     load_request,
@@ -77,9 +78,7 @@ ANOTHER: dict[str, dict[str, Any]] = {"config": {"config": {"rope_theta": 20000.
 @pytest.mark.parametrize(
     ("part", "named"), [("config", "config.json"), ("tokenizer", "tokenizer"), ("tensors", "tensor")]
 )
-async def test_another_model_is_refused_with_both_fingerprints(
-    models: Models, folder: Path, part: str, named: str
-) -> None:
+async def test_another_model_is_refused_by_fingerprint(models: Models, folder: Path, part: str, named: str) -> None:
     request = load_request(models("qwen3").folder, 2, 4)
     async with serving(1, folder) as [node]:
         await load(node, request)  # as long as the copies are equal
@@ -116,9 +115,7 @@ def changed(folder: Path, **fields: Any) -> LoadRequest:
     ],
     ids=str,
 )
-async def test_what_the_model_does_not_have_is_refused(
-    models: Models, fields: dict[str, Any], said: tuple[str, ...]
-) -> None:
+async def test_what_the_model_has_not_is_refused(models: Models, fields: dict[str, Any], said: tuple[str, ...]) -> None:
     message = await refusal(changed(models("qwen3").folder, **fields))
     assert all(part in message for part in said), message
 
@@ -160,9 +157,7 @@ async def digests(node: RunningNode) -> dict[str, str]:
         return await peer.digests()
 
 
-async def test_a_refused_load_leaves_what_was_loaded_and_after_a_damaged_model_a_node_takes_a_sound_one(
-    models: Models, folder: Path
-) -> None:
+async def test_a_refused_load_leaves_what_was_loaded_and_a_sound_one_may_follow(models: Models, folder: Path) -> None:
     """The damage is named; what else does not fit: by descriptions alone, in tests/unit/model."""
     whole, damaged, lacking = models("qwen3"), load_request(folder, 2, 4), "model.layers.2.mlp.up_proj.weight"
     async with serving(1) as [node]:
@@ -186,8 +181,7 @@ async def test_a_refused_load_leaves_what_was_loaded_and_after_a_damaged_model_a
 
 
 @pytest.mark.parametrize(("start", "end"), [(1, 2), (2, 4)])
-async def test_progress_ends_at_the_bytes_of_the_shards_tensors(models: Models, start: int, end: int) -> None:
-    whole = models("qwen3")
+async def test_progress_ends_at_the_bytes_of_the_shards_tensors(whole: Whole, start: int, end: int) -> None:
     parameters = dict(tree_flatten(whole.reference.model.parameters()))
     own = [f"model.layers.{i}." for i in range(start, end)] + (["model.norm", "lm_head"] if end == 4 else [])
     expected = sum(array.nbytes for name, array in parameters.items() if name.startswith(tuple(own)))
@@ -207,9 +201,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-async def test_a_long_check_of_contents_is_reported_while_it_gets_on(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_long_check_of_contents_is_reported(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     is_told, read_marks, phases = threading.Event(), contents._read_marks, list[str]()
 
     def slow(path: Path, tensors: Any, note_read: Callable[[], None]) -> dict[str, bytes]:
@@ -287,9 +279,7 @@ def digest(array: mx.array) -> str:
     return hashlib.blake2b(bytes(np.array(array.view(mx.uint8))), digest_size=16).hexdigest()
 
 
-async def test_digests_leave_room_for_frames_between_their_pieces_and_are_the_same_then(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_digests_leave_room_for_frames_in_between(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held_tensors, "_DIGEST_BYTES", 64)
     async with serving(1) as [node], opened(models("qwen3").folder, (2, 2), [node]) as chain, Engine(chain) as engine:
         idle = await chain.peers[0].digests()

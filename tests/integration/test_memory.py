@@ -20,6 +20,7 @@ from protos.brigade_pb2 import Coordinator, LoadProgress
 from tests.integration.conftest import (
     Models,
     RunningNode,
+    Whole,
     answer,
     attach,
     load,
@@ -55,10 +56,10 @@ async def unload(node: RunningNode, coordinator: str) -> None:
         await peer.unload(Coordinator(id=coordinator, name=coordinator))
 
 
-async def test_a_worker_keeps_to_what_the_plan_gives_it_whether_it_loads_or_keeps(models: Models) -> None:
+async def test_a_worker_keeps_to_what_the_plan_gives_it_whether_it_loads_or_keeps(folder: Path) -> None:
     give_back()  # what another test of this process has been held to
     usual = mx.get_memory_limit()
-    request = load_request(models("qwen3").folder, 2, 4)
+    request = load_request(folder, 2, 4)
     async with serving(1) as [node]:
         for memory_bytes, phase in ((123 << 20, "load"), (234 << 20, "kept"), (0, "kept"), (123 << 20, "kept")):
             request.memory_bytes = memory_bytes
@@ -68,8 +69,7 @@ async def test_a_worker_keeps_to_what_the_plan_gives_it_whether_it_loads_or_keep
         assert mx.get_memory_limit() == usual
 
 
-async def test_the_peak_is_that_of_the_latest_request(models: Models) -> None:
-    whole = models("qwen3")
+async def test_the_peak_is_that_of_the_latest_request(whole: Whole) -> None:
     async with serving(1) as [node], opened(whole.folder, (2, 2), [node]) as chain:
         mx.eval(large := mx.zeros(64 << 20, dtype=mx.uint8))
         del large
@@ -81,9 +81,7 @@ async def test_the_peak_is_that_of_the_latest_request(models: Models) -> None:
             assert status.active_memory_bytes >= status.weight_bytes
 
 
-async def test_a_shard_is_held_while_it_is_used_then_let_go_and_read_again(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_shard_is_held_in_use_let_go_and_read_again(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, out = models("qwen3"), io.StringIO()
     references = []
     async with serving(1, out=out) as [node], node.service.worker.keep_alive(0.02):
@@ -124,11 +122,8 @@ async def test_what_is_loaded_is_held_for_its_coordinator_until_that_has_let_go_
     assert out.getvalue().count("kept layers") == 1
 
 
-async def test_a_reservation_ends_with_its_time_its_layers_or_a_failed_load(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_reservations_end_with_time_layers_or_failed_loads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or another coordinator could not unload the worker for hours."""
-    folder = models("qwen3").folder
     request, wrong = load_request(folder, 2, 4), load_request(folder, 2, 4)
     request.coordinator.id = wrong.coordinator.id = "one"
     wrong.num_layers = 5
@@ -161,8 +156,8 @@ def tensors_of(node: RunningNode) -> dict[str, mx.array]:
 
 
 @pytest.mark.parametrize("embeds_last", [False, True])  # True: a draft head reads the embedding there
-async def test_a_node_keeps_the_layers_that_it_has_when_it_is_given_others(models: Models, embeds_last: bool) -> None:
-    request = load_request(models("qwen3").folder, 1, 3)
+async def test_a_node_keeps_the_layers_that_it_has_when_it_is_given_others(folder: Path, embeds_last: bool) -> None:
+    request = load_request(folder, 1, 3)
     async with serving(1) as [node]:
         await load(node, request)
         before = tensors_of(node)
@@ -174,9 +169,7 @@ async def test_a_node_keeps_the_layers_that_it_has_when_it_is_given_others(model
 
 
 @pytest.mark.parametrize("is_other_model", [True, False], ids=["another model", "other files"])
-async def test_nothing_is_kept_of_another_model_or_of_files_that_have_changed(
-    tmp_path: Path, is_other_model: bool
-) -> None:
+async def test_nothing_is_kept_of_another_model_or_changed_files(tmp_path: Path, is_other_model: bool) -> None:
     folder = make_model(tmp_path / "model")
     async with serving(1) as [node]:
         await load(node, load_request(folder, 1, 3))
@@ -239,9 +232,7 @@ async def test_a_worker_of_our_own_runs_no_code_of_the_folder_it_is_started_in(
 
 
 @pytest.mark.parametrize("kind", ["full", "int8"])
-async def test_prompt_chunks_shrink_as_attention_over_a_longer_prompt_takes_more_memory(
-    models: Models, kind: str
-) -> None:
+async def test_prompt_chunks_shrink_as_attention_takes_more_memory(models: Models, kind: str) -> None:
     cache = make_cache_choice(kind, None)
     config = {"num_attention_heads": 32, "num_hidden_layers": 2, "head_dim": 32, "max_position_embeddings": 2048}
     folder = models("qwen3", config=config).folder

@@ -73,9 +73,7 @@ def test_mlx_lm_and_brigade_read_what_a_method_made(
     assert mx.isfinite(logits).all() and mx.array_equal(logits, own(tokens))
 
 
-def test_what_a_method_does_not_take_is_refused_before_any_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_method_does_not_take_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out, short = make(tmp_path / "model"), tmp_path / "new" / "out", tmp_path / "short.txt"
     short.write_text("short")
     cases: list[tuple[str, dict[str, Any], str]] = [

@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.cluster.open import read_model
 from protos.brigade_pb2 import Sampling
-from tests.integration.conftest import Models, Pass, Whole, answer, running
+from tests.integration.conftest import Pass, Whole, answer, running
 from tests.integration.many import request, solo, together, tokens_of
 from tests.integration.many import two_lanes as two_lanes
 from tools.model_types.make import make_type
@@ -51,9 +51,8 @@ async def test_a_coordinator_and_two_workers_give_the_whole_models_tokens_alone_
 
 
 async def test_a_type_that_no_test_has_seen_says_so_once_and_steps_alone(
-    models: Models, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = models("qwen3").folder
     await read_model(str(folder))
     assert capsys.readouterr().err == "" and lane_form(open_folder(folder).config) is LaneForm.ROWS
     monkeypatch.delitem(families._LANE_OF, "qwen3")

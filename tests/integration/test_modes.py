@@ -39,9 +39,7 @@ LAYERS = (1, 2, 1)
 @pytest.mark.parametrize(
     ("mode", "tied"), [("mxfp4", False), ("nvfp4", True), ("mxfp8", False), pytest.param("mxfp8", True, marks=matrix)]
 )
-async def test_a_checkpoint_of_another_mode_gives_the_tokens_of_the_whole_model(
-    models: Models, mode: str, tied: bool
-) -> None:
+async def test_checkpoints_of_other_modes_give_the_whole_models_tokens(models: Models, mode: str, tied: bool) -> None:
     whole = models("qwen3", dtype=mx.bfloat16, quantize=MODES[mode], tied=tied, config=WIDE)
     async with running(whole.folder, LAYERS) as chain:
         await assert_equal(chain, whole, GREEDY)
@@ -80,9 +78,7 @@ async def test_what_is_left_in_another_dtype_makes_hidden_states_of_the_dtype_th
         await assert_equal(chain, whole, GREEDY)
 
 
-async def test_an_embedding_with_parameters_of_its_own_is_passed_over_where_it_is_not_held(
-    models: Models, tmp_path: Path
-) -> None:
+async def test_an_embedding_of_own_bits_is_passed_over_where_it_is_not_held(models: Models, tmp_path: Path) -> None:
     """As mlx_lm.convert writes a mixed recipe: every exception has its path, the embedding and the head too."""
     whole = models("qwen3", dtype=mx.bfloat16, quantize=MODES["mxfp8"], config=WIDE)
     named = {path: MODES["mxfp8"] for path in ("model.embed_tokens", "lm_head")}

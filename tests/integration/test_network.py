@@ -40,9 +40,7 @@ async def test_it_may_if_it_is_encrypted_or_the_user_trusts_the_network(tmp_path
 
 
 @pytest.mark.parametrize("is_encrypted", [True, False])
-async def test_an_address_is_never_the_path_of_a_socket(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_encrypted: bool
-) -> None:
+async def test_no_address_is_a_socket_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_encrypted: bool) -> None:
     monkeypatch.chdir(tmp_path)
     network = Certificates(tmp_path).network("mini") if is_encrypted else Network(insecure=True)
     with socket.socket(socket.AF_UNIX) as listening:

@@ -74,9 +74,7 @@ async def test_models_below_the_roots_are_found_by_the_last_part_of_their_name(m
             assert (await load(node, request))[-1].phase == "load", name
 
 
-async def test_a_worker_s_own_model_is_loaded_whatever_a_coordinator_calls_it_and_the_bundled_one_by_all(
-    models: Models,
-) -> None:
+async def test_a_workers_own_model_is_loaded_by_any_name_and_the_bundled_one_by_all(models: Models) -> None:
     own = models("qwen3").folder
     cases = [(str(own), load_request(own, 2, 4), name) for name in (str(own), "/etc", "../x", "demo")]
     cases += [(model, load_request(DEMO, 6, 8), "demo") for model in (None, str(own))]
@@ -90,9 +88,7 @@ async def test_a_worker_s_own_model_is_loaded_whatever_a_coordinator_calls_it_an
     ("name", "flag", "expected"),
     [("mini", "flag", "flag"), ("mini", None, "entry"), ("air", None, "top"), (None, None, "top")],
 )
-def test_the_flag_wins_over_the_entry_and_the_entry_over_the_file(
-    name: str | None, flag: str | None, expected: str
-) -> None:
+def test_flag_goes_before_entry_and_entry_before_file(name: str | None, flag: str | None, expected: str) -> None:
     mini = WorkerConfig(name="mini", address="localhost:1", model="entry")
     workers = (mini, WorkerConfig(name="air", address="localhost:2"))
     found = ModelSources.of(ClusterConfig(model="top", models=("shelf",), workers=workers), name, flag)
@@ -110,9 +106,7 @@ def take(checkpoint: Checkpoint) -> None:
     """A check that everything passes."""
 
 
-def test_a_repository_that_is_not_in_the_cache_is_asked_for_only_if_that_is_configured(
-    hub: Hub, asking: Ask, tmp_path: Path
-) -> None:
+def test_a_repository_not_in_the_cache_is_asked_for_only_if_configured(hub: Hub, asking: Ask, tmp_path: Path) -> None:
     def refuse_demo(checkpoint: Checkpoint) -> None:
         assert checkpoint.name == "demo"
         raise ModelError("correct it")
@@ -130,9 +124,7 @@ def test_a_repository_that_is_not_in_the_cache_is_asked_for_only_if_that_is_conf
 
 @pytest.mark.parametrize("own", ["brigade/tiny", "brigade/tiny@main"])
 @pytest.mark.parametrize("wanted", [REPOSITORY, "/models/tiny", "elsewhere/tiny"])
-def test_a_worker_s_own_repository_is_downloaded_without_asking(
-    hub: Hub, asking: Ask, tmp_path: Path, own: str, wanted: str
-) -> None:
+def test_a_workers_own_repository_is_downloaded(hub: Hub, asking: Ask, tmp_path: Path, own: str, wanted: str) -> None:
     with asking(hub.endpoint, tmp_path):
         checkpoint = ModelSources(own).open_own(wanted, {}, take)
         assert checkpoint.name == REPOSITORY
@@ -141,9 +133,7 @@ def test_a_worker_s_own_repository_is_downloaded_without_asking(
     assert not [path for _, path, _ in hub.asked if "elsewhere" in path]
 
 
-def test_what_is_in_the_cache_is_opened_without_asking_the_hub(
-    hub: Hub, asking: Ask, folder: Path, tmp_path: Path
-) -> None:
+def test_what_is_in_the_cache_is_opened_without_a_hub(hub: Hub, asking: Ask, folder: Path, tmp_path: Path) -> None:
     """So is the model of all, which is for the coordinator to download."""
     known = open_folder(folder).tensors
     of_all = ModelSources.of(ClusterConfig(model="brigade/tiny"), None, None)

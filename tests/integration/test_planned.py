@@ -15,7 +15,7 @@ from coordinator.cluster.peer import Peer
 from coordinator.engine.engine import Engine
 from coordinator.planning.recovery import Limits
 from coordinator.planning.speeds import NO_SPEEDS, LinkSpeed, NodeSpeed, Survey
-from tests.integration.conftest import NETWORK, Models, answer
+from tests.integration.conftest import NETWORK, Whole, answer
 from tests.integration.many import Live, request, tokens_of, until
 from tests.integration.test_recovery import Place
 from worker.config import ClusterConfig, CoordinatorConfig, WorkerConfig
@@ -90,24 +90,21 @@ def held(cluster: Cluster) -> dict[str, int]:
     return {each.name: each.end - each.start for each in cluster.chain.plan.assignments}
 
 
-async def test_a_worker_that_makes_it_no_faster_is_left_out(models: Models, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = models("qwen3")
+async def test_a_worker_that_makes_it_no_faster_is_left_out(whole: Whole, capsys: pytest.CaptureFixture[str]) -> None:
     async with opened(whole.folder) as (cluster, _):
         assert held(cluster) == {"coordinator": 1, "fast": 3} and cluster.missing == []
         assert (await answer(cluster.chain, PROMPT, 8)).tokens == whole.tokens(PROMPT, 8)
     assert "without slow, which would not make it faster" in capsys.readouterr().err
 
 
-async def test_the_costs_of_prompt_chunks_begin_with_what_the_nodes_measured(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_costs_of_chunks_begin_with_what_nodes_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def measured(options: ClusterOptions, checkpoint: Checkpoint, *rest: object) -> Survey:
         layer, head = ((1, 1.0), (512, 1000.0)), ((1, 8.0), (512, 8.0))
         speed = NodeSpeed((layer,) * len(describe(checkpoint).kinds), head, 1)
         return Survey(dict.fromkeys(LAYER_MS, speed), {"slow": LinkSpeed(0.1), "fast": LinkSpeed(0.1)})
 
     monkeypatch.setattr(open_module, "known_speeds", measured)
-    async with opened(models("qwen3").folder) as (cluster, _):
+    async with opened(folder) as (cluster, _):
         assert cluster.chain.costs.stages_s(512) == pytest.approx([*held(cluster).values()], rel=0.1)
 
 
@@ -116,11 +113,8 @@ async def test_the_costs_of_prompt_chunks_begin_with_what_the_nodes_measured(
     [({}, {"coordinator": 1, "slow": 3}), ({"own": 1 << 40}, {"coordinator": 4})],
     ids=["tight", "roomy"],
 )
-async def test_a_worker_that_was_left_out_takes_over_if_that_helps(
-    models: Models, own: dict[str, int], then: dict[str, int]
-) -> None:
+async def test_a_left_out_worker_takes_over_if_need_be(whole: Whole, own: dict[str, int], then: dict[str, int]) -> None:
     """Where it does not, the others go on by themselves, as is fastest then, too."""
-    whole = models("qwen3")
     async with opened(whole.folder, **own) as (cluster, fast):
         assert held(cluster) == {"coordinator": 1, "fast": 3}
         async with Engine(cluster.chain, when_lost=cluster.reopen) as engine:
@@ -131,28 +125,26 @@ async def test_a_worker_that_was_left_out_takes_over_if_that_helps(
         assert held(cluster) == then and cluster.missing == ["fast"]
 
 
-async def test_workers_change_places_where_that_is_faster(models: Models) -> None:
+async def test_workers_change_places_where_that_is_faster(whole: Whole) -> None:
     """Both are needed, and the head takes long on the slow one: it is last only if it has to be."""
-    whole = models("qwen3")
     spec = describe(open_folder(whole.folder))
     async with opened(whole.folder, memory=spec.shard_bytes(2, 4) + spec.reserved_bytes(2, 4, 128)) as (cluster, _):
         assert list(held(cluster))[1:] == ["slow", "fast"]
         assert (await answer(cluster.chain, PROMPT, 8)).tokens == whole.tokens(PROMPT, 8)
 
 
-async def test_what_is_measured_is_measured_on_several_nodes(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_measured_is_measured_on_several_nodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`bench` and `verify` are about a chain, even where one node would be faster alone."""
     monkeypatch.setitem(LAYER_MS, "coordinator", 0.5)
-    checkpoint = open_folder(models("qwen3").folder)
+    checkpoint = open_folder(folder)
     async with workers() as places:
         given = options(checkpoint.folder, places, own=1 << 40)
         async with open_chain(given, checkpoint, describe(checkpoint)) as chain:
             assert [each.name for each in chain.plan.assignments] == ["coordinator", "fast"]
 
 
-async def test_a_worker_that_was_missing_at_the_start_is_measured_before_it_joins(models: Models) -> None:
+async def test_a_worker_that_was_missing_at_the_start_is_measured_before_it_joins(whole: Whole) -> None:
     """By bytes all three would have layers; by speed the slow one is no help any more."""
-    whole = models("qwen3")
     async with opened(whole.folder, is_fast_missing=True) as (cluster, fast):
         assert held(cluster) == {"coordinator": 1, "slow": 3} and cluster.missing == ["fast"]
         async with Engine(cluster.chain, when_lost=cluster.reopen) as engine:
@@ -163,9 +155,9 @@ async def test_a_worker_that_was_missing_at_the_start_is_measured_before_it_join
 
 
 async def test_a_split_that_replaces_the_given_layers_while_a_worker_is_missing_is_reported(
-    models: Models, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with opened(models("qwen3").folder, is_fast_missing=True, layers=(1, 1, 2)) as (cluster, _):
+    async with opened(folder, is_fast_missing=True, layers=(1, 1, 2)) as (cluster, _):
         assert held(cluster) == {"coordinator": 1, "slow": 3}
     assert (
         "layers 1,1,2 need every node, and fast is missing: split as coordinator [0, 1), slow [1, 4) until it joins\n"

@@ -12,7 +12,7 @@ from coordinator.sessions import session
 from coordinator.sessions.admission import cache_costs
 from coordinator.sessions.output import Answer
 from protos.brigade_pb2 import Frame, Opening
-from tests.integration.conftest import CHUNK, Models, opened, receive, running, send, serving
+from tests.integration.conftest import CHUNK, Models, Whole, opened, receive, running, send, serving
 from tests.integration.many import SPLITS, Frames, Live, request, running_within, solo, tokens_of, wait_freed
 from tests.integration.many import frames as frames
 from tests.integration.test_hybrids import OTHERS as HYBRIDS
@@ -96,9 +96,8 @@ async def test_windows_leave_a_prefix_that_can_be_continued(models: Models, deco
     assert [each.tokens for each in answers] == [each.tokens for each in alone]
 
 
-async def test_a_prompt_that_leaves_the_old_text_reuses_what_both_share(models: Models) -> None:
+async def test_a_prompt_that_leaves_the_old_text_reuses_what_both_share(whole: Whole) -> None:
     """Two continuations of one text, several times: the kept text itself stays what it was."""
-    whole = models("qwen3")
     async with running(whole.folder, (1, 2, 1)) as chain:
         asked = [request((*tokens_of(30), *tokens_of(4, 1 + i % 2)), 6, seed=i, temperature=i % 2) for i in range(5)]
         async with Engine(chain) as engine:
@@ -168,10 +167,7 @@ async def test_two_live_requests_with_one_long_prefix_feed_it_once_and_both_are_
     assert [each.tokens for each in found] == [each.tokens for each in alone]
 
 
-async def test_a_copy_of_a_slot_whose_prompt_is_still_being_fed_has_what_was_fed_by_then(
-    models: Models, frames: Frames
-) -> None:
-    whole = models("qwen3")
+async def test_a_copy_of_a_slot_being_fed_has_what_was_fed_by_then(whole: Whole, frames: Frames) -> None:
     async with running(whole.folder, (1, 2, 1)) as chain:
         frames.clear()
         asked = [request(tokens_of(200), 6), request((*tokens_of(200)[:150], 5, 6), 6), request(tokens_of(100), 6)]
@@ -189,11 +185,9 @@ async def test_a_copy_of_a_slot_whose_prompt_is_still_being_fed_has_what_was_fed
 
 
 @pytest.mark.parametrize("layers", [(4,), (1, 2, 1)], ids=str)
-async def test_kept_prefixes_give_way_to_requests_and_every_stage_frees_them(
-    models: Models, layers: tuple[int, ...]
-) -> None:
+async def test_kept_prefixes_give_way_to_requests_on_every_stage(folder: Path, layers: tuple[int, ...]) -> None:
     """Room for three slots: a fourth text evicts the oldest, on every stage."""
-    async with running_within(models("qwen3").folder, layers, 24, slots=3) as chain:
+    async with running_within(folder, layers, 24, slots=3) as chain:
         budgets = cache_costs(chain.plan, chain.spec).budgets
         async with Engine(chain) as engine:
             for number in range(8):
@@ -208,9 +202,8 @@ async def test_kept_prefixes_give_way_to_requests_and_every_stage_frees_them(
         await wait_freed(chain)
 
 
-async def test_requests_wait_for_memory_and_no_stage_ever_holds_more_than_its_budget(models: Models) -> None:
+async def test_requests_wait_for_memory_and_no_stage_ever_holds_more_than_its_budget(whole: Whole) -> None:
     asked = [request(tokens_of(30 + 30 * (i % 4), i % 3), 6) for i in range(9)]
-    whole = models("qwen3")
     async with running_within(whole.folder, (1, 3), 256, slots=2) as chain:
         budgets = cache_costs(chain.plan, chain.spec).budgets
         async with Engine(chain) as engine:
@@ -224,9 +217,7 @@ async def test_requests_wait_for_memory_and_no_stage_ever_holds_more_than_its_bu
 
 
 @pytest.mark.parametrize("slots", [1, 2], ids=["in its place", "as a copy"])
-async def test_a_short_continuation_of_a_long_text_takes_no_more_than_it_was_promised(
-    models: Models, slots: int
-) -> None:
+async def test_a_short_continuation_of_a_long_text_keeps_to_its_promise(models: Models, slots: int) -> None:
     folder = models("qwen3", config={"max_position_embeddings": 4000}).folder
     async with running_within(folder, (2, 2), 1024, slots) as chain, Engine(chain) as engine:
         await engine.answer(request(tokens_of(900), 4), chunk=256)
@@ -238,8 +229,7 @@ async def test_a_short_continuation_of_a_long_text_takes_no_more_than_it_was_pro
             assert all(bytes_ <= most for bytes_, most in zip(held, promised, strict=True)), (held, promised)
 
 
-async def test_a_copy_of_a_slot_that_the_same_frame_closes_is_made_before(models: Models) -> None:
-    whole = models("qwen3")
+async def test_a_copy_of_a_slot_that_the_same_frame_closes_is_made_before(whole: Whole) -> None:
     tokens = tokens_of(9)
     async with serving(1) as nodes, opened(whole.folder, (2, 2), nodes) as chain:
         await send(chain, Frame(epoch=1, step=50, opened=[Opening(slot=0)], windows=[window_of(tokens[:8], 0)]))

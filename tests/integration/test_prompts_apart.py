@@ -82,9 +82,7 @@ async def test_turns_and_requests_side_by_side_get_the_tokens_of_one_node(
     assert [each.usage.num_reused for each in turns] == [0, 89, len(text) - 2 if can_be_cut else 89]
 
 
-async def test_a_draft_model_reads_prompts_on_the_node_that_makes_answers(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_draft_model_reads_prompts_where_it_drafts(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the model itself: a text that it read otherwise would show in drafts that fail."""
     num_read, draft = list[int](), SmallModel.draft
 

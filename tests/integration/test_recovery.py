@@ -290,9 +290,7 @@ async def test_a_prompt_that_was_partly_computed_goes_on_behind_the_rows_that_ar
         for i, decode in enumerate(DECODES)
     ],
 )
-async def test_a_stop_string_ends_an_answer_where_it_would_have_ended(
-    folder: Path, decode: Decode, sampling: Sampling
-) -> None:
+async def test_a_stop_string_ends_an_answer_at_its_place(folder: Path, decode: Decode, sampling: Sampling) -> None:
     """The string spans the loss: its first half was known before."""
     asked = request(tokens_of(9, 3), 20, decode, sampling=sampling)
     [whole] = await unfailed(folder, [asked])
@@ -419,9 +417,7 @@ async def test_a_node_that_is_there_again_is_used_under_endless_streams(
         assert_equal([await engine.answer(each) for each in asked], expected)
 
 
-async def test_a_node_that_cannot_load_again_costs_the_chain_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_node_that_cannot_load_again_costs_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.planning.recovery._LOOK_S", 0.05)
     monkeypatch.setattr("coordinator.planning.recovery._REFUSED_S", 0.2)
     monkeypatch.setattr("coordinator.planning.recovery._LONGEST_REFUSED_S", 0.4)
@@ -473,9 +469,7 @@ ENDED = r"(closed the connection \(its process has ended\)|left the chain)"  # b
     ("recovery_s", "why"),
     [(0.6, r".*; node-2 did not come back within 0\.6 s, and the model does not fit without.*"), (0, ENDED)],
 )
-async def test_and_once_the_time_is_over_every_request_fails_with_the_reason(
-    folder: Path, recovery_s: float, why: str
-) -> None:
+async def test_and_once_the_time_is_over_all_fail_with_the_reason(folder: Path, recovery_s: float, why: str) -> None:
     async with supervised(folder, Limits(0, recovery_s), memory=tight(folder)) as rig, rig.engine() as engine:
         live = [Live(engine, request(tokens_of(5, i), 100)) for i in range(2)]
         await live[0].wait_pieces(2)  # the other one waits for memory
@@ -486,9 +480,7 @@ async def test_and_once_the_time_is_over_every_request_fails_with_the_reason(
             assert raised.value.exit_code == 3
 
 
-async def test_a_node_whose_engine_hangs_is_done_without_though_it_answers(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_node_whose_engine_hangs_is_done_without(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engines of all others say that they began their steps only just now, however slow the machine is."""
     hung, busy_s = list[Stage](), Stage.busy_s
     monkeypatch.setattr(Stage, "busy_s", property(lambda stage: busy_s.__get__(stage) if stage in hung else 0.1))
@@ -513,9 +505,7 @@ async def test_a_node_whose_engine_hangs_is_done_without_though_it_answers(
 
 
 @pytest.mark.parametrize("which", [pytest.param(0, marks=pytest.mark.matrix), 1])
-async def test_a_node_that_is_about_to_end_hands_its_sessions_over_where_the_others_suffice(
-    folder: Path, which: int
-) -> None:
+async def test_a_node_that_is_about_to_end_hands_over_where_the_others_suffice(folder: Path, which: int) -> None:
     expected = await unfailed(folder, ASKED[::2])
     async with supervised(folder, COMES_BACK) as rig, rig.engine() as engine:
         live = [Live(engine, each) for each in ASKED[::2]]
@@ -593,9 +583,7 @@ async def test_a_chain_without_the_lost_node_waits_for_no_rejoin_and_measures_an
     assert warm_up_rows(frames, 2) == [64, 64, 1, 1]
 
 
-async def test_chunks_of_the_replay_are_chosen_for_all_that_is_replayed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_replay_chunks_are_chosen_for_all_that_is_replayed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for the prompt alone: an answer may be much longer."""
     asked: list[int] = []
 
@@ -614,9 +602,7 @@ async def test_chunks_of_the_replay_are_chosen_for_all_that_is_replayed(
     assert asked[0] == 5 and asked[1] >= 45
 
 
-async def test_a_worker_of_our_own_that_is_silent_is_ended_before_anybody_is_asked(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_our_silent_worker_is_ended_before_any_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     ask = Nodes.ask
 

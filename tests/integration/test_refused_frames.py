@@ -2,18 +2,19 @@
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT32, DTYPE_UNSPECIFIED, Frame, Tensor, Timing
-from tests.integration.conftest import Models, Pass
+from tests.integration.conftest import Pass
 from tests.integration.upstream import D, feeding, frame, parts_of, tensor, window_of
 from worker.errors import FrameError
 
 
-async def test_a_closed_slot_takes_no_more_windows(models: Models) -> None:
-    async with feeding(models("qwen3").folder) as worker:
+async def test_a_closed_slot_takes_no_more_windows(folder: Path) -> None:
+    async with feeding(folder) as worker:
         await worker.send(frame(1, [5, 6, 7]))
         await worker.next_result()
         await worker.send(frame(2, [8], before=(5, 6, 7), closed=[0]))
@@ -79,9 +80,9 @@ REFUSED: dict[str, tuple[Frame, int | None, str]] = {
 
 @pytest.mark.parametrize(("refused", "num_bytes", "said"), REFUSED.values(), ids=REFUSED)
 async def test_a_frame_that_is_not_as_it_should_be_is_refused_before_anything_is_computed(
-    models: Models, passes: list[Pass], refused: Frame, num_bytes: int | None, said: str
+    folder: Path, passes: list[Pass], refused: Frame, num_bytes: int | None, said: str
 ) -> None:
-    async with feeding(models("qwen3").folder) as worker:
+    async with feeding(folder) as worker:
         await worker.send(refused, num_bytes=num_bytes)
         with pytest.raises(FrameError, match=f"^worker node-1: {said}"):
             await worker.next_result()
@@ -91,9 +92,9 @@ async def test_a_frame_that_is_not_as_it_should_be_is_refused_before_anything_is
     assert passes == []
 
 
-async def test_a_long_frame_is_taken_only_whole(models: Models, passes: list[Pass]) -> None:
+async def test_a_long_frame_is_taken_only_whole(folder: Path, passes: list[Pass]) -> None:
     long = frame(1, list(range(90)) * 12)
-    async with feeding(models("qwen3").folder) as worker:
+    async with feeding(folder) as worker:
         await worker.send(long)
         assert len((await worker.next_result()).samples) == 1
         long.step = 2
@@ -105,16 +106,16 @@ async def test_a_long_frame_is_taken_only_whole(models: Models, passes: list[Pas
 
 
 @pytest.mark.parametrize(("epoch", "stage"), [(1, 1), (2, 0)])
-async def test_a_hop_from_the_wrong_stage_or_epoch_is_refused(models: Models, epoch: int, stage: int) -> None:
+async def test_a_hop_from_the_wrong_stage_or_epoch_is_refused(folder: Path, epoch: int, stage: int) -> None:
     message = rf"^worker node-1: expected a hop of .*'1', '0'.*got .*'{epoch}', '{stage}'"
     with pytest.raises(FrameError, match=message):
-        async with feeding(models("qwen3").folder, epoch, stage):
+        async with feeding(folder, epoch, stage):
             pytest.fail("the hop was taken")
 
 
-async def test_a_second_hop_from_the_same_stage_is_refused(models: Models) -> None:
+async def test_a_second_hop_from_the_same_stage_is_refused(folder: Path) -> None:
     """Two streams would not say whose frame comes first."""
-    async with feeding(models("qwen3").folder) as worker:
+    async with feeding(folder) as worker:
         other = worker.another_link()
         try:
             with pytest.raises(
@@ -130,11 +131,9 @@ async def test_a_second_hop_from_the_same_stage_is_refused(models: Models) -> No
 # Frames that were changed, lost, repeated or reordered on the way
 
 
-async def test_a_frame_with_a_flipped_bit_is_refused_before_anything_is_computed(
-    models: Models, passes: list[Pass]
-) -> None:
+async def test_a_frame_with_a_flipped_bit_is_refused_uncomputed(folder: Path, passes: list[Pass]) -> None:
     """Any bit: tests/unit/node/test_checksum.py."""
-    async with feeding(models("qwen3").folder) as worker:
+    async with feeding(folder) as worker:
         [part] = parts_of(frame(1, [5, 6, 7]), bytes(3 * D * 4))
         flipped = bytearray(part)
         flipped[-300] ^= 16
@@ -146,8 +145,8 @@ async def test_a_frame_with_a_flipped_bit_is_refused_before_anything_is_computed
 
 
 @pytest.mark.parametrize("step", [7, 6], ids=["again", "an earlier one"])
-async def test_a_frame_that_comes_twice_or_too_late_is_refused(models: Models, passes: list[Pass], step: int) -> None:
-    async with feeding(models("qwen3").folder) as worker:
+async def test_a_frame_that_comes_twice_or_too_late_is_refused(folder: Path, passes: list[Pass], step: int) -> None:
+    async with feeding(folder) as worker:
         await worker.send(frame(7, [5, 6, 7]))
         await worker.next_result()
         await worker.send(frame(step, [8], before=(5, 6, 7)))

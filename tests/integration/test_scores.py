@@ -141,9 +141,9 @@ async def test_each_score_comes_once_though_chains_are_lost(models: Models) -> N
 
 
 @pytest.mark.parametrize(("begin", "prompt"), [(0, (1, 2)), (2, (1, 2)), (1, (1,))])
-def test_what_follows_nothing_has_no_score(models: Models, begin: int, prompt: tuple[int, ...]) -> None:
+def test_what_follows_nothing_has_no_score(folder: Path, begin: int, prompt: tuple[int, ...]) -> None:
     with pytest.raises(InputError, match="at least two tokens"):
-        check_request(scored(prompt, begin), describe(open_folder(models("qwen3").folder)))
+        check_request(scored(prompt, begin), describe(open_folder(folder)))
 
 
 # --- texts, continuations, HTTP -------------------------------------------------------------------------------------

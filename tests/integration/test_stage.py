@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -15,7 +16,7 @@ import pytest
 
 from protos.brigade_pb2 import Credit, Frame, Grammar, Opening, Result, Sampling, Timing, Window
 from protos.brigade_pb2_grpc import HopServicer
-from tests.integration.conftest import NETWORK, Models, load, load_request, serving
+from tests.integration.conftest import NETWORK, load, load_request, serving
 from tests.integration.upstream import feeding, frame, parts_of, tensor
 from tools.worker_process import address_with_hops
 from worker.compute.header import MOST_GRAMMAR
@@ -169,9 +170,7 @@ async def test_a_call_that_is_posted_after_a_stage_is_stopped_finds_its_memory_f
 
 
 @in_either_mode
-async def test_a_stage_is_idle_only_once_no_frame_that_opens_a_slot_is_on_its_way_and_none_is_open(
-    runs_ahead: bool,
-) -> None:
+async def test_a_stage_is_idle_once_no_slot_is_open_nor_about_to_be(runs_ahead: bool) -> None:
     """Though no slot was open when the step before ended."""
     async with started(is_held=True, runs_ahead=runs_ahead) as running:
         stage, waiting = running.stage, list[asyncio.Task[None]]()
@@ -275,24 +274,20 @@ def exhausted(*anything: Any) -> None:
     raise RuntimeError("[malloc] Unable to allocate 17179869184 bytes.")
 
 
-async def test_a_stage_whose_memory_is_exhausted_names_its_node_and_the_size(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with feeding(models("qwen3").folder) as worker:
+async def test_a_stage_out_of_memory_names_its_node_and_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with feeding(folder) as worker:
         monkeypatch.setattr(Shard, "__call__", exhausted)
         await worker.send(frame(1, [5, 6, 7]))
         with pytest.raises(OutOfMemory, match=r"^worker node-1: .* at a step: could not get 16\.00 GiB; give"):
             await worker.next_result()
 
 
-async def test_a_shard_that_does_not_fit_names_its_node_and_its_size(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_shard_that_does_not_fit_names_node_and_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(1) as [node]:
         monkeypatch.setattr("worker.compute.shard.mx.eval", exhausted)
         expected = r"^worker node-1: .* layers \[2, 4\), \d+\.\d\d GiB: could not get 16\.00 GiB; "
         with pytest.raises(OutOfMemory, match=expected):
-            await load(node, load_request(models("qwen3").folder, 2, 4))
+            await load(node, load_request(folder, 2, 4))
 
 
 # --- hops -----------------------------------------------------------------------------------------------------------

@@ -125,9 +125,7 @@ def bytes_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in files_of(folder))
 
 
-async def test_a_piece_that_a_node_lost_or_that_is_damaged_costs_only_time(
-    models: Models, folder: Path, frames: list[Frame]
-) -> None:
+async def test_a_lost_or_damaged_piece_costs_only_time(models: Models, folder: Path, frames: list[Frame]) -> None:
     model = models("qwen3", **{"config": MASKED["config"] | LONG}).folder
     asked = request(TEXT, 9)
     [expected] = await kept(model, (1, 3), asked)
@@ -171,9 +169,7 @@ async def test_nobody_else_and_no_other_model_begins_with_it(models: Models, tmp
     assert found.usage.num_reused == 2 * PIECE
 
 
-async def test_the_oldest_pieces_give_way_and_those_of_a_full_disk_are_not_written(
-    models: Models, folder: Path
-) -> None:
+async def test_the_oldest_pieces_give_way_and_a_full_disk_takes_none(models: Models, folder: Path) -> None:
     model = models("qwen3", **{"config": MASKED["config"] | LONG}).folder
     asked = [request(tokens_of(275, seed), 3) for seed in range(3)]
     await kept(model, (1, 3), asked[0])

@@ -46,8 +46,7 @@ async def surveyed(folder: Path, nodes: Sequence[RunningNode]) -> Survey:
         return await survey(open_folder(folder), "coordinator", peers, feeds=True)
 
 
-async def test_every_node_and_every_hop_are_measured(models: Models, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = models("qwen3").folder
+async def test_every_node_and_every_hop_are_measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with serving(2) as nodes:
         found = await surveyed(folder, nodes)
         assert capsys.readouterr().err.startswith("measuring how fast every node is")
@@ -64,10 +63,10 @@ async def test_every_node_and_every_hop_are_measured(models: Models, capsys: pyt
         assert 0 < link.rtt_ms < 1000 and 1e6 < link.bytes_per_s < 1e12
 
 
-async def test_a_survey_beside_an_open_chain_does_not_measure_this_node(models: Models) -> None:
+async def test_a_survey_beside_an_open_chain_does_not_measure_this_node(folder: Path) -> None:
     """One thread of a process owns MLX, and the chain uses it."""
     async with serving(1) as nodes, peers_of(nodes) as peers:
-        found = await survey(open_folder(models("qwen3").folder), "coordinator", peers, NO_SPEEDS, feeds=True)
+        found = await survey(open_folder(folder), "coordinator", peers, NO_SPEEDS, feeds=True)
     assert set(found.speeds) == {"node-1"}
 
 
@@ -84,7 +83,7 @@ async def test_a_survey_beside_an_open_chain_does_not_measure_this_node(models: 
     ],
 )
 async def test_a_node_whose_speed_makes_no_sense_is_left_out(
-    change: dict[str, Any], models: Models, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    change: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     once = RowTimes(rows=[1], ms=[1.0])
     found = Speed(**{"kinds": [once], "head": once, "gbps": 1.0} | change)
@@ -94,12 +93,11 @@ async def test_a_node_whose_speed_makes_no_sense_is_left_out(
 
     monkeypatch.setattr(Peer, "measure", measure)
     async with serving(1) as nodes, peers_of(nodes) as peers:
-        measured = await survey(open_folder(models("qwen3").folder), "coordinator", peers, NO_SPEEDS, feeds=True)
+        measured = await survey(open_folder(folder), "coordinator", peers, NO_SPEEDS, feeds=True)
     assert not measured.speeds and "not measured: node-1" in capsys.readouterr().err
 
 
-async def test_a_node_that_serves_tells_only_what_it_has_kept(models: Models) -> None:
-    folder = models("qwen3").folder
+async def test_a_node_that_serves_tells_only_what_it_has_kept(folder: Path) -> None:
     request = MeasureRequest(model=load_request(folder, 1, 4))
     async with serving(1) as nodes, peers_of(nodes) as [peer]:
         async with opened(folder, (2, 2), nodes):
@@ -129,9 +127,7 @@ async def test_all_measure_themselves_again_if_they_are_asked_to(
             assert bool(capsys.readouterr().err) == anew
 
 
-async def test_a_node_of_another_model_is_left_out_with_a_word(
-    models: Models, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_node_of_another_model_is_left_out_aloud(models: Models, capsys: pytest.CaptureFixture[str]) -> None:
     async with serving(1, model=models("llama").folder) as nodes:
         found = await surveyed(models("qwen3").folder, nodes)
     assert not found.covers(["node-1"]) and found.covers(["coordinator"])
@@ -169,7 +165,7 @@ def test_an_idle_probe_is_ended() -> None:
 
 
 async def test_a_link_that_cannot_be_measured_counts_as_the_slowest(
-    models: Models, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measure_link = Peer.measure_link
 
@@ -180,7 +176,7 @@ async def test_a_link_that_cannot_be_measured_counts_as_the_slowest(
 
     monkeypatch.setattr(Peer, "measure_link", fail_for_some)
     async with serving(2) as nodes:
-        found = await surveyed(models("qwen3").folder, nodes)
+        found = await surveyed(folder, nodes)
     assert found.link("coordinator", "node-1").rtt_ms < UNMEASURED.rtt_ms
     assert found.link("coordinator", "node-2") == found.link("node-1", "node-2") == UNMEASURED
     assert capsys.readouterr().err.count("warning: not measured: ") == 2

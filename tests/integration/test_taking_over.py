@@ -16,8 +16,8 @@ from protos.brigade_pb2 import Alternative, AttachRequest, Coordinator, Report, 
 from protos.brigade_pb2_grpc import HopStub
 from tests.integration.conftest import (
     NETWORK,
-    Models,
     RunningNode,
+    Whole,
     answer,
     attach,
     load,
@@ -58,9 +58,8 @@ async def attached(
 
 
 @pytest.mark.parametrize("unread", [0, 40])
-async def test_the_same_coordinator_opens_its_chain_again_over_its_own_attachment(models: Models, unread: int) -> None:
+async def test_the_same_coordinator_opens_its_chain_again_over_its_own_attachment(whole: Whole, unread: int) -> None:
     """Even where the old stream is stuck, because it is not read: forty results of 2 MB are more than gRPC takes."""
-    whole = models("qwen3")
     async with serving(1) as [node], attached(node, whole.folder) as old, AsyncExitStack() as stack:
         stage = node.service.worker.stage
         assert stage is not None
@@ -78,8 +77,7 @@ async def test_the_same_coordinator_opens_its_chain_again_over_its_own_attachmen
             assert (await answer(chain, PROMPT, 4)).tokens == whole.tokens(PROMPT, 4)
 
 
-async def test_it_may_do_so_in_the_same_epoch_or_a_later_one_and_not_in_an_earlier_one(models: Models) -> None:
-    folder = models("qwen3").folder
+async def test_it_may_do_so_in_the_same_epoch_or_a_later_one_and_not_in_an_earlier_one(folder: Path) -> None:
     async with serving(1) as [node], attached(node, folder, epoch=5) as old:
         with pytest.raises(FrameError, match=r"^worker node-1: expected epoch 5 or a later one, got 4"):
             await attach(node, attaching(folder, 4))
@@ -98,8 +96,7 @@ async def test_it_may_do_so_in_the_same_epoch_or_a_later_one_and_not_in_an_earli
             await attach(node, attaching(folder, coordinator=Coordinator()))
 
 
-async def test_it_may_do_so_while_the_node_still_tries_to_reach_the_next_stage(models: Models) -> None:
-    whole = models("qwen3")
+async def test_it_may_do_so_while_the_node_still_tries_to_reach_the_next_stage(whole: Whole) -> None:
     request = attaching(whole.folder)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -129,9 +126,9 @@ async def test_it_may_do_so_while_the_node_still_tries_to_reach_the_next_stage(m
     ],
 )
 async def test_a_shard_in_the_wrong_place_of_the_chain_is_refused(
-    models: Models, layers: tuple[int, int], stage: int, successor: str, message: str
+    folder: Path, layers: tuple[int, int], stage: int, successor: str, message: str
 ) -> None:
-    loaded = load_request(models("qwen3").folder, *layers)
+    loaded = load_request(folder, *layers)
     async with serving(1) as [node]:
         await load(node, loaded)
         with pytest.raises(FrameError, match=f"^worker node-1: {message}$"):
@@ -140,7 +137,7 @@ async def test_a_shard_in_the_wrong_place_of_the_chain_is_refused(
 
 @pytest.mark.parametrize("of_prompts", [False, True])
 async def test_results_are_reported_only_to_the_coordinator_that_has_attached_the_node_and_of_its_epoch(
-    models: Models, *, of_prompts: bool
+    folder: Path, *, of_prompts: bool
 ) -> None:
     found: list[Report] = []
 
@@ -156,7 +153,7 @@ async def test_results_are_reported_only_to_the_coordinator_that_has_attached_th
 
     async with serving(1) as [node], asyncio.timeout(60):
         assert (await refused()).startswith("worker node-1: is not part of a chain")
-        async with attached(node, models("qwen3").folder, epoch=5):
+        async with attached(node, folder, epoch=5):
             expected = "worker node-1: expected its coordinator to ask for the results of epoch 5"
             assert await refused(epoch=4) == await refused(epoch=6) == expected
             assert await refused(coordinator_id="another") == await refused(coordinator_id="") == expected

@@ -21,7 +21,7 @@ from coordinator.deploy.discovery import Endpoint, FoundNode
 from coordinator.planning.recovery import Limits
 from protos.brigade_pb2 import MEDIUM_LOOPBACK, Coordinator, MeasureRequest
 from tests.integration.certificates import Certificates, Shown
-from tests.integration.conftest import Models, RunningNode, answer, load_request, opened, peer_of, serving
+from tests.integration.conftest import RunningNode, Whole, answer, load_request, opened, peer_of, serving
 from tests.integration.upstream import attach_request
 from tests.tiny import VOCAB
 from worker.config import ClusterConfig, TlsConfig, WorkerConfig
@@ -48,10 +48,7 @@ def short_hello(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Peer.hello, "__defaults__", (0.3,))
 
 
-async def test_three_nodes_with_right_certificates_make_the_tokens_of_the_whole_model(
-    models: Models, certificates: Certificates
-) -> None:
-    whole = models("qwen3")
+async def test_nodes_with_certificates_make_the_whole_models_tokens(whole: Whole, certificates: Certificates) -> None:
     async with (
         serving(2, network_of=certificates.network) as nodes,
         opened(whole.folder, (1, 1, 2), nodes, certificates.coordinator()) as chain,
@@ -60,9 +57,7 @@ async def test_three_nodes_with_right_certificates_make_the_tokens_of_the_whole_
 
 
 @pytest.mark.parametrize("how", ["none", "foreign", "expired", "plaintext"])
-async def test_a_coordinator_without_a_right_certificate_is_refused(
-    how: str, certificates: Certificates, short_hello: None
-) -> None:
+async def test_uncertified_coordinators_are_refused(how: str, certificates: Certificates, short_hello: None) -> None:
     async with serving(1, network_of=certificates.network) as [node]:
         async with peer_of(node, certificates.wrong(how, "coordinator", Role.COORDINATOR)) as peer:
             reason = EXPECTS_TLS if how == "plaintext" else REFUSED
@@ -108,8 +103,7 @@ async def test_a_worker_that_is_not_trusted_or_does_not_trust_this_node_is_refus
             await peer.hello(3600)
 
 
-async def test_only_a_coordinator_may_ask_load_attach_and_measure(models: Models, certificates: Certificates) -> None:
-    folder = models("qwen3").folder
+async def test_only_a_coordinator_may_ask_load_attach_and_measure(folder: Path, certificates: Certificates) -> None:
     async with (
         serving(1, network_of=certificates.network) as [node],
         peer_of(node, certificates.network("mini")) as peer,
@@ -134,8 +128,7 @@ async def test_only_a_coordinator_may_ask_load_attach_and_measure(models: Models
         assert node.service.worker.shard is None
 
 
-async def test_frames_come_from_the_predecessor_of_the_plan_only(models: Models, certificates: Certificates) -> None:
-    folder = models("qwen3").folder
+async def test_frames_come_from_the_predecessor_of_the_plan_only(folder: Path, certificates: Certificates) -> None:
     async with serving(1, network_of=certificates.network) as [node], peer_of(node, certificates.coordinator()) as peer:
         request = attach_request(folder)
         request.predecessor_name = "Studio"
@@ -156,8 +149,7 @@ async def hop(network: Network, node: RunningNode) -> None:
         await link.close()
 
 
-async def test_a_worker_sends_to_the_successor_of_the_plan_only(models: Models, certificates: Certificates) -> None:
-    folder = models("qwen3").folder
+async def test_a_worker_sends_to_the_successor_of_the_plan_only(folder: Path, certificates: Certificates) -> None:
     async with (
         serving(2, network_of=certificates.network) as [first, second],
         peer_of(first, certificates.coordinator()) as peer,
@@ -221,10 +213,7 @@ async def encrypting(node: RunningNode, context: ssl.SSLContext) -> AsyncIterato
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-async def test_a_renewed_certificate_is_shown_at_once_and_the_running_chain_goes_on(
-    models: Models, certificates: Certificates
-) -> None:
-    whole = models("qwen3")
+async def test_a_renewed_certificate_is_shown_beside_a_running_chain(whole: Whole, certificates: Certificates) -> None:
     soon = datetime.now(UTC) + timedelta(days=10)
     async with serving(1, network_of=certificates.network) as [node]:
         certificates.authority.issue("node-1", Role.WORKER, until=soon)
@@ -263,9 +252,7 @@ async def shown_by(node: RunningNode, certificates: Certificates, address: str =
         return bytes(writer.get_extra_info("ssl_object").getpeercert(True))
 
 
-async def test_after_the_authority_was_replaced_nodes_of_the_old_one_are_shut_out(
-    certificates: Certificates, short_hello: None
-) -> None:
+async def test_nodes_of_a_replaced_authority_are_shut_out(certificates: Certificates, short_hello: None) -> None:
     async with serving(1, network_of=certificates.network) as [node]:
         lost = read(certificates.authority, "lost", Role.COORDINATOR)
         async with peer_of(node, Network(keys=Shown(lost))) as peer:
@@ -305,11 +292,11 @@ async def test_names_in_capitals_are_names(certificates: Certificates) -> None:
     ids=["of another authority", "no tls here"],
 )
 async def test_a_worker_that_one_side_does_not_trust_is_reported_while_another_one_is_awaited(
-    models: Models, certificates: Certificates, is_encrypted: bool, kind: type[BrigadeError], why: str
+    folder: Path, certificates: Certificates, is_encrypted: bool, kind: type[BrigadeError], why: str
 ) -> None:
     """And not counted as missing."""
     certificates.coordinator()
-    checkpoint = open_folder(models("qwen3").folder)
+    checkpoint = open_folder(folder)
     tls = TlsConfig(keys=str(certificates.authority.folder)) if is_encrypted else None
     of_others = partial(certificates.wrong, "foreign", role=Role.WORKER)
     async with (
@@ -331,7 +318,7 @@ def chosen(address: str, names: Sequence[str]) -> list[FoundNode]:
     return [FoundNode(name, "0.1.0", "ab" * 32, True, None, endpoints) for name in names]
 
 
-async def test_a_worker_has_the_name_of_its_certificate_and_no_other(
+async def test_a_worker_is_named_by_its_certificate(
     certificates: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(1, network_of=certificates.network) as [node]:

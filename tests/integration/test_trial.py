@@ -14,7 +14,7 @@ from coordinator.deploy.doctor import Examination, try_answer
 from coordinator.deploy.findings import ExaminedCluster, Finding, Kind, Level, problem
 from coordinator.deploy.trial import NUM_TOKENS, ChainTrial, try_cluster
 from tests.integration.certificates import Certificates
-from tests.integration.conftest import Models, answer, opened, serving
+from tests.integration.conftest import Models, Whole, answer, opened, serving
 from tests.unit.deploy import cases
 from worker.config import ClusterConfig, TlsConfig, WorkerConfig
 from worker.errors import NodeBusy, StageLost
@@ -72,21 +72,18 @@ async def test_memory_that_other_programs_hold_is_not_taken_from_them(monkeypatc
     assert await try_answer(options_of(Path("nowhere"), "127.0.0.1:1"), small) is small, "a plan leaves it out"
 
 
-async def test_a_trial_that_fails_is_a_problem(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_trial_that_fails_is_a_problem(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fails(options: ClusterOptions) -> ChainTrial:
         raise StageLost("ended", node="node-1")
 
     monkeypatch.setattr(doctor, "try_cluster", fails)
-    found = await try_answer(options_of(models("qwen3").folder, "127.0.0.1:1"), examined())
+    found = await try_answer(options_of(folder, "127.0.0.1:1"), examined())
     [finding] = found.findings
     assert (finding.level, finding.kind, found.is_healthy, found.trial) == (Level.PROBLEM, Kind.TRIAL, False, None)
     assert "node-1" in finding.text and finding.fix
 
 
-async def test_a_trial_leaves_a_worker_alone_that_serves_another_coordinator(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = models("qwen3")
+async def test_a_trial_leaves_another_coordinators_worker_alone(whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(1) as nodes, opened(whole.folder, (2, 2), nodes) as chain:
         monkeypatch.setattr(deployment, "COORDINATOR_ID", "another process")
         options = options_of(whole.folder, nodes[0].address)

@@ -252,7 +252,7 @@ async def test_an_interrupted_verify_says_how_far_it_was(
     assert not streams or [start for start, _ in built] == [0, 0, 1], "the cluster's, and two"
 
 
-async def test_the_cluster_is_let_go_of_before_the_reference_is_read(
+async def test_the_cluster_goes_before_the_reference_is_read(
     cluster: ClusterOptions, size: int, built: list[tuple[int, int]]
 ) -> None:
     """Here it is the whole model: a coordinator may be full of its own layers."""
@@ -263,9 +263,7 @@ async def test_the_cluster_is_let_go_of_before_the_reference_is_read(
     assert len(layers) == 4 and max(layers) - before < size / 4
 
 
-async def test_layers_that_do_a_hundredth_more_than_they_should_are_found(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_layers_that_do_a_hundredth_too_much_are_found(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """What they would hold is as it should be: only tokens can tell."""
     whole, request = models("qwen3"), Request(PROMPT[: CHUNK + 1], 50, Sampling(temperature=1.5))
     run = Shard.__call__
@@ -285,9 +283,7 @@ async def test_layers_that_do_a_hundredth_more_than_they_should_are_found(
     assert case.rounding is not None and case.rounding.measured < case.rounding.margin
 
 
-async def test_a_difference_of_a_decoder_that_mlx_lm_does_not_have_always_fails(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_difference_of_a_decoder_of_ours_always_fails(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     options, decode = in_this_process(models("qwen3", config={"mask_token_id": VOCAB - 1})), Decode("diffusion-fast", 4)
     equal = await verify(options, decode, max_tokens=2, seed=0)
     assert (equal.holds, equal.margin) == (True, None)
@@ -306,9 +302,7 @@ async def test_a_difference_of_a_decoder_that_mlx_lm_does_not_have_always_fails(
 
 
 @pytest.mark.parametrize(("layer", "node"), [(0, "coordinator"), (3, "node-1")])
-async def test_a_tensor_that_is_not_what_the_files_hold_is_found_on_every_node(
-    tmp_path: Path, layer: int, node: str
-) -> None:
+async def test_a_tensor_unlike_the_files_is_found_on_every_node(tmp_path: Path, layer: int, node: str) -> None:
     """The coordinator's own, too: here the file changes once all have loaded."""
     folder, altered = make_model(tmp_path / "model"), f"model.layers.{layer}.mlp.down_proj.weight"
     checkpoint = open_folder(folder)

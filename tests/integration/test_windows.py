@@ -74,7 +74,7 @@ def distance(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 @families_and_splits
-async def test_each_row_of_a_reordered_window_is_what_the_whole_model_makes_of_it(
+async def test_each_reordered_row_is_what_the_whole_model_makes(
     models: Models, family: str, layers: tuple[int, ...]
 ) -> None:
     whole = models(family, **MASKED)
@@ -104,9 +104,7 @@ async def test_a_token_filled_ahead_changes_what_is_guessed_before_it(models: Mo
 
 
 @pytest.mark.parametrize("layers", SPLITS, ids=str)
-async def test_neither_more_mask_rows_nor_a_prompt_in_the_same_window_change_what_a_row_says(
-    models: Models, layers: tuple[int, ...]
-) -> None:
+async def test_neither_more_masks_nor_a_prompt_change_what_a_row_says(models: Models, layers: tuple[int, ...]) -> None:
     """Padding is neutral, and so is every further MASK for the tokens and masks before it."""
     async with running(models("qwen3", **MASKED).folder, layers) as chain:
         bench = Bench(chain)
@@ -166,9 +164,7 @@ async def test_verified_windows_give_the_tokens_and_logprobs_of_one_token_decodi
 
 
 @pytest.mark.parametrize("layers", [(2, 1, 1), pytest.param((1, 3), marks=pytest.mark.matrix)], ids=str)
-async def test_drafts_from_the_text_and_diffusion_work_with_sliding_windows(
-    models: Models, layers: tuple[int, ...]
-) -> None:
+async def test_drafts_and_diffusion_work_with_sliding_windows(models: Models, layers: tuple[int, ...]) -> None:
     """Long beyond the window of 8, and longer than it in one step."""
     whole = models("gemma3_text", **MASKED)
     prompt, num_tokens = PROMPT * 3, 16

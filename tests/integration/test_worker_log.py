@@ -3,14 +3,16 @@
 import asyncio
 import io
 import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coordinator.engine.engine import Engine
-from tests.integration.conftest import Models, RunningNode, answer, load, load_request, opened, serving
+from tests.integration.conftest import RunningNode, answer, load, load_request, opened, serving
 from tests.integration.many import request, tokens_of, until
 from worker.errors import InternalError, ModelError
 from worker.model.contents import check_contents
@@ -35,8 +37,7 @@ def assert_lines(out: io.StringIO, *patterns: str) -> None:
         assert re.fullmatch(f"worker node-1: {pattern}", line), line
 
 
-async def test_a_worker_tells_the_life_of_its_shard_and_its_chain(models: Models) -> None:
-    folder = models("qwen3").folder
+async def test_a_worker_tells_the_life_of_its_shard_and_its_chain(folder: Path) -> None:
     shard = rf"layers \[2, 4\) of {re.escape(str(folder))}"
     async with overheard() as (node, out):
         for _ in range(2):
@@ -57,9 +58,7 @@ async def test_a_worker_tells_the_life_of_its_shard_and_its_chain(models: Models
         )
 
 
-async def test_a_node_whose_next_one_leaves_first_has_not_failed(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_node_whose_next_one_leaves_first_has_not_failed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A coordinator takes all off at once; whose next node was quicker waits for its own turn."""
     out, links = io.StringIO(), list[Link]()
 
@@ -69,7 +68,7 @@ async def test_a_node_whose_next_one_leaves_first_has_not_failed(
             links.append(self)
 
     monkeypatch.setattr(attachment, "Link", NotedLink)
-    async with serving(2, out=out) as nodes, opened(models("qwen3").folder, (1, 1, 2), nodes) as chain:
+    async with serving(2, out=out) as nodes, opened(folder, (1, 1, 2), nodes) as chain:
         await answer(chain, (1, 2, 3), 3)
         [link], last = links, nodes[1].service.worker.stage
         assert last is not None
@@ -80,8 +79,7 @@ async def test_a_node_whose_next_one_leaves_first_has_not_failed(
     assert sorted(left) == [f"worker node-{n}: left the chain of coordinator coordinator" for n in (1, 2)]
 
 
-async def test_it_tells_whom_it_refused_and_why(models: Models) -> None:
-    folder = models("qwen3").folder
+async def test_it_tells_whom_it_refused_and_why(folder: Path) -> None:
     other = load_request(folder, 2, 4)
     other.num_layers, other.coordinator.name = 5, "max"
     async with overheard() as (node, out):
@@ -103,13 +101,13 @@ async def test_it_tells_whom_it_refused_and_why(models: Models) -> None:
     ids=["an error", "a bug"],
 )
 async def test_it_tells_why_it_left_a_chain_that_failed_and_where_a_bug_of_ours_is(
-    models: Models, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception], text: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception], text: str
 ) -> None:
     def fail(*arguments: object) -> None:
         raise error
 
     async with overheard() as (node, out):
-        async with opened(models("qwen3").folder, (2, 2), [node]) as chain:
+        async with opened(folder, (2, 2), [node]) as chain:
             stage = node.service.worker.stage
             assert stage is not None
             monkeypatch.setattr(stage.executor, "begin", fail)
@@ -119,13 +117,11 @@ async def test_it_tells_why_it_left_a_chain_that_failed_and_where_a_bug_of_ours_
         assert re.fullmatch(f"worker node-1: left the chain of .*: {text}", out.getvalue().splitlines()[-1])
         monkeypatch.setattr(Worker, "_open", fail)
         with pytest.raises(kind, match=f"^worker node-1: {text}$"):
-            await load(node, load_request(models("qwen3").folder, 1, 4))
+            await load(node, load_request(folder, 1, 4))
     assert re.fullmatch(f"worker node-1: (refused to load .*)?{text}", out.getvalue().splitlines()[-1])
 
 
-async def test_it_tells_that_a_load_was_given_up_wherever_that_was(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_it_tells_that_a_load_was_given_up_anywhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checking = asyncio.Event()
 
     async def stand_still(*arguments: object) -> None:
@@ -139,7 +135,7 @@ async def test_it_tells_that_a_load_was_given_up_wherever_that_was(
             "run_in_thread",
             lambda call: stand_still() if call.func is check_contents else run_in_thread(call),
         )
-        loading = asyncio.create_task(load(node, load_request(models("qwen3").folder, 2, 4)))
+        loading = asyncio.create_task(load(node, load_request(folder, 2, 4)))
         await checking.wait()
         loading.cancel()
         await until(lambda: "gave up" in out.getvalue())
@@ -148,9 +144,9 @@ async def test_it_tells_that_a_load_was_given_up_wherever_that_was(
     )
 
 
-async def test_it_tells_what_it_waits_for_when_it_is_to_end(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_tells_what_it_waits_for_when_it_is_to_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "_LAST_WORD_S", 0.05)
-    async with overheard() as (node, out), opened(models("qwen3").folder, (2, 2), [node]) as chain:
+    async with overheard() as (node, out), opened(folder, (2, 2), [node]) as chain:
         async with Engine(chain) as engine:
             await engine.answer(request(tokens_of(20), 3))
             out.truncate(out.seek(0))
@@ -166,3 +162,17 @@ def test_a_log_without_a_place_or_a_reader_is_no_failure(capfd: pytest.CaptureFi
     for out in (None, Gone()):
         worker_log("mini", out).error("drained")
     assert capfd.readouterr() == ("", "")
+
+
+async def test_a_failure_is_told_though_the_call_is_cancelled_before_it_is_reported(folder: Path) -> None:
+    out = io.StringIO()
+    async with serving(1, out=out) as [node], opened(folder, (2, 2), [node]):
+        attachment = node.service.worker.attachment
+        stage = attachment.stage if attachment else None
+        assert attachment and stage
+        node.thread.post(lambda: stage.fail(ModelError("no such kernel")))
+        while stage.failure is None:
+            time.sleep(0.001)  # noqa: ASYNC251 - this loop must not hear of it before the call is cancelled
+        attachment.replace()
+        await until(lambda: "left" in out.getvalue())
+    assert out.getvalue().splitlines()[-1] == "worker node-1: left the chain of coordinator coordinator: no such kernel"

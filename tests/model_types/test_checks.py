@@ -83,9 +83,7 @@ def test_a_state_that_is_cut_wrongly_or_without_a_word_is_seen(tmp_path: Path, m
     assert cut(chain) == "is cut without a word"
 
 
-def test_caches_that_are_not_of_8_bits_far_off_or_never_rotate_are_seen(
-    chain: Chain, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_caches_not_of_8_bits_far_off_or_unrotated_are_seen(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
     assert int8(chain) == rotating(chain, chain) == "y"
     full = chain.open
     with monkeypatch.context() as patch:
