@@ -1,5 +1,8 @@
-"""Servers as real processes, and what tests ask of them."""
+"""Servers, as real processes or in this one, and what tests ask of them."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,8 +11,14 @@ import httpx2
 import psutil
 from openai import OpenAI
 
+from coordinator.api.serve import ServeOptions, serve
+from coordinator.cluster.options import ClusterOptions
 from protos.brigade_pb2 import StatusReply
 from tests.cluster.processes import START_S, Running, Starter, status_of
+from tools.worker_process import free_port
+
+PATIENCE_S = 30.0
+TEXTS = "/v1/completions"
 
 
 @dataclass(frozen=True)
@@ -41,3 +50,33 @@ def start_server(start: Starter, model: Path, *flags: str | Path) -> Server:
     running = start.brigade("serve", "--model", model, "--port", "0", "--served-model-name", "talker", *flags)
     found = running.err.wait_match(r"serving .* at (\S+), up to \d+ tokens", START_S)
     return Server(running, found[1])
+
+
+@asynccontextmanager
+async def served(
+    options: ClusterOptions, **more: Any
+) -> AsyncIterator[tuple[httpx2.AsyncClient, "asyncio.Task[None]"]]:
+    """A client of a server in this process, and the server's task, which ends with the block."""
+    serving = ServeOptions("127.0.0.1", free_port(), names=("talker",), **more)
+    running = asyncio.create_task(serve(options, serving))
+    try:
+        async with httpx2.AsyncClient(base_url=serving.url(serving.port), timeout=PATIENCE_S) as client:
+            await wait_health(client, 200, running)
+            yield client, running
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def wait_health(client: httpx2.AsyncClient, status: int, running: "asyncio.Task[None] | None" = None) -> str:
+    """What it says once it has this status."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                found = await client.get("/health")
+            except httpx2.ConnectError:
+                assert running is None or not running.done(), running.exception()
+            else:
+                if found.status_code == status:
+                    return str(found.json()["status"])
+            await asyncio.sleep(0.02)

@@ -1,4 +1,4 @@
-"""`brigade chat` as people use it: through a terminal, through a pipe, and with a server that runs already."""
+"""`brigade chat` as people use it, in a terminal and a pipe; `chat`, `generate` and `eval` with a server that runs."""
 
 import json
 import os
@@ -10,10 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tests.cluster.commands import answer_here, run_here
+import pytest
+
+from tests.cluster.commands import answer_here, parse, run_here
 from tests.cluster.conftest import RECITED
 from tests.cluster.processes import FINISH_S, ROOT, START_S, Starter, Stream
 from tests.cluster.servers import start_server
+from tests.cluster.test_eval import HERE, without_times, write_questions
 
 NUM_BYTES = len(RECITED.encode())
 SHORT = ("-m", str(NUM_BYTES))
@@ -89,8 +92,13 @@ def test_a_piped_conversation_keeps_what_was_said(reciter: Path, tmp_path: Path)
     assert again.code == 2 and "cannot write ~no-one/x" in again.err and "found /nothing" in again.err
 
 
-def test_chat_and_generate_use_a_running_server_and_tell_what_it_refuses(start: Starter, reciter: Path) -> None:
-    url = start_server(start, reciter, "--local", "0").url
+@pytest.fixture(scope="module")
+def url(module_start: Starter, reciter: Path) -> str:
+    """Where a server runs."""
+    return start_server(module_start, reciter, "--local", "0").url
+
+
+def test_chat_and_generate_use_a_running_server_and_tell_what_it_refuses(url: str) -> None:
     outcome = run_here("chat", "--server", url, *SHORT, stdin="Hi there, how are you?\nand you?\n/stats\n")
     assert (outcome.code, outcome.out) == (0, f"{RECITED}\n" * 2), outcome.err
     assert int(re.search(r"(\d+) of them reused", outcome.err)[1]) > NUM_BYTES  # type: ignore[index]
@@ -103,3 +111,24 @@ def test_chat_and_generate_use_a_running_server_and_tell_what_it_refuses(start: 
         assert wrong.code == 2 and re.search(f"error: {flag}: not expected with --server, which .*{why}", wrong.err)
     gone = run_here("chat", "--server", "http://127.0.0.1:9", stdin="Hi\n")
     assert gone.code == 3 and "error: nothing answers at http://127.0.0.1:9 (" in gone.err
+
+
+def test_eval_of_a_server_is_that_of_its_model_and_wrong_files_are_refused(
+    url: str, reciter: Path, tmp_path: Path
+) -> None:
+    source = write_questions(tmp_path / "q.jsonl", 4)
+    asked = ("eval", "--questions", source, "--check", "contains", "-m", "30", "--decode", "ar", "--json")
+    remote, local = parse(run_here(*asked, "--server", url)), parse(run_here(*asked, *HERE, reciter))
+    assert without_times(remote) == without_times(local) and remote["rows"][0]["num_right"] == 2
+    (tmp_path / "docs.jsonl").write_text('{"q": "x", "options": ["no", "yz"], "gold": 1}\n')  # what it recites next
+    task = tmp_path / "task.yaml"
+    task.write_text(
+        "{dataset_path: json, dataset_kwargs: {data_files: docs.jsonl}, output_type: multiple_choice, doc_to_text: q, "
+        'doc_to_choice: options, doc_to_target: gold, target_delimiter: ""}'
+    )
+    for model in (("--server", url), (*HERE, reciter)):
+        [row] = parse(run_here("eval", "--questions", task, "--json", *model))["rows"]
+        assert (row["num"], row["num_right"]) == (1, 1)
+    source.write_text('{"prompt": "a", "answer": "b"}\n{\n')
+    outcome = run_here(*asked, *HERE, reciter)
+    assert outcome.code == 2 and "line 2" in outcome.err and not outcome.out

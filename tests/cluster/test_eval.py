@@ -1,4 +1,4 @@
-"""`brigade eval` as a process: killed and resumed, of a server, and what it refuses."""
+"""`brigade eval` as a process: killed and resumed. tests/cluster/test_chat.py has it ask a server."""
 
 import json
 import signal
@@ -9,13 +9,12 @@ from typing import Any
 from tests.cluster.commands import parse, run_here
 from tests.cluster.conftest import RECITED
 from tests.cluster.processes import Starter
-from tests.cluster.servers import start_server
 
 HERE = ("--local", "0", "--model")
 Row = dict[str, Any]
 
 
-def write(path: Path, count: int) -> Path:
+def write_questions(path: Path, count: int) -> Path:
     """Questions of which the model that recites gets every other one right."""
     lines = ({"prompt": f"q{n}", "answer": RECITED[:3] if n % 2 else "no"} for n in range(count))
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
@@ -27,7 +26,7 @@ def without_times(found: dict[str, Any]) -> list[Row]:
 
 
 def test_a_killed_evaluation_goes_on_to_the_same_table(start: Starter, reciter: Path, tmp_path: Path) -> None:
-    source, target = write(tmp_path / "q.jsonl", 8), tmp_path / "a.jsonl"
+    source, target = write_questions(tmp_path / "q.jsonl", 8), tmp_path / "a.jsonl"
     asked = ("eval", "--questions", source, "--check", "contains", "-m", "40", "--decode", "ar,ngram", *HERE, reciter)
     whole = parse(run_here(*asked, "--json"))
     assert [(row["decoder"], row["num"], row["num_right"], row["equal_to_ar"]) for row in whole["rows"]] == [
@@ -56,25 +55,3 @@ def test_a_killed_evaluation_goes_on_to_the_same_table(start: Starter, reciter: 
     assert sorted(judged) == sorted([(["no"], False), ([RECITED[:3]], True)] * 8)
     table = run_here(*asked, "-o", target)
     assert table.code == 0 and "50.0%" in table.out and "16 of 16 answers are known" in table.err
-
-
-def test_a_server_gives_equal_answers_and_wrong_files_are_refused(
-    start: Starter, reciter: Path, tmp_path: Path
-) -> None:
-    source = write(tmp_path / "q.jsonl", 4)
-    asked = ("eval", "--questions", source, "--check", "contains", "-m", "30", "--decode", "ar", "--json")
-    server = start_server(start, reciter, "--local", "0")
-    remote, local = parse(run_here(*asked, "--server", server.url)), parse(run_here(*asked, *HERE, reciter))
-    assert without_times(remote) == without_times(local) and remote["rows"][0]["num_right"] == 2
-    (tmp_path / "docs.jsonl").write_text('{"q": "x", "options": ["no", "yz"], "gold": 1}\n')  # what it recites next
-    task = tmp_path / "task.yaml"
-    task.write_text(
-        "{dataset_path: json, dataset_kwargs: {data_files: docs.jsonl}, output_type: multiple_choice, doc_to_text: q, "
-        'doc_to_choice: options, doc_to_target: gold, target_delimiter: ""}'
-    )
-    for model in (("--server", server.url), (*HERE, reciter)):
-        [row] = parse(run_here("eval", "--questions", task, "--json", *model))["rows"]
-        assert (row["num"], row["num_right"]) == (1, 1)
-    source.write_text('{"prompt": "a", "answer": "b"}\n{\n')
-    outcome = run_here(*asked, *HERE, reciter)
-    assert outcome.code == 2 and "line 2" in outcome.err and not outcome.out

@@ -14,7 +14,6 @@ import pytest
 import uvloop
 
 from coordinator.api import serve as serve_module
-from coordinator.api.serve import ServeOptions, serve
 from coordinator.api.server import RequestLimits
 from coordinator.cluster import deployment
 from coordinator.cluster.open import read_model
@@ -23,6 +22,7 @@ from coordinator.engine.core import EngineCore
 from coordinator.engine.engine import Engine
 from coordinator.planning.recovery import Limits
 from tests.cluster.processes import Starter, write_cluster
+from tests.cluster.servers import PATIENCE_S, TEXTS, served, wait_health
 from tools.worker_process import free_port
 from worker.compute.shard import Shard
 from worker.config import ClusterConfig, load_cluster
@@ -32,38 +32,6 @@ from worker.platform.tasks import Use
 SHORT: dict[str, Any] = {"prompt": "the", "max_tokens": 4}
 ENDLESS: dict[str, Any] = {"prompt": "the", "max_tokens": 30_000, "ignore_eos": True}
 LIVES = ": still at it"
-PATIENCE_S = 30.0
-TEXTS = "/v1/completions"
-
-
-@asynccontextmanager
-async def served(
-    options: ClusterOptions, **more: Any
-) -> AsyncIterator[tuple[httpx2.AsyncClient, "asyncio.Task[None]"]]:
-    """A client of a server, and the server's task, which ends with the block."""
-    serving = ServeOptions("127.0.0.1", free_port(), names=("talker",), **more)
-    running = asyncio.create_task(serve(options, serving))
-    try:
-        async with httpx2.AsyncClient(base_url=serving.url(serving.port), timeout=PATIENCE_S) as client:
-            await wait_health(client, 200, running)
-            yield client, running
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-
-async def wait_health(client: httpx2.AsyncClient, status: int, running: "asyncio.Task[None] | None" = None) -> str:
-    """What it says once it has this status."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            try:
-                found = await client.get("/health")
-            except httpx2.ConnectError:
-                assert running is None or not running.done(), running.exception()
-            else:
-                if found.status_code == status:
-                    return str(found.json()["status"])
-            await asyncio.sleep(0.02)
 
 
 @asynccontextmanager

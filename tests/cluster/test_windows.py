@@ -1,17 +1,26 @@
-"""Every decoder as a user runs it: over real workers and slow hops, and what each one prints.
+"""Every decoder as a user runs it: over real workers, which are sent the models, and what each one prints.
 
 `diffusion` and `ngram` are lossless: they give the tokens of `ar`.
 """
 
+import json
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx2
+import psutil
 import pytest
+import uvloop
+from prometheus_client.parser import text_string_to_metric_families
 
+from coordinator.cluster.options import cluster_options
 from tests.cluster.commands import answer_here
 from tests.cluster.conftest import RECITED
-from tests.cluster.processes import Starter, write_cluster
+from tests.cluster.models import VOCAB, make_refiner, make_talker
+from tests.cluster.processes import START_S, Starter, write_cluster
+from tests.cluster.servers import TEXTS, Server, served, start_server
 from tools.proxy import proxy_to
 
 HOP_S = 0.005
@@ -23,19 +32,30 @@ DECODERS = {
     "diffusion-fast": ("--decode", "diffusion-fast"),
 }
 QUESTION = ("--prompt", "What is 12 times 3?")
-DEMO = ("--model", "demo", "--local", "0", *QUESTION)
+PROMPT = "Hello"
 
 
-def test_over_slow_hops_every_lossless_decoder_gives_the_tokens_of_ar_and_diffusion_a_fifth_of_its_steps(
-    start: Starter, tmp_path: Path
+@pytest.fixture(scope="module")
+def nodes(module_start: Starter, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
+    """Two workers without a model, by name and address."""
+    workers = []
+    for name in ("mini", "air"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp(name)))
+            workers.append(module_start.worker(name))
+    return [(worker.name, worker.address) for worker in workers]
+
+
+def test_over_slow_hops_lossless_decoders_give_the_tokens_of_ar_and_diffusion_takes_a_fifth_of_its_steps(
+    nodes: list[tuple[str, str]], tmp_path: Path
 ) -> None:
-    workers = [start.worker(name, "--model", "demo") for name in ("mini", "air")]
     with ExitStack() as stack:
-        nodes = [(w.name, stack.enter_context(proxy_to(w.address, latency_s=HOP_S)).address) for w in workers]
-        config = write_cluster(tmp_path / "cluster.yaml", *nodes, model="demo")
+        slow = [(name, stack.enter_context(proxy_to(at, latency_s=HOP_S)).address) for name, at in nodes]
+        config = write_cluster(tmp_path / "cluster.yaml", *slow, model="demo")
         common = ("--config", config, *QUESTION, "--logprobs", "2")
         answers: dict[str, Any] = {name: answer_here(*common, *flags) for name, flags in DECODERS.items()}
-    answers["auto"] = answer_here(*DEMO, "--logprobs", "2", "--window", "8")  # in one process
+    here = ("--model", "demo", "--local", "0", *QUESTION)
+    answers["auto"] = answer_here(*here, "--logprobs", "2", "--window", "8")  # in one process
     ar = answers["ar"]
     assert len(ar["tokens"]) > 50 and ar["text"].endswith("36")
     for name, answer in answers.items():
@@ -64,3 +84,93 @@ def test_text_that_repeats_takes_few_steps_with_drafts_from_it_and_the_guard_end
     assert ngram["stats"]["tokens_per_step"] > 4
     assert (guarded["text"], guarded["finish_reason"]) == (4 * RECITED, "stop")
     assert len(guarded["tokens"]) == 4 * len(RECITED.encode())
+
+
+def test_a_draft_model_changes_no_token_and_its_drafts_are_counted(
+    nodes: list[tuple[str, str]], talker: Path, tmp_path: Path
+) -> None:
+    """The drafter is the model itself."""
+    config = write_cluster(tmp_path / "cluster.yaml", *nodes, model=str(talker), layers="[1, 1, 2]")
+    flags = (PROMPT, "--config", config, "--max-tokens", "12", "--seed", "3", "--temp", "0.8")
+    drafted, expected = answer_here(*flags, "--draft-model", talker, "--num-draft-tokens", "3"), answer_here(*flags)
+    assert drafted["tokens"] == expected["tokens"]
+    assert drafted["stats"]["drafts_held"] == [1.0, 1.0, 1.0] and expected["stats"]["drafts_held"] == []
+    assert drafted["stats"]["steps"] < expected["stats"]["steps"]
+
+    async def ask() -> str:
+        async with served(cluster_options(None, str(talker), 0, None, None, draft_model=str(talker))) as (client, _):
+            body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True, "num_draft_tokens": 2}
+            assert (await client.post(TEXTS, json=body)).status_code == 200
+            return str((await client.get("/metrics")).text)
+
+    families = text_string_to_metric_families(uvloop.run(ask()))
+    samples = [sample for family in families for sample in family.samples if "drafts" in sample.name]
+    found = {(each.name, each.labels["place"]): each.value for each in samples}
+    assert {place for _, place in found} == {"1", "2"}
+    for place in ("1", "2"):
+        assert found["brigade_drafts_total", place] == found["brigade_drafts_held_total", place] > 0
+
+
+def test_canvases_over_three_processes_are_those_of_one_and_of_a_server(
+    nodes: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    denoiser = make_talker(tmp_path / "denoiser", model_type="sdar", mask_token_id=VOCAB - 1)
+    config = write_cluster(tmp_path / "cluster.yaml", *nodes, model=str(denoiser), layers="[1, 1, 2]")
+    flags = (PROMPT, "--raw", "--max-tokens", "13", "--seed", "3", "--temp", "0.8", "--ignore-eos")
+    here = answer_here(*flags, "--model", denoiser, "--local", "0")
+    there = answer_here(*flags, "--config", config, "--decode", "canvas", "--canvas", "4")
+    assert there["tokens"] == here["tokens"] and len(here["tokens"]) == 13
+    assert there["stats"]["steps"] == here["stats"]["steps"] > 0
+    other = answer_here(*flags, "--model", denoiser, "--local", "0", "--canvas-steps", "1")
+    assert other["tokens"] != here["tokens"] and other["stats"]["steps"] < here["stats"]["steps"]
+    assert here["stats"]["prompt_tokens_per_s"] is None, "its first tokens come after several steps"
+    assert other["stats"]["prompt_tokens_per_s"] > 0
+
+    async def ask() -> None:
+        body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 13, "ignore_eos": True, "seed": 3, "temperature": 0.8}
+        async with served(cluster_options(None, str(denoiser), 0, None, None)) as (client, _):
+            for more in ({}, {"decode": "canvas", "canvas_sampler": "confidence"}):
+                answer = await client.post(TEXTS, json=body | more)
+                assert answer.json()["choices"][0]["text"] == here["text"]
+            for refused in ({"decode": "ar"}, {"logprobs": 1}, {"canvas_threshold": "high"}, {"canvas": 5}):
+                answer = await client.post(TEXTS, json=body | refused)
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(refused)))
+
+    uvloop.run(ask())
+
+
+def test_diffusion_gemma_over_three_processes_answers_as_one_and_over_a_lost_worker(
+    start: Starter, tmp_path: Path
+) -> None:
+    refiner = make_refiner(tmp_path / "refiner")
+    server = start_server(start, refiner, "--local", "2", "--layers", "2,1,3")
+    sampled = ("--raw", "--max-tokens", "40", "--seed", "3", "--temp", "0.8", "--ignore-eos", "--canvas-steps", "5")
+    body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 40, "seed": 3, "temperature": 0.8, "ignore_eos": True}
+    for sampler, conditioning in (("entropy", "exact"), ("confidence", "top-64")):
+        flags = (PROMPT, *sampled, "--canvas-sampler", sampler, "--conditioning", conditioning)
+        here = answer_here(*flags, "--model", refiner, "--local", "0")
+        assert len(here["tokens"]) == 40
+        body |= {"canvas_steps": 5, "canvas_sampler": sampler, "conditioning": conditioning}
+        assert server.post(TEXTS, **body).json()["choices"][0]["text"] == here["text"]
+
+    [worker] = [child for child in start.children(server.running, 3) if "worker-2" in child.cmdline()]
+    body["max_tokens"] = 96  # or the answer might be over before the worker is lost
+    expected = server.post(TEXTS, **body).json()["choices"][0]["text"]
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    found, stats = "", {}
+    with httpx2.stream("POST", f"{server.url}{TEXTS}", json=body, timeout=60.0) as stream:
+        for line in (line for line in stream.iter_lines() if line.startswith("data: {")):
+            if not found:
+                lose_amid_canvas(server, worker)
+            chunk = json.loads(line.removeprefix("data: "))
+            found += "".join(choice["text"] for choice in chunk["choices"])
+            stats |= chunk.get("brigade") or {}
+    assert found == expected and stats["recoveries"] >= 1
+
+
+def lose_amid_canvas(server: Server, worker: psutil.Process) -> None:
+    """Kill a worker two steps from now, of the five that a canvas takes."""
+    until, deadline = server.status(worker).step + 2, time.monotonic() + START_S
+    while server.status(worker).step < until:
+        assert time.monotonic() < deadline
+    worker.kill()

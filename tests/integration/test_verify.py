@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import io
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from coordinator.quality.verify import Comparison, verify
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Sampling
+from tests.cluster.models import altered_copy
 from tests.integration.conftest import Models, Whole, running, serving
 from tests.tiny import FAMILIES, VOCAB, make_model
 from tools.model_types.make import make_type
@@ -349,6 +351,25 @@ async def test_verify_tells_which_drafts_of_a_good_and_of_a_bad_drafter_held(mod
         report = await verify(options, Decode("draft", num_drafts=3), max_tokens=5, seed=0)
         assert report.holds and len(report.drafts_held) == 3
         assert all(share == 1.0 if is_good else share < 0.5 for share in report.drafts_held)
+
+
+async def test_verify_names_the_differing_tensor_and_node(
+    models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, altered = models("qwen3", **MASKED), "model.layers.2.mlp.down_proj.weight"
+
+    def change(weights: dict[str, mx.array]) -> None:
+        weights[altered][3, 5] += 4.0  # not where nodes compare samples of their copies before they load them
+
+    async with serving(1, altered_copy(whole.folder, tmp_path / "odd", change)) as [node]:
+        workers = (WorkerConfig(name=node.name, address=(node.address,)),)
+        options = ClusterOptions(ClusterConfig(workers=workers), str(whole.folder), None, 64).with_layers((2, 2))
+        assert await run_verify(options, Decode(), max_tokens=2, seed=0, as_json=True) == 1
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert (printed.err, found["equal"]) == ("", False)
+    assert found["tensors"] == [{"node": node.name, "tensor": altered}]
+    assert any(case["expected"] != case["found"] for case in found["cases"])
 
 
 async def test_verify_into_a_pipe_says_each_line_as_it_is_found(

@@ -1,17 +1,20 @@
-"""`brigade verify` and `brigade plan` over real workers: what they find, print and load."""
+"""`brigade plan`, `verify`, `doctor` and `smoke` over real workers: what they find, print and load, and exit codes."""
 
 import json
 from pathlib import Path
 
-import mlx.core as mx
 import pytest
 
+from coordinator.cluster.options import ClusterOptions
+from coordinator.deploy import checks
+from coordinator.deploy import trial as trial_module
+from coordinator.deploy.trial import ChainTrial
 from tests.cluster.commands import parse, run_here
-from tests.cluster.models import altered_copy, make_talker
+from tests.cluster.models import make_talker
 from tests.cluster.processes import Starter, Worker, write_cluster
+from tests.unit.deploy.cases import tried
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
-ALTERED = "model.layers.2.mlp.down_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -87,16 +90,54 @@ def test_verify_finds_every_decoder_equal_on_any_split(
         assert case["expected"] == case["found"] and len(case["found"]) == 4, case["name"]
 
 
-def test_verify_names_the_differing_tensor_and_node(
-    workers: list[Worker], start: Starter, masked: Path, tmp_path: Path
+def test_findings_are_lines_and_exit_code_1(
+    workers: list[Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def change(weights: dict[str, mx.array]) -> None:
-        weights[ALTERED][3, 5] += 4.0  # not where nodes compare samples of their copies before they load them
+    monkeypatch.setattr(checks, "_VERY_SLOW_MS", 10_000.0)  # a machine that is busy with other tests
+    nodes = [(worker.name, worker.address) for worker in workers]
+    config = write_cluster(tmp_path / "cluster.yaml", *nodes)
+    done = run_here("doctor", "--config", config)
+    assert done.code == 0, done.err  # progress is told once it takes long
+    lines = done.out.splitlines()
+    for about in ("coordinator", "mini", "air", "coordinator → mini", "mini → air", "coordinator ← air", "all nodes"):
+        assert about in lines
+    assert lines[-1].startswith("nothing to fix; ") and not any("FIX" in line for line in lines)
+    assert sum(" of each token (round trip " in line for line in lines) == 3
+    assert sum("8 tokens through every node, twice, in " in line for line in lines) == 1
 
-    odd = start.worker("odd", "--model", altered_copy(masked, tmp_path / "odd", change))
-    config = config_of(tmp_path, [workers[0], odd], masked, layers="[1, 1, 2]")
-    outcome = run_here("verify", "--config", config, "--json", "--max-tokens", "2", "--decode", "ar")
-    found = json.loads(outcome.out)
-    assert (outcome.code, outcome.err, found["equal"]) == (1, "", False)
-    assert found["tensors"] == [{"node": "odd", "tensor": ALTERED}]
-    assert any(case["expected"] != case["found"] for case in found["cases"])
+    write_cluster(config, nodes[0], ("gone", "127.0.0.1:1"))
+    done = run_here("doctor", "--config", config, "--model", tmp_path / "nowhere", "--json")
+    found = json.loads(done.out)
+    assert (done.code, found["must_be_mended"], found["trial"]) == (1, 2, None)
+    worst = {each["kind"]: each for each in found["findings"] if each["level"] == "must be mended"}
+    assert set(worst) == {"unreachable", "model"} and worst["unreachable"]["about"] == "gone"
+    assert worst["unreachable"]["fix"] == f"there: brigade worker --config {config} --name gone"
+    assert [node["error"] is None for node in found["nodes"]] == [True, True, False]
+
+
+def test_without_a_configuration_this_machine_alone_is_examined() -> None:
+    done = run_here("doctor", "--json")
+    found = json.loads(done.out)
+    assert done.code == (1 if found["must_be_mended"] else 0)
+    assert ([node["node"] for node in found["nodes"]], found["hops"], found["trial"]) == (["coordinator"], [], None)
+
+
+def test_smoke_tells_every_hop_and_that_it_works_and_the_worker_runs_on(workers: list[Worker], tmp_path: Path) -> None:
+    worker, _ = workers
+    done = run_here("smoke", "--config", write_cluster(tmp_path / "cluster.yaml", ("mini", worker.address)))
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert lines[0].startswith("demo on coordinator [0, 4), mini [4, 8): open after ")
+    assert [line.split()[:3] for line in lines[2:4]] == [["coordinator", "→", "mini"], ["mini", "→", "coordinator"]]
+    assert lines[-1].startswith("8 tokens, twice, in ") and lines[-1].endswith("the same tokens: it works")
+    worker.wait_slots(0, 30.0)
+    assert worker.running.is_running
+
+
+def test_other_tokens_of_smoke_are_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def tries(options: ClusterOptions) -> ChainTrial:
+        return tried(second=(7, 9))
+
+    monkeypatch.setattr(trial_module, "try_cluster", tries)
+    done = run_here("smoke", "--model", "demo", "--local", "0")
+    assert done.code == 1 and "OTHER TOKENS the second time, [7, 8], then [7, 9]" in done.out.splitlines()[-1]
