@@ -185,49 +185,57 @@ async def test_a_window_that_has_long_slid_is_the_whole_models(models: Models, l
         assert found.tokens == whole.tokens(prompt, 10)
 
 
-@one_split
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "gemma3_text", "qwen3_5"])
-async def test_a_head_tied_to_the_embedding_works_anywhere(
-    models: Models, family: str, layers: tuple[int, ...]
-) -> None:
-    whole = models(family, tied=True)
-    assert not any("lm_head" in name for name, _ in tree_flatten(whole.reference.model.parameters()))
-    async with running(whole.folder, layers) as chain:
-        await assert_equal(chain, whole, GREEDY)
-
-
-@pytest.mark.parametrize("layers", [FULL], ids=split_name)
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [
-        pytest.param(
-            family, dtype, id=f"{family}-{name}", marks=() if (index + at) % 2 == 0 else pytest.mark.matrix
-        )  # MLX on CPUs has experts in float32 only
-        for index, family in enumerate(f for f in FAMILIES if f != "qwen3_moe")
-        for at, (name, dtype) in enumerate((("bf16", mx.bfloat16), ("fp16", mx.float16)))
-    ],
-)
-async def test_half_precision_is_equal(models: Models, family: str, dtype: mx.Dtype, layers: tuple[int, ...]) -> None:
-    whole = models(family, dtype=dtype)
-    async with running(whole.folder, layers) as chain:
-        await assert_equal(chain, whole, {name: SAMPLINGS[name] for name in ("greedy", "penalties")})
-
-
 WIDE = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 8}
+MODES: dict[str, dict[str, Any]] = {  # of quantising, other than affine
+    "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+    "nvfp4": {"group_size": 16, "bits": 4, "mode": "nvfp4"},
+    "mxfp8": {"group_size": 32, "bits": 8, "mode": "mxfp8"},
+}
+
+
+def kinds_of_checkpoints() -> list[Any]:
+    """What a model may be made of, by arguments of `make_model`; every second dtype and mixture under `matrix`."""
+    found: list[Any] = []
+
+    def add(name: str, family: str = "qwen3", *, is_rare: bool = False, **arguments: Any) -> None:
+        found.append(pytest.param(family, arguments, marks=pytest.mark.matrix if is_rare else (), id=name))
+
+    for family in ("qwen3", "qwen2", "llama", "gemma3_text", "qwen3_5"):
+        add(f"{family}-tied", family, tied=True)
+    for index, family in enumerate(f for f in FAMILIES if f != "qwen3_moe"):  # MLX on CPUs has experts in float32 only
+        for at, (name, dtype) in enumerate((("bf16", mx.bfloat16), ("fp16", mx.float16))):
+            add(f"{family}-{name}", family, dtype=dtype, is_rare=(index + at) % 2 > 0)
+    half: dict[str, Any] = {"dtype": mx.bfloat16, "config": WIDE}
+    # other groups and numbers of bits: by layers, in test_modes.py
+    for tied, whole in ((True, True), (True, False), (False, True), (False, False)):
+        name = f"4 bits{' and embedding' if whole else ''}{'-tied' if tied else ''}"
+        add(name, quantize={"group_size": 64, "bits": 4}, quantize_embedding=whole, tied=tied, is_rare=not tied, **half)
+    for mode, tied in (("mxfp4", False), ("nvfp4", True), ("mxfp8", False), ("mxfp8", True)):
+        add(
+            f"{mode}{'-tied' if tied else ''}",
+            quantize=MODES[mode],
+            tied=tied,
+            is_rare=tied and mode == "mxfp8",
+            **half,
+        )
+    # a quantised embedding of these modes yields bfloat16, whatever the norms are in
+    for dtype, whole in ((mx.float16, True), (mx.float32, False), (mx.float16, False), (mx.float32, True)):
+        name, is_rare = f"mxfp4{' and embedding' if whole else ''} in {dtype}", whole == (dtype == mx.float32)
+        add(name, dtype=dtype, quantize=MODES["mxfp4"], quantize_embedding=whole, config=WIDE, is_rare=is_rare)
+    return found
 
 
 @one_split
-@pytest.mark.parametrize(
-    ("whole_model", "tied"),  # other groups and numbers of bits: by layers, in test_modes.py
-    [(True, True), (False, True), *(pytest.param(each, False, marks=pytest.mark.matrix) for each in (True, False))],
-)
-async def test_a_quantised_checkpoint_gives_the_tokens_of_the_whole_model(
-    models: Models, whole_model: bool, tied: bool, layers: tuple[int, ...]
+@pytest.mark.parametrize(("family", "arguments"), kinds_of_checkpoints())
+async def test_every_kind_of_checkpoint_gives_the_tokens_of_the_whole_model(
+    models: Models, family: str, arguments: dict[str, Any], layers: tuple[int, ...]
 ) -> None:
-    four_bit: dict[str, Any] = {"quantize": {"group_size": 64, "bits": 4}, "config": WIDE}
-    whole = models("qwen3", dtype=mx.bfloat16, quantize_embedding=whole_model, tied=tied, **four_bit)
+    whole = models(family, **arguments)
+    has_head = any("lm_head" in name for name, _ in tree_flatten(whole.reference.model.parameters()))
+    assert has_head == (not arguments.get("tied"))
+    names = ("greedy", "penalties") if arguments.keys() == {"dtype"} else ("greedy",)
     async with running(whole.folder, layers) as chain:
-        await assert_equal(chain, whole, GREEDY)
+        await assert_equal(chain, whole, {name: SAMPLINGS[name] for name in names})
 
 
 @one_split

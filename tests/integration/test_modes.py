@@ -1,4 +1,4 @@
-"""Checkpoints quantised in MLX's other modes than affine: the tokens of mlx-lm's own model, or a refusal by name."""
+"""Quantised checkpoints: the logits of mlx-lm's own model, layer by layer, or a refusal. Tokens: test_equality.py."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.conftest import Models, running
 from tests.integration.one_layer import assert_mlx_lms_logits, one_layer_shards
-from tests.integration.test_equality import GREEDY, WIDE, assert_equal
+from tests.integration.test_equality import GREEDY, MODES, WIDE, assert_equal
 from tests.tiny import make_model, write_folder
 from worker.compute.shard import Shard
 from worker.errors import ModelError
@@ -17,11 +17,6 @@ from worker.model.build import build, tensors_of_module
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
 
-MODES: dict[str, dict[str, Any]] = {
-    "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
-    "nvfp4": {"group_size": 16, "bits": 4, "mode": "nvfp4"},
-    "mxfp8": {"group_size": 32, "bits": 8, "mode": "mxfp8"},
-}
 AFFINE: dict[str, dict[str, Any]] = {
     **{f"{bits} bit": {"group_size": 64, "bits": bits} for bits in (2, 3, 4, 5, 6, 8)},
     "groups of 32": {"group_size": 32, "bits": 4},
@@ -37,15 +32,6 @@ LAYERS = (1, 2, 1)
 
 
 @pytest.mark.parametrize(
-    ("mode", "tied"), [("mxfp4", False), ("nvfp4", True), ("mxfp8", False), pytest.param("mxfp8", True, marks=matrix)]
-)
-async def test_checkpoints_of_other_modes_give_the_whole_models_tokens(models: Models, mode: str, tied: bool) -> None:
-    whole = models("qwen3", dtype=mx.bfloat16, quantize=MODES[mode], tied=tied, config=WIDE)
-    async with running(whole.folder, LAYERS) as chain:
-        await assert_equal(chain, whole, GREEDY)
-
-
-@pytest.mark.parametrize(
     ("family", "quantize"),
     [
         pytest.param(family, kind, marks=() if (at + number) % 2 == 0 else matrix)
@@ -58,24 +44,6 @@ def test_one_layer_shards_of_any_quantisation_give_mlx_lms_logits(tmp_path: Path
     config = BROAD | {"num_hidden_layers": 2 if family == "qwen3_moe" else 4}
     folder = make_model(tmp_path / "model", family, quantize=(AFFINE | MODES)[quantize], config=config)
     assert_mlx_lms_logits(folder, one_layer_shards(folder, tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "quantize_embedding"),
-    [
-        pytest.param(mx.float16, True, id="fp16-quantised embedding"),
-        pytest.param(mx.float32, False, id="fp32-plain embedding"),
-        pytest.param(mx.float16, False, id="fp16-plain embedding", marks=matrix),
-        pytest.param(mx.float32, True, id="fp32-quantised embedding", marks=matrix),
-    ],
-)
-async def test_what_is_left_in_another_dtype_makes_hidden_states_of_the_dtype_that_mlx_lm_makes(
-    models: Models, dtype: mx.Dtype, quantize_embedding: bool
-) -> None:
-    """A quantised embedding of these modes yields bfloat16, whatever the norms are in."""
-    whole = models("qwen3", dtype=dtype, quantize=MODES["mxfp4"], quantize_embedding=quantize_embedding, config=WIDE)
-    async with running(whole.folder, LAYERS) as chain:
-        await assert_equal(chain, whole, GREEDY)
 
 
 async def test_an_embedding_of_own_bits_is_passed_over_where_it_is_not_held(models: Models, tmp_path: Path) -> None:
