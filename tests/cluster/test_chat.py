@@ -113,9 +113,7 @@ def test_chat_and_generate_use_a_running_server_and_tell_what_it_refuses(url: st
     assert gone.code == 3 and "error: nothing answers at http://127.0.0.1:9 (" in gone.err
 
 
-def test_eval_of_a_server_is_that_of_its_model_and_wrong_files_are_refused(
-    url: str, reciter: Path, tmp_path: Path
-) -> None:
+def test_eval_of_a_server_is_its_models_and_wrong_files_are_refused(url: str, reciter: Path, tmp_path: Path) -> None:
     source = write_questions(tmp_path / "q.jsonl", 4)
     asked = ("eval", "--questions", source, "--check", "contains", "-m", "30", "--decode", "ar", "--json")
     remote, local = parse(run_here(*asked, "--server", url)), parse(run_here(*asked, *HERE, reciter))

@@ -96,7 +96,7 @@ def test_a_full_queue_is_refused_at_once_and_a_long_wait_in_the_end(talker: Path
 
 
 @pytest.mark.parametrize(("shutdown_s", "num_signals"), [(0.05, 1), (600.0, 2)])
-def test_a_server_answers_all_that_fit_and_cuts_streams_off_with_the_reason(
+def test_a_server_answers_all_that_fit_and_says_why_it_cuts_off(
     talker: Path, shutdown_s: float, num_signals: int
 ) -> None:
     async def check() -> None:
@@ -159,9 +159,7 @@ def test_a_server_runs_without_a_missing_worker_takes_it_in_under_streams_and_ke
     uvloop.run(check())
 
 
-def test_a_worker_that_stays_away_closes_the_server_until_it_returns(
-    start: Starter, talker: Path, worker_file: Path
-) -> None:
+def test_a_server_closes_while_a_worker_stays_away(start: Starter, talker: Path, worker_file: Path) -> None:
     worker = start.worker("last", "--config", worker_file)
     assert worker.address
 

@@ -46,6 +46,7 @@ from worker.node.service import NodeService
 from worker.node.weights_cache import WeightsCache
 from worker.platform.threads import MlxThread
 
+Layers = tuple[int, ...]  # of each stage
 CHUNK = 8
 NETWORK = Network()
 

@@ -13,7 +13,7 @@ from coordinator.decoding.decode_options import make_cache_choice
 from coordinator.engine.engine import Engine, generate_once
 from coordinator.sessions.output import Answer
 from protos.brigade_pb2 import Frame, Opening, Result, Sampling, Window
-from tests.integration.conftest import Models, Whole, build_nothing_ahead, running
+from tests.integration.conftest import Layers, Models, Whole, build_nothing_ahead, running
 from tests.integration.many import request, solo, together, tokens_of
 from tests.integration.upstream import window_of
 from tools.model_types.make import make_type
@@ -49,7 +49,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
-async def answers(models: Models, family: str, layers: tuple[int, ...]) -> list[Answer]:
+async def answers(models: Models, family: str, layers: Layers) -> list[Answer]:
     async with running(models(family).folder, layers) as chain:
         return [*await solo(chain, REQUESTS), *await together(chain, REQUESTS)]
 
@@ -63,7 +63,7 @@ async def answers(models: Models, family: str, layers: tuple[int, ...]) -> list[
     ],
 )
 async def test_tokens_and_logprobs_are_bit_for_bit_those_of_steps_built_on_arrival(
-    models: Models, taken: list[bool], family: str, layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    models: Models, taken: list[bool], family: str, layers: Layers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = await answers(models, family, layers)
     assert any(taken)
@@ -98,7 +98,7 @@ GROUPS_OF_32: dict[str, Any] = {"config": {"head_dim": 32}}  # as int8 needs the
 
 @pytest.mark.parametrize("layers", [(4,), (1, 3)])
 async def test_every_kind_of_cache_is_gone_on_with_over_the_ends_of_its_buffers(
-    models: Models, taken: list[bool], layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    models: Models, taken: list[bool], layers: Layers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Buffers end at 256 rows; a rotating cache lets go of rows there. Answers end and begin beside each other."""
     asked = [

@@ -101,7 +101,7 @@ async def test_a_node_loads_while_the_chain_of_the_others_runs(whole: Whole) -> 
         assert (await live.answer()).tokens == whole.tokens(tokens_of(9), 60)
 
 
-async def test_when_the_coordinator_is_gone_its_slots_are_too_and_another_can_attach(
+async def test_slots_go_with_their_coordinator(
     whole: Whole, worker_caches: References, without_collector: None
 ) -> None:
     async with serving(2) as nodes:
@@ -169,9 +169,7 @@ def files_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return files
 
 
-async def test_an_equal_load_reads_nothing_whatever_its_coordinator_knows(
-    tmp_path: Path, files_read: list[str]
-) -> None:
+async def test_an_equal_load_reads_nothing_whatever_a_coordinator_knows(tmp_path: Path, files_read: list[str]) -> None:
     folder = make_model(tmp_path / "model", num_files=3)
     async with serving(1) as [node]:
         assert (await load(node, load_request(folder, 2, 4)))[-1].phase == "load"

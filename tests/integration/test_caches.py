@@ -11,7 +11,7 @@ from mlx_lm.models.cache import QuantizedKVCache
 
 from coordinator.decoding.decode_options import make_cache_choice
 from protos.brigade_pb2 import Cache, Sampling
-from tests.integration.conftest import CHUNK, Models, Whole, running
+from tests.integration.conftest import CHUNK, Layers, Models, Whole, running
 from tests.integration.windows import BIASED, MASKED, PROMPT, SPLITS, Recompute, answer, logprobs
 from tests.tiny import VOCAB
 
@@ -65,8 +65,8 @@ FORGOTTEN = [(4, 0.8, 8), (8, 2.0, 64), (8, 0.0, 8)]  # window, threshold, rows 
 
 
 @splits
-async def test_a_rotating_cache_sees_the_first_tokens_and_the_latest_whatever_the_decoder_and_chunks(
-    models: Models, layers: tuple[int, ...]
+async def test_rotating_caches_see_the_first_and_latest_tokens_whatever_the_decoder(
+    models: Models, layers: Layers
 ) -> None:
     whole, is_covering = models("qwen3", **MASKED), layers == SPLITS[-1]
     greedy = {size: sliding(whole.folder, size).greedy(LONG, N) for size in (10, 14, 32)}
@@ -132,7 +132,7 @@ def quantised(whole: Whole, prompt: tuple[int, ...], num_tokens: int, group_size
 
 
 @splits
-async def test_quantised_caches_give_mlx_lms_tokens_with_every_decoder(models: Models, layers: tuple[int, ...]) -> None:
+async def test_quantised_caches_give_mlx_lms_tokens_with_every_decoder(models: Models, layers: Layers) -> None:
     """Rows are quantised one by one, so what they are fed with does not matter."""
     for head_dim, group_size in ((32, 32), (64, 64)) if layers == SPLITS[-1] else ((32, 32),):
         whole = models("qwen3", config={"mask_token_id": 90, "head_dim": head_dim}, sharpen=4.0)

@@ -13,7 +13,7 @@ import mlx.nn as nn
 import pytest
 
 from protos.brigade_pb2 import Frame, Opening, Sampling
-from tests.integration.conftest import CHUNK, Models, Whole, answer, opened, receive, running, send, serving
+from tests.integration.conftest import CHUNK, Layers, Models, Whole, answer, opened, receive, running, send, serving
 from tests.integration.upstream import window_of
 from tests.tiny import VOCAB
 from worker.compute.shard import Shard
@@ -41,7 +41,7 @@ def head_rows(monkeypatch: pytest.MonkeyPatch, nothing_ahead: None) -> list[int]
 
 @pytest.mark.parametrize("layers", [(2, 2), (1, 2, 1)])
 async def test_stage_0_starts_the_next_prompt_chunks_before_the_first_result_is_back(
-    models: Models, monkeypatch: pytest.MonkeyPatch, layers: tuple[int, ...]
+    models: Models, monkeypatch: pytest.MonkeyPatch, layers: Layers
 ) -> None:
     """The last stage is held until stage 0 has begun the third chunk: were chunks sent one by one, it never would."""
     begun = threading.Event()
@@ -107,7 +107,7 @@ async def test_every_stage_records_when_it_had_each_frame_and_one_session_decode
 
 
 @pytest.mark.parametrize("layers", [(4,), (1, 2, 1)])
-async def test_only_wanted_rows_reach_the_head(folder: Path, head_rows: list[int], layers: tuple[int, ...]) -> None:
+async def test_only_wanted_rows_reach_the_head(folder: Path, head_rows: list[int], layers: Layers) -> None:
     async with running(folder, layers) as chain:
         head_rows.clear()
         await answer(chain, PROMPT, 5)

@@ -32,7 +32,7 @@ async def said(model: Engine, ask: RequestSpec) -> str:
 
 
 @pytest.mark.parametrize("layers", [(4,), (1, 3)], ids=str)
-async def test_a_grammar_that_compiles_for_long_holds_up_no_other_session(
+async def test_a_long_compilation_holds_up_no_session(
     folder: Path, layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is compiled on the last stage before another session has had its whole answer."""

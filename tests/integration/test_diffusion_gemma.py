@@ -20,7 +20,7 @@ from coordinator.quality.verify import verify
 from coordinator.sessions.request import Request, check_request
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import CONDITIONING_EXACT, Cache, Frame, Grammar, Opening, Result, Sampling, Soft, Window
-from tests.integration.conftest import CHUNK, running
+from tests.integration.conftest import CHUNK, Layers, running
 from tests.integration.many import Live
 from tests.integration.test_recovery import COMES_BACK, lose, supervised
 from tests.tiny import write_folder
@@ -51,7 +51,7 @@ def recorded() -> dict[str, mx.array]:
     return mx.load(str(FOLDER / "logits.safetensors"))  # type: ignore[return-value]
 
 
-def ends(layers: tuple[int, ...]) -> list[int]:
+def ends(layers: Layers) -> list[int]:
     return [sum(layers[: number + 1]) for number in range(len(layers))]
 
 
@@ -90,7 +90,7 @@ def test_logits_are_those_recorded(
 
 @pytest.mark.parametrize("layers", SPLITS[1:], ids=str)
 def test_logits_are_the_same_on_every_split(
-    layers: tuple[int, ...], recorded: dict[str, mx.array], unsplit: dict[tuple[int, int], dict[str, mx.array]]
+    layers: Layers, recorded: dict[str, mx.array], unsplit: dict[tuple[int, int], dict[str, mx.array]]
 ) -> None:
     chain = Chain(FOLDER, ends(layers))
     for (length, chunk), expected in unsplit.items():
@@ -158,7 +158,7 @@ def request(run: dict[str, Any], **sampling: float) -> Request:
 @pytest.mark.parametrize(  # the logits of every split are compared above
     "layers", [pytest.param(each, marks=() if each in SPLITS[::3] else pytest.mark.matrix) for each in SPLITS], ids=str
 )
-async def test_answers_are_those_of_the_reference_in_as_many_forwards(layers: tuple[int, ...]) -> None:
+async def test_answers_are_those_of_the_reference_in_as_many_forwards(layers: Layers) -> None:
     async with running(FOLDER, layers) as chain:
         for run in RECORDED["runs"]:
             answer = await generate_once(chain, request(run), chunk=CHUNK)
@@ -294,7 +294,7 @@ def soft_size(asked: Request) -> int:
     [pytest.param(each, marks=() if each == (2, 1, 3) else pytest.mark.matrix) for each in SPLITS[1:]],
     ids=str,
 )
-async def test_packed_experts_of_four_bits_answer_alike_on_every_split(layers: tuple[int, ...], packed: Path) -> None:
+async def test_packed_experts_of_four_bits_answer_alike_on_every_split(layers: Layers, packed: Path) -> None:
     spec = describe(open_folder(packed))
     asked = replace(ANSWERED[1], decode=suit(Decode("auto", canvas_steps=4), Cache(), spec), max_tokens=18)
     whole, stages = Chain(packed, [6]), Chain(packed, ends(layers))

@@ -17,7 +17,7 @@ from coordinator.engine.engine import Engine, generate_once
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Frame, Opening, Result, Sampling, Window
-from tests.integration.conftest import CHUNK, Models, Pass, opened, opened_folder, running, serving
+from tests.integration.conftest import CHUNK, Layers, Models, Pass, opened, opened_folder, running, serving
 from tests.integration.many import Live, request, together, tokens_of
 from tests.integration.many import two_lanes as two_lanes
 from tests.integration.test_epochs import answer_over_a_loss
@@ -88,7 +88,7 @@ def least_steps(num_tokens: int, count: int) -> int:
 
 @cases
 async def test_a_drafter_that_is_the_model_has_every_draft_accepted(
-    models: Models, family: str, layers: tuple[int, ...], names: Sequence[str]
+    models: Models, family: str, layers: Layers, names: Sequence[str]
 ) -> None:
     folder = model_of(models, family)
     async with running(folder, layers, drafter=folder) as chain:
@@ -104,7 +104,7 @@ async def test_a_drafter_that_is_the_model_has_every_draft_accepted(
 
 @cases
 async def test_foreign_drafts_change_no_token(
-    models: Models, family: str, layers: tuple[int, ...], names: Sequence[str]
+    models: Models, family: str, layers: Layers, names: Sequence[str]
 ) -> None:
     async with running(model_of(models, family), layers, drafter=foreign(models)) as chain:
         for name in names:

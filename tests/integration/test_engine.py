@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 from protos.brigade_pb2 import Frame, Opening, Result, Sampling, Window
-from tests.integration.conftest import CHUNK, Models, Whole
+from tests.integration.conftest import CHUNK, Layers, Models, Whole
 from tests.integration.many import tokens_of
 from tests.integration.upstream import window_of
 from worker.compute.executor import Executor
@@ -72,7 +72,7 @@ splits = pytest.mark.parametrize("layers", [(4,), (1, 3), (2, 1, 1)], ids=str)
 
 
 @splits
-def test_a_window_on_another_prefix_fails_alone_and_its_slot_can_go_on(whole: Whole, layers: tuple[int, ...]) -> None:
+def test_a_window_on_another_prefix_fails_alone_and_its_slot_can_go_on(whole: Whole, layers: Layers) -> None:
     expected = {slot: whole.tokens(prompt, 1)[0] for slot, prompt in enumerate(PROMPTS)}
     row = Row(whole, layers)
     row.feed(PROMPTS)
@@ -109,7 +109,7 @@ def test_what_comes_for_a_failed_window_while_it_is_not_known_yet_fails_as_well(
 
 
 @splits
-def test_a_frame_all_of_whose_windows_fail_has_no_rows_and_is_answered(models: Models, layers: tuple[int, ...]) -> None:
+def test_a_frame_all_of_whose_windows_fail_has_no_rows_and_is_answered(models: Models, layers: Layers) -> None:
     row = Row(models("qwen3"), layers)
     row.feed(PROMPTS)
     result = row.run(list(map(wrong, last_windows())))
@@ -149,7 +149,7 @@ def test_a_slot_that_is_opened_again_keeps_its_buffers_unless_another_one_begins
 
 
 @splits
-def test_an_error_in_sampling_ends_that_session_alone(whole: Whole, layers: tuple[int, ...]) -> None:
+def test_an_error_in_sampling_ends_that_session_alone(whole: Whole, layers: Layers) -> None:
     row = Row(whole, layers)
     odd = Sampling(temperature=1.0, top_k=1 << 20)  # mlx-lm refuses more than the vocabulary has
     failed = [(1, "SamplingError", f"node-{len(layers) - 1}")]

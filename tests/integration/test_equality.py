@@ -14,7 +14,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from coordinator.cluster.chain import Chain
 from protos.brigade_pb2 import Sampling
-from tests.integration.conftest import CHUNK, Models, Whole, answer, running
+from tests.integration.conftest import CHUNK, Layers, Models, Whole, answer, running
 from tests.tiny import FAMILIES, VOCAB, write_folder
 from worker.compute.shard import Shard
 from worker.model.checkpoint import open_folder
@@ -65,7 +65,7 @@ GREEDY = {"greedy": SAMPLINGS["greedy"]}
 Recorded = list[np.ndarray[Any, Any]]
 
 
-def split_name(layers: tuple[int, ...]) -> str:
+def split_name(layers: Layers) -> str:
     return "+".join(map(str, layers))
 
 
@@ -115,7 +115,7 @@ def families_and_splits() -> list[Any]:
     return found
 
 
-def samplings_of(family: str, layers: tuple[int, ...]) -> dict[str, Sampling]:
+def samplings_of(family: str, layers: Layers) -> dict[str, Sampling]:
     """Every sampling for one family, penalties and one more for each other; only penalties where there is no middle."""
     names = [name for name in SAMPLINGS if name != "greedy"]
     if layers != FULL:
@@ -131,7 +131,7 @@ async def test_any_split_gives_the_tokens_and_logits_of_the_whole_model_and_the_
     recorded: Recorded,
     bits: dict[str, bytes],
     family: str,
-    layers: tuple[int, ...],
+    layers: Layers,
     samplings: dict[str, Sampling],
 ) -> None:
     """Which rows are computed together decides the rounding, and no split changes that."""
@@ -176,7 +176,7 @@ async def test_reported_logprobs_are_the_log_softmax_of_the_whole_models_logits(
 
 
 @one_split
-async def test_a_window_that_has_long_slid_is_the_whole_models(models: Models, layers: tuple[int, ...]) -> None:
+async def test_a_window_that_has_long_slid_is_the_whole_models(models: Models, layers: Layers) -> None:
     """Long enough that the caches have let go of rows: they keep 256 and the window is 8."""
     whole = models("gemma3_text")
     prompt = tuple((3 * i + i * i) % VOCAB for i in range(270))
@@ -228,7 +228,7 @@ def kinds_of_checkpoints() -> list[Any]:
 @one_split
 @pytest.mark.parametrize(("family", "arguments"), kinds_of_checkpoints())
 async def test_every_kind_of_checkpoint_gives_the_tokens_of_the_whole_model(
-    models: Models, family: str, arguments: dict[str, Any], layers: tuple[int, ...]
+    models: Models, family: str, arguments: dict[str, Any], layers: Layers
 ) -> None:
     whole = models(family, **arguments)
     has_head = any("lm_head" in name for name, _ in tree_flatten(whole.reference.model.parameters()))
@@ -250,7 +250,7 @@ async def test_every_kind_of_checkpoint_gives_the_tokens_of_the_whole_model(
     ids=["qwen3", "qwen3-by-default", "qwen2.5", "qwen2.5-by-its-bias"],
 )
 async def test_a_wedlm_checkpoint_runs_as_the_model_it_was_made_from(
-    models: Models, family: str, config: dict[str, Any], layers: tuple[int, ...]
+    models: Models, family: str, config: dict[str, Any], layers: Layers
 ) -> None:
     whole, origin = models(family, config=config), models(family)
     prompt = LONG[:9]
@@ -261,7 +261,7 @@ async def test_a_wedlm_checkpoint_runs_as_the_model_it_was_made_from(
 
 
 @one_split
-async def test_a_llama_with_sliding_layers_gives_equal_tokens(models: Models, layers: tuple[int, ...]) -> None:
+async def test_a_llama_with_sliding_layers_gives_equal_tokens(models: Models, layers: Layers) -> None:
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
     whole = models("llama", config={"layer_types": kinds, "sliding_window": 6})
     assert whole.tokens(LONG, NUM_TOKENS) != models("llama").tokens(LONG, NUM_TOKENS)
@@ -314,7 +314,7 @@ def both(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 
 @both_ends
-async def test_a_stored_head_is_ignored_where_it_is_tied(models: Models, both: Whole, layers: tuple[int, ...]) -> None:
+async def test_a_stored_head_is_ignored_where_it_is_tied(models: Models, both: Whole, layers: Layers) -> None:
     assert both.tokens(LONG, NUM_TOKENS) == models("qwen3", tied=True).tokens(LONG, NUM_TOKENS)
     async with running(both.folder, layers) as chain:
         await assert_equal(chain, both, GREEDY)
@@ -329,7 +329,7 @@ def test_a_plan_counts_the_embedding_at_both_ends_and_no_stored_lm_head(models: 
 @both_ends
 @pytest.mark.parametrize("is_tied", [True, False])
 async def test_gemma3_without_a_word_on_tying_has_the_head_of_its_files_or_the_embedding(
-    models: Models, tmp_path: Path, is_tied: bool, layers: tuple[int, ...]
+    models: Models, tmp_path: Path, is_tied: bool, layers: Layers
 ) -> None:
     silent = rewritten(models("gemma3_text", tied=is_tied), tmp_path / "model", drop="tie_word_embeddings")
     assert "tie_word_embeddings" not in json.loads((silent.folder / "config.json").read_text())

@@ -46,7 +46,7 @@ async def tokens_by(chain: Chain, decode: Decode) -> list[int]:
     return (await generate_once(chain, request(tokens_of(9), 20, decode))).tokens
 
 
-async def test_its_weights_are_freed_and_the_next_chain_drafts(
+async def test_its_weights_go_and_the_next_chain_drafts(
     models: Models, failing: pytest.MonkeyPatch, asked: list[int]
 ) -> None:
     folder = models("qwen3", sharpen=4.0).folder

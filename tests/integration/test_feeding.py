@@ -140,9 +140,7 @@ async def test_over_encrypted_links_too(models: Models, lacking: Lacking, tmp_pa
         await assert_equal(nodes, models("qwen3"), network=certificates.coordinator())
 
 
-async def test_what_was_sent_is_not_sent_again_even_to_a_new_process(
-    models: Models, lacking: Lacking, taken: list[int]
-) -> None:
+async def test_what_was_sent_stays_for_a_new_process(models: Models, lacking: Lacking, taken: list[int]) -> None:
     whole, out = models("qwen3"), io.StringIO()
     for expected in (size_of(whole.folder, 2, 4), 0):
         taken.clear()
@@ -291,9 +289,7 @@ async def test_after_a_cut_what_came_is_not_sent_again_though_the_worker_is_not_
     assert not cuts and not refusals and sum(taken) == size_of(folder, 1, 4)
 
 
-async def test_what_one_process_received_in_part_the_next_completes(
-    models: Models, lacking: Lacking, taken: list[int]
-) -> None:
+async def test_what_one_process_received_the_next_completes(models: Models, lacking: Lacking, taken: list[int]) -> None:
     folder = models("qwen3", config=LARGE).folder
     wanted, size = full_request(folder, 1, 4), size_of(folder, 1, 4)
     async with lacking(1) as [node], peer_of(node) as peer:
@@ -426,9 +422,7 @@ async def test_a_model_makes_room_for_another_only_once_its_chain_has_left(model
     assert len(set(store.folder.rglob("*.safetensors")) - kept) == 3
 
 
-async def test_a_coordinator_tells_of_a_long_digest(
-    models: Models, lacking: Lacking, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_long_digest_is_announced(models: Models, lacking: Lacking, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would take the silence for a stall."""
     folder, digest, was_repeated, announced = models("qwen3").folder, SourceFile.digest, threading.Event(), list[str]()
 

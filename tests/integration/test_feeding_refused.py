@@ -109,7 +109,7 @@ def files_in(folder: Path) -> set[str]:
     return {path.name for path in folder.rglob("*") if path.is_file()}
 
 
-async def test_a_coordinator_that_falls_silent_is_not_waited_for(
+async def test_silent_coordinators_are_given_up(
     store: WeightsCache, wanted: LoadRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feeding_module, "_SILENT_S", 0.05)
@@ -124,7 +124,7 @@ async def test_a_coordinator_that_falls_silent_is_not_waited_for(
             _ = [each async for each in held]
 
 
-async def test_what_a_disk_refused_leaves_no_gap(
+async def test_full_disks_leave_no_gap(
     store: WeightsCache, sound: list[Feeding], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that is full for a moment: the next transfer goes on where this one got to."""

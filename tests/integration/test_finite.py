@@ -58,9 +58,7 @@ def test_generate_names_the_stage_that_makes_what_is_not_finite(talker: Path, tm
 @pytest.mark.parametrize(
     ("layer", "stage"), [(0, r"layers \[0, 1\), stage 0"), (3, r"worker node-2: layers \[3, 4\), stage 2")]
 )
-async def test_the_first_and_last_stage_are_named(
-    talker: Path, tmp_path: Path, checked: None, layer: int, stage: str
-) -> None:
+async def test_the_end_stages_are_named(talker: Path, tmp_path: Path, checked: None, layer: int, stage: str) -> None:
     model = altered_copy(talker, tmp_path / "model", infinite(layer))
     with pytest.raises(FrameError, match=f"^{stage}, made values that are not finite, of slot 0"):
         async with serving(2) as nodes, opened(model, (1, 2, 1), nodes) as chain, Engine(chain) as engine:

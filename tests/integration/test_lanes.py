@@ -13,7 +13,7 @@ from coordinator.decoding.decode_options import Decode, make_cache_choice
 from coordinator.engine.engine import Engine
 from coordinator.planning.costs import LaneChooser
 from coordinator.sessions.request import Request
-from tests.integration.conftest import CHUNK, Models, Pass, running
+from tests.integration.conftest import CHUNK, Layers, Models, Pass, running
 from tests.integration.many import SPLITS, Live, request, solo, together, tokens_of
 from tests.integration.many import two_lanes as two_lanes
 from tests.integration.windows import BIASED, MASKED, assert_same_samples
@@ -80,7 +80,7 @@ async def assert_as_alone(chain: Chain, requests: Sequence[Request]) -> None:
     },
 )  # fmt: skip
 async def test_requests_side_by_side_get_the_tokens_that_each_gets_alone(
-    models: Models, passes: list[Pass], runs_ahead: bool, family: str, layers: tuple[int, ...]
+    models: Models, passes: list[Pass], runs_ahead: bool, family: str, layers: Layers
 ) -> None:
     whole = models(family)
     async with running(whole.folder, layers) as chain:
@@ -93,7 +93,7 @@ async def test_requests_side_by_side_get_the_tokens_that_each_gets_alone(
 @pytest.mark.usefixtures("two_lanes")
 @ahead
 async def test_every_decoder_sampling_and_chunking_side_by_side_changes_no_token(
-    models: Models, passes: list[Pass], runs_ahead: bool, family: str, layers: tuple[int, ...]
+    models: Models, passes: list[Pass], runs_ahead: bool, family: str, layers: Layers
 ) -> None:
     bias = dict(BIASED.logit_bias)
     requests = [
@@ -115,7 +115,7 @@ async def test_every_decoder_sampling_and_chunking_side_by_side_changes_no_token
 @pytest.mark.usefixtures("two_lanes")
 @in_step
 async def test_full_rotating_and_quantised_caches_share_a_lane(
-    models: Models, passes: list[Pass], runs_ahead: bool, family: str, layers: tuple[int, ...]
+    models: Models, passes: list[Pass], runs_ahead: bool, family: str, layers: Layers
 ) -> None:
     caches = [make_cache_choice("full"), make_cache_choice("rotating", 14), make_cache_choice("int8")]
     caches.append(make_cache_choice("int4"))
@@ -149,7 +149,7 @@ async def test_logprobs_side_by_side_are_close_to_those_alone(models: Models, fa
     },
 )  # fmt: skip
 async def test_requests_that_join_and_leave_between_steps_change_no_token(
-    models: Models, runs_ahead: bool, family: str, layers: tuple[int, ...]
+    models: Models, runs_ahead: bool, family: str, layers: Layers
 ) -> None:
     """Each joins when the one before it has its second token, and leaves whenever it is done."""
     requests = [request(tokens_of(1 + (9 * i) % 31, i), 4 + (5 * i) % 11, seed=i, temperature=i % 2) for i in range(7)]
@@ -172,7 +172,7 @@ async def staggered(engine: Engine, requests: Sequence[Request]) -> list[Live]:
 @pytest.mark.parametrize("layers", [(4,), (1, 2, 1)], ids=str)
 @pytest.mark.usefixtures("nothing_ahead")
 async def test_windows_of_a_lane_share_one_pass_on_every_stage(
-    folder: Path, passes: list[Pass], layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    folder: Path, passes: list[Pass], layers: Layers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """12 streams of 14 tokens take about 14 passes per lane, where one by one they would take 168."""
     count, num_tokens, num_lanes = 12, 14, len(layers)

@@ -154,7 +154,7 @@ async def test_a_worker_that_was_missing_at_the_start_is_measured_before_it_join
             assert (await engine.answer(request(PROMPT, 8))).tokens == whole.tokens(PROMPT, 8)
 
 
-async def test_a_split_that_replaces_the_given_layers_while_a_worker_is_missing_is_reported(
+async def test_a_split_that_replaces_the_given_layers_is_reported(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with opened(folder, is_fast_missing=True, layers=(1, 1, 2)) as (cluster, _):

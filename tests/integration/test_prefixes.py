@@ -12,7 +12,7 @@ from coordinator.sessions import session
 from coordinator.sessions.admission import cache_costs
 from coordinator.sessions.output import Answer
 from protos.brigade_pb2 import Frame, Opening
-from tests.integration.conftest import CHUNK, Models, Whole, opened, receive, running, send, serving
+from tests.integration.conftest import CHUNK, Layers, Models, Whole, opened, receive, running, send, serving
 from tests.integration.many import SPLITS, Frames, Live, request, running_within, solo, tokens_of, wait_freed
 from tests.integration.many import frames as frames
 from tests.integration.test_hybrids import OTHERS as HYBRIDS
@@ -57,7 +57,7 @@ def forks(frames: Sequence[Frame]) -> list[tuple[int, int]]:
     ],
 )
 async def test_each_turn_of_a_conversation_feeds_only_what_is_new_in_the_same_slot(
-    models: Models, frames: list[Frame], kind: str, layers: tuple[int, ...]
+    models: Models, frames: list[Frame], kind: str, layers: Layers
 ) -> None:
     """Nothing is copied, nothing else is held."""
     family, arguments, cache = KINDS[kind]
@@ -115,7 +115,7 @@ async def test_a_prompt_that_leaves_the_old_text_reuses_what_both_share(whole: W
     ],
 )
 async def test_a_turn_that_leaves_out_thoughts_goes_on_from_a_snapshot_where_nothing_can_be_cut(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, layers: tuple[int, ...]
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, layers: Layers
 ) -> None:
     """The next one, another one from the same beginning, and one after that: the tokens of each alone."""
     monkeypatch.setattr(session, "LEAST_SAVED", 64)
@@ -147,7 +147,7 @@ async def test_a_turn_that_leaves_out_thoughts_goes_on_from_a_snapshot_where_not
     ids=str,
 )
 async def test_two_live_requests_with_one_long_prefix_feed_it_once_and_both_are_right(
-    models: Models, frames: list[Frame], kind: str, layers: tuple[int, ...]
+    models: Models, frames: list[Frame], kind: str, layers: Layers
 ) -> None:
     """The source goes on while and after it was copied; the copy ends first, then another is made."""
     family, arguments, cache = KINDS[kind]
@@ -185,7 +185,7 @@ async def test_a_copy_of_a_slot_being_fed_has_what_was_fed_by_then(whole: Whole,
 
 
 @pytest.mark.parametrize("layers", [(4,), (1, 2, 1)], ids=str)
-async def test_kept_prefixes_give_way_to_requests_on_every_stage(folder: Path, layers: tuple[int, ...]) -> None:
+async def test_kept_prefixes_give_way_to_requests_on_every_stage(folder: Path, layers: Layers) -> None:
     """Room for three slots: a fourth text evicts the oldest, on every stage."""
     async with running_within(folder, layers, 24, slots=3) as chain:
         budgets = cache_costs(chain.plan, chain.spec).budgets

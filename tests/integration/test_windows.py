@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from protos.brigade_pb2 import Cache, Opening, Sampling, Window
-from tests.integration.conftest import CHUNK, Models, running
+from tests.integration.conftest import CHUNK, Layers, Models, running
 from tests.integration.windows import (
     BIASED,
     MASK,
@@ -74,9 +74,7 @@ def distance(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 @families_and_splits
-async def test_each_reordered_row_is_what_the_whole_model_makes(
-    models: Models, family: str, layers: tuple[int, ...]
-) -> None:
+async def test_each_reordered_row_is_the_whole_models(models: Models, family: str, layers: Layers) -> None:
     whole = models(family, **MASKED)
     window = reordered(AHEAD, [6, 7, 10])
     rows = [*TEXT[:4], *window.tokens, *[MASK] * 3]
@@ -104,7 +102,7 @@ async def test_a_token_filled_ahead_changes_what_is_guessed_before_it(models: Mo
 
 
 @pytest.mark.parametrize("layers", SPLITS, ids=str)
-async def test_neither_more_masks_nor_a_prompt_change_what_a_row_says(models: Models, layers: tuple[int, ...]) -> None:
+async def test_neither_more_masks_nor_a_prompt_change_what_a_row_says(models: Models, layers: Layers) -> None:
     """Padding is neutral, and so is every further MASK for the tokens and masks before it."""
     async with running(models("qwen3", **MASKED).folder, layers) as chain:
         bench = Bench(chain)
@@ -140,7 +138,7 @@ async def test_a_row_draws_with_the_key_of_the_place_that_its_token_would_take(m
 @families_and_splits
 @all_or_some
 async def test_verified_windows_give_the_tokens_and_logprobs_of_one_token_decoding(
-    models: Models, is_all: bool, family: str, layers: tuple[int, ...]
+    models: Models, is_all: bool, family: str, layers: Layers
 ) -> None:
     """Greedy and sampled, with untrained weights; and in fewer steps where guesses hold."""
     whole = models(family, **MASKED)
@@ -164,7 +162,7 @@ async def test_verified_windows_give_the_tokens_and_logprobs_of_one_token_decodi
 
 
 @pytest.mark.parametrize("layers", [(2, 1, 1), pytest.param((1, 3), marks=pytest.mark.matrix)], ids=str)
-async def test_drafts_and_diffusion_work_with_sliding_windows(models: Models, layers: tuple[int, ...]) -> None:
+async def test_drafts_and_diffusion_work_with_sliding_windows(models: Models, layers: Layers) -> None:
     """Long beyond the window of 8, and longer than it in one step."""
     whole = models("gemma3_text", **MASKED)
     prompt, num_tokens = PROMPT * 3, 16
@@ -208,7 +206,7 @@ WINDOWS = [*product((1, 2, 4, 8, 16), (0.0, 0.2, 0.4, 0.8, 3.0))]  # MASK rows, 
 @families_and_splits
 @all_or_some
 async def test_diffusion_fast_is_wedlm_recomputed_from_nothing_at_every_step(
-    models: Models, is_all: bool, family: str, layers: tuple[int, ...]
+    models: Models, is_all: bool, family: str, layers: Layers
 ) -> None:
     whole = models(family, **MASKED)
     alone = recompute(whole.folder)
@@ -274,7 +272,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Caches]]:
 )
 @pytest.mark.usefixtures("nothing_ahead")
 async def test_what_is_committed_is_what_a_plain_prefill_of_the_text_leaves(
-    models: Models, held: list[tuple[int, Caches]], kind: str, layers: tuple[int, ...]
+    models: Models, held: list[tuple[int, Caches]], kind: str, layers: Layers
 ) -> None:
     """Keys and values of every layer, whatever windows they came in and whatever was cut again meanwhile."""
     whole = models("qwen3", **MASKED)
