@@ -3,14 +3,10 @@
 `diffusion` and `ngram` are lossless: they give the tokens of `ar`.
 """
 
-import json
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx2
-import psutil
 import pytest
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,8 +15,8 @@ from coordinator.cluster.options import cluster_options
 from tests.cluster.commands import answer_here
 from tests.cluster.conftest import RECITED
 from tests.cluster.models import VOCAB, make_refiner, make_talker
-from tests.cluster.processes import START_S, Starter, write_cluster
-from tests.cluster.servers import TEXTS, Server, served, start_server
+from tests.cluster.processes import Starter, write_cluster
+from tests.cluster.servers import TEXTS, served
 from tools.proxy import proxy_to
 
 HOP_S = 0.005
@@ -139,36 +135,25 @@ def test_canvases_of_three_processes_are_those_of_one_and_of_a_server(
     uvloop.run(ask())
 
 
-def test_diffusion_gemma_answers_as_one_process_and_over_a_lost_worker(start: Starter, tmp_path: Path) -> None:
+def test_diffusion_gemma_over_three_processes_and_http_answers_as_one_process(
+    nodes: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    """tests/integration/test_diffusion_gemma.py loses a worker amid canvases."""
     refiner = make_refiner(tmp_path / "refiner")
-    server = start_server(start, refiner, "--local", "2", "--layers", "2,1,3")
+    config = write_cluster(tmp_path / "cluster.yaml", *nodes, model=str(refiner), layers="[2, 1, 3]")
     sampled = ("--raw", "--max-tokens", "40", "--seed", "3", "--temp", "0.8", "--ignore-eos", "--canvas-steps", "5")
-    body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 40, "seed": 3, "temperature": 0.8, "ignore_eos": True}
-    for sampler, conditioning in (("entropy", "exact"), ("confidence", "top-64")):
+    kinds = (("entropy", "exact"), ("confidence", "top-64"))
+    texts = []
+    for sampler, conditioning in kinds:
         flags = (PROMPT, *sampled, "--canvas-sampler", sampler, "--conditioning", conditioning)
         here = answer_here(*flags, "--model", refiner, "--local", "0")
-        assert len(here["tokens"]) == 40
-        body |= {"canvas_steps": 5, "canvas_sampler": sampler, "conditioning": conditioning}
-        assert server.post(TEXTS, **body).json()["choices"][0]["text"] == here["text"]
+        assert answer_here(*flags, "--config", config)["tokens"] == here["tokens"] and len(here["tokens"]) == 40
+        texts.append(here["text"])
 
-    [worker] = [child for child in start.children(server.running, 3) if "worker-2" in child.cmdline()]
-    body["max_tokens"] = 96  # or the answer might be over before the worker is lost
-    expected = server.post(TEXTS, **body).json()["choices"][0]["text"]
-    body |= {"stream": True, "stream_options": {"include_usage": True}}
-    found, stats = "", {}
-    with httpx2.stream("POST", f"{server.url}{TEXTS}", json=body, timeout=60.0) as stream:
-        for line in (line for line in stream.iter_lines() if line.startswith("data: {")):
-            if not found:
-                lose_amid_canvas(server, worker)
-            chunk = json.loads(line.removeprefix("data: "))
-            found += "".join(choice["text"] for choice in chunk["choices"])
-            stats |= chunk.get("brigade") or {}
-    assert found == expected and stats["recoveries"] >= 1
+    async def ask() -> list[str]:
+        body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 40, "seed": 3, "temperature": 0.8, "ignore_eos": True}
+        async with served(cluster_options(None, str(refiner), 0, None, None)) as (client, _):
+            bodies = [body | {"canvas_steps": 5, "canvas_sampler": one, "conditioning": other} for one, other in kinds]
+            return [(await client.post(TEXTS, json=each)).json()["choices"][0]["text"] for each in bodies]
 
-
-def lose_amid_canvas(server: Server, worker: psutil.Process) -> None:
-    """Kill a worker two steps from now, of the five that a canvas takes."""
-    until, deadline = server.status(worker).step + 2, time.monotonic() + START_S
-    while server.status(worker).step < until:
-        assert time.monotonic() < deadline
-    worker.kill()
+    assert uvloop.run(ask()) == texts
