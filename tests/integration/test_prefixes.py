@@ -1,17 +1,22 @@
 """What one request has fed is there for the next: continued, copied, evicted, and never changed under anyone."""
 
+import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coordinator.decoding.decode_options import Decode, make_cache_choice
+from coordinator.engine import core
 from coordinator.engine.engine import Engine
-from coordinator.sessions import session
+from coordinator.planning.plan import Plan
+from coordinator.sessions import admission, session
 from coordinator.sessions.admission import cache_costs
 from coordinator.sessions.output import Answer
-from protos.brigade_pb2 import Frame, Opening
+from coordinator.sessions.session import Session
+from protos.brigade_pb2 import Cache, Frame, Opening
 from tests.integration.conftest import CHUNK, Layers, Models, Whole, opened, receive, running, send, serving
 from tests.integration.many import SPLITS, Frames, Live, request, running_within, solo, tokens_of, wait_freed
 from tests.integration.many import frames as frames
@@ -19,6 +24,7 @@ from tests.integration.test_hybrids import OTHERS as HYBRIDS
 from tests.integration.upstream import window_of
 from tests.integration.windows import MASKED
 from tools.model_types.make import make_type
+from worker.model.model_spec import ModelSpec
 
 WIDE: dict[str, Any] = {"config": {"mask_token_id": 90, "head_dim": 32}, "sharpen": 4.0}
 KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
@@ -238,3 +244,38 @@ async def test_a_copy_of_a_slot_that_the_same_frame_closes_is_made_before(whole:
         await send(chain, Frame(epoch=1, step=51, opened=[opening], closed=[0], windows=[window_of(tokens, 8, slot=1)]))
         assert (await receive(chain)).result.samples[0].token == whole.tokens(tokens, 1)[0]
         assert [status.slots for status in await chain.statuses()] == [1, 1]
+
+
+ROWS = 256  # by which caches grow
+ANSWERS = [request(tokens_of(200 + 9 * i, i), 90, seed=i, temperature=i % 2) for i in range(3)]
+
+
+def with_room_for_three(plan: Plan, spec: ModelSpec) -> admission.CacheCosts:
+    """The costs on stages that have memory for so many small caches."""
+    found = admission.cache_costs(plan, spec)
+    return replace(found, budgets=tuple(3 * nbytes for nbytes in found.bytes_of(Cache(), ROWS)))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+async def test_streams_that_gave_way_are_as_alone(models: Models, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """Qwen3.5 has recurrent states, which cannot be cut."""
+    preempted: list[Session] = []
+    begun: list[bool] = []
+    preempt = Session.preempt
+
+    def noted(session: Session) -> None:
+        preempted.append(session)
+        preempt(session)
+        begun.append(engine.has_begun([session.request]))
+
+    async with running(models(family).folder, (1, 3)) as chain:
+        monkeypatch.setattr(core, "cache_costs", with_room_for_three)
+        monkeypatch.setattr(Session, "preempt", noted)
+        for name, tokens in (("_GROWTH", 48), ("_LOW", 32), ("LARGEST_WINDOW", 16)):
+            monkeypatch.setattr(admission, name, tokens)
+        async with Engine(chain) as engine:
+            found = await asyncio.gather(*(engine.answer(each, chunk=64) for each in ANSWERS))
+    alone = [models(family).tokens(each.prompt, each.max_tokens, each.sampling) for each in ANSWERS]
+    assert [each.tokens for each in found] == alone
+    assert preempted and preempted[0].num_prompt > len(ANSWERS[0].prompt), "the oldest goes on"
+    assert all(begun), "one that waits for memory again is not refused any more"

@@ -1,5 +1,6 @@
 """Frames and hops that a worker refuses, before it computes anything."""
 
+import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,9 +9,15 @@ from typing import Any
 import pytest
 
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT32, DTYPE_UNSPECIFIED, Frame, Tensor, Timing
-from tests.integration.conftest import Pass
+from tests.integration.certificates import Certificates
+from tests.integration.conftest import NETWORK, Pass
+from tests.integration.many import until
 from tests.integration.upstream import D, feeding, frame, parts_of, tensor, window_of
+from tools.flipped_bits import frame_of, recording, send_encrypted, send_plaintext
+from tools.proxy import Proxy
 from worker.errors import FrameError
+from worker.node.hop import Link
+from worker.node.network import Network
 
 
 async def test_a_closed_slot_takes_no_more_windows(folder: Path) -> None:
@@ -155,3 +162,29 @@ async def test_a_frame_that_comes_twice_or_too_late_is_refused(folder: Path, pas
             with pytest.raises(FrameError, match=message):
                 await refused
     assert passes == [Pass(2, (3,))]
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(400, marks=pytest.mark.matrix)])
+async def test_of_hundreds_of_encrypted_frames_with_a_flipped_bit_none_is_accepted(tmp_path: Path, count: int) -> None:
+    certificates = Certificates(tmp_path)
+    assert await send_encrypted(certificates.coordinator(), certificates.network("node-1"), count) == (count, 0)
+
+
+async def test_of_hundreds_of_plain_frames_with_a_flipped_bit_none_is_accepted() -> None:
+    assert await send_plaintext(NETWORK, 200) == (200, 0)
+
+
+async def test_a_frame_of_which_no_bit_is_flipped_is_accepted(tmp_path: Path) -> None:
+    certificates, payload = Certificates(tmp_path), random.Random(3).randbytes(16_000_000)
+    await assert_accepted(certificates.coordinator(), certificates.network("node-1"), payload)
+    await assert_accepted(NETWORK, NETWORK, payload)
+
+
+async def assert_accepted(sender: Network, receiver: Network, payload: bytes) -> None:
+    async with recording(receiver) as (recorder, address), Proxy(address).serving() as proxy:
+        link = Link(sender, "node-1", proxy.address, 1, 0)
+        await link.send(frame_of(200, payload, sender.wire))
+        await until(lambda: bool(recorder.arrived))
+        await link.close()
+    [arrival] = recorder.arrived
+    assert b"".join(arrival.payload) == payload and len(arrival.payload) == 2
