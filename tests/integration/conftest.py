@@ -102,22 +102,25 @@ class RunningNode:
     def peer(self, network: Network = NETWORK) -> Peer:
         return Peer(self.name, [self.address], network)
 
+    @asynccontextmanager
+    async def reached(self, network: Network = NETWORK, *, name: str = "", address: str = "") -> AsyncIterator[Peer]:
+        """The node as a coordinator reaches it, by its own name and address or by others."""
+        peer = Peer(name or self.name, [address or self.address], network)
+        try:
+            yield peer
+        finally:
+            await peer.close()
 
-@asynccontextmanager
-async def peer_of(
-    node: RunningNode, network: Network = NETWORK, *, name: str = "", address: str = ""
-) -> AsyncIterator[Peer]:
-    """The node as a coordinator reaches it, by its own name and address or by others."""
-    peer = Peer(name or node.name, [address or node.address], network)
-    try:
-        yield peer
-    finally:
-        await peer.close()
+    async def load(self, request: LoadRequest) -> list[LoadProgress]:
+        """Have it load a shard, as a coordinator would; its reports."""
+        reports: list[LoadProgress] = []
+        async with self.reached() as peer:
+            await peer.load(request, reports.append)
+        return reports
 
-
-async def attach(node: RunningNode, request: AttachRequest) -> None:
-    async with peer_of(node) as peer:
-        await peer.attach(request)
+    async def attach(self, request: AttachRequest) -> None:
+        async with self.reached() as peer:
+            await peer.attach(request)
 
 
 @asynccontextmanager
@@ -174,24 +177,17 @@ async def deployed(
 
 @asynccontextmanager
 async def opened(
-    folder: Path,
-    layers: Sequence[int],
-    nodes: Sequence[RunningNode],
-    network: Network = NETWORK,
-    drafter: Path | None = None,
-    goal: Goal = "latency",
+    folder: Path, layers: Sequence[int], nodes: Sequence[RunningNode], *where: Network, **more: Any
 ) -> AsyncIterator[Chain]:
     """The same joined and warm."""
-    async with deployed(folder, layers, nodes, network, drafter, goal) as deployment, joined(deployment) as chain:
+    async with deployed(folder, layers, nodes, *where, **more) as deployment, joined(deployment) as chain:
         yield chain
 
 
 @asynccontextmanager
-async def running(
-    folder: Path, layers: Sequence[int], drafter: Path | None = None, goal: Goal = "latency"
-) -> AsyncIterator[Chain]:
+async def running(folder: Path, layers: Sequence[int], **more: Any) -> AsyncIterator[Chain]:
     """The model's layers over a coordinator and fresh nodes."""
-    async with serving(len(layers) - 1) as nodes, opened(folder, layers, nodes, drafter=drafter, goal=goal) as chain:
+    async with serving(len(layers) - 1) as nodes, opened(folder, layers, nodes, **more) as chain:
         yield chain
 
 
@@ -227,14 +223,6 @@ def load_request(folder: Path, start: int, end: int) -> LoadRequest:
         num_layers=spec.num_layers,
         dtype=spec.dtype,
     )
-
-
-async def load(node: RunningNode, request: LoadRequest) -> list[LoadProgress]:
-    """Have a node load a shard, as a coordinator would; its reports."""
-    reports: list[LoadProgress] = []
-    async with peer_of(node) as peer:
-        await peer.load(request, reports.append)
-    return reports
 
 
 class Whole:

@@ -120,45 +120,77 @@ def convolutions_first(tensors: Tensors) -> Tensors:
     return {name: array.moveaxis(2, 1) if "conv1d.weight" in name else array for name, array in tensors.items()}
 
 
-def _is_plain(name: str, array: mx.array) -> bool:
-    """Whether it stays as it is where a layer's matrices but the router's go into 8 bits."""
-    return ".layers." not in name or array.ndim < 2 or ".conv1d." in name or name.endswith(".gate.weight")
+Taken = Callable[[str, mx.array], bool]
 
 
-def matrices_in_mxfp8(tensors: Tensors) -> Tensors:
-    found: Tensors = {}
-    for name, array in tensors.items():
-        if _is_plain(name, array):
-            found[name] = array
-        else:
-            packed, found[f"{name}_scale_inv"] = mx.quantize(array, mode="mxfp8")
-            found[name] = packed.view(mx.uint8)
-    return found
+def converted(is_taken: Taken, convert: Callable[[str, mx.array], Tensors]) -> Publish:
+    """Some tensors in another form, each of which may become several."""
+
+    def step(tensors: Tensors) -> Tensors:
+        found: Tensors = {}
+        for name, array in tensors.items():
+            found |= convert(name, array) if is_taken(name, array) else {name: array}
+        return found
+
+    return step
 
 
-def matrices_in_scaled_fp8(tensors: Tensors) -> Tensors:
+def _is_matrix(name: str, array: mx.array) -> bool:
+    """Whether it goes into 8 bits where a layer's matrices but the router's do."""
+    return ".layers." in name and array.ndim > 1 and ".conv1d." not in name and not name.endswith(".gate.weight")
+
+
+def _mxfp8(name: str, array: mx.array) -> Tensors:
+    packed, scales = mx.quantize(array, mode="mxfp8")
+    return {name: packed.view(mx.uint8), f"{name}_scale_inv": scales}
+
+
+def _scaled_fp8(name: str, array: mx.array) -> Tensors:
     """One scale per matrix, and one for what goes into it, which nothing needs."""
-    found: Tensors = {}
-    for name, array in tensors.items():
-        if _is_plain(name, array):
-            found[name] = array
-            continue
-        scales = mx.max(mx.abs(array), axis=(-2, -1), keepdims=True) / 448
-        found[name] = mx.to_fp8(array / scales)
-        found[f"{name}_scale_inv"] = scales if array.ndim == 3 else scales.squeeze()
-        found[f"{name.removesuffix('.weight')}.activation_scale"] = mx.array(1.0)
-    return found
+    scales = mx.max(mx.abs(array), axis=(-2, -1), keepdims=True) / 448
+    scale = scales if array.ndim == 3 else scales.squeeze()
+    more = {f"{name}_scale_inv": scale, f"{name.removesuffix('.weight')}.activation_scale": mx.array(1.0)}
+    return {name: mx.to_fp8(array / scales), **more}
 
 
-def matrices_in_fp8(tensors: Tensors) -> Tensors:
+def _fp8(name: str, array: mx.array) -> Tensors:
     """A scale per block."""
-    found: Tensors = {}
-    for name, array in tensors.items():
-        if _is_plain(name, array):
-            found[name] = array
-            continue
-        found[name], found[f"{name}_scale_inv"] = to_fp8(array.astype(mx.float32))
-    return found
+    packed, scales = to_fp8(array.astype(mx.float32))
+    return {name: packed, f"{name}_scale_inv": scales}
+
+
+def _int4(name: str, array: mx.array) -> Tensors:
+    """compressed-tensors' packed integers around 8, a scale per 32 of them."""
+    groups = mx.unflatten(array, -1, (-1, 32))
+    scales = mx.max(mx.abs(groups), axis=-1) / 7
+    whole = mx.clip(mx.round(groups / scales[..., None]) + 8, 0, 15).astype(mx.uint32).reshape(*array.shape[:-1], -1, 8)
+    packed = (whole << (4 * mx.arange(8, dtype=mx.uint32))).sum(axis=-1).view(mx.int32)
+    shape = mx.array(array.shape, mx.int32)
+    return {f"{name}_packed": packed, f"{name}_scale": scales, f"{name}_shape": shape}
+
+
+def _awq(name: str, array: mx.array) -> Tensors:
+    """AutoAWQ's order: [in, out / 8], the outputs of eight rows in one word as 0 2 4 6 1 3 5 7; zeros likewise."""
+    groups = mx.unflatten(array.T.astype(mx.float32), 0, (-1, 32))  # [G, 32, out]
+    low, high = groups.min(axis=1), groups.max(axis=1)
+    scales = ((high - low) / 15).astype(array.dtype)
+    zeros = mx.clip(mx.round(-low / scales), 0, 15)
+    whole = mx.clip(mx.round(groups / scales[:, None]) + zeros[:, None], 0, 15).flatten(0, 1)
+    base = name.removesuffix("weight")
+    return {f"{base}qweight": _awq_packed(whole), f"{base}qzeros": _awq_packed(zeros), f"{base}scales": scales}
+
+
+def _awq_packed(whole: mx.array) -> mx.array:
+    words = mx.unflatten(whole.astype(mx.uint32), -1, (-1, 8))[..., mx.array([0, 2, 4, 6, 1, 3, 5, 7])]
+    return (words << (4 * mx.arange(8, dtype=mx.uint32))).sum(axis=-1).view(mx.int32)
+
+
+matrices_in_mxfp8 = converted(_is_matrix, _mxfp8)
+matrices_in_scaled_fp8 = converted(_is_matrix, _scaled_fp8)
+matrices_in_fp8 = converted(_is_matrix, _fp8)
+experts_in_int4 = converted(lambda name, array: ".experts." in name, _int4)
+matrices_in_int4 = converted(lambda name, array: "_proj." in name, _int4)
+matrices_in_awq = converted(lambda name, array: name.endswith("_proj.weight"), _awq)
 
 
 def scales_of_smaller_blocks(tensors: Tensors) -> Tensors:
@@ -170,33 +202,6 @@ def scales_of_smaller_blocks(tensors: Tensors) -> Tensors:
 
 def without_endings(*endings: str) -> Publish:
     return lambda tensors: {name: array for name, array in tensors.items() if not name.endswith(endings)}
-
-
-def experts_in_int4(tensors: Tensors) -> Tensors:
-    return _in_int4(tensors, ".experts.")
-
-
-def matrices_in_int4(tensors: Tensors) -> Tensors:
-    return _in_int4(tensors, "_proj.")
-
-
-def _in_int4(tensors: Tensors, part: str) -> Tensors:
-    """compressed-tensors' packed integers around 8, a scale per 32 of them."""
-    found: Tensors = {}
-    for name, array in tensors.items():
-        if part not in name:
-            found[name] = array
-            continue
-        base = name.removesuffix("weight")
-        groups = mx.unflatten(array, -1, (-1, 32))
-        scales = mx.max(mx.abs(groups), axis=-1) / 7
-        whole = (
-            mx.clip(mx.round(groups / scales[..., None]) + 8, 0, 15).astype(mx.uint32).reshape(*array.shape[:-1], -1, 8)
-        )
-        found[f"{base}weight_packed"] = (whole << (4 * mx.arange(8, dtype=mx.uint32))).sum(axis=-1).view(mx.int32)
-        found[f"{base}weight_scale"] = scales
-        found[f"{base}weight_shape"] = mx.array(array.shape, mx.int32)
-    return found
 
 
 def experts_in_mxfp4(tensors: Tensors) -> Tensors:
@@ -229,26 +234,3 @@ def also(**arrays: mx.array) -> Publish:
             for kind, array in arrays.items()
         }
     )
-
-
-def matrices_in_awq(tensors: Tensors) -> Tensors:
-    """AutoAWQ's order: [in, out / 8], the outputs of eight rows in one word as 0 2 4 6 1 3 5 7; zeros likewise."""
-    found: Tensors = {}
-    for name, array in tensors.items():
-        if not name.endswith("_proj.weight"):
-            found[name] = array
-            continue
-        base = name.removesuffix("weight")
-        groups = mx.unflatten(array.T.astype(mx.float32), 0, (-1, 32))  # [G, 32, out]
-        low, high = groups.min(axis=1), groups.max(axis=1)
-        scales = ((high - low) / 15).astype(array.dtype)
-        zeros = mx.clip(mx.round(-low / scales), 0, 15)
-        whole = mx.clip(mx.round(groups / scales[:, None]) + zeros[:, None], 0, 15).flatten(0, 1)
-        found[f"{base}qweight"], found[f"{base}qzeros"] = _awq_packed(whole), _awq_packed(zeros)
-        found[f"{base}scales"] = scales
-    return found
-
-
-def _awq_packed(whole: mx.array) -> mx.array:
-    words = mx.unflatten(whole.astype(mx.uint32), -1, (-1, 8))[..., mx.array([0, 2, 4, 6, 1, 3, 5, 7])]
-    return (words << (4 * mx.arange(8, dtype=mx.uint32))).sum(axis=-1).view(mx.int32)

@@ -21,11 +21,8 @@ from tests.integration.conftest import (
     RunningNode,
     Whole,
     answer,
-    attach,
-    load,
     load_request,
     opened,
-    peer_of,
     receive,
     send,
     serving,
@@ -71,20 +68,20 @@ async def test_attaching_to_a_node_that_holds_nothing_or_other_layers_is_refused
     expected = r"^worker node-1: expected to hold layers \[2, 4\) of .*, holds "
     async with serving(1) as [node]:
         with pytest.raises(ModelError, match=rf"{expected}none by now; start again"):
-            await attach(node, attach_request(folder))
+            await node.attach(attach_request(folder))
         for held in (load_request(folder, 1, 3), load_request(other, 2, 4)):
-            await load(node, held)
+            await node.load(held)
             with pytest.raises(ModelError, match=rf"{expected}\[{held.start}, {held.end}\)"):
-                await attach(node, attach_request(folder))
+                await node.attach(attach_request(folder))
 
 
 async def test_a_second_coordinator_is_refused_and_the_first_goes_on(models: Models, whole: Whole) -> None:
     async with serving(1) as [node], opened(whole.folder, (2, 2), [node]) as chain:
         before = (await answer(chain, PROMPT, 4)).tokens
         with pytest.raises(NodeBusy, match=r"^worker node-1: already serves another coordinator"):
-            await load(node, load_request(whole.folder, 2, 4))
+            await node.load(load_request(whole.folder, 2, 4))
         with pytest.raises(NodeBusy, match=r"^worker node-1: already serves another coordinator"):
-            await attach(node, attach_request(models("qwen3").folder))
+            await node.attach(attach_request(models("qwen3").folder))
         assert (await answer(chain, PROMPT, 4)).tokens == before == whole.tokens(PROMPT, 4)
 
 
@@ -95,7 +92,7 @@ async def test_a_node_loads_while_the_chain_of_the_others_runs(whole: Whole) -> 
         await live.wait_pieces(1)
         returned = load_request(whole.folder, 1, 4)
         returned.coordinator.id = COORDINATOR_ID
-        assert (await load(nodes[1], returned))[-1].phase == "load"
+        assert (await nodes[1].load(returned))[-1].phase == "load"
         states = [node.service.worker.state for node in nodes]
         assert states == [WorkerState.ATTACHED, WorkerState.LOADED]
         assert (await live.answer()).tokens == whole.tokens(tokens_of(9), 60)
@@ -124,7 +121,7 @@ def has_no_stage(loop: asyncio.AbstractEventLoop) -> bool:
 async def assert_free(nodes: Sequence[RunningNode], whole: Whole, worker_caches: References) -> None:
     """The nodes notice that their coordinator is gone, and hold no slot and no cache, but still their shards."""
     for node in nodes:
-        async with peer_of(node) as peer, asyncio.timeout(60):
+        async with node.reached() as peer, asyncio.timeout(60):
             while (status := await peer.status(5)).slots or status.cache_bytes:  # noqa: ASYNC110 - asked from outside
                 await asyncio.sleep(0.01)
         assert status.weight_bytes > 0
@@ -172,13 +169,13 @@ def files_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 async def test_an_equal_load_reads_nothing_whatever_a_coordinator_knows(tmp_path: Path, files_read: list[str]) -> None:
     folder = make_model(tmp_path / "model", num_files=3)
     async with serving(1) as [node]:
-        assert (await load(node, load_request(folder, 2, 4)))[-1].phase == "load"
+        assert (await node.load(load_request(folder, 2, 4)))[-1].phase == "load"
         for request in (full_request(folder, 2, 4), load_request(folder, 2, 4)):
             files_read.clear()
-            [report] = await load(node, request)
+            [report] = await node.load(request)
             assert report.phase == "kept" and report.done == report.total > 0
             assert files_read == []
-        assert (await load(node, load_request(folder, 1, 4)))[-1].done > 0
+        assert (await node.load(load_request(folder, 1, 4)))[-1].done > 0
         assert files_read
 
 
@@ -194,8 +191,8 @@ async def test_a_file_that_changes_while_being_read_is_refused(tmp_path: Path, m
     async with serving(1) as [node]:
         with monkeypatch.context() as patch, pytest.raises(ModelError, match=rf"{file.name} changed while it was read"):
             patch.setattr(Shard, "materialise", replace_and_read)
-            await load(node, load_request(folder, 2, 4))
-        assert (await load(node, load_request(folder, 2, 4)))[-1].phase == "load"
+            await node.load(load_request(folder, 2, 4))
+        assert (await node.load(load_request(folder, 2, 4)))[-1].phase == "load"
 
 
 async def test_a_coordinator_that_leaves_while_a_node_gives_back_what_it_held_does_not_break_that_off(
@@ -277,9 +274,9 @@ async def test_an_idle_chain_takes_no_request_either(folder: Path) -> None:
 
 async def test_a_node_that_drains_takes_neither_a_load_nor_a_place_in_a_chain(folder: Path) -> None:
     async with serving(1) as [node]:
-        await load(node, load_request(folder, 2, 4))
+        await node.load(load_request(folder, 2, 4))
         await node.service.worker.drain()
         with pytest.raises(NodeBusy, match="worker node-1: is shutting down"):
-            await load(node, load_request(folder, 2, 4))
+            await node.load(load_request(folder, 2, 4))
         with pytest.raises(NodeBusy, match="worker node-1: is shutting down"):
-            await attach(node, attach_request(folder))
+            await node.attach(attach_request(folder))

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from coordinator.cluster.weights import known_digests
 from protos.brigade_pb2 import LoadRequest
 from tests.integration import test_hub
-from tests.integration.conftest import Models, Whole, load, load_request, opened, serving
+from tests.integration.conftest import Models, Whole, load_request, opened, serving
 from tests.integration.test_equality import GREEDY, assert_equal
 from tests.integration.test_hub import COMMIT, FIRST, SECOND, THIRD, Ask, Hub
 from tests.tiny import make_model, write_folder
@@ -52,7 +52,7 @@ def full_request(folder: Path, start: int, end: int) -> LoadRequest:
 async def refusal(request: LoadRequest, copy: Path) -> str:
     async with serving(1, copy) as [node]:
         with pytest.raises(ModelError) as caught:
-            await load(node, request)
+            await node.load(request)
     return str(caught.value)
 
 
@@ -78,12 +78,12 @@ async def test_a_fine_tune_with_equal_headers_is_refused_by_its_file(whole: Whol
 
 async def test_a_node_that_holds_the_model_refuses_its_fine_tune(whole: Whole, copy: Path) -> None:
     async with serving(1, whole.folder) as [node]:
-        await load(node, full_request(whole.folder, 2, 4))
+        await node.load(full_request(whole.folder, 2, 4))
         tune(copy, FILES[0])
         request = full_request(copy, 2, 4)
         request.model = str(whole.folder)
         with pytest.raises(ModelError, match=f"its weights in {FILES[0]} differ"):
-            await load(node, request)
+            await node.load(request)
 
 
 async def test_files_that_come_late_are_compared_too(whole: Whole, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ async def test_files_that_come_late_are_compared_too(whole: Whole, copy: Path, m
     monkeypatch.setattr("tests.integration.conftest.open_checkpoint", lambda model, known: arriving(copy, model))
     async with serving(1) as [node]:
         with pytest.raises(ModelError, match=f"its weights in {FILES[3]} differ"):
-            await load(node, request)
+            await node.load(request)
         assert not node.service.worker.shard
 
 
@@ -212,7 +212,7 @@ async def test_no_path_that_a_coordinator_names_is_opened_and_refusals_do_not_te
             request.model = name
             opened_paths.clear()
             with pytest.raises(ModelError, match=r"opens no path that a peer names.* --model FOLDER_OR_REPO") as caught:
-                await load(node, request)
+                await node.load(request)
             assert set(opened_paths) <= {str(root), str(root / "not there")}, name
             assert len(str(caught.value)) < 400 and str(caught.value).isprintable()
             if name in (str(outside), "/not/there", f"{root}/link", f"{root}/lonk"):
@@ -235,7 +235,7 @@ async def test_models_below_the_roots_are_found_by_the_last_part_of_their_name(m
     for name in ("copy", "/not/there/copy", "owner/copy", f"owner/copy@{COMMIT}", "/not/there/link"):
         request.model = name
         async with serving(1, ModelSources(roots=roots)) as [node]:
-            assert (await load(node, request))[-1].phase == "load", name
+            assert (await node.load(request))[-1].phase == "load", name
 
 
 async def test_a_workers_own_model_is_loaded_by_any_name_and_the_bundled_one_by_all(models: Models) -> None:
@@ -245,7 +245,7 @@ async def test_a_workers_own_model_is_loaded_by_any_name_and_the_bundled_one_by_
     for model, request, name in cases:
         request.model = name
         async with serving(1, ModelSources(model)) as [node]:
-            assert (await load(node, request))[-1].phase == "load", name
+            assert (await node.load(request))[-1].phase == "load", name
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from coordinator.planning.plan import Goal
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Sampling
-from tests.integration.conftest import CHUNK, Models, load, load_request, opened, opened_folder, running, serving
+from tests.integration.conftest import CHUNK, Models, load_request, opened, opened_folder, running, serving
 from tests.integration.layouts import convolutions_first, norms_around_zero
 from tests.integration.many import request, tokens_of
 from tests.integration.many import two_lanes as two_lanes
@@ -212,7 +212,7 @@ async def test_a_draft_head_is_not_taken_for_a_model(tmp_path: Path) -> None:
     async with serving(1, ModelSources(str(head))) as [node]:
         request = load_request(head, 1, 2)
         with pytest.raises(BrigadeError, match="give it as --draft-model"):
-            await load(node, request)
+            await node.load(request)
         assert node.service.worker.state is WorkerState.EMPTY
 
 

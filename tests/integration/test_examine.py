@@ -36,7 +36,7 @@ from protos.brigade_pb2 import (
 )
 from protos.brigade_pb2_grpc import NodeStub
 from tests.integration.certificates import Certificates
-from tests.integration.conftest import NETWORK, Models, Whole, answer, opened, peer_of, serving
+from tests.integration.conftest import NETWORK, Models, Whole, answer, opened, serving
 from tests.unit.deploy import cases
 from tests.unit.deploy.cases import said
 from tools.proxy import proxy_to
@@ -170,11 +170,11 @@ async def test_a_worker_that_is_too_old_to_be_examined_is_a_finding(monkeypatch:
 async def test_only_a_coordinator_examines_and_has_ports_opened(tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
     async with serving(1, network_of=certificates.network) as [node]:
-        async with peer_of(node, certificates.network("node-2")) as worker:
+        async with node.reached(certificates.network("node-2")) as worker:
             for asked in (worker.examine(), worker.listening(TRANSPORT_TCP).__aenter__()):
                 with pytest.raises(ConfigError, match="expected a certificate with the role brigade:coordinator"):
                     await asked
-        async with peer_of(node, certificates.coordinator()) as coordinator:
+        async with node.reached(certificates.coordinator()) as coordinator:
             assert (await coordinator.examine(only_time=True)).time > 0
 
 
@@ -201,7 +201,7 @@ async def talk(listener: Listener, said: bytes) -> bytes:
 
 
 async def test_a_port_takes_one_connection_and_answers_only_the_right_token() -> None:
-    async with serving(1) as [node], peer_of(node) as peer:
+    async with serving(1) as [node], node.reached() as peer:
         async with peer.listening(TRANSPORT_TCP) as listener:
             assert await talk(listener, shown(listener) + bytes(64)) == bytes(64)
             with pytest.raises(OSError, match=r"refused|reset"):
@@ -216,7 +216,7 @@ async def test_a_port_takes_one_connection_and_answers_only_the_right_token() ->
 
 
 async def test_a_port_is_closed_with_its_call_or_when_it_is_unused(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(1) as [node], peer_of(node) as peer:
+    async with serving(1) as [node], node.reached() as peer:
         async with peer.listening(TRANSPORT_TCP) as listener:
             pass
         await until_closed(listener)
@@ -263,7 +263,7 @@ async def test_an_encrypted_port_takes_the_clusters_certificates_only_by_its_nam
 
 
 async def test_a_port_for_plain_grpc_answers_probes_with_the_right_token_and_nothing_else() -> None:
-    async with serving(1) as [node], peer_of(node) as peer:
+    async with serving(1) as [node], node.reached() as peer:
         async with peer.listening(TRANSPORT_GRPC) as listener:
             wrong = Listener(transport=TRANSPORT_GRPC, port=listener.port, token=bytes(32))
             while (error := (await links.measure_line(NETWORK, "node-1", "127.0.0.1", wrong)).error) == CROSSED:
@@ -298,7 +298,7 @@ async def test_ports_are_opened_only_where_the_node_listens_anyway() -> None:
 
 
 async def test_tokens_of_another_size_are_not_sent() -> None:
-    async with serving(2) as [first, second], peer_of(first) as one, peer_of(second) as two:
+    async with serving(2) as [first, second], first.reached() as one, second.reached() as two:
         for listeners in ([Listener(port=1, token=b"GET / HTTP/1.1")], [Listener(port=1, token=bytes(32))] * 5):
             with pytest.raises(FrameError, match="expected at most 4 listeners with tokens of 32 bytes"):
                 await one.measure_link(two, listeners, examined=True)
@@ -306,7 +306,7 @@ async def test_tokens_of_another_size_are_not_sent() -> None:
 
 async def test_code_that_was_replaced_under_a_worker_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     running_code()
-    async with serving(1) as [node], peer_of(node) as peer:
+    async with serving(1) as [node], node.reached() as peer:
         assert not (await peer.examine()).is_outdated
         monkeypatch.setattr(facts_module, "code_on_disk", lambda: "another")
         assert (await peer.examine()).is_outdated
@@ -321,7 +321,7 @@ async def test_the_event_loop_is_free_while_commands_take_their_time(monkeypatch
 
     monkeypatch.setattr(facts_module.linux, "READINGS", (reading,))
     monkeypatch.setattr(facts_module.mac, "READINGS", (reading,))
-    async with serving(1) as [node], peer_of(node) as peer:
+    async with serving(1) as [node], node.reached() as peer:
         examining = asyncio.create_task(peer.examine())
         assert (await peer.examine(only_time=True)).time > 0
         asyncio.get_running_loop().call_soon(is_free.set)

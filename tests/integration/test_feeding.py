@@ -27,7 +27,7 @@ from coordinator.engine.engine import Engine
 from protos.brigade_pb2 import Feeding, HelloReply, LoadProgress, LoadRequest
 from tests.integration import test_hub
 from tests.integration.certificates import Certificates
-from tests.integration.conftest import NETWORK, Models, RunningNode, Whole, answer, opened, peer_of, serving
+from tests.integration.conftest import NETWORK, Models, RunningNode, Whole, answer, opened, serving
 from tests.integration.layouts import write_layout
 from tests.integration.many import Live, request, tokens_of, until
 from tests.integration.published import PUBLISHED
@@ -97,13 +97,13 @@ def size_of(folder: Path, start: int, end: int, *, with_files: bool = True) -> i
 
 
 async def fed(node: RunningNode, wanted: LoadRequest, folder: Path) -> int:
-    async with peer_of(node) as peer:
+    async with node.reached() as peer:
         return await push_weights(peer, wanted, open_folder(folder), lambda report: None)
 
 
 async def fed_and_loaded(node: RunningNode, wanted: LoadRequest, folder: Path) -> None:
     await fed(node, wanted, folder)
-    async with peer_of(node) as peer:
+    async with node.reached() as peer:
         await peer.load(wanted, lambda report: None)
 
 
@@ -253,7 +253,7 @@ async def test_what_the_coordinator_has_on_the_hub_it_downloads_once_and_sends(
             model=checkpoint.name, fingerprint=checkpoint.fingerprint, start=1, end=spec.num_layers,
             num_layers=spec.num_layers, dtype=spec.dtype, contents=contents,
         )  # fmt: skip
-        async with serving(1, Nowhere(), store_of=store_of) as [node], peer_of(node) as peer:
+        async with serving(1, Nowhere(), store_of=store_of) as [node], node.reached() as peer:
             await load_pushing(peer, wanted, checkpoint, lambda report: phases.append(report.phase), feeds=True)
     assert (checkpoint.folder / THIRD).exists()
     assert [phase for phase, _ in groupby(phases)] == ["download", "feed", "load"]
@@ -283,7 +283,7 @@ async def test_after_a_cut_what_came_is_not_sent_again_though_the_worker_is_not_
                 proxy.reset()
 
         monkeypatch.setattr(Peer, "hello", lost_at_first)
-        async with peer_of(node, address=proxy.address) as peer:
+        async with node.reached(address=proxy.address) as peer:
             await push_weights(peer, wanted, open_folder(folder), cut)
             await peer.load(wanted, lambda report: None)
     assert not cuts and not refusals and sum(taken) == size_of(folder, 1, 4)
@@ -292,7 +292,7 @@ async def test_after_a_cut_what_came_is_not_sent_again_though_the_worker_is_not_
 async def test_what_one_process_received_the_next_completes(models: Models, lacking: Lacking, taken: list[int]) -> None:
     folder = models("qwen3", config=LARGE).folder
     wanted, size = full_request(folder, 1, 4), size_of(folder, 1, 4)
-    async with lacking(1) as [node], peer_of(node) as peer:
+    async with lacking(1) as [node], node.reached() as peer:
         feeding = asyncio.create_task(fed(node, wanted, folder))
         await until(lambda: sum(taken) > 2 << 20)
         feeding.cancel()
@@ -317,7 +317,7 @@ async def test_what_another_worker_of_its_machine_receives_a_worker_reports_and_
     # what another process of that machine does
     other = store_of("node-1").begin_piece(checkpoint.fingerprint, first, digest)
     assert isinstance(other, PartialFile)
-    async with lacking(1) as [node], peer_of(node) as peer:
+    async with lacking(1) as [node], node.reached() as peer:
         loading = asyncio.create_task(load_pushing(peer, wanted, checkpoint, reports.append, feeds=True))
         await until(lambda: any(report.phase == "shared" for report in reports))
         other.write(blocks[:-1])
@@ -351,7 +351,7 @@ async def test_a_coordinator_sends_none_where_its_file_says_so_and_says_what_its
 ) -> None:
     folder = models("qwen3").folder
     monkeypatch.setattr(survey_module, "is_worth_measuring", lambda peers: True)
-    async with lacking(1) as [node], peer_of(node) as peer:
+    async with lacking(1) as [node], node.reached() as peer:
         with pytest.raises(ModelLacking, match=r"^worker node-1: is asked for .*; this node does not send it: `pull`"):
             await load_pushing(peer, full_request(folder, 2, 4), open_folder(folder), lambda report: None, feeds=False)
         cluster = ClusterConfig(workers=(WorkerConfig(name=node.name, address=(node.address,)),), pull="none")
@@ -377,7 +377,7 @@ async def test_a_disk_that_takes_no_more_is_told_and_nothing_half_written_is_loa
         write(receiving, pieces)
 
     wanted = full_request(folder, 2, 4)
-    async with lacking(1) as [node], peer_of(node) as peer:
+    async with lacking(1) as [node], node.reached() as peer:
         with (
             monkeypatch.context() as patch,
             pytest.raises(ModelError, match=f"cannot keep what it receives: {os.strerror(number)} .*; {remedy}"),
@@ -412,7 +412,7 @@ async def test_a_model_makes_room_for_another_only_once_its_chain_has_left(model
     async with serving(1, NOTHING, store_of=lambda name: store) as [node]:
         wanted = full_request(first, 2, 4)
         wanted.coordinator.id = "who is about to use it"
-        async with peer_of(node) as peer:
+        async with node.reached() as peer:
             await load_pushing(peer, wanted, open_folder(first), lambda report: None, feeds=True)
         await assert_no_room(node)
         async with opened(first, (2, 2), [node]):
@@ -502,6 +502,6 @@ async def test_a_worker_takes_layers_in_while_it_serves_sessions(models: Models,
 
 async def test_a_node_without_the_model_measures_itself(models: Models, lacking: Lacking, taken: list[int]) -> None:
     folder = models("qwen3").folder
-    async with lacking(1) as [node], peer_of(node) as peer:
+    async with lacking(1) as [node], node.reached() as peer:
         assert (await survey(open_folder(folder), "coordinator", [peer], feeds=True)).speeds["node-1"].is_measured
     assert sum(taken) == size_of(folder, 0, 0)

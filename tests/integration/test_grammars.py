@@ -19,7 +19,7 @@ from coordinator.sessions.output import Answer
 from coordinator.sessions.request import RequestSpec
 from protos.brigade_pb2 import Grammar
 from tests.cluster.models import VOCAB, make_talker
-from tests.integration.conftest import Layers, load, load_request, peer_of, running, serving
+from tests.integration.conftest import Layers, load_request, running, serving
 from tests.integration.test_epochs import answer_over_a_loss
 from tests.integration.test_scores import resident
 from worker.compute import grammar as grammars
@@ -186,10 +186,10 @@ async def test_the_vocabulary_is_read_before_the_first_grammar(folder: Path, mon
 
 
 async def test_a_worker_refuses_grammars_that_it_cannot_compile(folder: Path) -> None:
-    async with serving(1) as [node], peer_of(node) as peer:
+    async with serving(1) as [node], node.reached() as peer:
         with pytest.raises(ModelError, match="holds no shard"):
             await peer.compile(Grammar(text=regex_grammar("a"), eos=[1]))
-        await load(node, load_request(folder, 1, 4))
+        await node.load(load_request(folder, 1, 4))
         with pytest.raises(SamplingError, match="its parser says"):
             await peer.compile(Grammar(text=regex_grammar("(a"), eos=[1]))
         with pytest.raises(FrameError, match="tokens that end an answer"):

@@ -33,10 +33,8 @@ from tests.integration.conftest import (
     RunningNode,
     Whole,
     answer,
-    load,
     load_request,
     opened,
-    peer_of,
     serving,
 )
 from tests.integration.many import Live, request, until
@@ -68,7 +66,7 @@ async def refusal(request: LoadRequest, copy: Path | ModelSources = ANYWHERE) ->
     """What a worker says to a load that it refuses."""
     async with serving(1, copy) as [node]:
         with pytest.raises(ModelError) as caught:
-            await load(node, request)
+            await node.load(request)
     assert str(caught.value).startswith("worker node-1: ")
     return str(caught.value)
 
@@ -85,7 +83,7 @@ ANOTHER: dict[str, dict[str, Any]] = {"config": {"config": {"rope_theta": 20000.
 async def test_another_model_is_refused_by_fingerprint(models: Models, folder: Path, part: str, named: str) -> None:
     request = load_request(models("qwen3").folder, 2, 4)
     async with serving(1, folder) as [node]:
-        await load(node, request)  # as long as the copies are equal
+        await node.load(request)  # as long as the copies are equal
         assert gc.get_freeze_count(), "a full collection would stop every stream for a moment"
     if part == "tokenizer":
         (folder / "tokenizer.json").write_text("{}")
@@ -157,7 +155,7 @@ async def test_a_file_that_is_cut_short_is_a_model_error(folder: Path, kept: int
 
 
 async def digests(node: RunningNode) -> dict[str, str]:
-    async with peer_of(node) as peer:
+    async with node.reached() as peer:
         return await peer.digests()
 
 
@@ -165,18 +163,18 @@ async def test_a_refused_load_leaves_what_was_loaded_and_a_sound_one_may_follow(
     """The damage is named; what else does not fit: by descriptions alone, in tests/unit/model."""
     whole, damaged, lacking = models("qwen3"), load_request(folder, 2, 4), "model.layers.2.mlp.up_proj.weight"
     async with serving(1) as [node]:
-        await load(node, load_request(whole.folder, 2, 4))
+        await node.load(load_request(whole.folder, 2, 4))
         before = await digests(node)
         make_model(folder, **ANOTHER["config"])
         with pytest.raises(ModelError, match=r"^worker node-1: "):
-            await load(node, changed(folder, num_layers=5))
+            await node.load(changed(folder, num_layers=5))
         assert await digests(node) == before
         tensors = dict(mx.load(str(folder / WEIGHTS)))
         del tensors[lacking]
         write_folder(folder, json.loads((whole.folder / "config.json").read_text()), tensors)
         damaged.fingerprint.CopyFrom(open_folder(folder).fingerprint)  # a coordinator with the same damage
         with pytest.raises(ModelError, match=f"^worker node-1: .*{lacking}"):
-            await load(node, damaged)
+            await node.load(damaged)
         async with opened(whole.folder, (2, 2), [node]) as chain:
             assert (await answer(chain, (1, 2, 3), 4)).tokens == whole.tokens((1, 2, 3), 4)
 
@@ -190,7 +188,7 @@ async def test_progress_ends_at_the_bytes_of_the_shards_tensors(whole: Whole, st
     own = [f"model.layers.{i}." for i in range(start, end)] + (["model.norm", "lm_head"] if end == 4 else [])
     expected = sum(array.nbytes for name, array in parameters.items() if name.startswith(tuple(own)))
     async with serving(1) as [node]:
-        reports = await load(node, load_request(whole.folder, start, end))
+        reports = await node.load(load_request(whole.folder, start, end))
     done = [report.done for report in reports if report.phase == "load"]
     assert done == sorted(done) and len(done) >= end - start and done[0] > 0
     assert done[-1] == reports[-1].total == expected
@@ -220,7 +218,7 @@ async def test_a_long_check_of_contents_is_reported(models: Models, monkeypatch:
         is_told.set()
 
     request = full_request(models("qwen3").folder, 2, 4)
-    async with serving(1) as [node], peer_of(node) as peer:
+    async with serving(1) as [node], node.reached() as peer:
         monkeypatch.setattr(contents, "_read_marks", slow)
         await peer.load(request, note)
     in_turn = [phase for phase, _ in groupby(phases)]  # a load so short, and the check after it, may have no report
@@ -249,7 +247,7 @@ async def test_a_tensor_that_takes_long_to_read_is_reported_as_long_as_the_disk_
 
     request = load_request(models("qwen3").folder, 2, 4)
     monkeypatch.setattr(Shard, "materialise", slow)
-    async with serving(1) as [node], peer_of(node) as peer:
+    async with serving(1) as [node], node.reached() as peer:
         if does_disk_answer:
             await peer.load(request, note)
             assert 0 < told[0] <= told[1]
@@ -321,10 +319,10 @@ async def test_a_shard_goes_before_the_next_comes(
 
     monkeypatch.setattr(Shard, "materialise", note)
     async with serving(1) as [node]:
-        await load(node, load_request(models("qwen3").folder, 2, 4))
+        await node.load(load_request(models("qwen3").folder, 2, 4))
         assert shards[0]() is not None
-        await load(node, load_request(models("qwen3").folder, 1, 4))
-        await load(node, load_request(models("llama").folder, 1, 4))
+        await node.load(load_request(models("qwen3").folder, 1, 4))
+        await node.load(load_request(models("llama").folder, 1, 4))
     assert alive == [0, 0, 0]
 
 
@@ -349,7 +347,7 @@ async def test_a_node_that_failed_lets_go_of_its_shard_before_it_loads_another(
                 await answer(chain, (1, 2, 3), 4)
         await until(lambda: not node.service.worker.attachment)
         assert shards[0]() is not None
-        await load(node, load_request(models("qwen3").folder, 1, 4))
+        await node.load(load_request(models("qwen3").folder, 1, 4))
         assert shards[0]() is None
 
 
@@ -405,7 +403,7 @@ class Loading:
         await asyncio.wait([self.task])
 
     async def _load(self, node: RunningNode, folder: Path, start: int) -> None:
-        async with peer_of(node) as peer:
+        async with node.reached() as peer:
             await peer.load(load_request(folder, start, 4), self.reports.append)
 
 

@@ -17,19 +17,7 @@ from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS
 from protos.brigade_pb2 import Coordinator, LoadProgress
-from tests.integration.conftest import (
-    Models,
-    RunningNode,
-    Whole,
-    answer,
-    attach,
-    load,
-    load_request,
-    opened,
-    peer_of,
-    running,
-    serving,
-)
+from tests.integration.conftest import Models, RunningNode, Whole, answer, load_request, opened, running, serving
 from tests.integration.many import request, tokens_of, until
 from tests.integration.upstream import attach_request
 from tests.tiny import make_model
@@ -52,7 +40,7 @@ def shard_of(node: RunningNode) -> weakref.ref[Shard]:
 
 
 async def unload(node: RunningNode, coordinator: str) -> None:
-    async with peer_of(node) as peer:
+    async with node.reached() as peer:
         await peer.unload(Coordinator(id=coordinator, name=coordinator))
 
 
@@ -63,7 +51,7 @@ async def test_a_worker_keeps_to_what_the_plan_gives_it_whether_it_loads_or_keep
     async with serving(1) as [node]:
         for memory_bytes, phase in ((123 << 20, "load"), (234 << 20, "kept"), (0, "kept"), (123 << 20, "kept")):
             request.memory_bytes = memory_bytes
-            assert (await load(node, request))[-1].phase == phase
+            assert (await node.load(request))[-1].phase == phase
             assert mx.get_memory_limit() == (memory_bytes or usual)
         await unload(node, request.coordinator.id)
         assert mx.get_memory_limit() == usual
@@ -94,10 +82,10 @@ async def test_a_shard_is_held_in_use_let_go_and_read_again(models: Models, monk
             await until(lambda: references[-1]() is None)
         assert node.service.worker.shard is None
         monkeypatch.setattr(lifecycle, "RESERVED_S", 0.02)  # nobody attaches what is loaded now
-        await load(node, load_request(whole.folder, 2, 4))
+        await node.load(load_request(whole.folder, 2, 4))
         await until(lambda: node.service.worker.shard is None)
         with pytest.raises(StageLost, match=r"^worker node-1: has released its layers meanwhile"):
-            await attach(node, attach_request(whole.folder))
+            await node.attach(attach_request(whole.folder))
     assert out.getvalue().count(": unused for 0.02 s; the next load reads it again\n") == 3
 
 
@@ -107,7 +95,7 @@ async def test_what_is_loaded_is_held_for_its_coordinator_until_that_has_let_go_
     request = load_request(whole.folder, 2, 4)
     request.coordinator.CopyFrom(Coordinator(id="one", name="one"))
     async with serving(1, out=out) as [node], node.service.worker.keep_alive(0.001):
-        await load(node, request)
+        await node.load(request)
         with pytest.raises(NodeBusy, match="loaded its layers for another coordinator"):
             await unload(node, "another")
         assert node.service.worker.is_reserved and shard_of(node)() is not None
@@ -116,7 +104,7 @@ async def test_what_is_loaded_is_held_for_its_coordinator_until_that_has_let_go_
                 await unload(node, "another")
             assert shard_of(node)() is not None
         await until(lambda: node.service.worker.shard is None)
-        await load(node, request)
+        await node.load(request)
         await unload(node, "one")
         assert node.service.worker.shard is None
     assert out.getvalue().count("kept layers") == 1
@@ -130,19 +118,19 @@ async def test_reservations_end_with_time_layers_or_failed_loads(folder: Path, m
     async with serving(1) as [node]:
         for has_loaded in (False, True):
             if has_loaded:
-                await load(node, request)
+                await node.load(request)
                 assert node.service.worker.is_reserved
             with pytest.raises(ModelError, match=r"its copy of .* has 4"):
-                await load(node, wrong)
+                await node.load(wrong)
             assert not node.service.worker.is_reserved
         await unload(node, "another")
-        await load(node, request)
+        await node.load(request)
         await unload(node, "one")
         assert not node.service.worker.is_reserved
-        await load(node, request)
+        await node.load(request)
         assert node.service.worker.is_reserved
         monkeypatch.setattr(lifecycle, "RESERVED_S", 0.0)
-        await load(node, request)
+        await node.load(request)
         await unload(node, "another")
         assert node.service.worker.state is WorkerState.EMPTY
 
@@ -159,10 +147,10 @@ def tensors_of(node: RunningNode) -> dict[str, mx.array]:
 async def test_a_node_keeps_the_layers_that_it_has_when_it_is_given_others(folder: Path, embeds_last: bool) -> None:
     request = load_request(folder, 1, 3)
     async with serving(1) as [node]:
-        await load(node, request)
+        await node.load(request)
         before = tensors_of(node)
         request.start, request.end, request.embeds_last = 2, 4, embeds_last
-        await load(node, request)
+        await node.load(request)
         after = tensors_of(node)
     assert {name.split(".")[2] for name in before if before[name] is after.get(name)} == {"2"}
     assert ("model.embed_tokens.weight" in after) == embeds_last
@@ -172,12 +160,12 @@ async def test_a_node_keeps_the_layers_that_it_has_when_it_is_given_others(folde
 async def test_nothing_is_kept_of_another_model_or_changed_files(tmp_path: Path, is_other_model: bool) -> None:
     folder = make_model(tmp_path / "model")
     async with serving(1) as [node]:
-        await load(node, load_request(folder, 1, 3))
+        await node.load(load_request(folder, 1, 3))
         before = tensors_of(node)
         changed = make_model(tmp_path / "other" if is_other_model else folder, seed=2)
         request = load_request(changed, 2, 4)
         request.contents.CopyFrom(contents_of(open_folder(changed)))
-        await load(node, request)
+        await node.load(request)
         after = tensors_of(node)
     assert before.keys() & after.keys()
     assert not any(after[name] is before[name] for name in before.keys() & after.keys())

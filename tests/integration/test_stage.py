@@ -16,7 +16,7 @@ import pytest
 
 from protos.brigade_pb2 import Credit, Frame, Grammar, Opening, Result, Sampling, Timing, Window
 from protos.brigade_pb2_grpc import HopServicer
-from tests.integration.conftest import NETWORK, load, load_request, serving
+from tests.integration.conftest import NETWORK, load_request, serving
 from tests.integration.upstream import feeding, frame, parts_of, tensor
 from tools.worker_process import address_with_hops
 from worker.compute.header import MOST_GRAMMAR
@@ -287,7 +287,7 @@ async def test_a_shard_that_does_not_fit_names_node_and_size(folder: Path, monke
         monkeypatch.setattr("worker.compute.shard.mx.eval", exhausted)
         expected = r"^worker node-1: .* layers \[2, 4\), \d+\.\d\d GiB: could not get 16\.00 GiB; "
         with pytest.raises(OutOfMemory, match=expected):
-            await load(node, load_request(folder, 2, 4))
+            await node.load(load_request(folder, 2, 4))
 
 
 # --- hops -----------------------------------------------------------------------------------------------------------

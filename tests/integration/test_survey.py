@@ -15,7 +15,7 @@ from coordinator.cluster.peer import Peer
 from coordinator.cluster.survey import survey
 from coordinator.planning.speeds import NO_SPEEDS, UNMEASURED, Survey
 from protos.brigade_pb2 import LinkReply, MeasureRequest, ProbePart, RowTimes, Speed
-from tests.integration.conftest import Models, RunningNode, load_request, opened, peer_of, serving
+from tests.integration.conftest import Models, RunningNode, load_request, opened, serving
 from tests.unit.virtual_time import VirtualTime
 from worker.compute import microbenchmark
 from worker.errors import FrameError, StageLost
@@ -38,7 +38,7 @@ def quickly_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def peers_of(nodes: Sequence[RunningNode]) -> AsyncIterator[list[Peer]]:
     async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(peer_of(node)) for node in nodes]
+        yield [await stack.enter_async_context(node.reached()) for node in nodes]
 
 
 async def surveyed(folder: Path, nodes: Sequence[RunningNode]) -> Survey:

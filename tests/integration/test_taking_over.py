@@ -14,18 +14,7 @@ import pytest
 from coordinator.cluster.peer import COORDINATOR_ID, Peer
 from protos.brigade_pb2 import Alternative, AttachRequest, Coordinator, Report, Result, ResultsRequest, Sample
 from protos.brigade_pb2_grpc import HopStub
-from tests.integration.conftest import (
-    NETWORK,
-    RunningNode,
-    Whole,
-    answer,
-    attach,
-    load,
-    load_request,
-    opened,
-    peer_of,
-    serving,
-)
+from tests.integration.conftest import NETWORK, RunningNode, Whole, answer, load_request, opened, serving
 from tests.integration.many import until
 from tests.integration.upstream import attach_request
 from tests.tiny import VOCAB
@@ -51,8 +40,8 @@ async def attached(
     node: RunningNode, folder: Path, epoch: int = 1, coordinator: Coordinator = ME
 ) -> AsyncIterator[Peer]:
     """A node that holds layers [2, 4) and belongs to a chain of this process that is no longer used."""
-    await load(node, load_request(folder, 2, 4))
-    async with peer_of(node) as peer:
+    await node.load(load_request(folder, 2, 4))
+    async with node.reached() as peer:
         await peer.attach(attaching(folder, epoch, coordinator))
         yield peer
 
@@ -80,20 +69,20 @@ async def test_the_same_coordinator_opens_its_chain_again_over_its_own_attachmen
 async def test_it_may_do_so_in_the_same_epoch_or_a_later_one_and_not_in_an_earlier_one(folder: Path) -> None:
     async with serving(1) as [node], attached(node, folder, epoch=5) as old:
         with pytest.raises(FrameError, match=r"^worker node-1: expected epoch 5 or a later one, got 4"):
-            await attach(node, attaching(folder, 4))
+            await node.attach(attaching(folder, 4))
         for other in (Coordinator(id="another", name="max"), Coordinator(name="max")):
             with pytest.raises(NodeBusy, match=r"^worker node-1: already serves another coordinator"):
-                await attach(node, attaching(folder, 6, other))
+                await node.attach(attaching(folder, 6, other))
         late = asyncio.ensure_future(old.watch())
         await asyncio.wait([late], timeout=0.05)
         assert not late.done()
-        await attach(node, attaching(folder, 5))
+        await node.attach(attaching(folder, 5))
         with pytest.raises(StageLost, match="attached again"):
             await late
-        await attach(node, attaching(folder, 6))
+        await node.attach(attaching(folder, 6))
     async with serving(1) as [node], attached(node, folder, coordinator=Coordinator()):
         with pytest.raises(NodeBusy):  # two coordinators that say no name are not the same
-            await attach(node, attaching(folder, coordinator=Coordinator()))
+            await node.attach(attaching(folder, coordinator=Coordinator()))
 
 
 async def test_it_may_do_so_while_the_node_still_tries_to_reach_the_next_stage(whole: Whole) -> None:
@@ -105,8 +94,8 @@ async def test_it_may_do_so_while_the_node_still_tries_to_reach_the_next_stage(w
         request.successor, request.successor_name = address_with_hops(silent.getsockname()[1]), "air"
         request.num_stages = 3
         async with serving(1) as [node]:
-            await load(node, request.loaded)
-            first = asyncio.create_task(attach(node, request))
+            await node.load(request.loaded)
+            first = asyncio.create_task(node.attach(request))
             await until(lambda: node.service.worker.attachment)
             async with opened(whole.folder, (2, 2), [node]) as chain:
                 assert (await answer(chain, PROMPT, 4)).tokens == whole.tokens(PROMPT, 4)
@@ -130,9 +119,9 @@ async def test_a_shard_in_the_wrong_place_of_the_chain_is_refused(
 ) -> None:
     loaded = load_request(folder, *layers)
     async with serving(1) as [node]:
-        await load(node, loaded)
+        await node.load(loaded)
         with pytest.raises(FrameError, match=f"^worker node-1: {message}$"):
-            await attach(node, AttachRequest(epoch=1, stage=stage, num_stages=3, loaded=loaded, successor=successor))
+            await node.attach(AttachRequest(epoch=1, stage=stage, num_stages=3, loaded=loaded, successor=successor))
 
 
 @pytest.mark.parametrize("of_prompts", [False, True])

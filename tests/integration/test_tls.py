@@ -21,7 +21,7 @@ from coordinator.deploy.discovery import Endpoint, FoundNode
 from coordinator.planning.recovery import Limits
 from protos.brigade_pb2 import MEDIUM_LOOPBACK, Coordinator, MeasureRequest
 from tests.integration.certificates import Certificates, Shown
-from tests.integration.conftest import RunningNode, Whole, answer, load_request, opened, peer_of, serving
+from tests.integration.conftest import RunningNode, Whole, answer, load_request, opened, serving
 from tests.integration.upstream import attach_request
 from tests.tiny import VOCAB
 from worker.config import ClusterConfig, TlsConfig, WorkerConfig
@@ -59,11 +59,11 @@ async def test_nodes_with_certificates_make_the_whole_models_tokens(whole: Whole
 @pytest.mark.parametrize("how", ["none", "foreign", "expired", "plaintext"])
 async def test_uncertified_coordinators_are_refused(how: str, certificates: Certificates, short_hello: None) -> None:
     async with serving(1, network_of=certificates.network) as [node]:
-        async with peer_of(node, certificates.wrong(how, "coordinator", Role.COORDINATOR)) as peer:
+        async with node.reached(certificates.wrong(how, "coordinator", Role.COORDINATOR)) as peer:
             reason = EXPECTS_TLS if how == "plaintext" else REFUSED
             with pytest.raises(StageLost, match=f"^worker node-1: {reason}$"):
                 await peer.hello()
-        async with peer_of(node, certificates.coordinator()) as peer:
+        async with node.reached(certificates.coordinator()) as peer:
             assert (await peer.hello(60)).node == "node-1"
 
 
@@ -96,7 +96,7 @@ async def test_a_worker_that_is_not_trusted_or_does_not_trust_this_node_is_refus
 
     async with (
         serving(1, network_of=network_of) as [node],
-        peer_of(node, certificates.coordinator()) as peer,
+        node.reached(certificates.coordinator()) as peer,
         asyncio.timeout(60),
     ):
         with pytest.raises(kind, match=f"^worker node-1: {reason}"):
@@ -106,7 +106,7 @@ async def test_a_worker_that_is_not_trusted_or_does_not_trust_this_node_is_refus
 async def test_only_a_coordinator_may_ask_load_attach_and_measure(folder: Path, certificates: Certificates) -> None:
     async with (
         serving(1, network_of=certificates.network) as [node],
-        peer_of(node, certificates.network("mini")) as peer,
+        node.reached(certificates.network("mini")) as peer,
     ):
         calls = (
             peer.hello(),
@@ -129,7 +129,7 @@ async def test_only_a_coordinator_may_ask_load_attach_and_measure(folder: Path, 
 
 
 async def test_frames_come_from_the_predecessor_of_the_plan_only(folder: Path, certificates: Certificates) -> None:
-    async with serving(1, network_of=certificates.network) as [node], peer_of(node, certificates.coordinator()) as peer:
+    async with serving(1, network_of=certificates.network) as [node], node.reached(certificates.coordinator()) as peer:
         request = attach_request(folder)
         request.predecessor_name = "Studio"
         await peer.load(request.loaded, lambda report: None)
@@ -152,7 +152,7 @@ async def hop(network: Network, node: RunningNode) -> None:
 async def test_a_worker_sends_to_the_successor_of_the_plan_only(folder: Path, certificates: Certificates) -> None:
     async with (
         serving(2, network_of=certificates.network) as [first, second],
-        peer_of(first, certificates.coordinator()) as peer,
+        first.reached(certificates.coordinator()) as peer,
     ):
         request = attach_request(folder)
         request.loaded.start, request.loaded.end, request.num_stages = 1, 2, 3
@@ -169,7 +169,7 @@ async def test_an_older_version_of_tls_is_refused(certificates: Certificates) ->
     async with (
         serving(1, network_of=certificates.network) as [node],
         encrypting(node, context) as address,
-        peer_of(node, address=address) as peer,
+        node.reached(address=address) as peer,
     ):
         with pytest.raises(ConfigError, match=r"^worker node-1: expected .* TLSv1\.3, got one by TLSv1\.2"):
             await peer.hello()
@@ -255,19 +255,19 @@ async def shown_by(node: RunningNode, certificates: Certificates, address: str =
 async def test_nodes_of_a_replaced_authority_are_shut_out(certificates: Certificates, short_hello: None) -> None:
     async with serving(1, network_of=certificates.network) as [node]:
         lost = read(certificates.authority, "lost", Role.COORDINATOR)
-        async with peer_of(node, Network(keys=Shown(lost))) as peer:
+        async with node.reached(Network(keys=Shown(lost))) as peer:
             assert await peer.hello()
         renewed = Authority.make(certificates.authority.folder, replace=True)
         renewed.issue("node-1", Role.WORKER)
-        async with peer_of(node, Network(keys=Shown(lost))) as peer:
+        async with node.reached(Network(keys=Shown(lost))) as peer:
             with pytest.raises(ConfigError, match=r"^worker node-1: its certificate is of another authority"):
                 await peer.hello()
         ours = read(renewed, "coordinator", Role.COORDINATOR)
         careless = Shown(replace(lost, authority=ours.authority))  # it does not even look at who answers
-        async with peer_of(node, Network(keys=careless)) as peer:
+        async with node.reached(Network(keys=careless)) as peer:
             with pytest.raises(StageLost, match=REFUSED):
                 await peer.hello()
-        async with peer_of(node, Network(keys=Shown(ours))) as peer:
+        async with node.reached(Network(keys=Shown(ours))) as peer:
             assert await peer.hello()
 
 
@@ -278,7 +278,7 @@ def read(authority: Authority, name: str, role: Role) -> Identity:
 async def test_names_in_capitals_are_names(certificates: Certificates) -> None:
     async with (
         serving(1, network_of=lambda name: certificates.network(name.upper())) as [node],
-        peer_of(node, certificates.coordinator(), name="Node-1") as peer,
+        node.reached(certificates.coordinator(), name="Node-1") as peer,
     ):
         assert (await peer.hello()).node == "node-1"
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from coordinator.engine.engine import Engine
-from tests.integration.conftest import RunningNode, answer, load, load_request, opened, serving
+from tests.integration.conftest import RunningNode, answer, load_request, opened, serving
 from tests.integration.many import request, tokens_of, until
 from worker.errors import InternalError, ModelError
 from worker.model.contents import check_contents
@@ -84,7 +84,7 @@ async def test_it_tells_whom_it_refused_and_why(folder: Path) -> None:
     other.num_layers, other.coordinator.name = 5, "max"
     async with overheard() as (node, out):
         with pytest.raises(ModelError):
-            await load(node, other)
+            await node.load(other)
         assert_lines(out, r"refused to load for coordinator max: cannot hold \[2, 4\) of 5 layers: .*")
 
 
@@ -117,7 +117,7 @@ async def test_it_tells_why_it_left_a_chain_that_failed_and_where_a_bug_of_ours_
         assert re.fullmatch(f"worker node-1: left the chain of .*: {text}", out.getvalue().splitlines()[-1])
         monkeypatch.setattr(Worker, "_open", fail)
         with pytest.raises(kind, match=f"^worker node-1: {text}$"):
-            await load(node, load_request(folder, 1, 4))
+            await node.load(load_request(folder, 1, 4))
     assert re.fullmatch(f"worker node-1: (refused to load .*)?{text}", out.getvalue().splitlines()[-1])
 
 
@@ -135,7 +135,7 @@ async def test_it_tells_that_a_load_was_given_up_anywhere(folder: Path, monkeypa
             "run_in_thread",
             lambda call: stand_still() if call.func is check_contents else run_in_thread(call),
         )
-        loading = asyncio.create_task(load(node, load_request(folder, 2, 4)))
+        loading = asyncio.create_task(node.load(load_request(folder, 2, 4)))
         await checking.wait()
         loading.cancel()
         await until(lambda: "gave up" in out.getvalue())

@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.cluster.peer import COORDINATOR_ID, Peer
 from protos.brigade_pb2 import DTYPE_FLOAT32, AttachRequest, Frame, Opening, Result, Tensor, Timing, Window
-from tests.integration.conftest import load, load_request, peer_of, serving
+from tests.integration.conftest import load_request, serving
 from worker.errors import BrigadeError
 from worker.memory.history import History
 from worker.node.framing import checksum_seed, cut, write_part
@@ -82,9 +82,9 @@ async def feeding(folder: Path, epoch: int = 1, stage: int = 0) -> AsyncIterator
     request = attach_request(folder)
     request.coordinator.id = COORDINATOR_ID
     async with serving(1) as [node]:
-        await load(node, load_request(folder, 2, 4))
+        await node.load(load_request(folder, 2, 4))
         async with AsyncExitStack() as stack:
-            peer = await stack.enter_async_context(peer_of(node))
+            peer = await stack.enter_async_context(node.reached())
             await peer.attach(request)
             link = peer.link(epoch, stage)
             stack.push_async_callback(link.close)
