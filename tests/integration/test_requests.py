@@ -21,7 +21,7 @@ from tests.integration.many import Frames, Live, request, running_within, solo, 
 from tests.integration.many import frames as frames
 from tests.integration.windows import MASKED, Words
 from worker.compute.shard import Shard
-from worker.errors import ModelError, NodeBusy, QueueFull, ReaderLost, StageLost
+from worker.errors import ModelError, NodeBusy, QueueFull, StageLost
 
 LAYERS = (1, 3)
 ASKED = request(tokens_of(20), 12, seed=3, temperature=0.9, logprobs=3)
@@ -66,13 +66,9 @@ async def test_a_stop_string_ends_the_stream_and_frees_or_keeps_the_slot(models:
         await wait_freed(chain)
 
 
-def let_unread(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    for module in ("core", "engine"):
-        monkeypatch.setattr(f"coordinator.engine.{module}.MOST_UNREAD", most)
-
-
 async def test_a_slow_reader_pauses_its_own_session_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    let_unread(monkeypatch, 6)
+    for module in ("core", "engine"):
+        monkeypatch.setattr(f"coordinator.engine.{module}.MOST_UNREAD", 6)
     slow = request(tokens_of(9, 1), 20)
     async with running(folder, LAYERS) as chain:
         [expected] = await solo(chain, [slow])
@@ -86,20 +82,6 @@ async def test_a_slow_reader_pauses_its_own_session_only(folder: Path, monkeypat
             async for piece in pieces:
                 found.add(piece)
     assert found.tokens == expected.tokens
-
-
-async def test_a_reader_that_stays_away_loses_its_request_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    let_unread(monkeypatch, 4)
-    monkeypatch.setattr("coordinator.engine.core._UNREAD_S", 0.05)
-    async with running(folder, LAYERS) as chain, Engine(chain) as engine:
-        async with aclosing(engine.generate(request(tokens_of(9), 300), chunk=CHUNK)) as pieces:
-            await anext(pieces)
-            await wait_slots(chain, 0)
-            with pytest.raises(ReaderLost, match="was not read"):
-                while True:
-                    await anext(pieces)
-        monkeypatch.setattr("coordinator.engine.core._UNREAD_S", 30.0)  # this reader is only as slow as the machine
-        assert len((await engine.answer(ASKED)).tokens) == 12
 
 
 class Broken:
