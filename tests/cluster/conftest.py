@@ -1,14 +1,27 @@
 """Models and started processes that the cluster tests share."""
 
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from tests.cluster.models import make_reciter, make_talker
 from tests.cluster.processes import Starter, starting
 
 RECITED = "aé日😀-xyz"  # characters of one to four bytes, each byte a token
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run each `async def` test on a loop of its own, as a server does."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    uvloop.run(
+        pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters})
+    )
+    return True
 
 
 @pytest.fixture(scope="session")

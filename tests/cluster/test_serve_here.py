@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx2
 import pytest
-import uvloop
 
 from coordinator.api import serve as serve_module
 from coordinator.api.server import RequestLimits
@@ -71,130 +70,120 @@ def worker_file(talker: Path, tmp_path: Path) -> Path:
     return write_cluster(tmp_path / "cluster.yaml", ("last", f"127.0.0.1:{free_port()}"), model=str(talker))
 
 
-def test_a_full_queue_is_refused_at_once_and_a_long_wait_in_the_end(talker: Path) -> None:
-    async def check() -> None:
-        cluster = ClusterConfig.model_validate({"coordinator": {"memory": await bytes_for(talker, 4096)}})
-        limits = RequestLimits(queue_timeout_s=0.75, heartbeat_s=0.5)  # the second is the time to begin to wait in
-        async with served(options_of(talker, cluster), max_waiting=1, limits=limits) as (client, _):
-            assert (await client.get("/v1/models/talker")).json()["max_model_len"] == 4096
-            exceeding = await client.post(TEXTS, json=ENDLESS | {"prompt": [5] * 4100})
-            assert (exceeding.status_code, exceeding.json()["error"]["code"]) == (400, "context_length_exceeded")
-            async with streaming(client, **ENDLESS | {"prompt": [5] * 2050, "max_tokens": 1000}):  # its prompt is fed
-                both = [client.post(TEXTS, json=ENDLESS | {"max_tokens": 600, "stream": True}) for _ in range(2)]
-                full, late = sorted(await asyncio.gather(*both), key=lambda found: found.status_code)
-                assert (full.status_code, full.json()["error"]["code"]) == (429, "rate_limit_exceeded")
-                assert full.headers["retry-after"] == "1" and "x-should-retry" not in full.headers
-                assert (late.status_code, late.json()["error"]["code"]) == (503, "queue_timeout")
-                assert late.headers["retry-after"] == "5"
-                refused = dict.fromkeys(("ContextExceeded", "QueueFull", "WaitedTooLong"), 1)
-                assert (await client.get("/cluster")).json()["totals"]["refused"] == refused
-                metrics = (await client.get("/metrics")).text
-                for reason in refused:
-                    assert f'brigade_requests_rejected_total{{model_name="talker",reason="{reason}"}} 1.0' in metrics
-
-    uvloop.run(check())
+async def test_a_full_queue_is_refused_at_once_and_a_long_wait_in_the_end(talker: Path) -> None:
+    cluster = ClusterConfig.model_validate({"coordinator": {"memory": await bytes_for(talker, 4096)}})
+    limits = RequestLimits(queue_timeout_s=0.75, heartbeat_s=0.5)  # the second is the time to begin to wait in
+    async with served(options_of(talker, cluster), max_waiting=1, limits=limits) as (client, _):
+        assert (await client.get("/v1/models/talker")).json()["max_model_len"] == 4096
+        exceeding = await client.post(TEXTS, json=ENDLESS | {"prompt": [5] * 4100})
+        assert (exceeding.status_code, exceeding.json()["error"]["code"]) == (400, "context_length_exceeded")
+        async with streaming(client, **ENDLESS | {"prompt": [5] * 2050, "max_tokens": 1000}):  # its prompt is fed
+            both = [client.post(TEXTS, json=ENDLESS | {"max_tokens": 600, "stream": True}) for _ in range(2)]
+            full, late = sorted(await asyncio.gather(*both), key=lambda found: found.status_code)
+            assert (full.status_code, full.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+            assert full.headers["retry-after"] == "1" and "x-should-retry" not in full.headers
+            assert (late.status_code, late.json()["error"]["code"]) == (503, "queue_timeout")
+            assert late.headers["retry-after"] == "5"
+            refused = dict.fromkeys(("ContextExceeded", "QueueFull", "WaitedTooLong"), 1)
+            assert (await client.get("/cluster")).json()["totals"]["refused"] == refused
+            metrics = (await client.get("/metrics")).text
+            for reason in refused:
+                assert f'brigade_requests_rejected_total{{model_name="talker",reason="{reason}"}} 1.0' in metrics
 
 
 @pytest.mark.parametrize(("shutdown_s", "num_signals"), [(0.05, 1), (600.0, 2)])
-def test_a_server_answers_all_that_fit_and_says_why_it_cuts_off(
+async def test_a_server_answers_all_that_fit_and_says_why_it_cuts_off(
     talker: Path, shutdown_s: float, num_signals: int
 ) -> None:
-    async def check() -> None:
-        async with served(options_of(talker), max_waiting=0, shutdown_timeout_s=shutdown_s) as (client, running):
-            answers = await asyncio.gather(*(client.post(TEXTS, json=SHORT) for _ in range(12)))
-            assert {answer.status_code for answer in answers} == {200}
-            async with streaming(client, **ENDLESS) as lines:
+    async with served(options_of(talker), max_waiting=0, shutdown_timeout_s=shutdown_s) as (client, running):
+        answers = await asyncio.gather(*(client.post(TEXTS, json=SHORT) for _ in range(12)))
+        assert {answer.status_code for answer in answers} == {200}
+        async with streaming(client, **ENDLESS) as lines:
+            running.cancel()
+            if num_signals == 2:
+                await wait_health(client, 503)
                 running.cancel()
-                if num_signals == 2:
-                    await wait_health(client, 503)
-                    running.cancel()
-                error = error_of([line async for line in lines][-1])
-            assert error["code"] == "draining"
-            assert error["message"] == "the answer was cut off: the server was shut down"
-
-    uvloop.run(check())
+            error = error_of([line async for line in lines][-1])
+        assert error["code"] == "draining"
+        assert error["message"] == "the answer was cut off: the server was shut down"
 
 
-def test_a_server_runs_without_a_missing_worker_takes_it_in_under_streams_and_keeps_requests_while_it_restarts(
+async def test_a_server_runs_without_a_missing_worker_takes_it_in_under_streams_and_keeps_requests_while_it_restarts(
     start: Starter, talker: Path, worker_file: Path
 ) -> None:
-    async def check() -> None:
-        options = options_of(talker, load_cluster(worker_file), limits=Limits(rejoin_s=PATIENCE_S, arrival_s=0.5))
-        async with served(options) as (client, _):
+    options = options_of(talker, load_cluster(worker_file), limits=Limits(rejoin_s=PATIENCE_S, arrival_s=0.5))
+    async with served(options) as (client, _):
 
-            async def ask(prompt: str) -> str:
-                body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True, "stream": True}
-                return text_of((await client.post(TEXTS, json=body)).text.splitlines())
+        async def ask(prompt: str) -> str:
+            body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True, "stream": True}
+            return text_of((await client.post(TEXTS, json=body)).text.splitlines())
 
-            async def ask_on(prompt: str) -> None:
-                while not is_over:
-                    answers.append((prompt, await ask(prompt)))
+        async def ask_on(prompt: str) -> None:
+            while not is_over:
+                answers.append((prompt, await ask(prompt)))
 
-            health = (await client.get("/health")).json()
-            assert health["status"] == "degraded" and "last" in str(health)
-            expected = {prompt: await ask(prompt) for prompt in ("the", "a longer prompt than the other one")}
-            is_over, answers = False, list[tuple[str, str]]()
-            asking = asyncio.gather(*map(ask_on, expected))
-            worker = start.worker("last", "--config", worker_file)
-            async with asyncio.timeout(2 * PATIENCE_S):  # the promise: it is used within a minute
-                nodes: list[str] = []
-                while nodes != ["coordinator", "last"] and not asking.done():
-                    state = (await client.get("/cluster")).json()
-                    nodes = [node["name"] for node in state["nodes"] if node["state"] == "active"]
-                    await asyncio.sleep(0.05)
-                num_answers = len(answers)
-                while len(answers) < num_answers + 4 and not asking.done():  # noqa: ASYNC110 - streams of others
-                    await asyncio.sleep(0.05)
-            is_over = True
-            await asking
-            assert nodes == ["coordinator", "last"]
-            assert all(text == expected[prompt] for prompt, text in answers)
+        health = (await client.get("/health")).json()
+        assert health["status"] == "degraded" and "last" in str(health)
+        expected = {prompt: await ask(prompt) for prompt in ("the", "a longer prompt than the other one")}
+        is_over, answers = False, list[tuple[str, str]]()
+        asking = asyncio.gather(*map(ask_on, expected))
+        worker = start.worker("last", "--config", worker_file)
+        async with asyncio.timeout(2 * PATIENCE_S):  # the promise: it is used within a minute
+            nodes: list[str] = []
+            while nodes != ["coordinator", "last"] and not asking.done():
+                state = (await client.get("/cluster")).json()
+                nodes = [node["name"] for node in state["nodes"] if node["state"] == "active"]
+                await asyncio.sleep(0.05)
+            num_answers = len(answers)
+            while len(answers) < num_answers + 4 and not asking.done():  # noqa: ASYNC110 - streams of others
+                await asyncio.sleep(0.05)
+        is_over = True
+        await asking
+        assert nodes == ["coordinator", "last"]
+        assert all(text == expected[prompt] for prompt, text in answers)
 
-            worker.send_signal(signal.SIGKILL)
-            assert await wait_health(client, 503) == "recovering"
-            late = asyncio.gather(*map(ask, expected))
-            start.worker("last", "--config", worker_file)
-            assert await late == list(expected.values())
-
-    uvloop.run(check())
+        worker.send_signal(signal.SIGKILL)
+        assert await wait_health(client, 503) == "recovering"
+        late = asyncio.gather(*map(ask, expected))
+        start.worker("last", "--config", worker_file)
+        assert await late == list(expected.values())
 
 
-def test_a_server_closes_while_a_worker_stays_away(start: Starter, talker: Path, worker_file: Path) -> None:
+async def test_a_server_closes_while_a_worker_stays_away(start: Starter, talker: Path, worker_file: Path) -> None:
     worker = start.worker("last", "--config", worker_file)
     assert worker.address
 
-    async def check() -> None:
-        memory = await bytes_for(talker, 4096) - 1
-        cluster = load_cluster(
-            write_cluster(
-                worker_file.with_name("own.yaml"), ("last", worker.address), model=str(talker),
-                coordinator=f"{{memory: {memory}}}",
-            )
-        )  # fmt: skip
-        options = options_of(talker, cluster, limits=Limits(0.4, 0.5))
-        async with served(options, limits=RequestLimits(heartbeat_s=0.05), reopen_s=0.1) as (client, _):
-            async with streaming(client, **ENDLESS) as lines:
-                worker.send_signal(signal.SIGSTOP)
-                async with asyncio.timeout(PATIENCE_S):
-                    while await anext(lines) != LIVES:
-                        pass
-                worker.send_signal(signal.SIGKILL)
-                rest = [line async for line in lines]
-            error = error_of(rest[-1])
-            assert error["code"] == "cluster_failed" and "last" in error["message"]
-            assert "data: [DONE]" not in rest
-            assert await wait_health(client, 503) == "recovering"
-            refused = await client.post(TEXTS, json=SHORT)
-            assert refused.status_code == 503 and refused.headers["retry-after"] == "5"
-            assert refused.json()["error"]["code"] == "recovering"
-            start.worker("last", "--config", worker_file)
-            assert await wait_health(client, 200) == "ready"
-            assert (await client.post(TEXTS, json=SHORT)).status_code == 200
-
-    uvloop.run(check())
+    memory = await bytes_for(talker, 4096) - 1
+    cluster = load_cluster(
+        write_cluster(
+            worker_file.with_name("own.yaml"), ("last", worker.address), model=str(talker),
+            coordinator=f"{{memory: {memory}}}",
+        )
+    )  # fmt: skip
+    options = options_of(talker, cluster, limits=Limits(0.4, 0.5))
+    async with served(options, limits=RequestLimits(heartbeat_s=0.05), reopen_s=0.1) as (client, _):
+        async with streaming(client, **ENDLESS) as lines:
+            worker.send_signal(signal.SIGSTOP)
+            async with asyncio.timeout(PATIENCE_S):
+                while await anext(lines) != LIVES:
+                    pass
+            worker.send_signal(signal.SIGKILL)
+            rest = [line async for line in lines]
+        error = error_of(rest[-1])
+        assert error["code"] == "cluster_failed" and "last" in error["message"]
+        assert "data: [DONE]" not in rest
+        assert await wait_health(client, 503) == "recovering"
+        refused = await client.post(TEXTS, json=SHORT)
+        assert refused.status_code == 503 and refused.headers["retry-after"] == "5"
+        assert refused.json()["error"]["code"] == "recovering"
+        start.worker("last", "--config", worker_file)
+        assert await wait_health(client, 200) == "ready"
+        assert (await client.post(TEXTS, json=SHORT)).status_code == 200
 
 
-def test_a_bug_of_the_engine_ends_requests_and_not_the_server(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_of_the_engine_ends_requests_and_not_the_server(
+    talker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put, bugs = EngineCore._put_outputs, [ZeroDivisionError("a bug")]
 
     def put_or_fail(core: EngineCore, *given: Any) -> None:
@@ -205,21 +194,17 @@ def test_a_bug_of_the_engine_ends_requests_and_not_the_server(talker: Path, monk
     has_answered = False
     monkeypatch.setattr(EngineCore, "_put_outputs", put_or_fail)
 
-    async def check() -> None:
-        nonlocal has_answered
-        async with served(options_of(talker), reopen_s=0.1) as (client, _):
-            first = (await client.post(TEXTS, json=SHORT)).json()["choices"]
-            has_answered = True
-            failed = await client.post(TEXTS, json=SHORT)
-            assert failed.status_code == 500 and "this is a bug" in failed.json()["error"]["message"]
-            assert await wait_health(client, 200) == "ready" and not bugs
-            assert (await client.post(TEXTS, json=SHORT)).json()["choices"] == first
-
-    uvloop.run(check())
+    async with served(options_of(talker), reopen_s=0.1) as (client, _):
+        first = (await client.post(TEXTS, json=SHORT)).json()["choices"]
+        has_answered = True
+        failed = await client.post(TEXTS, json=SHORT)
+        assert failed.status_code == 500 and "this is a bug" in failed.json()["error"]["message"]
+        assert await wait_health(client, 200) == "ready" and not bugs
+        assert (await client.post(TEXTS, json=SHORT)).json()["choices"] == first
 
 
 @pytest.mark.usefixtures("without_collector")
-def test_an_unused_model_is_unloaded_on_all_nodes_and_loaded_again_for_the_next_request(
+async def test_an_unused_model_is_unloaded_on_all_nodes_and_loaded_again_for_the_next_request(
     start: Starter, talker: Path, worker_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
@@ -237,31 +222,28 @@ def test_an_unused_model_is_unloaded_on_all_nodes_and_loaded_again_for_the_next_
     worker = start.worker("last", "--config", worker_file)
     assert worker.address
 
-    async def check() -> None:
-        options, often = options_of(talker, load_cluster(worker_file)), RequestLimits(heartbeat_s=0.001)
-        async with served(options, keep_alive_s=0.1, max_waiting=2, limits=often) as (client, _):
-            first = (await client.post(TEXTS, json=SHORT)).json()["choices"]
-            async with asyncio.timeout(PATIENCE_S):
-                while (await client.get("/health?deep=1")).json()["status"] != "asleep":
-                    await client.get("/cluster")  # does not count as use
-                while (await asyncio.to_thread(worker.status)).weight_bytes:
-                    pass
-                while any(shard() for shard in shards):
-                    await client.get("/cluster")
-            num_loaded = len(shards)  # more than one if it fell asleep before the first request came
-            assert (await client.get("/cluster")).json()["nodes"] == []
-            asked = (client.post(TEXTS, json=SHORT | more) for more in ({}, {"stream": True}))
-            again, stream = await asyncio.gather(*asked)
-            assert again.json()["choices"] == first and len(shards) > num_loaded
-            assert stream.text.startswith(LIVES)
-            assert text_of(stream.text.splitlines()) == first[0]["text"]
-
-    uvloop.run(check())
+    options, often = options_of(talker, load_cluster(worker_file)), RequestLimits(heartbeat_s=0.001)
+    async with served(options, keep_alive_s=0.1, max_waiting=2, limits=often) as (client, _):
+        first = (await client.post(TEXTS, json=SHORT)).json()["choices"]
+        async with asyncio.timeout(PATIENCE_S):
+            while (await client.get("/health?deep=1")).json()["status"] != "asleep":
+                await client.get("/cluster")  # does not count as use
+            while (await asyncio.to_thread(worker.status)).weight_bytes:
+                pass
+            while any(shard() for shard in shards):
+                await client.get("/cluster")
+        num_loaded = len(shards)  # more than one if it fell asleep before the first request came
+        assert (await client.get("/cluster")).json()["nodes"] == []
+        asked = (client.post(TEXTS, json=SHORT | more) for more in ({}, {"stream": True}))
+        again, stream = await asyncio.gather(*asked)
+        assert again.json()["choices"] == first and len(shards) > num_loaded
+        assert stream.text.startswith(LIVES)
+        assert text_of(stream.text.splitlines()) == first[0]["text"]
     events = [line.partition(":")[0] for line in said[1:4]]
     assert events == ["asleep", "a request came", "serving talker at http"]
 
 
-def test_a_request_to_a_server_about_to_fall_asleep_is_answered_though_the_server_is_told_to_stop(
+async def test_a_request_to_a_server_about_to_fall_asleep_is_answered_though_the_server_is_told_to_stop(
     talker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_probing, unused, may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -279,15 +261,12 @@ def test_a_request_to_a_server_about_to_fall_asleep_is_answered_though_the_serve
     monkeypatch.setattr(Engine, "probe", probe)
     monkeypatch.setattr(Use, "wait_unused", note_unused)
 
-    async def check() -> None:
-        async with served(options_of(talker), keep_alive_s=0.0) as (client, running):
-            probing = asyncio.create_task(client.get("/health?deep=1"))
-            await unused.wait()
-            async with streaming(client, **ENDLESS | {"max_tokens": 300}) as lines:
-                running.cancel()
-                rest = [line async for line in lines]
-            may_end.set()
-            await probing
-        assert rest[-1] == "data: [DONE]" and not any('"error"' in line for line in rest)
-
-    uvloop.run(check())
+    async with served(options_of(talker), keep_alive_s=0.0) as (client, running):
+        probing = asyncio.create_task(client.get("/health?deep=1"))
+        await unused.wait()
+        async with streaming(client, **ENDLESS | {"max_tokens": 300}) as lines:
+            running.cancel()
+            rest = [line async for line in lines]
+        may_end.set()
+        await probing
+    assert rest[-1] == "data: [DONE]" and not any('"error"' in line for line in rest)
