@@ -38,38 +38,27 @@ async def hear(name: str, *, beside_others: bool = False) -> tuple[AnnouncedNode
     raise AssertionError(f"{name} was not heard")
 
 
-def test_a_node_is_heard_as_it_is_and_what_no_node_would_say_is_counted(tmp_path: Path) -> None:
+async def test_a_node_is_heard_as_it_is_and_what_no_node_would_say_is_counted(tmp_path: Path) -> None:
     name, liar = f"mini.a{secrets.token_hex(4)}", f"liar-{secrets.token_hex(4)}"
     said = about(name, Certificates(tmp_path).network(name))
     assert len(said.fingerprint) == 64
     properties = {"name": "\x1b]0;mini\x07", "version": "0.1.0", "process": "0a1b2c3d"}
     at = {"port": 1, "parsed_addresses": ["127.0.0.1"], "server": f"{liar}.local."}
     lie = AsyncServiceInfo(SERVICE, f"{liar}.{SERVICE}", properties=properties, **at)
-
-    async def listen() -> None:
-        async with AsyncZeroconf(interfaces=["127.0.0.1"]) as lying:
-            await lying.async_register_service(lie, cooperating_responders=True)
-            async with announced(said, await places_of(LOOPBACK)):
-                found, heard = await hear(name, beside_others=True)
-        assert (found.about, found.addresses) == (said, ("127.0.0.1:50999",))
-        assert heard.num_ignored
-        assert all(node.about.name.isprintable() for node in heard.nodes)
-
-    asyncio.run(listen())
+    async with AsyncZeroconf(interfaces=["127.0.0.1"]) as lying:
+        await lying.async_register_service(lie, cooperating_responders=True)
+        async with announced(said, await places_of(LOOPBACK)):
+            found, heard = await hear(name, beside_others=True)
+    assert (found.about, found.addresses) == (said, ("127.0.0.1:50999",))
+    assert heard.num_ignored and all(node.about.name.isprintable() for node in heard.nodes)
 
 
-def test_a_node_that_cannot_announce_itself_says_so_once() -> None:
-    name = "m" * 200  # more than an announcement holds
-
-    async def serve() -> str:
-        out = Told()
-        async with announcing(partial(about, name, Network()), LOOPBACK, worker_log("mini", out)):
-            await out.is_said.wait()
-        return out.getvalue()
-
-    said = asyncio.run(serve())
-    assert said.count("\n") == 1
-    assert "cannot announce itself (expected a name of at most 128 letters" in said
+async def test_a_node_that_cannot_announce_itself_says_so_once() -> None:
+    name, out = "m" * 200, Told()  # more than an announcement holds
+    async with announcing(partial(about, name, Network()), LOOPBACK, worker_log("mini", out)):
+        await out.is_said.wait()
+    assert out.getvalue().count("\n") == 1
+    assert "cannot announce itself (expected a name of at most 128 letters" in out.getvalue()
 
 
 @pytest.mark.parametrize("case", ["loopback", pytest.param("wildcard", marks=pytest.mark.long)])
@@ -90,44 +79,37 @@ class Noting(ServiceListener):
         self.num_asked += 1
 
 
-def test_only_so_many_announcements_are_looked_at_and_each_once() -> None:
-    async def flood() -> Noting:
-        ear = Noting(0.0)
-        for number in range(MAX_ANNOUNCEMENTS + 44):
-            for change in (ServiceStateChange.Added, ServiceStateChange.Updated, ServiceStateChange.Removed):
-                ear.on_change(cast(Any, None), "", f"node-{number}.{SERVICE}", change)
-        ear.on_change(cast(Any, None), "", f"node-0.{SERVICE}", ServiceStateChange.Added)
-        await ear.wait_resolved()
-        return ear
-
-    ear = asyncio.run(flood())
+async def test_only_so_many_announcements_are_looked_at_and_each_once() -> None:
+    ear = Noting(0.0)
+    for number in range(MAX_ANNOUNCEMENTS + 44):
+        for change in (ServiceStateChange.Added, ServiceStateChange.Updated, ServiceStateChange.Removed):
+            ear.on_change(cast(Any, None), "", f"node-{number}.{SERVICE}", change)
+    ear.on_change(cast(Any, None), "", f"node-0.{SERVICE}", ServiceStateChange.Added)
+    await ear.wait_resolved()
     assert (ear.num_asked, ear.heard.num_ignored) == (MAX_ANNOUNCEMENTS, 44)
 
 
 @pytest.mark.parametrize(
     "name", ["printer._http._tcp.local.", f"mini\n.{SERVICE}", f"{'m' * 64}.{SERVICE}", f".{SERVICE}"]
 )
-def test_who_points_to_what_is_no_node_is_ignored_and_ends_nothing(name: str) -> None:
-    async def point() -> Heard:
-        ear = ServiceListener(0.0)
-        async with AsyncZeroconf(interfaces=["127.0.0.1"]) as listener:
-            ear.on_change(listener.zeroconf, SERVICE, name, ServiceStateChange.Added)
-            await ear.wait_resolved()
-        return ear.heard
-
-    assert asyncio.run(point()) == Heard([], num_ignored=1)
+async def test_who_points_to_what_is_no_node_is_ignored_and_ends_nothing(name: str) -> None:
+    ear = ServiceListener(0.0)
+    async with AsyncZeroconf(interfaces=["127.0.0.1"]) as listener:
+        ear.on_change(listener.zeroconf, SERVICE, name, ServiceStateChange.Added)
+        await ear.wait_resolved()
+    assert ear.heard == Heard([], num_ignored=1)
 
 
-def test_a_failure_without_words_is_told_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failure_without_words_is_told_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> list[Interface]:
         raise Error
 
     monkeypatch.setattr(browsing, "own_interfaces", fail)
     with pytest.raises(StageLost, match=r"on this machine's networks: Error$"):
-        asyncio.run(browse(0.1))
+        await browse(0.1)
 
 
-def test_a_listener_that_fails_leaves_no_task_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_listener_that_fails_leaves_no_task_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing:
         """A browser that hears of one node and fails."""
 
@@ -140,11 +122,8 @@ def test_a_listener_that_fails_leaves_no_task_behind(monkeypatch: pytest.MonkeyP
 
         async def __aexit__(self, *exc: object) -> None: ...
 
-    async def look() -> set[str]:
-        with pytest.raises(StageLost, match="no network"):
-            await browse(60.0)
-        return {task.get_name() for task in asyncio.all_tasks() if "_resolve" in repr(task)}
-
     monkeypatch.setattr("zeroconf.asyncio.AsyncServiceBrowser", Failing)
     monkeypatch.setattr(browsing, "own_interfaces", lambda: [Interface("lo", ("127.0.0.1",))])
-    assert not asyncio.run(look())
+    with pytest.raises(StageLost, match="no network"):
+        await browse(60.0)
+    assert not [task for task in asyncio.all_tasks() if "_resolve" in repr(task)]
