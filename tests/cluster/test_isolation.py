@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.cluster.models import make_talker
-from tests.cluster.processes import starting
+from tests.cluster.processes import Starter
 from tests.cluster.servers import start_server
 
 HI = [{"role": "user", "content": "hi"}]
@@ -80,35 +80,31 @@ async def attacked(client: httpx2.AsyncClient, path: str, content: bytes) -> int
 @pytest.mark.parametrize(
     "names", [("template", "messages"), pytest.param(tuple(HOSTILE), marks=pytest.mark.matrix)], ids=["two", "all"]
 )
-def test_no_request_changes_the_streams_beside_it(tmp_path: Path, names: tuple[str, ...]) -> None:
+async def test_no_request_changes_the_streams_beside_it(start: Starter, tmp_path: Path, names: tuple[str, ...]) -> None:
     folder = make_talker(tmp_path / "model")
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": LOOP}))
-
-    async def check(url: str, process: psutil.Process) -> None:
-        limits = httpx2.Limits(max_connections=100)
-        async with httpx2.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
-            for name in names:
-                where, body = HOSTILE[name]
-                await client.post(where, json=body)  # its processes are there before anything is compared
-            alone, gap_alone = await streams(client)
-            before = process.memory_info().rss
-            for name in names:
-                where, body = HOSTILE[name]
-                content = json.dumps(body).encode()
-                running = asyncio.create_task(streams(client))
-                hits = [asyncio.create_task(attacked(client, where, content)) for _ in range(NUM_HOSTILE)]
-                texts, gap = await running
-                assert texts == alone, name
-                assert gap < MOST_SLOWER * gap_alone, (name, gap, gap_alone)
-                if name in ("patterns", "lark"):  # each takes its whole time, one after another
-                    for hit in hits:
-                        hit.cancel()
-                codes = await asyncio.gather(*hits, return_exceptions=True)
-                assert {code for code in codes if isinstance(code, int)} <= {400, 413}, (name, codes)
-            assert await streams(client) == (alone, pytest.approx(gap_alone, rel=MOST_SLOWER))
-            assert process.memory_info().rss < before + MOST_GROWN
-
-    with starting() as start:
-        server = start_server(start, folder, "--local", "1")
-        asyncio.run(check(server.url, psutil.Process(server.running.process.pid)))
+    server = start_server(start, folder, "--local", "1")
+    process = psutil.Process(server.running.process.pid)
+    limits = httpx2.Limits(max_connections=100)
+    async with httpx2.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
+        for name in names:
+            where, body = HOSTILE[name]
+            await client.post(where, json=body)  # its processes are there before anything is compared
+        alone, gap_alone = await streams(client)
+        before = process.memory_info().rss
+        for name in names:
+            where, body = HOSTILE[name]
+            content = json.dumps(body).encode()
+            running = asyncio.create_task(streams(client))
+            hits = [asyncio.create_task(attacked(client, where, content)) for _ in range(NUM_HOSTILE)]
+            texts, gap = await running
+            assert texts == alone, name
+            assert gap < MOST_SLOWER * gap_alone, (name, gap, gap_alone)
+            if name in ("patterns", "lark"):  # each takes its whole time, one after another
+                for hit in hits:
+                    hit.cancel()
+            codes = await asyncio.gather(*hits, return_exceptions=True)
+            assert {code for code in codes if isinstance(code, int)} <= {400, 413}, (name, codes)
+        assert await streams(client) == (alone, pytest.approx(gap_alone, rel=MOST_SLOWER))
+        assert process.memory_info().rss < before + MOST_GROWN

@@ -23,6 +23,7 @@ from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Frame, Opening, Result, Sampling, Window
 from tests.integration.conftest import CHUNK, Layers, Models, Pass, opened, opened_folder, running, serving
 from tests.integration.many import Live, request, together, tokens_of, until
+from tests.integration.many import frames as frames
 from tests.integration.many import two_lanes as two_lanes
 from tests.integration.test_epochs import answer_over_a_loss
 from tests.integration.windows import BIASED, SAMPLINGS, Bench, assert_same_samples
@@ -335,19 +336,6 @@ DRAFT = Decode("draft", num_drafts=3)
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The drafts that frames ask for, in turn."""
-    found, send = list[int](), Chain.send
-
-    def note(chain: Chain, frame: Frame) -> None:
-        found.extend(window.drafts for window in frame.windows)
-        send(chain, frame)
-
-    monkeypatch.setattr(Chain, "send", note)
-    return found
-
-
-@pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     def fail(*_: Any) -> None:
         raise ValueError("[broadcast_shapes] Shapes cannot be broadcast")
@@ -361,7 +349,7 @@ async def tokens_by(chain: Chain, decode: Decode) -> list[int]:
 
 
 async def test_its_weights_go_and_the_next_chain_drafts(
-    models: Models, failing: pytest.MonkeyPatch, asked: list[int]
+    models: Models, failing: pytest.MonkeyPatch, frames: list[Frame]
 ) -> None:
     folder = models("qwen3", sharpen=4.0).folder
     async with serving(1) as nodes:
@@ -369,9 +357,10 @@ async def test_its_weights_go_and_the_next_chain_drafts(
             expected, layers = await tokens_by(chain, Decode("ar")), chain.plan.assignments[1].weight_bytes
             drafter = (await chain.statuses())[1].weight_bytes - nodes[0].service.worker.shard.nbytes  # type: ignore[union-attr]
             assert await tokens_by(chain, DRAFT) == expected
-            asked.clear()
+            frames.clear()
             assert await tokens_by(chain, DRAFT) == expected
-            assert chain.most_drafts == 0 and not any(asked)
+            assert chain.most_drafts == 0
+            assert not any(window.drafts for frame in frames for window in frame.windows)
             assert (await chain.statuses())[1].weight_bytes == layers - drafter
         await until(lambda: not nodes[0].service.worker.attachment)
         assert nodes[0].service.worker.status().weight_bytes == layers - drafter
