@@ -76,7 +76,7 @@ def test_plan_adds_up_to_the_model_and_loads_nothing(workers: list[Worker], mask
         pytest.param("--local 2 --decode ngram", marks=pytest.mark.matrix),
     ],
 )
-def test_verify_finds_decoders_equal_on_any_split(
+def test_verify_finds_every_decoder_equal_on_every_split(
     workers: list[Worker], masked: Path, tmp_path: Path, flags: str
 ) -> None:
     words = flags.format(config=config_of(tmp_path, workers, masked)).split()
@@ -90,7 +90,7 @@ def test_verify_finds_decoders_equal_on_any_split(
         assert case["expected"] == case["found"] and len(case["found"]) == 4, case["name"]
 
 
-def test_findings_are_lines_and_exit_codes(
+def test_a_line_per_finding_and_exit_code_1_if_one_is_a_problem(
     workers: list[Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "_VERY_SLOW_MS", 10_000.0)  # a machine that is busy with other tests

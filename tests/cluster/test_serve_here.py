@@ -92,7 +92,7 @@ async def test_a_full_queue_is_refused_at_once_and_a_long_wait_in_the_end(talker
 
 
 @pytest.mark.parametrize(("shutdown_s", "num_signals"), [(0.05, 1), (600.0, 2)])
-async def test_a_server_answers_all_that_fit_and_says_why_it_cuts_off(
+async def test_a_server_without_a_queue_answers_all_that_fit_and_cuts_streams_off_with_the_reason(
     talker: Path, shutdown_s: float, num_signals: int
 ) -> None:
     async with served(options_of(talker), max_waiting=0, shutdown_timeout_s=shutdown_s) as (client, running):
@@ -149,7 +149,9 @@ async def test_a_server_runs_without_a_missing_worker_takes_it_in_under_streams_
         assert await late == list(expected.values())
 
 
-async def test_a_server_closes_while_a_worker_stays_away(start: Starter, talker: Path, worker_file: Path) -> None:
+async def test_a_worker_that_stays_away_closes_the_server_and_its_return_opens_it(
+    start: Starter, talker: Path, worker_file: Path
+) -> None:
     worker = start.worker("last", "--config", worker_file)
     assert worker.address
 
@@ -181,7 +183,7 @@ async def test_a_server_closes_while_a_worker_stays_away(start: Starter, talker:
         assert (await client.post(TEXTS, json=SHORT)).status_code == 200
 
 
-async def test_a_bug_of_the_engine_ends_requests_and_not_the_server(
+async def test_a_bug_of_the_engine_ends_its_requests_and_not_the_server(
     talker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put, bugs = EngineCore._put_outputs, [ZeroDivisionError("a bug")]

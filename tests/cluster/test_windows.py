@@ -82,7 +82,7 @@ def test_text_that_repeats_takes_few_steps_with_drafts_from_it_and_the_guard_end
     assert len(guarded["tokens"]) == 4 * len(RECITED.encode())
 
 
-def test_a_draft_model_changes_no_token_and_is_counted(
+def test_a_draft_model_changes_no_token_and_its_drafts_are_counted(
     nodes: list[tuple[str, str]], talker: Path, tmp_path: Path
 ) -> None:
     """The drafter is the model itself."""
@@ -107,7 +107,7 @@ def test_a_draft_model_changes_no_token_and_is_counted(
         assert found["brigade_drafts_total", place] == found["brigade_drafts_held_total", place] > 0
 
 
-def test_canvases_of_three_processes_are_those_of_one_and_of_a_server(
+def test_canvases_over_three_processes_are_those_of_one_and_of_the_server(
     nodes: list[tuple[str, str]], tmp_path: Path
 ) -> None:
     denoiser = make_talker(tmp_path / "denoiser", model_type="sdar", mask_token_id=VOCAB - 1)

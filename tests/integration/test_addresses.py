@@ -52,7 +52,7 @@ async def lose_chain(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("limits", [COMES_BACK, IS_GONE], ids=["is awaited", "is not awaited"])
-async def test_a_stream_goes_on_over_the_other_cable_the_next_chain_over_the_first(
+async def test_a_stream_goes_on_over_the_second_cable_and_the_next_chain_over_the_first_again(
     folder: Path, limits: Limits
 ) -> None:
     """The hop from node-1, too: were it only the coordinator that finds node-2, there would be no chain."""

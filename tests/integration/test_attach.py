@@ -98,7 +98,7 @@ async def test_a_node_loads_while_the_chain_of_the_others_runs(whole: Whole) -> 
         assert (await live.answer()).tokens == whole.tokens(tokens_of(9), 60)
 
 
-async def test_slots_go_with_their_coordinator(
+async def test_when_the_coordinator_is_gone_its_slots_are_too_and_another_can_attach(
     whole: Whole, worker_caches: References, without_collector: None
 ) -> None:
     async with serving(2) as nodes:

@@ -65,7 +65,7 @@ FORGOTTEN = [(4, 0.8, 8), (8, 2.0, 64), (8, 0.0, 8)]  # window, threshold, rows 
 
 
 @splits
-async def test_rotating_caches_see_the_first_and_latest_tokens_whatever_the_decoder(
+async def test_a_rotating_cache_sees_the_first_tokens_and_the_latest_whatever_the_decoder_and_chunks(
     models: Models, layers: Layers
 ) -> None:
     whole, is_covering = models("qwen3", **MASKED), layers == SPLITS[-1]

@@ -108,7 +108,7 @@ async def test_a_drafter_that_is_the_model_has_every_draft_accepted(
 
 
 @cases
-async def test_foreign_drafts_change_no_token(
+async def test_a_foreign_drafter_changes_no_token(
     models: Models, family: str, layers: Layers, names: Sequence[str]
 ) -> None:
     async with running(model_of(models, family), layers, drafter=foreign(models)) as chain:
@@ -348,7 +348,7 @@ async def tokens_by(chain: Chain, decode: Decode) -> list[int]:
     return (await generate_once(chain, request(tokens_of(9), 20, decode))).tokens
 
 
-async def test_its_weights_go_and_the_next_chain_drafts(
+async def test_its_worker_frees_its_weights_and_the_next_chain_drafts_again(
     models: Models, failing: pytest.MonkeyPatch, frames: list[Frame]
 ) -> None:
     folder = models("qwen3", sharpen=4.0).folder

@@ -241,7 +241,7 @@ async def test_an_engine_too_long_at_its_step_is_named(models: Models, monkeypat
         assert said == [0.2, 9.0]
 
 
-async def test_a_result_that_comes_while_nodes_are_asked_is_used(
+async def test_a_result_that_comes_while_nodes_are_asked_is_taken(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with hasty(models, monkeypatch, []) as (chain, release):

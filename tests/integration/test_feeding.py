@@ -446,7 +446,7 @@ async def test_a_long_digest_is_announced(models: Models, lacking: Lacking, monk
 
 
 @pytest.mark.parametrize("at", ["digest", "sending"])
-async def test_a_hanging_disk_ends_transfers(
+async def test_a_disk_that_hangs_ends_the_transfer(
     models: Models, lacking: Lacking, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     folder, digest, blocks, is_over = models("qwen3").folder, SourceFile.digest, SourceFile.blocks, threading.Event()

@@ -109,7 +109,7 @@ def files_in(folder: Path) -> set[str]:
     return {path.name for path in folder.rglob("*") if path.is_file()}
 
 
-async def test_silent_coordinators_are_given_up(
+async def test_a_coordinator_that_falls_silent_is_not_waited_for(
     store: WeightsCache, wanted: LoadRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feeding_module, "_SILENT_S", 0.05)
@@ -124,7 +124,7 @@ async def test_silent_coordinators_are_given_up(
             _ = [each async for each in held]
 
 
-async def test_full_disks_leave_no_gap(
+async def test_what_a_disk_did_not_take_leaves_no_gap(
     store: WeightsCache, sound: list[Feeding], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that is full for a moment: the next transfer goes on where this one got to."""
@@ -210,7 +210,7 @@ async def test_only_files_of_a_configuration_and_a_tokenizer_have_names(
         ([*file("config.json"), *32 * file("config.json")[:1]], "expected at most 32 files"),
     ],
 )
-async def test_disorder_is_refused(
+async def test_what_is_not_in_order_is_refused(
     store: WeightsCache, wanted: LoadRequest, messages: list[Feeding], said: str
 ) -> None:
     with pytest.raises((FrameError, ModelError), match=said):

@@ -75,7 +75,7 @@ async def answered(model: Engine, spec: RequestSpec) -> tuple[list[int], Output]
 
 @pytest.mark.parametrize("has_thought", [False, True])
 @pytest.mark.parametrize("seeds", [range(1, 2), pytest.param(range(6), marks=pytest.mark.matrix)], ids=str)
-async def test_every_lossless_decoder_makes_the_same_call(
+async def test_every_answer_is_a_call_and_every_lossless_decoder_makes_the_same_one(
     folder: Path, thinker: Path, has_thought: bool, seeds: range
 ) -> None:
     thoughts = list[str]()

@@ -62,7 +62,7 @@ async def answers_alone(folder: Path, layers: Layers, asks: list[RequestSpec]) -
 
 @pytest.mark.parametrize("layers", [pytest.param((4,), marks=pytest.mark.matrix), (1, 3)], ids=str)
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 34), marks=pytest.mark.matrix)], ids=str)
-async def test_lossless_decoders_give_the_same_valid_json_of_a_schema(
+async def test_every_answer_of_every_lossless_decoder_is_the_same_valid_json_of_its_schema(
     folder: Path, layers: Layers, seeds: range
 ) -> None:
     """The first one greedy, the others drawn at a high temperature."""
@@ -149,7 +149,7 @@ async def said(model: Engine, ask: RequestSpec) -> str:
 
 
 @pytest.mark.parametrize("layers", [(4,), (1, 3)], ids=str)
-async def test_a_long_compilation_holds_up_no_session(
+async def test_a_grammar_that_compiles_for_long_holds_up_no_other_session(
     folder: Path, layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is compiled on the last stage before another session has had its whole answer."""

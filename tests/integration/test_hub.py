@@ -265,7 +265,7 @@ def test_without_an_index_the_repository_s_listing_names_the_files(hub: Hub, ask
         ("./brigade", "correct it"),
     ],
 )
-def test_a_useless_repository_is_refused_with_advice(
+def test_a_repository_that_cannot_serve_is_refused_with_advice(
     hub: Hub, asking: Ask, tmp_path: Path, name: str, expected: str
 ) -> None:
     with asking(hub.endpoint, tmp_path):
@@ -284,7 +284,7 @@ def test_offline_what_is_not_in_the_cache_is_refused_at_once(hub: Hub, asking: A
 
 @pytest.mark.timeout(10)  # huggingface_hub's retries would take 23 s
 @pytest.mark.parametrize("is_silent", [False, True], ids=["down", "silent"])
-def test_a_silent_hub_is_given_up_at_once(
+def test_a_hub_that_does_not_answer_is_given_up_without_retries(
     asking: Ask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_silent: bool
 ) -> None:
     monkeypatch.setattr(hub_module, "_TIMEOUT_S", 0.1)

@@ -305,7 +305,7 @@ async def test_a_node_that_holds_nothing_has_no_digests() -> None:
 # Memory
 
 
-async def test_a_shard_goes_before_the_next_comes(
+async def test_a_node_lets_go_of_its_shard_before_it_loads_another(
     models: Models, monkeypatch: pytest.MonkeyPatch, without_collector: None
 ) -> None:
     shards: list[weakref.ref[Shard]] = []

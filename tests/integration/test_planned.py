@@ -113,7 +113,9 @@ async def test_costs_of_chunks_begin_with_what_nodes_measured(folder: Path, monk
     [({}, {"coordinator": 1, "slow": 3}), ({"own": 1 << 40}, {"coordinator": 4})],
     ids=["tight", "roomy"],
 )
-async def test_a_left_out_worker_takes_over_if_need_be(whole: Whole, own: dict[str, int], then: dict[str, int]) -> None:
+async def test_a_left_out_worker_takes_over_if_it_helps(
+    whole: Whole, own: dict[str, int], then: dict[str, int]
+) -> None:
     """Where it does not, the others go on by themselves, as is fastest then, too."""
     async with opened(whole.folder, **own) as (cluster, fast):
         assert held(cluster) == {"coordinator": 1, "fast": 3}
@@ -154,7 +156,7 @@ async def test_a_worker_that_was_missing_at_the_start_is_measured_before_it_join
             assert (await engine.answer(request(PROMPT, 8))).tokens == whole.tokens(PROMPT, 8)
 
 
-async def test_a_split_that_replaces_the_given_layers_is_reported(
+async def test_a_split_that_replaces_the_given_layers_while_a_worker_is_missing_is_reported(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with opened(folder, is_fast_missing=True, layers=(1, 1, 2)) as (cluster, _):

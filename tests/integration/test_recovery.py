@@ -309,7 +309,7 @@ async def test_a_stop_string_ends_an_answer_at_its_place(folder: Path, decode: D
     assert (found.text, found.finish_reason) == (words[: words.index(stop)], "stop")
 
 
-async def test_a_node_lost_again_as_it_joins_or_replays_costs_no_token(
+async def test_a_node_that_is_lost_again_while_it_joins_or_replays_costs_time_and_no_token(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once before the chain is open, once with the first chunk of the replay."""
@@ -560,7 +560,7 @@ async def test_while_a_request_waits_the_new_chain_knows_what_the_lost_one_knew_
     assert warm_up_rows(frames, 2) == rows
 
 
-async def test_a_chain_without_a_node_measures_anew(
+async def test_a_chain_without_the_lost_node_waits_for_no_rejoin_and_measures_anew(
     folder: Path, frames: Frames, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Collection[str]] = []

@@ -230,7 +230,7 @@ async def test_an_exception_in_one_requests_emit_fails_that_request_alone(models
 
 
 @pytest.mark.parametrize("how", ["node-1 ends", "node-2 ends", "node-2 fails"])
-async def test_a_lost_chain_fails_every_request_at_once_by_a_nodes_name(
+async def test_a_chain_that_is_lost_fails_every_request_at_once_by_the_name_of_the_node(
     folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """Those that decode, that are fed, and that wait for memory; and those that come later."""

@@ -125,7 +125,9 @@ async def test_a_shard_in_the_wrong_place_of_the_chain_is_refused(
 
 
 @pytest.mark.parametrize("of_prompts", [False, True])
-async def test_results_are_for_the_attaching_coordinator_and_of_its_epoch(folder: Path, *, of_prompts: bool) -> None:
+async def test_results_are_reported_only_to_the_coordinator_that_has_attached_the_node_and_of_its_epoch(
+    folder: Path, *, of_prompts: bool
+) -> None:
     found: list[Report] = []
 
     async def report(epoch: int = 5, coordinator_id: str = COORDINATOR_ID) -> None:

@@ -318,7 +318,7 @@ def chosen(address: str, names: Sequence[str]) -> list[FoundNode]:
     return [FoundNode(name, "0.1.0", "ab" * 32, True, None, endpoints) for name in names]
 
 
-async def test_a_worker_is_named_by_its_certificate(
+async def test_a_worker_has_the_name_of_its_certificate_and_no_other(
     certificates: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(1, network_of=certificates.network) as [node]:

@@ -254,7 +254,7 @@ async def test_an_interrupted_verify_says_how_far_it_was(
     assert not streams or [start for start, _ in built] == [0, 0, 1], "the cluster's, and two"
 
 
-async def test_the_cluster_goes_before_the_reference(
+async def test_the_cluster_is_let_go_of_before_the_reference_is_read(
     cluster: ClusterOptions, size: int, built: list[tuple[int, int]]
 ) -> None:
     """Here it is the whole model: a coordinator may be full of its own layers."""
@@ -353,7 +353,7 @@ async def test_verify_tells_which_drafts_of_a_good_and_of_a_bad_drafter_held(mod
         assert all(share == 1.0 if is_good else share < 0.5 for share in report.drafts_held)
 
 
-async def test_verify_names_the_tensor_and_node(
+async def test_verify_names_the_tensor_and_the_node_that_differ(
     models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, altered = models("qwen3", **MASKED), "model.layers.2.mlp.down_proj.weight"
