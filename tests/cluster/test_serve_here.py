@@ -20,7 +20,7 @@ from coordinator.cluster.options import ClusterOptions
 from coordinator.engine.core import EngineCore
 from coordinator.engine.engine import Engine
 from coordinator.planning.recovery import Limits
-from tests.cluster.processes import Starter, write_cluster
+from tests.cluster.processes import Starter, Worker, write_cluster
 from tests.cluster.servers import PATIENCE_S, TEXTS, served, wait_health
 from tools.worker_process import free_port
 from worker.compute.shard import Shard
@@ -64,10 +64,16 @@ async def bytes_for(talker: Path, rows: int) -> int:
     return spec.shard_bytes(0, spec.num_layers) + spec.reserved_bytes(0, spec.num_layers, rows)
 
 
-@pytest.fixture
-def worker_file(talker: Path, tmp_path: Path) -> Path:
-    """A cluster.yaml with a worker that does not run yet."""
-    return write_cluster(tmp_path / "cluster.yaml", ("last", f"127.0.0.1:{free_port()}"), model=str(talker))
+@pytest.fixture(scope="module")
+def worker_file(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cluster.yaml with a worker, which runs once a test has asked for it."""
+    path = tmp_path_factory.mktemp("last") / "cluster.yaml"
+    return write_cluster(path, ("last", f"127.0.0.1:{free_port()}"), model=str(talker))
+
+
+@pytest.fixture(scope="module")
+def last(module_start: Starter, worker_file: Path) -> Worker:
+    return module_start.worker("last", "--config", worker_file)
 
 
 async def test_a_full_queue_is_refused_at_once_and_a_long_wait_in_the_end(talker: Path) -> None:
@@ -109,7 +115,7 @@ async def test_a_server_without_a_queue_answers_all_that_fit_and_cuts_streams_of
 
 
 async def test_a_server_runs_without_a_missing_worker_takes_it_in_under_streams_and_keeps_requests_while_it_restarts(
-    start: Starter, talker: Path, worker_file: Path
+    request: pytest.FixtureRequest, start: Starter, talker: Path, worker_file: Path
 ) -> None:
     options = options_of(talker, load_cluster(worker_file), limits=Limits(rejoin_s=PATIENCE_S, arrival_s=0.5))
     async with served(options) as (client, _):
@@ -145,42 +151,8 @@ async def test_a_server_runs_without_a_missing_worker_takes_it_in_under_streams_
         worker.send_signal(signal.SIGKILL)
         assert await wait_health(client, 503) == "recovering"
         late = asyncio.gather(*map(ask, expected))
-        start.worker("last", "--config", worker_file)
+        request.getfixturevalue("last")  # the one that the next tests use
         assert await late == list(expected.values())
-
-
-async def test_a_worker_that_stays_away_closes_the_server_and_its_return_opens_it(
-    start: Starter, talker: Path, worker_file: Path
-) -> None:
-    worker = start.worker("last", "--config", worker_file)
-    assert worker.address
-
-    memory = await bytes_for(talker, 4096) - 1
-    cluster = load_cluster(
-        write_cluster(
-            worker_file.with_name("own.yaml"), ("last", worker.address), model=str(talker),
-            coordinator=f"{{memory: {memory}}}",
-        )
-    )  # fmt: skip
-    options = options_of(talker, cluster, limits=Limits(0.4, 0.5))
-    async with served(options, limits=RequestLimits(heartbeat_s=0.05), reopen_s=0.1) as (client, _):
-        async with streaming(client, **ENDLESS) as lines:
-            worker.send_signal(signal.SIGSTOP)
-            async with asyncio.timeout(PATIENCE_S):
-                while await anext(lines) != LIVES:
-                    pass
-            worker.send_signal(signal.SIGKILL)
-            rest = [line async for line in lines]
-        error = error_of(rest[-1])
-        assert error["code"] == "cluster_failed" and "last" in error["message"]
-        assert "data: [DONE]" not in rest
-        assert await wait_health(client, 503) == "recovering"
-        refused = await client.post(TEXTS, json=SHORT)
-        assert refused.status_code == 503 and refused.headers["retry-after"] == "5"
-        assert refused.json()["error"]["code"] == "recovering"
-        start.worker("last", "--config", worker_file)
-        assert await wait_health(client, 200) == "ready"
-        assert (await client.post(TEXTS, json=SHORT)).status_code == 200
 
 
 async def test_a_bug_of_the_engine_ends_its_requests_and_not_the_server(
@@ -207,7 +179,7 @@ async def test_a_bug_of_the_engine_ends_its_requests_and_not_the_server(
 
 @pytest.mark.usefixtures("without_collector")
 async def test_an_unused_model_is_unloaded_on_all_nodes_and_loaded_again_for_the_next_request(
-    start: Starter, talker: Path, worker_file: Path, monkeypatch: pytest.MonkeyPatch
+    talker: Path, worker_file: Path, last: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(serve_module, "say", said.append)
@@ -221,8 +193,6 @@ async def test_an_unused_model_is_unloaded_on_all_nodes_and_loaded_again_for_the
 
     monkeypatch.setattr(deployment, "load_shard", load_and_note)
     freeze_heap.cache_clear()  # as in a process that has loaded nothing
-    worker = start.worker("last", "--config", worker_file)
-    assert worker.address
 
     options, often = options_of(talker, load_cluster(worker_file)), RequestLimits(heartbeat_s=0.001)
     async with served(options, keep_alive_s=0.1, max_waiting=2, limits=often) as (client, _):
@@ -230,7 +200,7 @@ async def test_an_unused_model_is_unloaded_on_all_nodes_and_loaded_again_for_the
         async with asyncio.timeout(PATIENCE_S):
             while (await client.get("/health?deep=1")).json()["status"] != "asleep":
                 await client.get("/cluster")  # does not count as use
-            while (await asyncio.to_thread(worker.status)).weight_bytes:
+            while (await asyncio.to_thread(last.status)).weight_bytes:
                 pass
             while any(shard() for shard in shards):
                 await client.get("/cluster")
@@ -272,3 +242,35 @@ async def test_a_request_to_a_server_about_to_fall_asleep_is_answered_though_the
         may_end.set()
         await probing
     assert rest[-1] == "data: [DONE]" and not any('"error"' in line for line in rest)
+
+
+async def test_a_worker_that_stays_away_closes_the_server_and_its_return_opens_it(
+    module_start: Starter, talker: Path, worker_file: Path, last: Worker
+) -> None:
+    assert last.address
+    memory = await bytes_for(talker, 4096) - 1
+    cluster = load_cluster(
+        write_cluster(
+            worker_file.with_name("own.yaml"), ("last", last.address), model=str(talker),
+            coordinator=f"{{memory: {memory}}}",
+        )
+    )  # fmt: skip
+    options = options_of(talker, cluster, limits=Limits(0.4, 0.5))
+    async with served(options, limits=RequestLimits(heartbeat_s=0.05), reopen_s=0.1) as (client, _):
+        async with streaming(client, **ENDLESS) as lines:
+            last.send_signal(signal.SIGSTOP)
+            async with asyncio.timeout(PATIENCE_S):
+                while await anext(lines) != LIVES:
+                    pass
+            last.send_signal(signal.SIGKILL)
+            rest = [line async for line in lines]
+        error = error_of(rest[-1])
+        assert error["code"] == "cluster_failed" and "last" in error["message"]
+        assert "data: [DONE]" not in rest
+        assert await wait_health(client, 503) == "recovering"
+        refused = await client.post(TEXTS, json=SHORT)
+        assert refused.status_code == 503 and refused.headers["retry-after"] == "5"
+        assert refused.json()["error"]["code"] == "recovering"
+        module_start.worker("last", "--config", worker_file)
+        assert await wait_health(client, 200) == "ready"
+        assert (await client.post(TEXTS, json=SHORT)).status_code == 200
