@@ -58,7 +58,7 @@ def test_plan_adds_up_to_the_model_and_loads_nothing(workers: list[Worker], mask
 
     mini, air = ((worker.name, worker.address) for worker in workers)
     config = write_cluster(tmp_path / "cluster.yaml", mini, (*air, "300KiB"), model=str(masked))
-    refused = run_here("generate", "--config", config, "--prompt", "go")
+    refused = run_here("generate", "--config", config, "--layers", "2,1,1", "--prompt", "go")
     assert refused.code == 2 and "does not fit: air lacks" in refused.err
     rows_shown = [line.split()[0] for line in refused.err.splitlines()]
     assert [row for row in rows_shown if row in ("coordinator", "mini", "air")] == ["coordinator", "mini", "air"]
