@@ -17,8 +17,8 @@ from worker.compute.header import common_prefix
 from worker.errors import SamplingError
 
 # A grammar compiled while its session waits must still be here when the session opens, so keep one per waiting session.
-# A typical grammar takes 0.15 MB, a long one 90 bytes per character of its text. Terminals that repeat may take 1,700 per
-# character (60 times `/\w{1,50}x/`: 2.7 MiB), so that all kept ones take 700 MB at most, of whoever sends such.
+# A typical grammar takes 0.15 MB, a long one 90 bytes per character of its text. Terminals that repeat may take 1,700
+# bytes per character (60 times `/\w{1,50}x/`: 2.7 MiB), so that all kept ones take 700 MB at most.
 _MOST_KEPT = 1024  # the default limit of waiting sessions on a coordinator
 _MOST_TEXT = 400_000  # characters of all kept grammars
 _LEAST_KEPT = 16  # grammars kept however long they are
