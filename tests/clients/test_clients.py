@@ -222,4 +222,4 @@ def test_a_stream_that_a_client_cancels_leaves_no_request(server: Server, client
 
 def test_what_codex_offers_and_no_model_can_call_is_named(server: Server) -> None:
     told = asked(server, "codex", turn("codex", "first"))
-    assert set(told.left_out.split(", ")) == {"tools.namespace", "tools.web_search"}
+    assert set(told.left_out.split(", ")) == {"tools.namespace", "tools.web_search", "schema"}

@@ -59,13 +59,14 @@ async def test_a_worker_keeps_to_what_the_plan_gives_it_whether_it_loads_or_keep
 
 async def test_the_peak_is_that_of_the_latest_request(whole: Whole) -> None:
     async with serving(1) as [node], opened(whole.folder, (2, 2), [node]) as chain:
-        mx.eval(large := mx.zeros(64 << 20, dtype=mx.uint8))
+        large_bytes, held = 64 << 20, mx.get_active_memory()  # what other tests of this process hold, too
+        mx.eval(large := mx.zeros(large_bytes, dtype=mx.uint8))
         del large
-        assert min(status.peak_memory_bytes for status in await chain.statuses()) > 64 << 20
+        assert min(status.peak_memory_bytes for status in await chain.statuses()) > large_bytes
         await answer(chain, PROMPT, 3)
         own, theirs = await chain.statuses()
         for status in (own, theirs):
-            assert status.active_memory_bytes <= status.peak_memory_bytes < 64 << 20
+            assert status.active_memory_bytes <= status.peak_memory_bytes < held + large_bytes
             assert status.active_memory_bytes >= status.weight_bytes
 
 
