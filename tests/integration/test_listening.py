@@ -320,5 +320,5 @@ async def test_a_call_that_never_sends_its_request_gives_its_place_back(
         idle = [channel.stream_stream(f"/brigade.v1.{method}")() for _ in range(3)]
         for call in idle:
             with pytest.raises(grpc.RpcError, match="expected a request within"):
-                await call.read()
+                await asyncio.wait_for(call.read(), 20)
         assert (await NodeStub(channel).Status(StatusRequest())).node == node.name
