@@ -78,7 +78,7 @@ def last(module_start: Starter, worker_file: Path) -> Worker:
 
 async def test_a_full_queue_is_refused_at_once_and_a_long_wait_in_the_end(talker: Path) -> None:
     cluster = ClusterConfig.model_validate({"coordinator": {"memory": await bytes_for(talker, 4096)}})
-    limits = RequestLimits(queue_timeout_s=0.75, heartbeat_s=0.5)  # the second is the time to begin to wait in
+    limits = RequestLimits(queue_timeout_s=1.5, heartbeat_s=1.0)  # the second is the time to begin to wait in
     async with served(options_of(talker, cluster), max_waiting=1, limits=limits) as (client, _):
         assert (await client.get("/v1/models/talker")).json()["max_model_len"] == 4096
         exceeding = await client.post(TEXTS, json=ENDLESS | {"prompt": [5] * 4100})
