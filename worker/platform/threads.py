@@ -24,13 +24,13 @@ class _Work:
     one behind.
     """
 
-    _given_up: ClassVar[list["_Work"]] = []  # that nothing waits for, though it goes on
+    given_up: ClassVar[list["_Work"]] = []  # that nothing waits for, though it goes on
     _idle: ClassVar[defaultdict[str, list[SimpleQueue["_Work"]]]] = defaultdict(list)
 
     def __init__(self, name: str, work: Callable[[], None]) -> None:
         self.name = name
         self._work: Callable[[], None] | None = work
-        self._has_ended = threading.Event()
+        self.has_ended = threading.Event()
         try:
             queue = self._idle[name].pop()
         except IndexError:
@@ -48,18 +48,13 @@ class _Work:
                 cls._idle[work.name].append(queue)
             finally:
                 work._work = None  # with what it refers to
-                work._has_ended.set()
+                work.has_ended.set()
                 del work
 
     def wait(self, timeout_s: float) -> None:
         """Wait for its end, and note if it goes on after so many seconds."""
-        self._has_ended.wait(timeout_s)
-        self._given_up[:] = [work for work in (*self._given_up, self) if not work._has_ended.is_set()]
-
-    @classmethod
-    def is_left(cls) -> bool:
-        """Return whether work goes on that nothing waits for."""
-        return any(not work._has_ended.is_set() for work in cls._given_up)
+        self.has_ended.wait(timeout_s)
+        self.given_up[:] = [work for work in (*self.given_up, self) if not work.has_ended.is_set()]
 
 
 class CallThread:
@@ -111,7 +106,7 @@ def calls_are_left() -> bool:
 
     If so, do not finalise Python: it would end that thread inside C++ code, which aborts the process.
     """
-    return _Work.is_left()
+    return any(not work.has_ended.is_set() for work in _Work.given_up)
 
 
 async def run_in_thread(call: Callable[[], T]) -> T:
