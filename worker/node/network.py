@@ -259,7 +259,7 @@ class Network:
                 "authority is: brigade keys issue NAME --coordinator"
             )
 
-    def require_version(self, context: grpc.aio.ServicerContext) -> None:
+    def require_tls13(self, context: grpc.aio.ServicerContext) -> None:
         """Raise ConfigError if links are encrypted and the caller's connection is not TLS 1.3."""
         if self._keys is not None:
             _caller(context)

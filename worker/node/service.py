@@ -193,7 +193,7 @@ class NodeService(NodeServicer):
 
     async def Probe(self, parts: AsyncIterator[ProbePart], context: Context) -> AsyncIterator[ProbeReply]:
         async with reporting(context, self.name, self.log):
-            self.network.require_version(context)
+            self.network.require_tls13(context)
             async for reply in answer_probe(parts, has_checksums=self.network.wire.has_checksums):
                 yield reply
 
