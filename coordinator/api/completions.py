@@ -121,7 +121,8 @@ class CompletionAnswer(OpenAIAnswer):
                 if body.scores_prompts:
                     ids = await inputs.prompt_ids(prompt, most=most_prompt(inputs.spec, spec.max_tokens))
                     decode = Decode("ar") if body.decode == "auto" else spec.decode
-                    has_scores = len(ids) > 1 or not spec.max_tokens  # a first token alone is refused without answer
+                    # One token has nothing to score: without an answer the request is refused for it.
+                    has_scores = len(ids) > 1 or not spec.max_tokens
                     spec = replace(spec, prompt=ids, decode=decode, score_from=1 if has_scores else None)
                 group = await prepare_choices(inputs, spec, body.n)
             echoed = ""

@@ -50,14 +50,14 @@ from worker.platform.text import Json
 _FORMAT = {"response_format": "text.format"}
 _NAMES = _FORMAT | {"prompt": "input", "max_tokens": "max_output_tokens"}
 _NOTHING_STORED = "expected none: this server stores nothing; send the whole conversation as input"
-_ONLY_CHAT = "/v1/chat/completions and /v1/completions return log-probabilities"
-_NO_LOGPROBS = f"expected none of message.output_text.logprobs: {_ONLY_CHAT}"
+_WHERE_LOGPROBS = "/v1/chat/completions and /v1/completions return log-probabilities"
+_NO_LOGPROBS = f"expected none of message.output_text.logprobs: {_WHERE_LOGPROBS}"
 _REFUSED = {
     "previous_response_id": _NOTHING_STORED,
     "conversation": _NOTHING_STORED,
     "prompt": _NOTHING_STORED,
     "background": "expected false: this server answers at once",
-    "top_logprobs": f"expected 0: {_ONLY_CHAT}",
+    "top_logprobs": f"expected 0: {_WHERE_LOGPROBS}",
 }
 
 

@@ -489,7 +489,7 @@ def _check_plan(spec: ModelSpec, nodes: Sequence[ExaminedNode], model: ModelInUs
         fix = "correct `layers:` or the number of workers in cluster.yaml"
         yield problem(Kind.PLAN, "all nodes", error.message, fix)
         return
-    is_by_speed = not all(node.is_here for node in nodes[1:])  # else the layers are split over all nodes
+    is_by_speed = not all(node.is_here for node in nodes[1:])  # else nodes keep this order
     if not found.fits and is_by_speed and (other := model.plan_over_some(offers)).fits:
         found = other
     with_context = f"{spec.name} with {model.context:,} tokens of context"

@@ -274,7 +274,7 @@ def test_the_slot_that_a_session_copies_goes_last_and_then_becomes_its_own() -> 
     assert rig.chain.forks[-1] == (other.slot, 1) and rig.scheduler.slots.num_kept == 2
     assert {0, 1} <= rig.chain.slots.keys()
     rig = kept_three(budget=160)
-    greedy = rig.submit([*prompt_of(40, seed=1)[:30], 1], 120)  # 151 rows: for nobody else
+    greedy = rig.submit([*prompt_of(40, seed=1)[:30], 1], 120)  # 151 rows: no other session fits beside it
     rig.send_all()
     assert rig.chain.forks[-1] == (1, 1) and greedy.num_reused == 30
     assert rig.chain.slots.keys() == {1} and rig.scheduler.slots.num_kept == 0
