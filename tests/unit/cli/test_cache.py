@@ -44,6 +44,7 @@ def test_the_last_part_of_a_name_may_do(brigade: Command, kept: Path, capsys: py
 
 def test_the_beginning_of_several_keys_names_none_of_them(brigade: Command, kept: Path) -> None:
     (kept / KEYS[1]).rename(other := kept / f"{KEYS[0][:8]}{KEYS[1][8:]}")
+    (other / "called").write_text("owner/first@1234")  # another copy of that revision
     with pytest.raises(InputError, match=r"^'ab12' may be any of: ") as refused:
         brigade("cache", "rm", "ab12")
     assert KEYS[0] in refused.value.message and other.name in refused.value.message and other.exists()
