@@ -28,19 +28,19 @@ class Case:
     promised: str
     run: Callable[[Rig], Awaitable[Seen]]
 
-    @property
-    def part(self) -> str:
-        return self.group.partition("-")[0]
-
 
 @dataclass(frozen=True)
 class Row:
     """A case and what was seen."""
 
-    part: str
+    group: str
     done: str
     promised: str
     seen: Seen
+
+    @property
+    def part(self) -> str:
+        return self.group.partition("-")[0]
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> "Row":
@@ -56,7 +56,7 @@ async def try_case(case: Case, rig: Rig) -> Row:
         seen = await case.run(rig)
     except (BrigadeError, AssertionError, TimeoutError, OSError) as error:
         seen = Seen(f"{type(error).__name__}: {error}", is_kept=False)
-    return Row(case.part, case.done, case.promised, seen)
+    return Row(case.group, case.done, case.promised, seen)
 
 
 def num_pieces(answer: Answer) -> int:

@@ -49,11 +49,11 @@ class Report:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     def with_part(self, other: "Report") -> "Report":
-        """Return this report with the cases of another one in the place of those of the same parts."""
-        parts = {row.part for row in other.rows}
-        rows = [*other.rows, *(row for row in self.rows if row.part not in parts)]
+        """Return this report with the cases of another one in the place of those of the same groups."""
+        groups = {row.group for row in other.rows}
+        rows = [*other.rows, *(row for row in self.rows if row.group not in groups)]
         rows.sort(key=lambda row: list(_PARTS).index(row.part))
-        return replace(self, rows=rows, repeated=sorted({*self.repeated, *parts}))
+        return replace(self, rows=rows, repeated=sorted({*self.repeated, *(row.part for row in other.rows)}))
 
     @property
     def summary(self) -> str:
