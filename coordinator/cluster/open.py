@@ -169,6 +169,7 @@ async def choose_plan(
         layers=options.cluster.layers,
         is_order_fixed=options.cluster.order == "fixed",
         may_be_alone=options.may_be_alone,
+        needs_all=options.needs_all,
     )
     plan = planner.plan(spec, nodes, speeds, objective)
     if options.objective == "prompt" and (why := planner.why_not_shared(spec, nodes, speeds, objective, plan)):
@@ -197,7 +198,7 @@ async def open_chain(
         BrigadeError: what the first node that cannot take part says.
     """
     by_speed = not every_node and options.cluster.layers is None
-    options = replace(options, limits=NO_RECOVERY, by_speed=by_speed, may_be_alone=False)
+    options = replace(options, limits=NO_RECOVERY, by_speed=by_speed, may_be_alone=False, needs_all=every_node)
     async with open_cluster(options, checkpoint, spec, thread=thread) as cluster:
         yield cluster.chain
 

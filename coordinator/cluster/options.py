@@ -31,6 +31,7 @@ class ClusterOptions:
     num_requests: int = USUAL_REQUESTS  # at once, if the objective is throughput
     by_speed: bool = True  # plan by the measured speeds of nodes, if they are different machines
     may_be_alone: bool = True  # the plan may leave all workers out
+    needs_all: bool = False  # it may leave none out
     max_context: int = 0  # tokens up to which that grows if memory is left
     given_context: int | None = None  # by a flag or the file; None: by neither
     draft_model: str | None = None  # a small model or a draft head; or NO_DRAFTER

@@ -29,6 +29,7 @@ class Objective:
     layers: Sequence[int] | None = None  # of each node, in the given order; None: planned
     is_order_fixed: bool = False
     may_be_alone: bool = True  # whether the first node may hold everything though there are others
+    needs_all: bool = False  # whether every node is to hold layers, even if the smallest have no memory for any
 
     @property
     def requests_at_once(self) -> int:

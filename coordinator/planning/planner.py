@@ -72,7 +72,7 @@ def plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Obje
     if shares_prompts and (apart := _plan_apart(spec, given, speeds, objective)):
         return apart
     check_split(spec, len(nodes), layers)
-    if layers is None:
+    if layers is None and not objective.needs_all:
         nodes = _without_smallest(spec, nodes, objective)
 
     def fits(context: int) -> bool:

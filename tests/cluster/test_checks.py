@@ -134,6 +134,12 @@ def test_smoke_tells_every_hop_and_that_it_works_and_the_worker_runs_on(workers:
     assert worker.running.is_running
 
 
+def test_smoke_tries_every_node_and_leaves_none_out(workers: list[Worker], tmp_path: Path) -> None:
+    mini, air = ((worker.name, worker.address) for worker in workers)
+    done = run_here("smoke", "--config", write_cluster(tmp_path / "cluster.yaml", mini, (*air, "100KB")))
+    assert (done.code, done.out) == (2, "") and "does not fit: air lacks " in done.err
+
+
 def test_other_tokens_of_smoke_are_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     async def tries(options: ClusterOptions) -> ChainTrial:
         return tried(second=(7, 9))
