@@ -7,7 +7,7 @@ import contextlib
 import fcntl
 import os
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -178,10 +178,10 @@ def _write_private(path: Path, key: ec.EllipticCurvePrivateKey, *certificates: x
         beside.unlink(missing_ok=True)
 
 
-def certificates(cluster: ClusterConfig, names: Iterable[str], say: Callable[[str], None]) -> dict[str, bytes]:
+def certificates(cluster: ClusterConfig, names: Sequence[str], say: Callable[[str], None]) -> dict[str, bytes]:
     """Return the certificate files of these workers by name; {} without encryption.
 
-    Make those that are missing, or of an authority that was replaced.
+    Make those that are missing, or of an authority that was replaced by that of the coordinator's own file.
 
     Raises:
         ConfigError: one is unusable, or is missing and cannot be made here.
@@ -190,6 +190,15 @@ def certificates(cluster: ClusterConfig, names: Iterable[str], say: Callable[[st
         return {}
     folder = Path(cluster.tls.keys)
     authority = Authority.open(folder) if (folder / AUTHORITY_FILE).exists() else None
+    own = folder / file_name(cluster.coordinator.name)
+    if authority is not None and own.exists() and not authority.has_issued(own):
+        if lacking := [name for name in names if not (folder / file_name(name)).exists()]:
+            raise ConfigError(
+                f"{file_name(lacking[0])} is missing in {folder}, whose authority did not issue {own.name}; copy it "
+                f"from where that was made (brigade keys issue {lacking[0]}), or make all anew: brigade keys init "
+                "--replace"
+            )
+        authority = None  # the files are of another one
     found = {}
     for name in names:
         path = folder / file_name(name)

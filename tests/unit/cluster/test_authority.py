@@ -78,6 +78,22 @@ def test_a_launch_sends_no_certificate_of_an_authority_whose_key_was_lost(author
     assert len(said) == 2
 
 
+def test_a_launch_leaves_files_alone_that_are_of_the_coordinators_authority_and_not_of_the_one_there(
+    authority: Authority,
+) -> None:
+    """Keys were made twice, and the files of the first authority copied beside the key of the second."""
+    first = Authority.make(authority.folder.with_name("first"))
+    for name, role in (("coordinator", Role.COORDINATOR), ("mini", Role.WORKER)):
+        first.issue(name, role).rename(authority.folder / f"{name}.pem")
+    cluster, said = ClusterConfig(tls=TlsConfig(keys=str(authority.folder))), list[str]()
+    sent = (authority.folder / "mini.pem").read_bytes()
+    assert certificates(cluster, ["mini"], said.append) == {"mini": sent} and not said
+    with pytest.raises(
+        ConfigError, match=r"^air\.pem is missing in .*, whose authority did not issue coordinator\.pem"
+    ):
+        certificates(cluster, ["mini", "air"], said.append)
+
+
 def test_keys_need_a_folder(tmp_path: Path) -> None:
     (tmp_path / "keys").touch()
     with pytest.raises(ConfigError, match=r"expected .*keys to be a folder for keys, found a file"):
