@@ -282,14 +282,26 @@ class Segment(_message.Message):
     def __init__(self, base: _Optional[int] = ..., cache: _Optional[int] = ..., part: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., is_output: _Optional[bool] = ..., num_keys: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class Piece(_message.Message):
-    __slots__ = ("name", "begin", "end")
+    __slots__ = ("name", "begin", "end", "first_layer", "last_layer")
     NAME_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    LAST_LAYER_FIELD_NUMBER: _ClassVar[int]
     name: bytes
     begin: int
     end: int
-    def __init__(self, name: _Optional[bytes] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+    first_layer: int
+    last_layer: int
+    def __init__(self, name: _Optional[bytes] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., first_layer: _Optional[int] = ..., last_layer: _Optional[int] = ...) -> None: ...
+
+class FilePart(_message.Message):
+    __slots__ = ("piece", "data")
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    piece: Piece
+    data: bytes
+    def __init__(self, piece: _Optional[_Union[Piece, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Store(_message.Message):
     __slots__ = ("slot", "piece", "prefix_hash")
@@ -302,14 +314,10 @@ class Store(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., piece: _Optional[_Union[Piece, _Mapping]] = ..., prefix_hash: _Optional[int] = ...) -> None: ...
 
 class PrefixesRequest(_message.Message):
-    __slots__ = ("start", "end", "remove")
-    START_FIELD_NUMBER: _ClassVar[int]
-    END_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("remove",)
     REMOVE_FIELD_NUMBER: _ClassVar[int]
-    start: int
-    end: int
     remove: bool
-    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., remove: _Optional[bool] = ...) -> None: ...
+    def __init__(self, remove: _Optional[bool] = ...) -> None: ...
 
 class PrefixesReply(_message.Message):
     __slots__ = ("pieces", "bytes", "used")

@@ -104,6 +104,16 @@ class NodeStub:
                 request_serializer=protos_dot_brigade__pb2.PrefixesRequest.SerializeToString,
                 response_deserializer=protos_dot_brigade__pb2.PrefixesReply.FromString,
                 _registered_method=True)
+        self.ExportPiece = channel.unary_stream(
+                '/brigade.v1.Node/ExportPiece',
+                request_serializer=protos_dot_brigade__pb2.Piece.SerializeToString,
+                response_deserializer=protos_dot_brigade__pb2.FilePart.FromString,
+                _registered_method=True)
+        self.ImportPiece = channel.stream_unary(
+                '/brigade.v1.Node/ImportPiece',
+                request_serializer=protos_dot_brigade__pb2.FilePart.SerializeToString,
+                response_deserializer=protos_dot_brigade__pb2.Piece.FromString,
+                _registered_method=True)
         self.Prompts = channel.unary_stream(
                 '/brigade.v1.Node/Prompts',
                 request_serializer=protos_dot_brigade__pb2.ResultsRequest.SerializeToString,
@@ -219,6 +229,19 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExportPiece(self, request, context):
+        """The file of a piece, and the same on its way to a node that lacks these layers of it: only one of a chain takes any.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ImportPiece(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Prompts(self, request, context):
         """Results where the first node makes answers alone: what this node computes of prompts, with the segments of its caches. Served by
         the main loop, so that segments travel while the MLX thread computes.
@@ -299,6 +322,16 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Prefixes,
                     request_deserializer=protos_dot_brigade__pb2.PrefixesRequest.FromString,
                     response_serializer=protos_dot_brigade__pb2.PrefixesReply.SerializeToString,
+            ),
+            'ExportPiece': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExportPiece,
+                    request_deserializer=protos_dot_brigade__pb2.Piece.FromString,
+                    response_serializer=protos_dot_brigade__pb2.FilePart.SerializeToString,
+            ),
+            'ImportPiece': grpc.stream_unary_rpc_method_handler(
+                    servicer.ImportPiece,
+                    request_deserializer=protos_dot_brigade__pb2.FilePart.FromString,
+                    response_serializer=protos_dot_brigade__pb2.Piece.SerializeToString,
             ),
             'Prompts': grpc.unary_stream_rpc_method_handler(
                     servicer.Prompts,
@@ -684,6 +717,60 @@ class Node:
             '/brigade.v1.Node/Prefixes',
             protos_dot_brigade__pb2.PrefixesRequest.SerializeToString,
             protos_dot_brigade__pb2.PrefixesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportPiece(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/brigade.v1.Node/ExportPiece',
+            protos_dot_brigade__pb2.Piece.SerializeToString,
+            protos_dot_brigade__pb2.FilePart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ImportPiece(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/brigade.v1.Node/ImportPiece',
+            protos_dot_brigade__pb2.FilePart.SerializeToString,
+            protos_dot_brigade__pb2.Piece.FromString,
             options,
             channel_credentials,
             insecure,

@@ -126,7 +126,12 @@ async def _show_prompts(config: Path | None, *, as_json: bool, remove: bool) -> 
     replied = {name: reply for name, reply in found.items() if isinstance(reply, PrefixesReply)}
     if as_json:
         rows = [
-            {"node": name, "pieces": len(reply.pieces), "bytes": reply.bytes, "used": reply.used}
+            {
+                "node": name,
+                "pieces": len({piece.name for piece in reply.pieces}),
+                "bytes": reply.bytes,
+                "used": reply.used,
+            }
             for name, reply in replied.items()
         ]
         print(json.dumps({"removed" if remove else "nodes": rows}))

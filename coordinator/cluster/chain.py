@@ -8,13 +8,14 @@ for too long.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import NoReturn, Self
 
 from coordinator.cluster.deployment import Deployment, OwnNode
 from coordinator.cluster.peer import Peer
+from coordinator.cluster.prefixes import ChainPrefixes
 from coordinator.cluster.progress import NodeProgress
 from coordinator.cluster.step_timeouts import ArrivedResult, Flight, SuspendWatch
 from coordinator.planning.costs import ChainCosts
@@ -25,7 +26,6 @@ from protos.brigade_pb2 import (
     LoadProgress,
     Opening,
     Piece,
-    PrefixesRequest,
     Report,
     Result,
     Segments,
@@ -49,7 +49,7 @@ from worker.memory.history import History
 from worker.model.model_spec import ModelSpec
 from worker.node.framing import PLAIN
 from worker.node.hop import unpack_segments
-from worker.node.prefix_store import PrefixStore, list_prefixes
+from worker.node.prefix_store import PrefixStore
 from worker.node.stage import Stage, Work
 from worker.platform.tasks import background
 from worker.platform.text import printable
@@ -62,7 +62,6 @@ _STOP_S = 2.0  # for the step in progress of a stage that is stopped
 _OWN_STEP_S = 120.0  # beyond the time of a step, until this process is given up
 _MOST_WAITING_BYTES = 1 << 29  # of prompts' reports, for the end of a step: the caches of a long chunk
 _REPORT_BYTES = 1024  # about what a report takes beside its data
-_LIST_S = 2.0  # for the pieces of prefixes on all nodes
 _CLOCKS_S = 60.0  # between two measurements of the clock offsets
 
 
@@ -93,6 +92,7 @@ class Chain:
         self.peers = deployment.peers
         self.last_step = 0
         self.begins_draining = asyncio.Event()  # of the MLX thread's loop; no new session may begin: see `draining`
+        self.retires = asyncio.Event()  # likewise; the engine calls `leave` once what sessions have is on disk
         self.has_token = asyncio.Event()  # set with the first token after the warm-up
         self.clock_offsets: list[int] = [0] * self.num_stages  # nanoseconds, by stage
         self._is_awaited = is_awaited
@@ -111,7 +111,9 @@ class Chain:
         self._waiting_bytes = 0  # of these
         self._has_taken = asyncio.Event()
         self._returned_at = 0  # when the last of these came, nanoseconds
-        self.stored: tuple[bytes, list[Piece]] | None = None  # the key for names of prefixes, and what all nodes have
+        self.prefixes: ChainPrefixes | None = None  # on the disks of all nodes; None if none are kept there
+        self._retired_for: BrigadeError | None = None
+        self._still_since: float | None = None  # once it retires, since when it was then
         self._stack = AsyncExitStack()
         self._stage: Stage | None = None
         self._main = asyncio.get_running_loop()
@@ -137,9 +139,9 @@ class Chain:
                     self._stack.callback(peer.detach)
                     await peer.attach(self._attach_request(stage))
                     self.clock_offsets[stage] = await peer.clock_offset()
-                await self._start()
-                if self.deployment.prefix_bytes:
-                    await self._list_stored()
+                store = await self._start()
+                if store:
+                    await self._list_prefixes(store)
                 await self.thread.call(self._warm_up(progress))
         except TimeoutError:
             if self._stage is None:
@@ -183,14 +185,18 @@ class Chain:
 
     @property
     def still_since(self) -> float | None:
-        """Since when the frames in flight have brought no result, seconds, monotonic; None without any."""
+        """Since when the frames in flight have brought no result, seconds, monotonic; None without any.
+
+        A chain that retires counts as still from then on.
+        """
         still = [each for flight in self._flights if (each := flight.still_since) is not None]
-        return min(still, default=None)
+        return self._still_since if self._retired_for else min(still, default=None)
 
     @property
     def idle_s(self) -> float:
         """For how long nothing has been in flight, seconds."""
-        return min(flight.idle_s for flight in self._flights)
+        is_moving = self.prefixes and self.prefixes.num_moving
+        return 0.0 if is_moving else min(flight.idle_s for flight in self._flights)
 
     @property
     def _flights(self) -> list[Flight]:
@@ -210,6 +216,24 @@ class Chain:
         """Make `receive` raise this error from now on, unless it raises another one."""
         assert self._stage is not None
         self.thread.post(partial(self._stage.fail, error))
+
+    def retire(self, error: BrigadeError) -> None:
+        """End with this error, but write first to disk what sessions need to go on elsewhere. Call it on the main loop.
+
+        Where the first node makes answers alone, it goes on with what it has.
+        """
+        if self.prefixes is None or self.answers_alone:
+            self.end(error)
+        elif self._retired_for is None:
+            self._still_since, self._retired_for = self.still_since, error
+            self.thread.post(self.retires.set)
+
+    async def leave(self, pieces: Sequence[Piece]) -> None:
+        """End, since these pieces of running sessions are on disk. Call it on the main loop."""
+        assert self.prefixes is not None and self._retired_for is not None
+        if any(peer.is_draining for peer in self.peers):
+            await self.prefixes.keep_of_leaving(pieces)
+        self.end(self._retired_for)
 
     # On the MLX thread's loop
 
@@ -266,28 +290,20 @@ class Chain:
         theirs = [reply if isinstance(reply, StatusReply) else StatusReply() for reply in replies]
         return [self._stage.status(), *theirs]
 
-    async def _list_stored(self) -> None:
-        """List the prefixes on disks; go on without any if this node cannot name them."""
+    async def _list_prefixes(self, own: PrefixStore) -> None:
+        """List the prefixes on disks; go on without if this node cannot name them, or another does not list them."""
         try:
-            self.stored = await self._own.naming_key(self.deployment), await self._stored_pieces()
+            key = await self._own.naming_key(self.deployment)
         except ConfigError as error:
             self._say(f"{error}; requests go on without")
-
-    async def _stored_pieces(self) -> list[Piece]:
-        """Return the pieces of prefixes that all nodes which make answers have on their disks."""
-        nodes = self.plan.assignments[: 1 if self.answers_alone else None]
-        requests = [PrefixesRequest(start=node.start, end=node.end) for node in nodes]
-        if self.answers_alone:
-            requests = [PrefixesRequest(end=self.spec.num_layers)]
-        own = await run_in_thread(partial(list_prefixes, requests[0]))
+            return
+        every = [(node.start, node.end) for node in self.plan.assignments]
+        places = [(0, self.spec.num_layers)] if self.answers_alone else every
+        self.prefixes = ChainPrefixes(key, own, self.peers, places)
         try:
-            async with asyncio.timeout(_LIST_S):
-                replies = await asyncio.gather(*map(Peer.prefixes, self.peers, requests[1:]))
+            await self.prefixes.learn()
         except (TimeoutError, BrigadeError) as error:
             self._say(f"no prefixes are read from disks: {error or 'a worker does not list them'}")
-            return []
-        held = [{(p.name, p.begin, p.end) for p in reply.pieces} for reply in (own, *replies)]
-        return [Piece(name=name, begin=begin, end=end) for name, begin, end in set.intersection(*held)]
 
     async def _worker_statuses(self) -> list[StatusReply | BaseException]:
         return await asyncio.gather(*(peer.status(_PROBE_S) for peer in self.peers), return_exceptions=True)
@@ -350,8 +366,12 @@ class Chain:
                 if flight.begins_to_compile():
                     self._say("compiling: the first step of its kind on this chain, which may take a minute")
 
-    async def _start(self) -> None:
-        """Start stage 0 and the hop to the first worker, and watch every part of the chain."""
+    async def _start(self) -> PrefixStore | None:
+        """Start stage 0 and the hop to the first worker, and watch every part of the chain.
+
+        Returns:
+            The prefixes on this node's disk; None if none are kept there.
+        """
         own = self._own
         assert own.shard is not None
         context = self.spec.drafter.context if self.spec.drafter else 0
@@ -390,6 +410,7 @@ class Chain:
         for peer in self.peers if self.answers_alone else ():
             reports = peer.results(self.epoch, partial(self._pass_on, peer), of_prompts=True)
             await self._stack.enter_async_context(background(reports, self._part_ended))
+        return prefixes
 
     async def _pass_on(self, peer: Peer, report: Report, data: memoryview) -> None:
         """Pass a report of a prompt on to the MLX thread, and wait while too much waits for its next step to end."""
@@ -442,7 +463,7 @@ class Chain:
 
     def _begin_draining(self, peer: Peer) -> None:
         if self._can_spare(peer.name):
-            self.end(NodeLeaving("is about to end", node=peer.name))
+            self.retire(NodeLeaving("is about to end", node=peer.name))
         else:
             self._say(f"{self.draining}; running requests have ten seconds to end")
             self.thread.post(self.begins_draining.set)

@@ -379,14 +379,14 @@ class Cluster:
         self._state = self._state.after(ChainEvent.PROVEN)
 
     def _take_over(self, action: TakeOver) -> None:
-        """End the chain. The engine then asks for the next one, which is opened by this plan."""
+        """Have the chain end. The engine then asks for the next one, which is opened by this plan."""
         if not self.missing or len(self.missing) == len(action.joined):
             self._planner.whole = action.better or action.plan
         self._better = action.better
         self._planned = action.plan
         names = " and ".join(action.joined)
         error = NodeReturned("rejoining the chain", node=names) if names else NodeReturned("the layers are split anew")
-        self.chain.end(error)
+        self.chain.retire(error)
 
     # --- nodes ------------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from protos.brigade_pb2 import (
     LoadProgress,
     LoadRequest,
     MeasureRequest,
+    Piece,
     PrefixesReply,
     PrefixesRequest,
     Report,
@@ -44,6 +45,7 @@ from worker.node.framing import Wire, read_report
 from worker.node.hop import Deliver, Link, open_push, results
 from worker.node.links import measure_link
 from worker.node.network import PROTOCOL_VERSION, UPDATE_BOTH, Network
+from worker.node.prefix_store import file_parts, join_parts
 from worker.node.rpc_errors import error_of
 from worker.platform.text import printable
 
@@ -258,6 +260,16 @@ class Peer:
     async def prefixes(self, request: PrefixesRequest) -> PrefixesReply:
         """Return the pieces of prefixes on its disk, which are removed if the request says so."""
         return await self._named(self._stub.Prefixes(request, timeout=_EXAMINE_S))
+
+    async def export_piece(self, piece: Piece) -> bytes:
+        """Return the content of the file of a piece of a prefix. Raises PrefixLost if it is not there, or StageLost."""
+        with self.naming():
+            _, content = await join_parts(self._stub.ExportPiece(piece))
+            return content
+
+    async def import_piece(self, piece: Piece, content: bytes) -> None:
+        """Have the worker keep the file of a piece of a prefix. Raises its refusal, or StageLost."""
+        await self._named(self._stub.ImportPiece(file_parts(piece, content)))
 
     async def compile(self, grammar: Grammar) -> None:
         """Have the worker prepare a grammar. Raises its refusal, or StageLost."""

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -49,6 +49,8 @@ MAX_WAIT_S = 600.0  # default limit of the wait for memory
 _LEAVE_S = 2.0  # for frames in flight when a core is left by an exception
 _SPARE = 9  # a ninth of its budget is about what a node leaves to the system; scratch may take of that, too
 _STORE_S = 10.0  # for prefixes that are not on disk yet when a core is left
+_RETIRE_S = 5.0  # likewise when a chain is replaced: a node that is about to end waits for ten
+_BRING_S = 10.0  # for prefixes from other nodes, while it is not known what computing them takes
 _UNREAD_S = 30.0  # how long a session stays paused for a reader that does not read
 
 NextChain = Callable[[BrigadeError], Coroutine[Any, Any, Chain]]
@@ -172,6 +174,7 @@ class EngineCore:
     # From here on the MLX thread's loop
 
     async def _submit(self, session: Session) -> None:
+        await self._bring(self.chain, [session])
         if self.failure is not None:
             raise self.failure.again() if isinstance(self.failure, BrigadeError) else self.failure
         if self._is_closing:
@@ -284,13 +287,15 @@ class EngineCore:
                 self._lose_chain(error)
                 before = self.scheduler.slots
                 opening = asyncio.run_coroutine_threadsafe(self._when_lost(error), self._main)
-                self._begin_epoch(await asyncio.wrap_future(opening))
+                chain = await asyncio.wrap_future(opening)
+                await self._bring(chain, list(self.sessions))
+                self._begin_epoch(chain)
                 self._replay(before)
 
     async def _run_epoch(self) -> NoReturn:
         """Keep the chain busy. Raises BrigadeError once it has failed; the frames in flight are lost."""
         try:
-            async with background(self._drain_chain(self.chain)):
+            async with background(self._drain_chain(self.chain)), background(self._retire(self.chain)):
                 while True:
                     arrival = await self.chain.receive()
                     commits = self.scheduler.commit(arrival.result)
@@ -358,10 +363,10 @@ class EngineCore:
         num_stages = 1 if chain.answers_alone else chain.num_stages  # that answers pass
         lanes = LaneChooser(num_stages, chain.answer_costs.stages_s, chain.answer_costs.hops_s)
         self.costs: CacheCosts = cache_costs(chain.plan, chain.spec)
-        stored = None
-        if chain.stored:
+        self._stored = None
+        if (prefixes := chain.prefixes) is not None:
             costs = self.costs.rows_that_can_be_cut, chain.answer_costs.pays_to_read
-            stored = StoredPrefixes(*chain.stored, *costs)
+            self._stored = StoredPrefixes(prefixes.key, prefixes.whole, *costs)
         self._route = Route(chain.plan.assignments, chain.clock_offsets)
         self.scheduler = Scheduler(
             *(chain.num_stages, self.costs, chain.epoch, self._max_waiting),
@@ -370,7 +375,7 @@ class EngineCore:
             last_step=chain.last_step,
             most_lane_rows=most_lane_rows(chain.spec),
             answers_alone=chain.answers_alone,
-            stored=stored,
+            stored=self._stored,
         )
         self._idle.clear()
         self._has_chain = True
@@ -437,6 +442,40 @@ class EngineCore:
             self._forget(session, keep=False)
         self.scheduler.slots.forget_kept()
         self._send_all()
+
+    async def _retire(self, chain: Chain) -> None:
+        """Have what sessions need to go on elsewhere written to disk once the chain is to be replaced; then end it."""
+        await chain.retires.wait()
+        self.scheduler.retire()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_RETIRE_S):
+                self._send_all()
+                await self._idle.wait()
+        leaving = asyncio.run_coroutine_threadsafe(chain.leave(self.scheduler.slots.stored_of_running()), self._main)
+        await asyncio.wrap_future(leaving)
+
+    async def _bring(self, chain: Chain, sessions: Sequence[Session]) -> None:
+        """Give nodes what they lack of the sessions' prefixes and others have, unless computing it is quicker."""
+        if self.failure is not None or chain.prefixes is None or not chain.prefixes.scattered:
+            return
+        prefixes = chain.prefixes
+        scattered = dict(prefixes.scattered)
+        pieces = [*prefixes.whole, *(piece for piece, _ in scattered.values())]
+        known = StoredPrefixes(prefixes.key, pieces, cache_costs(chain.plan, chain.spec).rows_that_can_be_cut)
+        wanted = {
+            piece.name: piece
+            for session in sessions
+            for piece in known.pieces_for(session, 0)
+            if piece.name in scattered
+        }
+        if not wanted:
+            return
+        within_s = chain.costs.computed_s(sum(piece.end - piece.begin for piece in wanted.values()))
+        bringing = prefixes.bring(list(wanted.values()), _BRING_S if within_s is None else within_s)
+        brought = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(bringing, self._main))
+        if self._stored and chain is self.chain:
+            for piece in brought:
+                self._stored.add(piece)
 
     async def _close_all(self) -> None:
         """End all sessions, free every slot on every stage, and wait for the frames in flight."""

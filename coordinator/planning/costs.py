@@ -260,14 +260,18 @@ class ChainCosts:
 
     def pays_to_read(self, num_tokens: int) -> bool:
         """Return whether so many tokens' rows come sooner from the nodes' disks than they are computed."""
-        times = self.stages_s(rows := min(num_tokens, self.chunk_size(num_tokens, beside_streams=False)))
-        if not times or self._token_read_s is None:
+        computed_s = self.computed_s(num_tokens)
+        if computed_s is None or self._token_read_s is None:
             return True
-        computed_s = (num_tokens / rows - 1) * max(times) + sum(times) + self.hops_s(rows)
         pays = num_tokens * self._token_read_s < computed_s
         if not pays:
             self._token_read_s *= _FORGIVEN  # it is tried again in the end: disks are not always that busy
         return pays
+
+    def computed_s(self, num_tokens: int) -> float | None:
+        """Return the seconds in which all stages compute so many tokens of a prompt; None while not known."""
+        times = self.stages_s(rows := min(num_tokens, self.chunk_size(num_tokens, beside_streams=False)))
+        return (num_tokens / rows - 1) * max(times) + sum(times) + self.hops_s(rows) if times else None
 
     def observe_read(self, num_tokens: int, seconds: float) -> None:
         """Learn how long all nodes together took to read the rows of so many tokens from their disks."""

@@ -242,7 +242,7 @@ class Slots:
     def num_shared(self, session: Session) -> int:
         """Return how many of the session's tokens a slot on the stages has, as it would be fed now."""
         source, shared = self._closest(session, [*self.active, *self._in(SlotState.KEPT)])
-        pieces = self._stored.pieces_for(session) if self._stored and not session.feeds_apart else []
+        pieces = self._stored.pieces_for(session, 0) if self._stored and not session.feeds_apart else []
         return max([shared if source else 0, *(piece.end for piece in pieces)])
 
     def next_snapshot(self, slot: SessionSlot, most_rows: int | None) -> int | None:
@@ -289,16 +289,32 @@ class Slots:
         for slot in self._in(SlotState.KEPT):
             self._free(slot)
 
-    def next_store(self) -> tuple[SessionSlot, Piece] | None:
-        """Return a kept slot and the next piece of it that is not on the nodes' disks."""
+    def next_store(self, *, of_running: bool = False) -> tuple[SessionSlot, Piece] | None:
+        """Return a slot and the next piece of it that is not on the nodes' disks.
+
+        Args:
+            of_running: of sessions that run, too.
+        """
         if self._stored is None:
             return None
-        for slot in self._in(SlotState.KEPT):
+        running = self._running if of_running else []
+        for slot in [*running, *self._in(SlotState.KEPT)]:
             if not slot.is_stored:
                 if piece := self._stored.next_piece(slot.session):
                     return slot, piece
                 slot.is_stored = True
         return None
+
+    @property
+    def _running(self) -> list[SessionSlot]:
+        """The slots of sessions that have not ended and have rows on the stages."""
+        return [slot for slot in self.active if slot.state is SlotState.OPEN]
+
+    def stored_of_running(self) -> list[Piece]:
+        """Return the pieces on the nodes' disks with which sessions that run can go on elsewhere."""
+        return (
+            [piece for slot in self._running for piece in self._stored.pieces_of(slot.session)] if self._stored else []
+        )
 
     def note_stored(self, slot: SessionSlot, piece: Piece, *, is_written: bool) -> None:
         """Note whether all stages write a piece of this slot to their disks; if not, nothing more of it is written."""
@@ -419,7 +435,7 @@ class Slots:
             slot.enter(SlotState.PROMISED)
         slot.rows = rows
         if self._stored and not session.feeds_apart:
-            session.stored.extend(self._stored.pieces_for(session))
+            session.stored.extend(self._stored.pieces_for(session, session.fed))
         return True
 
     def _opening(self, slot: SessionSlot) -> Opening:

@@ -65,6 +65,7 @@ class Scheduler:
         self._background_at = last_step  # the last of them
         self._stores: dict[int, tuple[SessionSlot, Piece]] = {}  # what stages write to disk, by step, one at most
         self._stored_at = last_step  # the last of them
+        self._retires = False
         self._step = last_step
         self._turn = 0  # prompt frames so far
         self._most_prompts = 1  # prompt frames in flight beside streams
@@ -85,9 +86,13 @@ class Scheduler:
             session.finish()
         self.slots.close(session, keep=keep)
 
+    def retire(self) -> None:
+        """From now on only have stages write to disk what sessions need to go on elsewhere."""
+        self._retires = True
+
     def schedule(self) -> Frame | None:
         """Return the next frame to send, or None while nothing can be sent."""
-        return self._next_frame() or self._next_store()
+        return (None if self._retires else self._next_frame()) or self._next_store()
 
     def _next_frame(self) -> Frame | None:
         active = self.slots.with_room()
@@ -125,7 +130,7 @@ class Scheduler:
         While there is none, it is one frame in as many as of the background.
         """
         is_due = self.is_idle or self._step - self._stored_at >= _BACKGROUND_EVERY * self._num_stages
-        if self._stores or not is_due or (found := self.slots.next_store()) is None:
+        if self._stores or not is_due or (found := self.slots.next_store(of_running=self._retires)) is None:
             return None
         slot, piece = found
         self._step += 1

@@ -38,9 +38,8 @@ class StoredPrefixes:
         self._rows_that_can_be_cut = rows_that_can_be_cut
         self._pays = pays
 
-    def pieces_for(self, session: Session) -> list[Piece]:
-        """Return the pieces with which a session goes on from the tokens that its slot holds; none if few tokens."""
-        first = session.fed
+    def pieces_for(self, session: Session, first: int) -> list[Piece]:
+        """Return the pieces with which a session goes on from its `first` tokens; none if they are few tokens."""
         found: dict[int, Piece] = {}  # by end, those that continue what is there
         for piece in self._pieces_of(session, session.most_reused):
             follows = first < piece.end and (piece.begin <= first or piece.begin in found)
@@ -54,14 +53,18 @@ class StoredPrefixes:
         num_tokens = chosen[-1].end - first if chosen else 0
         return chosen if num_tokens >= _LEAST_READ and self._pays(num_tokens) else []
 
+    def pieces_of(self, session: Session) -> list[Piece]:
+        """Return the pieces of what a session has fed, by their ends."""
+        return self._pieces_of(session, session.fed)
+
     def next_piece(self, session: Session) -> Piece | None:
-        """Return the first piece of an ended session that is not stored; None if all are."""
+        """Return the first piece of what a session has fed that is not stored; None if all are."""
         if session.fed <= self._rows_that_can_be_cut(session.request.cache):
             ends: Sequence[int] = range(PIECE_TOKENS, session.fed + 1, PIECE_TOKENS)
         else:
             ends = session.snapshots
         stored = [0]
-        for piece in self._pieces_of(session, session.fed):
+        for piece in self.pieces_of(session):
             if piece.begin in stored:
                 stored.append(piece.end)
         end = next((end for end in ends if end not in stored), None)

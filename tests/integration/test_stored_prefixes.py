@@ -1,5 +1,6 @@
 """Prefixes on the nodes' disks: all nodes end, others begin, and a prompt goes on where it was, with equal tokens."""
 
+import shutil
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -16,14 +17,16 @@ from coordinator.engine.stats import KEY_DIGEST
 from coordinator.planning.costs import ChainCosts
 from coordinator.planning.plan import Goal
 from coordinator.sessions import session, stored_prefixes
-from protos.brigade_pb2 import Frame
-from tests.integration.conftest import Models, deployed, running, serving
+from protos.brigade_pb2 import Frame, PrefixesRequest
+from tests.integration.conftest import Models, deployed, opened, running, serving
 from tests.integration.many import Live, request, solo, tokens_of
 from tests.integration.many import frames as frames
 from tests.integration.test_prefixes import rows_fed
 from tests.integration.windows import MASKED
 from tools.joined import joined
 from tools.model_types.make import make_type
+from worker.errors import FrameError, PrefixLost
+from worker.node.prefix_store import list_prefixes, read_piece
 
 LONG = {"max_position_embeddings": 4096}
 WIDE: dict[str, Any] = {"config": {"mask_token_id": 90, "head_dim": 32} | LONG, "sharpen": 4.0}
@@ -167,6 +170,32 @@ async def test_nobody_else_and_no_other_model_begins_with_it(models: Models, tmp
         assert found.usage.num_reused == 0
     [found] = await kept(model, (1, 3), asked)
     assert found.usage.num_reused == 2 * PIECE
+
+
+async def test_a_node_gives_and_takes_only_whole_pieces_and_takes_them_only_as_part_of_a_chain_that_keeps_some(
+    models: Models, folder: Path
+) -> None:
+    model = models("qwen3", **{"config": MASKED["config"] | LONG}).folder
+    await kept(model, (1, 3), request(TEXT, 9))
+    pieces = list_prefixes(PrefixesRequest()).pieces
+    [last] = [each for each in pieces if (each.begin, each.first_layer) == (PIECE, 1)]
+    content = read_piece(last)
+    async with serving(1) as nodes, nodes[0].reached() as peer:
+        assert await peer.export_piece(last) == content
+        with pytest.raises(FrameError, match=r"^worker node-1: expected a node of a chain that keeps prefixes"):
+            await peer.import_piece(last, content)
+        async with opened(model, (1, 3), nodes):
+            with pytest.raises(FrameError, match="of a chain that keeps prefixes"):
+                await peer.import_piece(last, content)
+        async with deployed(model, (1, 3), nodes) as deployment, joined(replace(deployment, prefix_bytes=MOST)):
+            shutil.rmtree(folder)
+            with pytest.raises(PrefixLost, match=r"^worker node-1: expected a piece of a prefix on this node's disk"):
+                await peer.export_piece(last)
+            for damaged in (content[:-1], content[:100], content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]):
+                with pytest.raises(FrameError, match=r"^worker node-1: expected a piece as it was written"):
+                    await peer.import_piece(last, damaged)
+            await peer.import_piece(last, content)
+            assert files_of(folder) and await peer.export_piece(last) == content
 
 
 async def test_the_oldest_pieces_give_way_and_a_full_disk_takes_none(models: Models, folder: Path) -> None:

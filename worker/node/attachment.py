@@ -28,6 +28,7 @@ class Attachment:
         self.request = request
         self.is_replaced = False  # its coordinator attaches the worker anew, or loads other layers
         self.stage: Stage | None = None  # once it is open
+        self.prefixes: PrefixStore | None = None  # if it keeps any on disk
         self._write = write
         self._server = asyncio.current_task()
         self._opening: Stage | None = None
@@ -57,13 +58,14 @@ class Attachment:
             addresses = [request.successor, *request.successor_fallbacks]
             address = await dial(network, request.successor_name, addresses)
         drafter = await thread.run(partial(prepare_drafting, shard, part, request.num_features, context))
-        prefixes = PrefixStore(shard.start, shard.end, request.prefix_bytes) if request.prefix_bytes else None
+        if request.prefix_bytes:
+            self.prefixes = PrefixStore(shard.start, shard.end, request.prefix_bytes)
         executor = Executor(
             *(shard, request.stage, request.loaded.dtype, name),
             checks_finite=request.check_finite,
             returns_segments=request.returns_segments,
             returns_rows=request.returns_rows,
-            pieces=prefixes,
+            pieces=self.prefixes,
             drafter=drafter,
             drafter_bytes=part.nbytes if part else 0,
             drop_drafter=partial(asyncio.get_running_loop().call_soon_threadsafe, drop_drafter),

@@ -30,6 +30,7 @@ from worker.node.loading import QUIET_S, load_shard
 from worker.node.log import log_failure
 from worker.node.model_sources import ModelSources, check_load_request, check_model
 from worker.node.network import Network
+from worker.node.prefix_store import PrefixStore
 from worker.node.stage import Stage
 from worker.node.weights_cache import Lease
 from worker.platform.mlx_memory import forget_peak, give_back, keep_within, memory_held
@@ -285,6 +286,12 @@ class Worker:
         if attachment is None or (stage := attachment.stage) is None:
             raise FrameError("is not part of a chain; the coordinator attaches it first")
         return stage, attachment.request
+
+    def require_prefixes(self) -> PrefixStore:
+        """Return where it keeps prefixes. Raises FrameError if it is not part of a chain that does."""
+        if self.attachment is None or self.attachment.prefixes is None:
+            raise FrameError("expected a node of a chain that keeps prefixes on disk")
+        return self.attachment.prefixes
 
     async def release_for(self, coordinator: Coordinator, epoch: int | None = None) -> None:
         """End the attachment that this coordinator may still have here.

@@ -22,7 +22,7 @@ from worker.node.certificates import Identity, KeyFile, Role, expiry_warning
 from worker.node.framing import ENCRYPTED, PLAIN, Wire
 from worker.platform.tasks import cancel_all
 
-PROTOCOL_VERSION = 16  # raised with each field that an older node would wrongly ignore
+PROTOCOL_VERSION = 17  # raised with each field that an older node would wrongly ignore
 UPDATE_BOTH = "install the same version of brigade on both, from the coordinator by: brigade launch --update"
 ACCEPTED = (("brigade-accepted", "1"),)  # initial metadata of a stream that was not refused
 

@@ -2,7 +2,8 @@
 
 A piece is a file in one folder, which only its user can read. Its name, a keyed hash of all that its rows depend on,
 comes from the coordinator. The file's name also tells which tokens and layers it is of, so a listing is an index.
-A file begins with the piece's name and a digest of all that follows: a segment of each cache.
+A file begins with the piece's name and a digest of all that follows: a segment of each cache. A stage whose layers are
+in several files reads them all, and files of other nodes can be taken in.
 """
 
 import contextlib
@@ -14,15 +15,15 @@ import secrets
 import shutil
 import struct
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncIterable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
 
-from protos.brigade_pb2 import Piece, PrefixesReply, PrefixesRequest, Segment
-from worker.compute.header import MOST_UPCOMING
+from protos.brigade_pb2 import FilePart, Piece, PrefixesReply, PrefixesRequest, Segment
+from worker.compute.header import MOST_UPCOMING, PIECE_NAME_BYTES
 from worker.errors import ConfigError, FrameError, PrefixLost
 from worker.memory.slot_caches import CacheSegment
 from worker.node.hop import bytes_of, can_pack, segment_header, unpack_segments
@@ -41,6 +42,8 @@ _WRITE_S = 0.5  # for one of the pieces that wait, before the next one
 _LOCK_S = 2.0  # for the writes of others; a process may be stopped in the middle of its own
 _READ_S = 2.0  # for a piece, from when it is needed
 _MOST_WAITING = 2  # pieces in memory that the disk has not taken yet; a further one waits
+_PART_BYTES = 1 << 20  # of a message: a larger one would hold up tokens
+_MOST_MOVED_BYTES = 1 << 30  # of a piece that goes to another node, which is in memory then
 _TOKEN_S = 0.01  # by which the next token of a prefix counts as used earlier
 _SPARE = 10  # a tenth of the disk stays free, whatever the limit
 _ABANDONED_S = 600.0  # after which an unfinished file is that of a process that has ended
@@ -48,12 +51,10 @@ _ABANDONED_S = 600.0  # after which an unfinished file is that of a process that
 
 @dataclass(frozen=True)
 class PieceFile:
-    """A piece on disk, of layers [start, stop)."""
+    """A piece on disk, with its layers."""
 
     path: Path
     piece: Piece
-    start: int
-    stop: int
     nbytes: int
     used: float  # when it was last written or read, seconds since 1970
 
@@ -99,23 +100,48 @@ def piece_files(folder: Path) -> list[PieceFile]:
             if (match := _FILE.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
                 with contextlib.suppress(OSError):  # removed meanwhile
                     stat = entry.stat(follow_symlinks=False)
-                    begin, end, start, stop = map(int, match.groups()[1:])
-                    piece = Piece(name=bytes.fromhex(match[1]), begin=begin, end=end)
-                    found.append(PieceFile(Path(entry.path), piece, start, stop, stat.st_size, stat.st_mtime))
+                    begin, end, first, last = map(int, match.groups()[1:])
+                    piece = Piece(
+                        name=bytes.fromhex(match[1]), begin=begin, end=end, first_layer=first, last_layer=last
+                    )
+                    found.append(PieceFile(Path(entry.path), piece, stat.st_size, stat.st_mtime))
     return sorted(found, key=lambda file: file.used)
 
 
 def list_prefixes(request: PrefixesRequest, folder: Path | None = None) -> PrefixesReply:
-    """Return the pieces of this node that have these layers, after removing them if the request says so."""
+    """Return the pieces of this node, after removing them if the request says so."""
     files = piece_files(folder or prefix_folder())
-    chosen = [file for file in files if not request.end or (file.start <= request.start and request.end <= file.stop)]
     if request.remove:
-        _remove(file.path for file in chosen)
-        if not request.end:
-            _remove([(folder or prefix_folder()) / _SECRET])  # what it has named can be read no more
-    reply = PrefixesReply(bytes=sum(file.nbytes for file in chosen), used=int(max((f.used for f in chosen), default=0)))
-    reply.pieces.extend({file.piece.name: file.piece for file in chosen}.values())
-    return reply
+        _remove([*(file.path for file in files), (folder or prefix_folder()) / _SECRET])
+    used = int(max((file.used for file in files), default=0))
+    return PrefixesReply(pieces=[file.piece for file in files], bytes=sum(file.nbytes for file in files), used=used)
+
+
+def read_piece(piece: Piece, folder: Path | None = None) -> bytes:
+    """Return the content of the file of a piece with these layers. Raises PrefixLost if it cannot be read."""
+    try:
+        return ((folder or prefix_folder()) / _file_name(piece)).read_bytes()
+    except OSError as error:
+        raise PrefixLost(f"expected a piece of a prefix on this node's disk: {error}") from error
+
+
+def file_parts(piece: Piece, content: bytes) -> Iterator[FilePart]:
+    """Yield the messages that carry the file of a piece."""
+    for at in range(0, len(content), _PART_BYTES):
+        yield FilePart(piece=None if at else piece, data=content[at : at + _PART_BYTES])
+
+
+async def join_parts(parts: AsyncIterable[FilePart]) -> tuple[Piece, bytes]:
+    """Return the piece and the content of its file. Raises FrameError if there is no end of it."""
+    piece, num_bytes = Piece(), 0
+    found: list[bytes] = []
+    async for part in parts:
+        piece = piece if found else part.piece
+        found.append(part.data)
+        num_bytes += len(part.data)
+        if num_bytes > _MOST_MOVED_BYTES:
+            raise FrameError(f"expected a piece of a prefix of at most {_MOST_MOVED_BYTES} bytes, got more")
+    return piece, b"".join(found)
 
 
 class PrefixStore:
@@ -171,7 +197,25 @@ class PrefixStore:
 
     def discard(self, name: bytes) -> None:
         """Remove a piece that does not fit the caches."""
-        _remove(self._paths(name))
+        _remove(path for *_, path in self._places(name))
+
+    def add(self, piece: Piece, content: bytes) -> None:
+        """Keep the file of another node, if there is room. Any thread may call it.
+
+        Raises:
+            FrameError: it is damaged, or of another piece.
+        """
+        if len(piece.name) != PIECE_NAME_BYTES or not _FILE.fullmatch(_file_name(piece)):
+            raise FrameError("expected a piece of a prefix, got one whose tokens and layers no piece can have")
+        _segments_of(memoryview(content), piece.name)
+        try:
+            self._write_file(piece, [content])
+        except OSError as error:
+            _log.warning("cannot keep a piece of a prefix from another node: %s", error)
+
+    def wait_written(self) -> None:
+        """Return once the pieces that wait are written, or the disk has been too slow. Any thread may call it."""
+        wait(list(self._writing), _WRITE_S * _MOST_WAITING)
 
     def close(self) -> None:
         """Take no more pieces; those that wait are still written."""
@@ -181,19 +225,28 @@ class PrefixStore:
     def _layers(self) -> str:
         return f"[{self._start}, {self._stop})"
 
-    def _paths(self, name: bytes) -> list[Path]:
-        """Return the files of a piece that have all layers of this stage."""
+    def _places(self, name: bytes) -> list[tuple[int, int, Path]]:
+        """Return the layers [first, last) of a piece's files with layers of this stage, and their paths."""
         found = [(path, _FILE.fullmatch(path.name)) for path in self._folder.glob(f"{name.hex()}-*.rows")]
-        places = [(path, int(match[4]), int(match[5])) for path, match in found if match]
-        return [path for path, start, stop in places if start <= self._start and self._stop <= stop]
+        places = [(int(match[4]), int(match[5]), path) for path, match in found if match]
+        return [place for place in places if place[0] < self._stop and self._start < place[1]]
 
     def _load(self, name: bytes) -> list[PackedSegment]:
-        """Return a piece's segments. Raises PrefixLost as `read`."""
-        for path in self._paths(name):
+        """Return a piece's segments of all layers of this stage, and perhaps of others. Raises PrefixLost as `read`."""
+        found: list[PackedSegment] = []
+        places, at = self._places(name), self._start  # the first layer that is missing
+        while at < self._stop:
+            place = max((each for each in places if each[0] <= at < each[1]), key=lambda each: each[1], default=None)
+            if place is None:
+                raise PrefixLost(
+                    f"expected a piece of a prefix on this node's disk, found none of layers {self._layers}"
+                )
+            places.remove(place)
+            *_, last, path = place
             try:
-                found = _segments_of(memoryview(path.read_bytes()), name)
+                found += _segments_of(memoryview(path.read_bytes()), name)
                 _touch(path)
-                return found
+                at = last
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -202,7 +255,7 @@ class PrefixStore:
                 _log.warning("removed %s, a damaged piece of a prefix: %s", path.name, error)
                 with contextlib.suppress(OSError):
                     path.unlink()
-        raise PrefixLost(f"expected a piece of a prefix on this node's disk, found none of layers {self._layers}")
+        return found
 
     def _try_write(self, piece: Piece, packed: Sequence[PackedSegment]) -> None:
         """Write a piece, unless an earlier one could not be written."""
@@ -214,15 +267,18 @@ class PrefixStore:
             _log.warning("cannot keep prefixes on disk any more: %s", error)
 
     def _write(self, piece: Piece, packed: Sequence[PackedSegment]) -> None:
-        _make_private(self._folder)
         blocks = [block for segment, data in packed for block in (*_lengths(segment, data), data)]
-        head = _MAGIC + piece.name + _digest(blocks)
-        with _locked(self._folder) as is_locked:
-            if is_locked and self._make_room(len(head) + sum(map(len, blocks)), piece.end):
-                self._write_file(piece, (head, *blocks))
+        own = Piece(name=piece.name, begin=piece.begin, end=piece.end, first_layer=self._start, last_layer=self._stop)
+        self._write_file(own, (_MAGIC + piece.name + _digest(blocks), *blocks))
 
-    def _write_file(self, piece: Piece, blocks: Iterable[bytes | memoryview]) -> None:
-        path = self._folder / f"{piece.name.hex()}-{piece.begin}-{piece.end}-{self._start}-{self._stop}.rows"
+    def _write_file(self, piece: Piece, blocks: Sequence[bytes | memoryview]) -> None:
+        """Write the file of a piece, if there is room."""
+        _make_private(self._folder)
+        with _locked(self._folder) as is_locked:
+            if is_locked and self._make_room(sum(map(len, blocks)), piece.end):
+                self._write_blocks(self._folder / _file_name(piece), blocks)
+
+    def _write_blocks(self, path: Path, blocks: Sequence[bytes | memoryview]) -> None:
         unfinished = path.with_suffix(f".{secrets.token_hex(4)}.part")
         try:
             with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
@@ -247,6 +303,10 @@ class PrefixStore:
             file.path.unlink(missing_ok=True)
             room += file.nbytes
         return True
+
+
+def _file_name(piece: Piece) -> str:
+    return f"{piece.name.hex()}-{piece.begin}-{piece.end}-{piece.first_layer}-{piece.last_layer}.rows"
 
 
 @contextlib.contextmanager

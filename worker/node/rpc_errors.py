@@ -22,6 +22,7 @@ from worker.errors import (
     NodeBusy,
     NodeSilent,
     OutOfMemory,
+    PrefixLost,
     SamplingError,
     StageLost,
     internal_error_text,
@@ -57,6 +58,7 @@ _STATUSES: dict[type[BrigadeError], grpc.StatusCode] = {
     NodeBusy: grpc.StatusCode.ALREADY_EXISTS,
     NodeSilent: grpc.StatusCode.DEADLINE_EXCEEDED,
     OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    PrefixLost: grpc.StatusCode.ABORTED,
     SamplingError: grpc.StatusCode.INVALID_ARGUMENT,
     StageLost: grpc.StatusCode.UNAVAILABLE,
 }

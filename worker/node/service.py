@@ -19,6 +19,7 @@ from protos.brigade_pb2 import (
     DigestRequest,
     ExamineRequest,
     Facts,
+    FilePart,
     Grammar,
     Held,
     HelloReply,
@@ -28,6 +29,7 @@ from protos.brigade_pb2 import (
     ListenRequest,
     LoadRequest,
     MeasureRequest,
+    Piece,
     PrefixesReply,
     PrefixesRequest,
     ProbePart,
@@ -50,7 +52,7 @@ from worker.node.links import answer_probe, measure_link, open_port
 from worker.node.log import worker_log
 from worker.node.model_sources import ModelSources
 from worker.node.network import ACCEPTED, PROTOCOL_VERSION, UPDATE_BOTH, Network
-from worker.node.prefix_store import list_prefixes
+from worker.node.prefix_store import file_parts, join_parts, list_prefixes, read_piece
 from worker.node.rpc_errors import Context, reporting
 from worker.node.speed_cache import kept_speed, measured_speed
 from worker.node.stage import Stage
@@ -170,7 +172,21 @@ class NodeService(NodeServicer):
 
     async def Prefixes(self, request: PrefixesRequest, context: Context) -> PrefixesReply:
         async with self._serving(context, "to list prefixes"):
+            if (attachment := self.worker.attachment) and attachment.prefixes:
+                await run_in_thread(attachment.prefixes.wait_written)
             return await run_in_thread(partial(list_prefixes, request))
+
+    async def ExportPiece(self, request: Piece, context: Context) -> None:
+        async with self._serving(context, "to export a piece of a prefix"):
+            for part in file_parts(request, await run_in_thread(partial(read_piece, request))):
+                await context.write(part)
+
+    async def ImportPiece(self, parts: AsyncIterator[FilePart], context: Context) -> Piece:
+        async with self._serving(context, "to import a piece of a prefix"):
+            store = self.worker.require_prefixes()
+            piece, content = await join_parts(parts)
+            await run_in_thread(partial(store.add, piece, content))
+            return piece
 
     async def Prompts(self, request: ResultsRequest, context: Context) -> None:
         async with reporting(context, self.name, self.log):

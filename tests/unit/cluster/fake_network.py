@@ -171,11 +171,12 @@ class WorldChain:
         self.clock_offsets = [0] * self.num_stages
         self.costs = self.answer_costs = costs or ChainCosts(self.num_stages)
         self.answers_alone = False
-        self.stored = None
+        self.prefixes = None
         self.held_slots: dict[int, Any] = {}
         self.last_step = 0
         self.can_spare = can_spare
         self.begins_draining = asyncio.Event()
+        self.retires = asyncio.Event()
         self.has_token = asyncio.Event()
         self._stages = FakeChain(epoch)
         self._sent_at: deque[float] = deque()
@@ -218,7 +219,7 @@ class WorldChain:
     def idle_s(self) -> float:
         return 0.0 if self._sent_at else time.monotonic() - self._idle_since
 
-    def end(self, error: StageLost) -> None:
+    def retire(self, error: StageLost) -> None:
         self.lose(error)
 
     @property

@@ -56,7 +56,7 @@ class Chains:
         deployment: Any = types.SimpleNamespace(plan=plan, spec=SPEC, peers=[])
         chain: Any = network.WorldChain(self._own, deployment, self._epoch)
         chain.num_stages, chain.clock_offsets, chain.answers_alone = 2, [0, 0], False
-        chain.stored = None
+        chain.prefixes = None
         chain.costs = chain.answer_costs = ChainCosts(2)
         return chain
 

@@ -4,16 +4,24 @@ import contextlib
 import fcntl
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
-from protos.brigade_pb2 import Piece, PrefixesRequest
-from worker.errors import ConfigError, PrefixLost
+from protos.brigade_pb2 import FilePart, Piece, PrefixesRequest
+from worker.errors import ConfigError, FrameError, PrefixLost
 from worker.memory.slot_caches import CacheSegment
-from worker.node.prefix_store import PrefixStore, list_prefixes, naming_secret, piece_files
+from worker.node.prefix_store import (
+    PrefixStore,
+    file_parts,
+    join_parts,
+    list_prefixes,
+    naming_secret,
+    piece_files,
+    read_piece,
+)
 
 LIMIT = 1 << 20
 SEGMENTS = [
@@ -139,19 +147,60 @@ def test_the_beginning_of_a_prefix_outlives_its_end(tmp_path: Path) -> None:
     assert {file.piece.name for file in piece_files(tmp_path)} == set(map(name_of, (1, 10)))
 
 
-def test_pieces_are_listed_by_layers_and_removed(tmp_path: Path) -> None:
+def test_pieces_are_listed_with_their_layers_and_removed(tmp_path: Path) -> None:
     write(tmp_path, 1)
     write(tmp_path, 1, 2, layers=(5, 8))
     (tmp_path / "something.rows").write_bytes(b"else")
     (tmp_path / f"{name_of(3).hex()}-0-512-0-8.rows").mkdir()
     naming_secret(tmp_path)
-    ours = list_prefixes(PrefixesRequest(start=3, end=5), tmp_path)
-    assert [(p.name, p.begin, p.end) for p in ours.pieces] == [(name_of(1), 4, 8)] and ours.bytes > 0 < ours.used
-    assert not list_prefixes(PrefixesRequest(start=4, end=6), tmp_path).pieces
-    every = list_prefixes(PrefixesRequest(remove=True), tmp_path)
-    assert {p.name for p in every.pieces} == {name_of(1), name_of(2)} and every.bytes == 3 * ours.bytes
+    found = list_prefixes(PrefixesRequest(remove=True), tmp_path)
+    listed = {(p.name, p.begin, p.end, p.first_layer, p.last_layer) for p in found.pieces}
+    assert listed == {(name_of(1), 4, 8, 2, 5), (name_of(1), 4, 8, 5, 8), (name_of(2), 4, 9, 5, 8)}
+    assert found.bytes > 0 < found.used
     assert len(list(tmp_path.iterdir())) == 2 and (tmp_path / "something.rows").exists()
     assert not list_prefixes(PrefixesRequest(), tmp_path / "absent").pieces
+
+
+@pytest.mark.parametrize("damaged", [(2, 4), (4, 5), (3, 5), (0, 3)])
+def test_a_stage_reads_its_layers_from_several_files_whichever_of_them_are_sound(
+    tmp_path: Path, damaged: tuple[int, int]
+) -> None:
+    for layers in ((2, 4), (4, 5), (3, 5), (0, 3)):
+        write(tmp_path, 1, layers=layers)
+    assert len(read(tmp_path, layers=(0, 5))) == len(read(tmp_path, layers=(2, 5))) == 2 * len(SEGMENTS)  # of two files
+    [path] = tmp_path.glob("*-{}-{}.rows".format(*damaged))
+    path.write_bytes(path.read_bytes()[:-1])
+    assert {each.number for each in read(tmp_path, layers=(2, 5))} == {each.number for each in SEGMENTS}
+    if damaged == (0, 3):
+        with pytest.raises(PrefixLost):
+            read(tmp_path, layers=(0, 5))
+
+
+async def test_a_piece_goes_to_another_node_whole_and_undamaged_or_not_at_all(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    write(here, 1)
+    [piece] = list_prefixes(PrefixesRequest(), here).pieces
+    content = read_piece(piece, here)
+    other = Piece(name=name_of(2), begin=4, end=9, first_layer=2, last_layer=5)
+    with pytest.raises(PrefixLost):
+        read_piece(other, here)
+
+    async def sent(parts: Iterable[FilePart]) -> AsyncIterator[FilePart]:
+        for part in parts:
+            yield part
+
+    assert await join_parts(sent(file_parts(piece, content))) == (piece, content)
+    store = PrefixStore(3, 5, LIMIT, there)
+    outside = Piece(name=b"../../etc", begin=4, end=8, first_layer=2, last_layer=5)
+    for wrong, damaged in ((piece, content[:-1]), (piece, b""), (other, content), (outside, content)):
+        with pytest.raises(FrameError):
+            store.add(wrong, damaged)
+    assert not there.exists()
+    store.add(piece, content)
+    assert [each.number for each in store.read(name_of(1))] == [each.number for each in SEGMENTS]
+    assert {path.stat().st_mode & 0o777 for path in there.iterdir()} == {0o600}
+    PrefixStore(3, 5, len(content) - 1, tmp_path / "full").add(piece, content)
+    assert not list_prefixes(PrefixesRequest(), tmp_path / "full").pieces
 
 
 def test_the_secret_stays_the_same_and_is_for_its_user_only(tmp_path: Path) -> None:

@@ -141,6 +141,28 @@ def test_whatever_is_lost_and_shared_answers_are_the_same(seed: int, cuttable: i
     assert reused > 1000
 
 
+@pytest.mark.parametrize("cuttable", [PLENTY, 10])
+def test_a_chain_that_retires_writes_what_running_sessions_have_and_goes_no_further(cuttable: int) -> None:
+    """Frames in flight come to their end first; a session that waits has nothing, nor has one at its first chunk."""
+    rig = rig_with(cuttable=cuttable, num_stages=2)
+    first, second = rig.submit(LONG, 50, turn_ends=(300, 900)), rig.submit(prompt_of(600, 1), 50)
+    rig.step_until(lambda: first.num_generated > 2 and second.num_generated > 2)
+    late = rig.submit(prompt_of(700, 2))
+    rig.send_all()
+    rig.scheduler.retire()
+    numbers = first.num_generated, second.num_generated
+    rig.drain()
+    pieces = [(piece.begin, piece.end) for piece in written(rig)]
+    of_first = [(0, 512), (512, 1024)] if cuttable == PLENTY else [(0, 300), (300, 900)]
+    assert pieces == [*of_first, *([(0, 512)] if cuttable == PLENTY else [])]
+    assert rig.scheduler.slots.stored_of_running() == written(rig)
+    assert rig.scheduler.is_idle and rig.scheduler.schedule() is None
+    assert first.num_generated - numbers[0] <= 1 >= second.num_generated - numbers[1] and not late.num_generated
+    again = restarted(rig, cuttable)
+    session = again.answer([*LONG, *first.generated], turn_ends=(300, 900))
+    assert session.num_reused == of_first[-1][1]
+
+
 def test_a_piece_that_a_stage_does_not_write_is_not_counted_as_stored_and_its_slot_not_asked_again() -> None:
     rig = rig_with()
     rig.run(session := rig.submit(LONG))
