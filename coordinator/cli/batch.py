@@ -89,12 +89,12 @@ async def run_batch(options: ClusterOptions, source: Path, target: Path, max_tok
     if not requests:
         say(f"{source} has no requests")
     wrong = [entry for entry in requests if entry.problem]
-    for entry in wrong[:_MOST_PROBLEMS]:
-        say(f"{source}, line {entry.number}: {entry.problem}")
-    if len(wrong) > _MOST_PROBLEMS:
-        say(f"and {len(wrong) - _MOST_PROBLEMS} lines more")
     code = _BAD_INPUT if wrong else 0
     with open_answers(target, key_and_status) as answers:
+        for entry in wrong[:_MOST_PROBLEMS]:
+            say(f"{source}, line {entry.number}: {entry.problem}")
+        if len(wrong) > _MOST_PROBLEMS:
+            say(f"and {len(wrong) - _MOST_PROBLEMS} lines more")
         entries = [entry for entry in requests if entry.key not in answers.known]
         num_known = len(requests) - len(entries)
         failed = [status for entry in requests if (status := answers.known.get(entry.key, 200)) >= 400]

@@ -70,7 +70,7 @@ def generate(
     sampling: flags.SamplingFlags,
     windows: flags.DecodeFlags,
     repeat_guard: Annotated[
-        int, typer.Option(min=0, help="End the answer once its last tokens repeat this many times; 0: off.")
+        int, typer.Option(min=0, help="End the answer once its last tokens repeat this many times, at least 2; 0: off.")
     ] = 0,
     kv: Annotated[
         str,
