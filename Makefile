@@ -1,4 +1,4 @@
-# Everything from nothing but Python >= 3.11: `make demo`, `make test`, `make check`. After `make setup`: .venv/bin/brigade.
+# Everything from nothing but Python >= 3.11.3: `make demo`, `make test`, `make check`. After `make setup`: .venv/bin/brigade.
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin

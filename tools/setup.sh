@@ -5,8 +5,8 @@ set -euo pipefail
 python=${PYTHON:-python3}
 extra=${1:-}
 
-if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-  echo "error: expected Python 3.11 or newer, found $("$python" --version 2>&1 || echo none); set PYTHON=/path/to/python3.11" >&2
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11, 3))' 2>/dev/null; then
+  echo "error: expected Python 3.11.3 or newer, found $("$python" --version 2>&1 || echo none); set PYTHON=/path/to/python3.11" >&2
   exit 2
 fi
 

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
+from rich.constrain import Constrain
 from rich.live import Live
 from rich.markdown import Markdown
 from rich.text import Text
@@ -78,7 +79,7 @@ class MarkdownShow:
             self._end_thought()
         self._growing += without_controls(text)
         if final := num_final(self._growing):
-            self._console.print(Markdown(self._growing[:final]), end="\n")
+            self._console.print(self._rendered(self._growing[:final]), end="\n\n")
             self._growing = self._growing[final:]
         if time.monotonic() - self._drawn_at > _REDRAW_S:
             self._draw()
@@ -99,8 +100,12 @@ class MarkdownShow:
         self._console.print(Text(self._growing.strip() + "\n", style="dim"))
         self._growing, self._is_thinking = "", False
 
+    def _rendered(self, text: str) -> Constrain:
+        """Return Markdown in lines so short that what the terminal echoes of an interrupt begins no further line."""
+        return Constrain(Markdown(text), max(1, self._console.width - 2 * len("^C")))
+
     def _draw(self) -> None:
-        self._live.update(Markdown(self._growing), refresh=True)
+        self._live.update(self._rendered(self._growing), refresh=True)
         self._drawn_at = time.monotonic()
 
 

@@ -27,6 +27,7 @@ class LocalWorker:
         self.address = ""
         self.started_s = 0.0  # how long it took to start
         self._process = process
+        self._is_given_up = False
 
     @classmethod
     async def start(cls, name: str, model: str, draft_model: str | None = None) -> "LocalWorker":
@@ -71,10 +72,13 @@ class LocalWorker:
     async def wait_ended(self) -> str:
         """Wait for the end of the process, and return a description of it."""
         code = await self._process.wait()
+        if self._is_given_up:
+            return "did not answer, and was ended"
         return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
     def kill(self) -> None:
-        """End the process at once by SIGKILL."""
+        """End the process at once by SIGKILL, since it does not answer."""
+        self._is_given_up = True
         self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: signal.Signals) -> None:

@@ -16,7 +16,7 @@ from worker.errors import BrigadeError
 from worker.platform.text import printable
 
 SERVICES = ("launchd", "systemd", "daemon")
-_MIN_PYTHON = (3, 11)
+_MIN_PYTHON = (3, 11, 3)  # as pyproject.toml says
 _NEEDED_BYTES = 2 << 30  # of an installation, downloads included
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _TURN = re.compile(r"\d{1,18}")

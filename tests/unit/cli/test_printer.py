@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import io
+import re
 import sys
 from collections.abc import Sequence
 
@@ -102,3 +103,12 @@ def test_neither_can_what_is_drawn_as_markdown() -> None:
         show.think("\x1b]52;c;aGk=\x07")
         show.say("\x1b]0;title\x07text\n\nmore\x9b2J")
     assert "\x1b]" not in screen.getvalue() and "\x9b" not in screen.getvalue() and "]0;titletext" in screen.getvalue()
+
+
+def test_markdown_leaves_room_for_the_echo_of_an_interrupt_and_blank_lines_between_blocks() -> None:
+    screen = io.StringIO()
+    with showing(Console(file=screen, force_terminal=True, width=20, color_system=None)) as show:
+        show.say("the first one goes on to another line\n\nsecond")
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue().replace("\r", "\n")).split("\n")
+    assert max(map(len, lines)) <= 20 - len("^C^C")
+    assert [line.rstrip() for line in lines][:5] == ["the first one", "goes on to", "another line", "", "second"]

@@ -73,6 +73,25 @@ def test_pauses_grow_and_each_try_is_one_line(monkeypatch: pytest.MonkeyPatch, e
 
 
 @pytest.mark.parametrize(
+    ("is_given_up", "code", "expected"),
+    [
+        (True, -9, "did not answer, and was ended"),
+        (False, -9, "was ended by signal 9"),
+        (False, 3, "ended with exit code 3"),
+    ],
+)
+def test_the_user_reads_who_ended_it(is_given_up: bool, code: int, expected: str) -> None:
+    async def wait() -> int:
+        return code
+
+    process: Any = SimpleNamespace(returncode=None, wait=wait, send_signal=lambda number: None)
+    worker = LocalWorker("worker-1", "demo", None, process)
+    if is_given_up:
+        worker.kill()
+    assert asyncio.run(worker.wait_ended()) == expected
+
+
+@pytest.mark.parametrize(
     ("lives", "expected"),
     [
         ((0.0,) * 9, [0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5, 5, 5]),

@@ -67,13 +67,14 @@ def test_the_python_that_fits_best_is_taken_and_without_one_it_is_said_what_to_d
     for lines, chosen in (
         (["3.12.4 whole /a", "3.11.9 whole /b", "3.13.0 whole /c"], "/b"),  # 3.11 runs here
         (["3.9.6 whole /old", "3.12.4 whole /a", "3.13.0 bare /c"], "/a"),
-        (["nonsense", f"3.{DIGITS}.1 whole /a", "3.11.2 whole /with a space/python3"], "/with a space/python3"),
+        (["nonsense", f"3.{DIGITS}.1 whole /a", "3.11.3 whole /with a space/python3"], "/with a space/python3"),
     ):
         assert choose_python(read_pythons(lines), (3, 11)).path == chosen
     for lines, found in (
         ([], "found none"),
         (["3.9.6 whole /old"], "found Python 3.9.6"),
-        (["3.11.2 bare /debian"], "found Python 3.11.2 without one of them"),
+        (["3.11.3 bare /debian"], "found Python 3.11.3 without one of them"),
+        (["3.11.2 whole /debian"], "expected uv, or Python 3.11.3 or newer with venv and pip, found Python 3.11.2"),
     ):
         with pytest.raises(BrigadeError, match=re.escape(found) + ".*astral.sh/uv/install.sh"):
             choose_python(read_pythons(lines), (3, 11))
