@@ -258,7 +258,7 @@ def load_cluster(path: Path) -> ClusterConfig:
     if problems:
         lines = [f"  {line}" for line in problems[:_MOST_PROBLEMS]]
         left = [f"  and {more} more"] if (more := len(problems) - len(lines)) else []
-        raise ConfigError("\n".join([f"{path} has {len(problems)} problem(s):", *lines, *left]))
+        raise ConfigError("\n".join([f"{path} has {len(problems)} problem{'s' * (len(problems) > 1)}:", *lines, *left]))
     return cluster
 
 

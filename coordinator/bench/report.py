@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -54,6 +55,10 @@ _ROWS_ARE = {
 
 def _system(row: BenchRow) -> str:
     return system_name(row.system, row.layers)
+
+
+def _requests(count: int) -> str:
+    return f"{count} request{'s' * (count > 1)}"
 
 
 def _optional(value: float | None, form: str, unit: str = "") -> str:
@@ -166,7 +171,8 @@ def check_plot(path: Path) -> None:
         raise InputError("plot", f"expected a file ending in {', '.join(_IMAGES)}, got {str(path)!r}")
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError(
-            "plot", "drawing needs matplotlib, which is not installed: .venv/bin/pip install matplotlib, or make setup"
+            "plot",
+            f"drawing needs matplotlib, which is not installed: uv pip install --python {sys.executable} matplotlib",
         )
 
 
@@ -225,7 +231,7 @@ def _title(bench: Bench) -> str:
 def _remarks(bench: Bench) -> list[str]:
     """Return the lines below the table: ratios, winners, and planned against measured speeds."""
     planned = [
-        f"* {_system(row)}, {row.concurrency} request(s): {row.planned_tokens_per_s:.1f} tok/s planned, "
+        f"* {_system(row)}, {_requests(row.concurrency)}: {row.planned_tokens_per_s:.1f} tok/s planned, "
         f"{row.tokens_per_s:.1f} measured"
         for row in bench.rows
         if row.planned_tokens_per_s is not None
@@ -244,8 +250,8 @@ def _ratios(bench: Bench) -> list[str]:
     named = (
         ("ratio_vs_one_process", "one request, tokens per second: {:.2f} x one process"),
         ("overhead_ms_per_token", "one request, per token: {:+.2f} ms against one process"),
-        ("prefill_ratio_vs_one_process", f"prompts of {most} request(s): {{:.2f}} x one process"),
-        ("ratio_vs_mlx_lm_batch", f"{most} request(s), tokens per second of all: {{:.2f}} x mlx_lm in one process"),
+        ("prefill_ratio_vs_one_process", f"prompts of {_requests(most)}: {{:.2f}} x one process"),
+        ("ratio_vs_mlx_lm_batch", f"{_requests(most)}, tokens per second of all: {{:.2f}} x mlx_lm in one process"),
     )
     clusters = list(dict.fromkeys(_system(row) for row in bench.rows if row.system == CLUSTER))
     of = f"{clusters[0]}, " if len(clusters) > 1 else ""  # the ratios are the first one's

@@ -17,11 +17,11 @@ from coordinator.cli.run import TakeFlags
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
 from coordinator.cluster.tables import plain_console, plain_table
-from coordinator.planning.plan import Objective, require_fit
+from coordinator.planning.plan import Objective, misfit
 from coordinator.planning.speeds import Survey, format_ms
 from coordinator.sessions.admission import MOST_WAITING
 from worker.config import ClusterConfig
-from worker.errors import InputError
+from worker.errors import ConfigError, InputError
 from worker.model.model_spec import ModelSpec
 from worker.platform.text import format_bytes
 from worker.platform.threads import run_in_thread
@@ -202,7 +202,9 @@ def _check_simulation(ctx: typer.Context, given: SimulationFlags, config: Path |
     if not any(has_times) and config is not None:
         refuse_flags(ctx, ("local", *_TIMES), "not expected with --simulate --config, whose nodes measure themselves")
         return
-    refuse_flags(ctx, ("local", "layers", "context"), "not expected with --simulate, which asks no nodes")
+    refuse_flags(
+        ctx, ("local", "layers", "context"), "not expected with --simulate, which asks no nodes but those of --config"
+    )
     if given.gbps is None:
         refuse_flags(ctx, ("config", "model"), "expected with --simulate only where --gbps needs a model's row size")
     if sum(has_times) != 1:
@@ -245,7 +247,7 @@ async def run_plan(
         to_write: the cluster.yaml to which the split is added.
         anew: have the nodes measure their speeds again.
     Raises:
-        ConfigError: a file is wrong; or, after printing, the model does not fit.
+        ConfigError: a file is wrong; or, after the plan was printed, the model does not fit.
     """
     from coordinator.cluster.nodes_file import read_nodes
     from coordinator.cluster.open import ask_nodes, open_peers, read_model
@@ -274,9 +276,11 @@ async def run_plan(
         print(json.dumps(view.to_json()))
     else:
         view.print()
-    require_fit(report.chosen.plan, spec)
+    if not report.chosen.plan.fits:
+        raise ConfigError(misfit(report.chosen.plan, spec))
     if to_write is not None:
         await run_in_thread(partial(write_layers, to_write, options.cluster, report.chosen.plan))
+        say(f"added `layers: {report.chosen.plan.layers}` to {to_write}")
 
 
 async def run_forecast(options: ClusterOptions, assumed: "Assumed", *, as_json: bool) -> None:
@@ -305,7 +309,7 @@ class _PlanView:
     def to_json(self) -> dict[str, Any]:
         """Return the object of `plan --json`."""
         chosen, times = self.report.chosen.plan, self.report.chosen.times
-        names = ("start", "end", "weight_bytes", "cache_bytes", "memory_bytes", "fits")
+        names = ("start", "end", "weight_bytes", "cache_bytes", "scratch_bytes", "memory_bytes", "fits")
         nodes = [
             {"node": node.name} | {name: getattr(node, name) for name in names} | {"stage_ms": stage, "hop_ms": hop}
             for node, stage, hop in zip(chosen.assignments, times.stage_ms, times.hop_ms, strict=True)
@@ -365,13 +369,16 @@ class _PlanView:
         return {str(count): times.tokens_per_s(count) for count in self.counts}
 
     def _layers(self, width: int) -> Table:
-        table = plain_table("node", "layers", "weights", "cache", "budget", "fits", "", gap=2)
+        nodes = self.report.chosen.plan.assignments
+        scratch = ["scratch"] if any(node.scratch_bytes for node in nodes) else []
+        table = plain_table("node", "layers", "weights", "cache", *scratch, "budget", "fits", "", gap=2)
         columns = _COLUMNS if width >= _USUAL_COLUMNS else 0
-        for node in self.report.chosen.plan.assignments:
+        for node in nodes:
             begin, end = (round(columns * edge / self.spec.num_layers) for edge in (node.start, node.end))
             table.add_row(
                 node.name, f"[{node.start}, {node.end})", format_bytes(node.weight_bytes),
-                format_bytes(node.cache_bytes), format_bytes(node.memory_bytes), "yes" if node.fits else "NO",
+                format_bytes(node.cache_bytes), *(format_bytes(node.scratch_bytes) for _ in scratch),
+                format_bytes(node.memory_bytes), "yes" if node.fits else "NO",
                 Text(" " * begin + "━" * (end - begin)),
             )  # fmt: skip
         return table

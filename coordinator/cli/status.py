@@ -186,8 +186,8 @@ def _heading(found: Json) -> Text:
 def _nodes(nodes: Sequence[Json]) -> Table:
     table = plain_table("node", "layers", "weights", "cache", "peak", "busy", "")
     for node in nodes:
-        layers = f"[{node['start']},{node['end']})" if "start" in node else ""
-        busy = f"{node['utilisation']:.0%}" if "utilisation" in node else ""
+        layers = f"[{node['start']},{node['end']})" if "start" in node else "–"
+        busy = f"{node['utilisation']:.0%}" if "utilisation" in node else "–"
         state = node["state"]
         table.add_row(
             Text(node["name"]), Text(layers), _size(node.get("weight_bytes")), _size(node.get("cache_held_bytes")),

@@ -97,6 +97,8 @@ def read_nodes(path: Path) -> AssumedNodes:
     raw, problems = read_yaml(path, _WANTED)
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected `nodes:`, {_EXPECTED['nodes']}, found {shown(raw)}")
+    if "workers" in raw and "nodes" not in raw:
+        raise ConfigError(f"{path}: expected `nodes:`, {_EXPECTED['nodes']}, found a cluster.yaml: give it by --config")
     try:
         file = _File.model_validate(raw)
     except ValidationError as error:
@@ -104,7 +106,8 @@ def read_nodes(path: Path) -> AssumedNodes:
     else:
         problems += _repeated([mac.name for mac in file.nodes])
     if problems:
-        raise ConfigError("\n".join([f"{path} has {len(problems)} problem(s):", *(f"  {line}" for line in problems)]))
+        count = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
+        raise ConfigError("\n".join([f"{path} has {count}:", *(f"  {line}" for line in problems)]))
     return AssumedNodes(file.nodes, file.order == "fixed")
 
 

@@ -174,6 +174,8 @@ def _write_private(path: Path, key: ec.EllipticCurvePrivateKey, *certificates: x
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     finally:
         beside.unlink(missing_ok=True)
 

@@ -35,7 +35,7 @@ from protos.brigade_pb2 import (
     Transport,
     Way,
 )
-from worker.errors import CLOSED_AT_ONCE, CallerRefused, ConfigError, ModelError, Unanswered
+from worker.errors import CLOSED_AT_ONCE, NOT_ENCRYPTED, CallerRefused, ConfigError, ModelError, Unanswered
 from worker.model.model_spec import ModelSpec
 from worker.node.certificates import WARN_AHEAD, Role, reported_expiry
 from worker.node.configuration import differing
@@ -147,7 +147,10 @@ def _check_unreached(node: ExaminedNode, coordinator: ExaminedNode) -> Finding:
     error = node.error
     text = error.message if error else "did not answer"
     if isinstance(error, ConfigError):
-        return problem(Kind.CERTIFICATE, node.name, text, Role.WORKER.issue_hint(node.name))
+        fix = Role.WORKER.issue_hint(node.name)
+        if text == NOT_ENCRYPTED:
+            fix = "start it with a copy of this cluster.yaml and its certificate, or with --keys"
+        return problem(Kind.CERTIFICATE, node.name, text, fix)
     if isinstance(error, ModelError):
         return problem(Kind.BRIGADE, node.name, text, _SAME_BRIGADE)
     if node.ways and all(way.error for way in node.ways):

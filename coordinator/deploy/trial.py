@@ -111,7 +111,7 @@ def advice(error: BrigadeError, flags: str) -> str:
     """Return how to fix a trial that failed; `flags` name the cluster, for further commands."""
     plan = f"brigade plan {flags}".strip()
     if isinstance(error, NodeBusy):
-        return "end its coordinator, or ask that server: brigade generate --server http://localhost:9338 Hello"
+        return "end its coordinator; if that is `brigade serve`, ask it: brigade generate --server URL Hello"
     if isinstance(error, OutOfMemory):
         return f"close other programs there, or keep less memory: {plan}"
     if isinstance(error, ModelError | ConfigError):

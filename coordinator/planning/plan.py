@@ -181,7 +181,10 @@ def assign(
 def check_split(spec: ModelSpec, num_nodes: int, layers: Sequence[int] | None) -> None:
     """Raise ConfigError unless the model can be split over so many nodes, and as `layers` says if given."""
     if num_nodes > spec.num_layers:
-        raise ConfigError(f"expected at most one node per layer, found {num_nodes} nodes for {spec.num_layers} layers")
+        most = f"with the coordinator, {spec.num_layers - 1} workers at most"
+        raise ConfigError(
+            f"expected at most one node per layer, found {num_nodes} nodes for {spec.num_layers} layers: {most}"
+        )
     if layers is None:
         return
     found = f"found {','.join(map(str, layers)) or 'none'}"
@@ -193,23 +196,28 @@ def check_split(spec: ModelSpec, num_nodes: int, layers: Sequence[int] | None) -
         raise ConfigError(f"layers: expected a sum of {spec.num_layers}, {spec.name}'s layers, {found} ({sum(layers)})")
 
 
+def misfit(plan: Plan, spec: ModelSpec) -> str:
+    """Say what nodes lack for a plan that does not fit, and what to do."""
+    sessions = f"{plan.num_sessions} sessions of " if plan.num_sessions > 1 else ""
+    others = "or a quantised model, or leave out --draft-model" if spec.drafter else "or a quantised model"
+    return (
+        f"{spec.name} with {sessions}{plan.context} tokens of context does not fit: {plan.lacking}. "
+        f"Use more nodes, fewer tokens (--context, of bench -p and -g) {others}."
+    )
+
+
 def require_fit(plan: Plan, spec: ModelSpec) -> None:
     """Raise ConfigError with the whole plan as a table if a node's share exceeds its memory budget."""
     if plan.fits:
         return
-    sessions = f"{plan.num_sessions} sessions of " if plan.num_sessions > 1 else ""
-    rows: list[tuple[str, ...]] = [("node", "layers", "weights", "cache", "needed", "budget", "missing")]
+    rows: list[tuple[str, ...]] = [("node", "layers", "weights", "cache", "scratch", "needed", "budget", "missing")]
     for a in plan.assignments:
-        sizes = (a.weight_bytes, a.cache_bytes, a.needed_bytes, a.memory_bytes)
+        sizes = (a.weight_bytes, a.cache_bytes, a.scratch_bytes, a.needed_bytes, a.memory_bytes)
         missing = "-" if a.fits else format_bytes(a.missing_bytes)
         rows.append((a.name, f"[{a.start}, {a.end})", *map(format_bytes, sizes), missing))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
-    others = "or a quantised model, or leave out --draft-model" if spec.drafter else "or a quantised model"
-    raise ConfigError(
-        f"{spec.name} with {sessions}{plan.context} tokens of context does not fit: {plan.lacking}. "
-        f"Use more nodes, fewer tokens (--context, of bench -p and -g) {others}.\n" + "\n".join(table)
-    )
+    raise ConfigError("\n".join([misfit(plan, spec), *table]))
 
 
 def some_split_fits(spec: ModelSpec, nodes: Sequence[Node], context: int, num_sessions: int) -> bool:

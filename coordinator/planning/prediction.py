@@ -220,7 +220,11 @@ def _advice(report: PlanReport, objective: Objective, first: str) -> Iterator[st
     if rate is None:
         if report.left_out:
             yield f"Left out for lack of memory: {', '.join(report.left_out)}."
-        yield "How fast these nodes are is not known, so the split is by bytes, as if they were equally fast."
+        if len(chosen.plan.names) > 1:
+            yield (
+                "How fast these nodes are is not known (those of one machine are not measured), so the split is by "
+                "bytes, as if they were equally fast."
+            )
         return
     if len(chosen.plan.names) == 1 and alone:
         several = [each for each in report.alternatives if " + " in each.name]

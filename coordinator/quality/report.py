@@ -125,7 +125,7 @@ class VerifyReport:
         own, *workers = self.split
         places = {own.name: "the coordinator"} | {worker.name: f"worker {worker.name}" for worker in workers}
         tensors = [f"DIFFERS  tensor {tensor} on {places[node]}" for node, tensor in self.differing]
-        where = "the coordinator" + (f" and {len(workers)} worker(s)" if workers else "")
+        where = " and ".join(places.values())
         held = ["drafts held, by place: " + " · ".join(f"{share:.0%}" for share in self.drafts_held)]
         return [
             "split: " + " · ".join(f"{node.name} [{node.start}, {node.end})" for node in self.split),

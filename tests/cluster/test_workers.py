@@ -177,7 +177,7 @@ def test_sigterm_lets_a_running_session_end_and_then_ends_the_worker(pair: Pair)
     ended = pair["last"].running.wait(FAILURE_S)
     assert ended.code == 0 and "Traceback" not in ended.err
     lines = [line.removeprefix("worker last: ") for line in ended.err.splitlines()]
-    assert "draining: 1 sessions in progress or kept, at most 10 s" in lines
+    assert "draining: sessions in progress or kept: 1, at most 10 s" in lines
     assert lines[-1] == "drained" or lines[-2:] == ["drained", "left the chain of coordinator coordinator"]
 
 

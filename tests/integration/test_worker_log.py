@@ -151,7 +151,7 @@ async def test_it_tells_what_it_waits_for_when_it_is_to_end(folder: Path, monkey
             await engine.answer(request(tokens_of(20), 3))
             out.truncate(out.seek(0))
             await serve.drain(node.service)
-        assert_lines(out, "draining: 1 sessions in progress or kept, at most 10 s", "drained")
+        assert_lines(out, "draining: sessions in progress or kept: 1, at most 10 s", "drained")
 
 
 def test_a_log_without_a_place_or_a_reader_is_no_failure(capfd: pytest.CaptureFixture[str]) -> None:

@@ -146,7 +146,7 @@ def test_every_key_of_cluster_yaml_has_its_section_and_examples_are_taken_or_ref
     assert len(refused) > 4
     for text in refused:
         path.write_text(text, encoding="utf-8")
-        with pytest.raises(ConfigError, match=r"has 1 problem\(s\)"):
+        with pytest.raises(ConfigError, match=r"has 1 problem:"):
             load_cluster(path)
 
 

@@ -12,6 +12,7 @@ import grpc.aio
 
 from worker.errors import (
     CLOSED_AT_ONCE,
+    NOT_ENCRYPTED,
     BrigadeError,
     CacheMismatch,
     ConfigError,
@@ -43,7 +44,7 @@ _HANDSHAKE = {  # gRPC's texts for a handshake that this side ended, and our mes
     "certificate is not yet valid": "its certificate is not valid yet; compare the clocks of both nodes",
     "CERTIFICATE_VERIFY_FAILED": "its certificate is of another authority; brigade keys issue {node} makes one of ours",
     "BAD_SIGNATURE": "its certificate is of another authority; brigade keys issue {node} makes one of ours",
-    "WRONG_VERSION_NUMBER": "it does not encrypt; set `tls:` in its configuration, too",
+    "WRONG_VERSION_NUMBER": NOT_ENCRYPTED,
     "handshake failed": "no encrypted connection ({details})",
 }
 _KIND, _NODE = "brigade-error", "brigade-node"

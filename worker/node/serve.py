@@ -101,7 +101,7 @@ def serve(
 async def drain(service: NodeService) -> None:
     """Tell the coordinator and let sessions in progress end, for at most `_DRAIN_S`."""
     if service.num_slots:
-        what = "draining: %d sessions in progress or kept, at most %.0f s"
+        what = "draining: sessions in progress or kept: %d, at most %.0f s"
         service.log.info(what, service.num_slots, _DRAIN_S)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DRAIN_S):

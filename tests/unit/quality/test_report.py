@@ -21,7 +21,7 @@ def lines(report: VerifyReport) -> list[str]:
 def test_a_report_lists_split_tensors_and_cases_and_sums_them_up() -> None:
     assert lines(ALL_EQUAL) == [
         "split: coordinator [0, 3) · mini [3, 4)",
-        "equal    40 tensors on the coordinator and 1 worker(s)",
+        "equal    40 tensors on the coordinator and worker mini",
         "equal    greedy, a: 3 tokens, smallest margin 0.25",
         "equal    greedy, a: 3 tokens, smallest margin 0.25",
         "the cluster is the model: 6 tokens equal, smallest margin 0.25",
