@@ -230,7 +230,7 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ExportPiece(self, request, context):
-        """The file of a piece, and the same on its way to a node that lacks these layers of it: only one of a chain takes any.
+        """The file of a piece, from a node that has it, and to one that lacks layers of it, which has to be part of a chain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -8,7 +8,7 @@ for too long.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import NoReturn, Self
@@ -25,7 +25,6 @@ from protos.brigade_pb2 import (
     Grammar,
     LoadProgress,
     Opening,
-    Piece,
     Report,
     Result,
     Segments,
@@ -92,7 +91,7 @@ class Chain:
         self.peers = deployment.peers
         self.last_step = 0
         self.begins_draining = asyncio.Event()  # of the MLX thread's loop; no new session may begin: see `draining`
-        self.retires = asyncio.Event()  # likewise; the engine calls `leave` once what sessions have is on disk
+        self.retires = asyncio.Event()  # likewise; the engine then writes what sessions have, and calls `leave`
         self.has_token = asyncio.Event()  # set with the first token after the warm-up
         self.clock_offsets: list[int] = [0] * self.num_stages  # nanoseconds, by stage
         self._is_awaited = is_awaited
@@ -112,8 +111,7 @@ class Chain:
         self._has_taken = asyncio.Event()
         self._returned_at = 0  # when the last of these came, nanoseconds
         self.prefixes: ChainPrefixes | None = None  # on the disks of all nodes; None if none are kept there
-        self._retired_for: BrigadeError | None = None
-        self._still_since: float | None = None  # once it retires, since when it was then
+        self._retired: tuple[BrigadeError, float | None] | None = None  # why, and since when it was still then
         self._stack = AsyncExitStack()
         self._stage: Stage | None = None
         self._main = asyncio.get_running_loop()
@@ -187,10 +185,12 @@ class Chain:
     def still_since(self) -> float | None:
         """Since when the frames in flight have brought no result, seconds, monotonic; None without any.
 
-        A chain that retires counts as still from then on.
+        Of a chain that retires, what it was then.
         """
+        if self._retired:
+            return self._retired[1]
         still = [each for flight in self._flights if (each := flight.still_since) is not None]
-        return self._still_since if self._retired_for else min(still, default=None)
+        return min(still, default=None)
 
     @property
     def idle_s(self) -> float:
@@ -224,16 +224,17 @@ class Chain:
         """
         if self.prefixes is None or self.answers_alone:
             self.end(error)
-        elif self._retired_for is None:
-            self._still_since, self._retired_for = self.still_since, error
+        elif self._retired is None:
+            self._retired = error, self.still_since
             self.thread.post(self.retires.set)
 
-    async def leave(self, pieces: Sequence[Piece]) -> None:
-        """End, since these pieces of running sessions are on disk. Call it on the main loop."""
-        assert self.prefixes is not None and self._retired_for is not None
-        if any(peer.is_draining for peer in self.peers):
-            await self.prefixes.keep_of_leaving(pieces)
-        self.end(self._retired_for)
+    async def leave(self, names: Collection[bytes]) -> None:
+        """End, but have this node keep the pieces of these names first. Call it on the main loop, once it retires."""
+        assert self.prefixes is not None and self._retired is not None
+        try:
+            await self.prefixes.keep_of_leaving(names)
+        finally:
+            self.end(self._retired[0])
 
     # On the MLX thread's loop
 

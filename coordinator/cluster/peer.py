@@ -263,13 +263,15 @@ class Peer:
 
     async def export_piece(self, piece: Piece) -> bytes:
         """Return the content of the file of a piece of a prefix. Raises PrefixLost if it is not there, or StageLost."""
-        with self.naming():
-            _, content = await join_parts(self._stub.ExportPiece(piece))
-            return content
+        async with self._network.channel(self.name, self.address, alone=True) as channel:
+            with self.naming():
+                _, content = await join_parts(NodeStub(channel).ExportPiece(piece))
+        return content
 
     async def import_piece(self, piece: Piece, content: bytes) -> None:
         """Have the worker keep the file of a piece of a prefix. Raises its refusal, or StageLost."""
-        await self._named(self._stub.ImportPiece(file_parts(piece, content)))
+        async with self._network.channel(self.name, self.address, alone=True) as channel:
+            await self._named(NodeStub(channel).ImportPiece(file_parts(piece, content)))
 
     async def compile(self, grammar: Grammar) -> None:
         """Have the worker prepare a grammar. Raises its refusal, or StageLost."""

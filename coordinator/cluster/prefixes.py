@@ -1,16 +1,16 @@
 """Pieces of prefixes on the disks of one chain's nodes: who has which, and how nodes get those that they lack."""
 
 import asyncio
-import contextlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import grpc.aio
 
 from coordinator.cluster.peer import Peer
-from protos.brigade_pb2 import Piece, PrefixesReply, PrefixesRequest
+from protos.brigade_pb2 import Piece, PrefixesRequest
 from worker.errors import BrigadeError
 from worker.node.prefix_store import PrefixStore, list_prefixes, read_piece
 from worker.platform.tasks import cancel_all
@@ -18,6 +18,7 @@ from worker.platform.threads import run_in_thread
 
 _LIST_S = 2.0  # for the pieces of all nodes
 _LEAVE_S = 3.0  # for what nodes that are about to end have of running sessions
+_MOST_FILES = 1 << 15  # of one node that are looked at: more would hold up the loop
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class ChainPrefixes:
         self.whole: list[Piece] = []  # that all these nodes have
         self.scattered: dict[bytes, tuple[Piece, Sequence[Move]]] = {}  # by name: those that some nodes have for others
         self.num_moving = 0  # calls of `bring` that have not ended
+        self._lost: set[bytes] = set()  # names of pieces that could not be moved
+        self._turn = asyncio.Lock()  # to move a piece, which others may want, too
         self._own, self._peers, self._places = own, peers, places
 
     async def learn(self) -> None:
@@ -85,51 +88,49 @@ class ChainPrefixes:
             elif moves is not None:
                 self.whole.append(piece)
 
-    async def bring(self, pieces: Sequence[Piece], within_s: float | None) -> Sequence[Piece]:
+    async def bring(self, pieces: Sequence[Piece], within_s: float) -> Sequence[Piece]:
         """Give nodes what they lack of scattered pieces, one after another; return those that came in time."""
         brought: list[Piece] = []
-        moving = asyncio.create_task(self._bring_each(pieces, brought))
         self.num_moving += 1
         try:
-            await asyncio.wait([moving], timeout=within_s)
+            await _as_far_as_possible(self._bring_each(pieces, brought), within_s)
         finally:
-            [ended] = await cancel_all(moving)  # it may have been cancelled before, with the connections of a lost node
             self.num_moving -= 1
-        if isinstance(ended, Exception) and not isinstance(ended, (BrigadeError, grpc.aio.UsageError)):
-            raise ended
         return brought
 
     async def _bring_each(self, pieces: Sequence[Piece], brought: list[Piece]) -> None:
         for piece in pieces:
-            _, moves = self.scattered.get(piece.name, (piece, ()))  # another call may have been quicker
-            for move in moves:
-                await self._move(move)
-            if self.scattered.pop(piece.name, None):
-                self.whole.append(piece)
-            brought.append(piece)
+            async with self._turn:
+                _, moves = self.scattered.get(piece.name, (piece, ()))  # another call may have been quicker
+                try:
+                    for move in moves:
+                        await self._move(move)
+                except BrigadeError:
+                    self._lost.add(piece.name)  # it would fail again
+                if self.scattered.pop(piece.name, None) and piece.name not in self._lost:
+                    self.whole.append(piece)
+            if piece.name not in self._lost:
+                brought.append(piece)
 
-    async def keep_of_leaving(self, pieces: Sequence[Piece]) -> None:
-        """Keep here what nodes that are about to end have of these pieces, as far as there is time."""
-        names = [piece.name for piece in pieces]
-        with contextlib.suppress(TimeoutError, BrigadeError):
-            async with asyncio.timeout(_LEAVE_S):
-                own, *others = await self._files()
-                leaving = [node for node, peer in enumerate(self._peers, 1) if peer.is_draining]
-                lacking = [(each, node) for node in leaving for each in others[node - 1] if each not in own]
-                for piece, node in sorted(lacking, key=lambda each: each[0].end):
-                    if piece.name in names:
-                        await self._move(Move(node, 0, piece))
+    async def keep_of_leaving(self, names: Collection[bytes]) -> None:
+        """Keep here what nodes that are about to end have of the pieces of these names, as far as there is time."""
+        if names and any(peer.is_draining for peer in self._peers):
+            await _as_far_as_possible(self._keep_of_leaving(names), _LEAVE_S)
+
+    async def _keep_of_leaving(self, names: Collection[bytes]) -> None:
+        own, *others = await self._files()
+        there = {(each.name, each.first_layer, each.last_layer) for each in own}
+        leaving = [(node, files) for node, files in enumerate(others, 1) if self._peers[node - 1].is_draining]
+        wanted = [Move(node, 0, each) for node, files in leaving for each in files if each.name in names]
+        for move in sorted(wanted, key=lambda move: move.piece.end):
+            if (move.piece.name, move.piece.first_layer, move.piece.last_layer) not in there:
+                await self._move(move)
 
     async def _files(self) -> list[Sequence[Piece]]:
         """Return the files of all nodes, this one first, once what they are writing is there."""
-        replies = await asyncio.gather(
-            run_in_thread(self._list_own), *(peer.prefixes(PrefixesRequest()) for peer in self._peers)
-        )
-        return [reply.pieces for reply in replies]
-
-    def _list_own(self) -> PrefixesReply:
-        self._own.wait_written()
-        return list_prefixes(PrefixesRequest())
+        own = run_in_thread(partial(list_prefixes, PrefixesRequest()))
+        replies = await asyncio.gather(own, *(peer.prefixes(PrefixesRequest()) for peer in self._peers))
+        return [reply.pieces[:_MOST_FILES] for reply in replies]
 
     async def _move(self, move: Move) -> None:
         """Move one file. Raises BrigadeError if a node cannot read or take it."""
@@ -141,3 +142,14 @@ class ChainPrefixes:
             await self._peers[move.target - 1].import_piece(move.piece, content)
         else:
             await run_in_thread(partial(self._own.add, move.piece, content))
+
+
+async def _as_far_as_possible(work: Coroutine[Any, Any, None], within_s: float) -> None:
+    """Do this until the time is over or a node is lost: what has not come is computed again."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait([task], timeout=within_s)
+    finally:
+        [ended] = await cancel_all(task)  # the end of a connection may have cancelled it before
+    if isinstance(ended, Exception) and not isinstance(ended, (BrigadeError, grpc.aio.UsageError)):
+        raise ended

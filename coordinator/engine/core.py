@@ -174,7 +174,7 @@ class EngineCore:
     # From here on the MLX thread's loop
 
     async def _submit(self, session: Session) -> None:
-        await self._bring(self.chain, [session])
+        await self._bring(self.chain, [session], self.scheduler.slots.num_shared)
         if self.failure is not None:
             raise self.failure.again() if isinstance(self.failure, BrigadeError) else self.failure
         if self._is_closing:
@@ -288,7 +288,7 @@ class EngineCore:
                 before = self.scheduler.slots
                 opening = asyncio.run_coroutine_threadsafe(self._when_lost(error), self._main)
                 chain = await asyncio.wrap_future(opening)
-                await self._bring(chain, list(self.sessions))
+                await self._bring(chain, list(self.sessions), lambda session: 0)
                 self._begin_epoch(chain)
                 self._replay(before)
 
@@ -454,8 +454,12 @@ class EngineCore:
         leaving = asyncio.run_coroutine_threadsafe(chain.leave(self.scheduler.slots.stored_of_running()), self._main)
         await asyncio.wrap_future(leaving)
 
-    async def _bring(self, chain: Chain, sessions: Sequence[Session]) -> None:
-        """Give nodes what they lack of the sessions' prefixes and others have, unless computing it is quicker."""
+    async def _bring(self, chain: Chain, sessions: Sequence[Session], num_there: Callable[[Session], int]) -> None:
+        """Give nodes what they lack of the sessions' prefixes and others have, for at most as long as computing takes.
+
+        Args:
+            num_there: returns how many of a session's tokens need not be brought.
+        """
         if self.failure is not None or chain.prefixes is None or not chain.prefixes.scattered:
             return
         prefixes = chain.prefixes
@@ -465,7 +469,7 @@ class EngineCore:
         wanted = {
             piece.name: piece
             for session in sessions
-            for piece in known.pieces_for(session, 0)
+            for piece in known.pieces_for(session, num_there(session))
             if piece.name in scattered
         }
         if not wanted:

@@ -290,15 +290,10 @@ class Slots:
             self._free(slot)
 
     def next_store(self, *, of_running: bool = False) -> tuple[SessionSlot, Piece] | None:
-        """Return a slot and the next piece of it that is not on the nodes' disks.
-
-        Args:
-            of_running: of sessions that run, too.
-        """
+        """Return a kept slot, or one `of_running` sessions, and the next piece of it that is not on the disks."""
         if self._stored is None:
             return None
-        running = self._running if of_running else []
-        for slot in [*running, *self._in(SlotState.KEPT)]:
+        for slot in self._running if of_running else self._in(SlotState.KEPT):
             if not slot.is_stored:
                 if piece := self._stored.next_piece(slot.session):
                     return slot, piece
@@ -307,14 +302,14 @@ class Slots:
 
     @property
     def _running(self) -> list[SessionSlot]:
-        """The slots of sessions that have not ended and have rows on the stages."""
-        return [slot for slot in self.active if slot.state is SlotState.OPEN]
+        """The slots of sessions with rows on the stages that have not ended."""
+        active = [slot for slot in self.active if slot.state is SlotState.OPEN]
+        return [slot for slot in active if slot.session.request.pool_from is None]  # texts to embed are not kept either
 
-    def stored_of_running(self) -> list[Piece]:
-        """Return the pieces on the nodes' disks with which sessions that run can go on elsewhere."""
-        return (
-            [piece for slot in self._running for piece in self._stored.pieces_of(slot.session)] if self._stored else []
-        )
+    def stored_of_running(self) -> set[bytes]:
+        """Return the names of the pieces on the nodes' disks with which sessions that run can go on elsewhere."""
+        stored = self._stored
+        return {piece.name for slot in self._running for piece in stored.pieces_of(slot.session)} if stored else set()
 
     def note_stored(self, slot: SessionSlot, piece: Piece, *, is_written: bool) -> None:
         """Note whether all stages write a piece of this slot to their disks; if not, nothing more of it is written."""

@@ -39,7 +39,7 @@ class StoredPrefixes:
         self._pays = pays
 
     def pieces_for(self, session: Session, first: int) -> list[Piece]:
-        """Return the pieces with which a session goes on from its `first` tokens; none if they are few tokens."""
+        """Return the pieces with which a session goes on from its `first` tokens; none if they hold few tokens."""
         found: dict[int, Piece] = {}  # by end, those that continue what is there
         for piece in self._pieces_of(session, session.most_reused):
             follows = first < piece.end and (piece.begin <= first or piece.begin in found)

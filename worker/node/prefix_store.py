@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
+from google.protobuf.message import DecodeError
 
 from protos.brigade_pb2 import FilePart, Piece, PrefixesReply, PrefixesRequest, Segment
 from worker.compute.header import MOST_UPCOMING, PIECE_NAME_BYTES
@@ -44,6 +45,7 @@ _READ_S = 2.0  # for a piece, from when it is needed
 _MOST_WAITING = 2  # pieces in memory that the disk has not taken yet; a further one waits
 _PART_BYTES = 1 << 20  # of a message: a larger one would hold up tokens
 _MOST_MOVED_BYTES = 1 << 30  # of a piece that goes to another node, which is in memory then
+_writing: set[Future[None]] = set()  # by all stores of this process
 _TOKEN_S = 0.01  # by which the next token of a prefix counts as used earlier
 _SPARE = 10  # a tenth of the disk stays free, whatever the limit
 _ABANDONED_S = 600.0  # after which an unfinished file is that of a process that has ended
@@ -109,7 +111,8 @@ def piece_files(folder: Path) -> list[PieceFile]:
 
 
 def list_prefixes(request: PrefixesRequest, folder: Path | None = None) -> PrefixesReply:
-    """Return the pieces of this node, after removing them if the request says so."""
+    """Return the pieces of this node once what this process is writing is there; remove them if the request says so."""
+    wait(list(_writing), _WRITE_S * _MOST_WAITING)
     files = piece_files(folder or prefix_folder())
     if request.remove:
         _remove([*(file.path for file in files), (folder or prefix_folder()) / _SECRET])
@@ -172,7 +175,10 @@ class PrefixStore:
         if not is_known or not self._can_write or len(self._writing) >= _MOST_WAITING:
             return False
         packed = [(segment_header(each), memoryview(b"".join(map(bytes_of, each.arrays)))) for each in segments]
-        self._writing.append(self._threads.submit(self._try_write, piece, packed))
+        writing = self._threads.submit(self._try_write, piece, packed)
+        self._writing.append(writing)
+        _writing.add(writing)
+        writing.add_done_callback(_writing.discard)
         return True
 
     def read(self, name: bytes, upcoming: Sequence[bytes] = ()) -> list[CacheSegment]:
@@ -200,22 +206,19 @@ class PrefixStore:
         _remove(path for *_, path in self._places(name))
 
     def add(self, piece: Piece, content: bytes) -> None:
-        """Keep the file of another node, if there is room. Any thread may call it.
+        """Keep the file of another node. Any thread may call it.
 
         Raises:
-            FrameError: it is damaged, or of another piece.
+            FrameError: it is damaged, or of another piece. PrefixLost: there is no room for it.
         """
         if len(piece.name) != PIECE_NAME_BYTES or not _FILE.fullmatch(_file_name(piece)):
             raise FrameError("expected a piece of a prefix, got one whose tokens and layers no piece can have")
         _segments_of(memoryview(content), piece.name)
         try:
-            self._write_file(piece, [content])
+            if not self._write_file(piece, [content]):
+                raise PrefixLost("expected room for a piece of a prefix on this node's disk")
         except OSError as error:
-            _log.warning("cannot keep a piece of a prefix from another node: %s", error)
-
-    def wait_written(self) -> None:
-        """Return once the pieces that wait are written, or the disk has been too slow. Any thread may call it."""
-        wait(list(self._writing), _WRITE_S * _MOST_WAITING)
+            raise PrefixLost(f"cannot keep a piece of a prefix from another node: {error}") from error
 
     def close(self) -> None:
         """Take no more pieces; those that wait are still written."""
@@ -271,12 +274,13 @@ class PrefixStore:
         own = Piece(name=piece.name, begin=piece.begin, end=piece.end, first_layer=self._start, last_layer=self._stop)
         self._write_file(own, (_MAGIC + piece.name + _digest(blocks), *blocks))
 
-    def _write_file(self, piece: Piece, blocks: Sequence[bytes | memoryview]) -> None:
-        """Write the file of a piece, if there is room."""
+    def _write_file(self, piece: Piece, blocks: Sequence[bytes | memoryview]) -> bool:
+        """Write the file of a piece; return False if there is no room, or others use the folder for too long."""
         _make_private(self._folder)
         with _locked(self._folder) as is_locked:
-            if is_locked and self._make_room(sum(map(len, blocks)), piece.end):
+            if has_room := is_locked and self._make_room(sum(map(len, blocks)), piece.end):
                 self._write_blocks(self._folder / _file_name(piece), blocks)
+        return has_room
 
     def _write_blocks(self, path: Path, blocks: Sequence[bytes | memoryview]) -> None:
         unfinished = path.with_suffix(f".{secrets.token_hex(4)}.part")
@@ -370,7 +374,10 @@ def _digest(blocks: Iterable[bytes | memoryview]) -> bytes:
 
 
 def _segments_of(content: memoryview, name: bytes) -> list[PackedSegment]:
-    """Return the segments of a piece's file. Raises FrameError unless it is whole, and the file of this piece."""
+    """Return the segments of a piece's file. Raises FrameError unless it is whole, and the file of this piece.
+
+    The digest tells of damage only: who sends a file can make one that fits.
+    """
     at = len(_MAGIC) + len(name)
     if content[:at] != _MAGIC + name:
         raise FrameError("expected the file of this piece, got another one")
@@ -378,10 +385,13 @@ def _segments_of(content: memoryview, name: bytes) -> list[PackedSegment]:
     if digest != _digest([rest]):
         raise FrameError("expected a piece as it was written, got one with another digest")
     found, at = [], 0
-    while at < len(rest):  # as it was written
-        num_header, num_data = struct.unpack_from("<IQ", rest, at)
-        at += _LENGTH_BYTES
-        header = Segment.FromString(bytes(rest[at : at + num_header]))
-        found.append((header, rest[at + num_header : at + num_header + num_data]))
-        at += num_header + num_data
+    try:
+        while at < len(rest):
+            num_header, num_data = struct.unpack_from("<IQ", rest, at)
+            at += _LENGTH_BYTES
+            header = Segment.FromString(bytes(rest[at : at + num_header]))
+            found.append((header, rest[at + num_header : at + num_header + num_data]))
+            at += num_header + num_data
+    except (struct.error, DecodeError) as error:
+        raise FrameError("expected segments in the file of a piece, got something else") from error
     return found

@@ -172,8 +172,6 @@ class NodeService(NodeServicer):
 
     async def Prefixes(self, request: PrefixesRequest, context: Context) -> PrefixesReply:
         async with self._serving(context, "to list prefixes"):
-            if (attachment := self.worker.attachment) and attachment.prefixes:
-                await run_in_thread(attachment.prefixes.wait_written)
             return await run_in_thread(partial(list_prefixes, request))
 
     async def ExportPiece(self, request: Piece, context: Context) -> None:

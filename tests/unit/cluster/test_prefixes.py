@@ -1,12 +1,17 @@
-"""Which files of a piece go where, so that every node has its layers."""
+"""Which files of a piece go where, so that every node has its layers, and what becomes of those that cannot go."""
 
+import asyncio
 import random
+from collections import Counter
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from coordinator.cluster.prefixes import Move, moves_for
+from coordinator.cluster.prefixes import ChainPrefixes, Move, moves_for
 from protos.brigade_pb2 import Piece
+from worker.errors import PrefixLost
 
 
 def file(first: int, last: int) -> Piece:
@@ -59,3 +64,50 @@ def test_after_these_moves_every_node_has_all_its_layers() -> None:
             num_complete += 1
             assert all(set(range(*place)) <= layers for place, layers in zip(places, layers_of, strict=True))
     assert num_complete > 20
+
+
+class FakePeer:
+    """A worker that has pieces, of which some cannot be read; it notes those that it gives and gets."""
+
+    def __init__(self, *numbers: int, lost: int = -1) -> None:
+        self.pieces = [Piece(name=bytes([n] * 16), begin=0, end=n, first_layer=0, last_layer=8) for n in numbers]
+        self.lost = bytes([max(0, lost)] * 16)
+        self.given: Counter[int] = Counter()
+        self.got: list[int] = []
+
+    async def prefixes(self, request: object) -> Any:
+        return SimpleNamespace(pieces=self.pieces)
+
+    async def export_piece(self, piece: Piece) -> bytes:
+        self.given[piece.end] += 1
+        await asyncio.sleep(0)
+        if piece.name == self.lost:
+            raise PrefixLost("expected a piece")
+        return b"content"
+
+    async def import_piece(self, piece: Piece, content: bytes) -> None:
+        self.got.append(piece.end)
+
+
+async def brought(prefixes: ChainPrefixes, *numbers: int) -> list[int]:
+    pieces = [Piece(name=bytes([n] * 16), begin=0, end=n) for n in numbers]
+    return [piece.end for piece in await prefixes.bring(pieces, 5.0)]
+
+
+def test_a_piece_that_cannot_be_moved_stops_no_other_and_none_is_moved_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("coordinator.cluster.prefixes.list_prefixes", lambda request: SimpleNamespace(pieces=[]))
+
+    async def run() -> None:
+        source, target, own = FakePeer(1, 2, 3, lost=2), FakePeer(3), SimpleNamespace(add=lambda *given: None)
+        peers: list[Any] = [source, target]
+        prefixes = ChainPrefixes(bytes(32), own, peers, [(0, 2), (2, 4), (4, 8)])  # type: ignore[arg-type]
+        await prefixes.learn()
+        assert {piece.end for piece, _ in prefixes.scattered.values()} == {1, 2, 3} and not prefixes.whole
+        found = await asyncio.gather(*(brought(prefixes, 1, 2, 3) for _ in range(4)))
+        assert found == [[1, 3]] * 4
+        assert not prefixes.scattered and [piece.end for piece in prefixes.whole] == [1, 3]
+        assert source.given == {1: 2, 2: 1, 3: 1} and target.got == [1] and not prefixes.num_moving
+
+    asyncio.run(run())

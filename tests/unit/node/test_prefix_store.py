@@ -9,6 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from blake3 import blake3
 
 from protos.brigade_pb2 import FilePart, Piece, PrefixesRequest
 from worker.errors import ConfigError, FrameError, PrefixLost
@@ -191,6 +192,10 @@ async def test_a_piece_goes_to_another_node_whole_and_undamaged_or_not_at_all(tm
 
     assert await join_parts(sent(file_parts(piece, content))) == (piece, content)
     store = PrefixStore(3, 5, LIMIT, there)
+    made_up = [content[:16] + name_of(1) + blake3(body).digest() + body for body in (b"x", b"x" * 99)]
+    for body in made_up:
+        with pytest.raises(FrameError, match="expected segments in the file of a piece"):
+            store.add(piece, body)
     outside = Piece(name=b"../../etc", begin=4, end=8, first_layer=2, last_layer=5)
     for wrong, damaged in ((piece, content[:-1]), (piece, b""), (other, content), (outside, content)):
         with pytest.raises(FrameError):
@@ -199,7 +204,8 @@ async def test_a_piece_goes_to_another_node_whole_and_undamaged_or_not_at_all(tm
     store.add(piece, content)
     assert [each.number for each in store.read(name_of(1))] == [each.number for each in SEGMENTS]
     assert {path.stat().st_mode & 0o777 for path in there.iterdir()} == {0o600}
-    PrefixStore(3, 5, len(content) - 1, tmp_path / "full").add(piece, content)
+    with pytest.raises(PrefixLost, match="expected room"):
+        PrefixStore(3, 5, len(content) - 1, tmp_path / "full").add(piece, content)
     assert not list_prefixes(PrefixesRequest(), tmp_path / "full").pieces
 
 

@@ -155,12 +155,23 @@ def test_a_chain_that_retires_writes_what_running_sessions_have_and_goes_no_furt
     pieces = [(piece.begin, piece.end) for piece in written(rig)]
     of_first = [(0, 512), (512, 1024)] if cuttable == PLENTY else [(0, 300), (300, 900)]
     assert pieces == [*of_first, *([(0, 512)] if cuttable == PLENTY else [])]
-    assert rig.scheduler.slots.stored_of_running() == written(rig)
+    assert rig.scheduler.slots.stored_of_running() == {piece.name for piece in written(rig)}
     assert rig.scheduler.is_idle and rig.scheduler.schedule() is None
     assert first.num_generated - numbers[0] <= 1 >= second.num_generated - numbers[1] and not late.num_generated
     again = restarted(rig, cuttable)
     session = again.answer([*LONG, *first.generated], turn_ends=(300, 900))
     assert session.num_reused == of_first[-1][1]
+
+
+def test_nothing_of_ended_sessions_is_written_while_running_ones_wait() -> None:
+    rig = rig_with()
+    stream = rig.submit(prompt_of(600, 1), 50)
+    rig.step_until(lambda: stream.num_generated > 2)
+    ended = rig.submit(prompt_of(700, 2), 1)
+    rig.step_until(lambda: ended.finish_reason)
+    rig.scheduler.retire()
+    rig.drain()
+    assert len(written(rig)) == 1 and rig.scheduler.slots.stored_of_running() == {written(rig)[0].name}
 
 
 def test_a_piece_that_a_stage_does_not_write_is_not_counted_as_stored_and_its_slot_not_asked_again() -> None:
