@@ -73,7 +73,7 @@ def rm(
     config: flags.Config = None,
     as_json: flags.JsonFlag = False,
 ) -> None:
-    """Remove kept models, or all prompts. Models that a worker here has loaded or receives stay: exit code 3.
+    """Remove kept models, or all prompts. Layers that a worker here has loaded or receives stay: exit code 3.
 
     brigade cache rm Qwen/Qwen3-8B
 
@@ -104,8 +104,8 @@ def rm(
     if in_use:
         names = ", ".join(in_use)
         raise BrigadeError(
-            f"{names}: in use by a worker of this machine, so it stays. End that worker (Ctrl-C, or `brigade launch "
-            "--stop NAME` from where it was launched), then remove it again"
+            f"{names}: what a worker of this machine uses stays. End that worker (Ctrl-C, or `brigade launch --stop "
+            "NAME` from where it was launched), then remove it again"
         )
 
 

@@ -54,7 +54,9 @@ def test_what_is_in_use_stays_and_is_named(brigade: Command, kept: Path, capsys:
     lease = Lease()
     used = next((kept / KEYS[0]).glob("back*"))
     lease.add(used)
-    with pytest.raises(BrigadeError, match=r"^owner/first@1234: in use by a worker .* --stop NAME`") as refused:
+    with pytest.raises(
+        BrigadeError, match=r"^owner/first@1234: what a worker of this machine uses stays\. .* --stop NAME`"
+    ) as refused:
         brigade("cache", "rm", "--all")
     assert refused.value.exit_code == 3
     assert used.exists() and not (kept / KEYS[1]).exists()
