@@ -375,8 +375,7 @@ class Chain:
         """
         own = self._own
         assert own.shard is not None
-        context = self.spec.drafter.context if self.spec.drafter else 0
-        drafter = await own.thread.run(partial(prepare_drafting, own.shard, own.part, self.spec.num_features, context))
+        drafter = await own.thread.run(partial(prepare_drafting, own.shard, own.part, self.spec.num_features))
         limit = self.deployment.prefix_bytes
         prefixes = PrefixStore(own.shard.start, own.shard.end, limit) if limit else None
         is_whole = self.answers_alone or not self.peers

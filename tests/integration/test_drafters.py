@@ -301,7 +301,7 @@ def test_drafts_after_any_rejection_are_those_of_a_drafter_that_reads_the_known_
     sampling = Sampling(seed=2, temperature=0.5, logit_bias=dict.fromkeys(range(8), 40.0))
 
     def opened_executor() -> Executor:
-        drafter = SmallModel(own, spec.context, spec.vocab_size, spec.mask_token)
+        drafter = SmallModel(own, spec.vocab_size, spec.mask_token)
         executor = Executor(shard, 0, spec.dtype, drafter=drafter)
         executor.step(Frame(opened=[Opening(slot=0, sampling=sampling, drafted=True)]), received=0)
         return executor

@@ -49,6 +49,7 @@ class Shard(HeldTensors):
         self.info = layout.info
         self.start, self.end = start, end
         self.is_first, self.is_last = start == 0, end == self.info.num_layers
+        self.context = layout.spec.context  # tokens that the model can read
         reader = TensorReader(checkpoint, shard_tensors(checkpoint, start, end))
         model = build(checkpoint, reader)
         has_embedding = layout.spec.has_embedding(start, end, serves_head=checkpoint.embeds_last)

@@ -36,13 +36,12 @@ def build_part(checkpoint: Checkpoint, start: int, end: int, held: dict[str, mx.
     return Shard(checkpoint, start, end, held)
 
 
-def prepare_drafting(shard: Shard, part: DrafterPart | None, num_features: int, context: int) -> Drafter | None:
+def prepare_drafting(shard: Shard, part: DrafterPart | None, num_features: int) -> Drafter | None:
     """Prepare a stage for drafting, on the MLX thread.
 
     Args:
         part: what the stage holds of the drafter.
         num_features: numbers that rows carry for a draft head, which reads some of the shard's layers.
-        context: tokens that a small model can read.
     Returns:
         What drafts on the stage that samples; None on another one, and without a drafter.
     Raises:
@@ -53,11 +52,11 @@ def prepare_drafting(shard: Shard, part: DrafterPart | None, num_features: int, 
         if num_features != part.spec.num_features:
             raise FrameError(f"{part.name}: num_features: expected {part.spec.num_features}, found {num_features}")
     shard.tap(part.taps(shard) if isinstance(part, HeadPart) else {}, num_features)
-    return make_drafter(part, shard, context) if part else None
+    return make_drafter(part, shard) if part else None
 
 
-def make_drafter(part: DrafterPart, shard: Shard, context: int) -> Drafter | None:
+def make_drafter(part: DrafterPart, shard: Shard) -> Drafter | None:
     """Return what drafts with this part for the model whose last layers the shard holds. Args as `prepare_drafting`."""
     if isinstance(part, Shard):
-        return SmallModel(part, context, shard.info.vocab_size, shard.mask_token)
+        return SmallModel(part, shard.info.vocab_size, shard.mask_token)
     return _HEADS[part.spec.kind][1](part, shard) if part.is_whole else None

@@ -79,15 +79,13 @@ class SmallModel:
 
     reads_rows = False
 
-    def __init__(self, shard: Shard, context: int, vocab_size: int, mask_token: int | None) -> None:
+    def __init__(self, shard: Shard, vocab_size: int, mask_token: int | None) -> None:
         """
         Args:
             shard: all layers of the small model.
-            context: tokens that the small model can read.
             vocab_size, mask_token: of the model that it drafts for.
         """
         self._shard = shard
-        self._context = context
         self._vocab_size, self._mask_token = vocab_size, mask_token
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
@@ -95,7 +93,7 @@ class SmallModel:
         able = [
             request
             for request in requests
-            if (request.count or request.is_chunk) and request.num_known + request.count < self._context
+            if (request.count or request.is_chunk) and request.num_known + request.count < self._shard.context
         ]
         texts = {id(request): self._text_of(request) for request in able}
         able = [request for request in able if self._catch_up(texts[id(request)], request)]

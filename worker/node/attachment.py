@@ -38,7 +38,6 @@ class Attachment:
         self,
         shard: Shard,
         part: DrafterPart | None,
-        context: int,
         thread: MlxThread,
         network: Network,
         name: str,
@@ -47,7 +46,7 @@ class Attachment:
         """Open the hop to the next stage, then start the stage; `name` is this node's.
 
         Args:
-            part: what drafts here or reads layers for that, and `context` the tokens that a small model can read.
+            part: what drafts here or reads layers for that.
             drop_drafter: frees `part`; the loop of this call runs it if the drafter fails.
         Raises:
             BrigadeError: the refusal of the next stage.
@@ -57,7 +56,7 @@ class Attachment:
         if request.successor:
             addresses = [request.successor, *request.successor_fallbacks]
             address = await dial(network, request.successor_name, addresses)
-        drafter = await thread.run(partial(prepare_drafting, shard, part, request.num_features, context))
+        drafter = await thread.run(partial(prepare_drafting, shard, part, request.num_features))
         if request.prefix_bytes:
             self.prefixes = PrefixStore(shard.start, shard.end, request.prefix_bytes)
         executor = Executor(

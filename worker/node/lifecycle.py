@@ -24,7 +24,6 @@ from worker.drafters.kinds import DrafterPart
 from worker.errors import FrameError, ModelError, NodeBusy, StageLost
 from worker.model.checkpoint import Checkpoint
 from worker.model.contents import check_contents
-from worker.model.describe import describe
 from worker.node.attachment import Attachment, check_place
 from worker.node.loading import QUIET_S, load_shard
 from worker.node.log import log_failure
@@ -77,7 +76,6 @@ class HeldModel:
     shard: DrafterPart | None
     read: dict[str, mx.array]
     lease: Lease  # of its files
-    context: int = 0  # tokens that the model can read
 
     @property
     def has_tensors(self) -> bool:
@@ -266,7 +264,7 @@ class Worker:
         try:
             # no names for the shard and its drafter: an error that passes through here would keep them
             await attachment.open(
-                self._require_shard(), *self._drafter_of(request), self._thread, network, self.name, self._drop_drafter
+                self._require_shard(), self._drafter_of(request), self._thread, network, self.name, self._drop_drafter
             )
             self.refuse_if_draining()
             self._reservation = None
@@ -418,22 +416,21 @@ class Worker:
         except BaseException:
             lease.close()
             raise
-        context = describe(checkpoint).context
-        self._hold(request, HeldModel(wanted, _stamp_after(checkpoint, stamp), shard, {}, lease, context))
+        self._hold(request, HeldModel(wanted, _stamp_after(checkpoint, stamp), shard, {}, lease))
         await self._thread.run(forget_peak)
         took_s = time.monotonic() - began
         self._log.info("loaded %s: %.1f MiB in %.1f s", _name_of(request), shard.nbytes / 2**20, took_s)
 
-    def _drafter_of(self, request: AttachRequest) -> tuple[DrafterPart | None, int]:
-        """Return what of the drafter this place has, with the tokens that it can read; free a held one if it has none.
+    def _drafter_of(self, request: AttachRequest) -> DrafterPart | None:
+        """Return what of the drafter this place has; free a held one if it has none.
 
         Raises:
             ModelError, StageLost: as `_require_loaded`.
         """
         if not request.HasField("drafter"):
             self._release_drafter()
-            return None, 0
-        return self._require_loaded(self._drafter, request.drafter), self._drafter.context if self._drafter else 0
+            return None
+        return self._require_loaded(self._drafter, request.drafter)
 
     def _release_drafter(self) -> None:
         if self._drafter:

@@ -69,7 +69,7 @@ def test_drafts_are_those_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -
     for room in ("next_token", "draft_head"):
         monkeypatch.setattr(f"worker.drafters.{room}.fit_vocabulary", note)
     for count in (1, 3, 7):
-        drafter: Any = make_drafter(part, model, 512)
+        drafter: Any = make_drafter(part, model)
         slot = Slot(Caches((), (), Cache()), History(), Sampling())
         for step, each in enumerate(recorded["steps"]):
             rows = rows_of(arrays[f"features.{step}"], part, model)
