@@ -275,7 +275,7 @@ def test_what_a_model_was_not_trained_for_is_refused(
 )
 def test_an_impossible_training_is_refused_by_its_key(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=f"config.json: {message}"):
-        canvas_training_of({"model_type": "qwen3", **config}, 97)
+        canvas_training_of({"model_type": "qwen3", **config}, 97, {})
 
 
 @configs

@@ -27,7 +27,7 @@ from worker.memory.slot_caches import Caches
 from worker.model.build import build
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import layout_of, shard_tensors
-from worker.model.families import LaneForm, canvas_training_of, lane_form, looks_at_positions, mask_token_of
+from worker.model.families import LaneForm, lane_form, looks_at_positions
 from worker.model.module_tree import final_norm, module_tree_of
 from worker.model.probe_pass import ModelInfo, strip_front
 from worker.model.stub_layers import RunLayer, as_returned, as_rows, drop_arrays, drop_part, install_gates
@@ -46,23 +46,22 @@ class Shard(HeldTensors):
             ModelError: a tensor is missing, unknown, or of another shape than the configuration says.
         """
         layout = layout_of(checkpoint)
-        self.info = layout.info
+        self.info, spec = layout.info, layout.spec
         self.start, self.end = start, end
         self.is_first, self.is_last = start == 0, end == self.info.num_layers
-        self.context = layout.spec.context  # tokens that the model can read
+        self.context = spec.context  # tokens that the model can read
         reader = TensorReader(checkpoint, shard_tensors(checkpoint, start, end))
         model = build(checkpoint, reader)
-        has_embedding = layout.spec.has_embedding(start, end, serves_head=checkpoint.embeds_last)
+        has_embedding = spec.has_embedding(start, end, serves_head=checkpoint.embeds_last)
         self._cut = CutModel(model, self.info, start, end, has_embedding=has_embedding)
         super().__init__(model, f"layers [{start}, {end})", held)
         if unread := next((name for name, array in self._listed if reader.name_of(array)), None):
             raise ModelError(f"{checkpoint.name}: cannot tell which node needs tensor {unread}")
         _require_experts_here(checkpoint, self._cut)
         self.grammars = Grammars(checkpoint.folder, self.info.vocab_size)
-        self.mask_token = mask_token_of(checkpoint.config, self.info.vocab_size)
-        training = canvas_training_of(checkpoint.config, self.info.vocab_size)
-        self._grid = training.grid if training else 1
-        self.refines = training is not None and training.refinement is not None
+        self.mask_token = spec.mask_token
+        self._grid = spec.canvas.grid if spec.canvas else 1
+        self.refines = spec.canvas is not None and spec.canvas.refinement is not None
         self._lane_form = lane_form(checkpoint.config)
         self._looks_at_positions = looks_at_positions(checkpoint.config)
         self._no_caches = Caches(self.info.entries, (), Cache())  # for norm and head, which have no cache

@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping
 from enum import Enum
 from importlib.metadata import version
-from types import MappingProxyType
 from typing import Any
 
 from worker.errors import ModelError
@@ -150,7 +149,7 @@ def mask_token_of(config: dict[str, Any], vocab_size: int) -> int | None:
 
 
 def canvas_training_of(
-    config: dict[str, Any], vocab_size: int, generation_config: Mapping[str, Any] = MappingProxyType({})
+    config: dict[str, Any], vocab_size: int, generation_config: Mapping[str, Any]
 ) -> CanvasTraining | None:
     """Return how the checkpoint was trained for block diffusion; None if it was not.
 
