@@ -32,7 +32,7 @@ from protos.brigade_pb2 import (
     Window,
 )
 from worker.compute.executor import Executor, close_slots
-from worker.compute.header import check_pooled, check_result, check_soft
+from worker.compute.header import check_result
 from worker.drafters.kinds import prepare_drafting
 from worker.errors import (
     BrigadeError,
@@ -338,10 +338,7 @@ class Chain:
         sent = flight.take(result.step)
         if self.answers_alone and not stays and sent.num_rows:
             self._observe_return(result, sent.num_rows)
-        vocab_size = self.spec.vocab_size
-        check_result(result, sent.asked, vocab_size, node, sent.alternatives)
-        check_soft(result, sent.softened, self.spec.hidden_size, self.spec.dtype, vocab_size, node)
-        check_pooled(result, sent.pooled, self.spec.hidden_size, node)
+        check_result(result, sent.asked, self.spec, node)
         if result.drafter_failure and not self._has_lost_drafter:
             self._has_lost_drafter = True
             line = f"the drafter failed; the chain goes on without drafts: {printable(result.drafter_failure, 500)}"

@@ -2,13 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import NoReturn
 
 from coordinator.planning.costs import ChainCosts
-from protos.brigade_pb2 import Conditioning, Frame, Opening, Result, Sampling
-from worker.compute.header import asked_of, num_rows, pooled_of, softened_of
+from protos.brigade_pb2 import Frame, Opening, Result, Sampling
+from worker.compute.header import Asked, num_rows
 from worker.errors import StageLost
 from worker.model.model_spec import MOST_DRAFTS
 from worker.platform.machine import SleepWatch, asleep_s
@@ -120,16 +120,13 @@ class Sent:
 
     num_rows: int
     length: int  # tokens of the longest slot with these rows
-    asked: dict[int, tuple[int, ...]]  # by slot, as `asked_of` counts
+    asked: Asked
     kind: StepKind
     at: float  # seconds, monotonic
     is_alone: bool  # so far
-    alternatives: dict[int, int]  # by slot: the most that each sample may have
     num_drafts: int = 0  # that its largest window asks for
     num_read: int = 0  # tokens whose rows the stages read from their disks
     num_drafting: int = 0  # windows that ask for drafts
-    softened: Mapping[int, tuple[Conditioning, int]] = field(default_factory=dict)  # as `softened_of` returns it
-    pooled: Mapping[int, int] = field(default_factory=dict)  # as `pooled_of` returns it
 
 
 @dataclass(frozen=True)
@@ -185,24 +182,17 @@ class Flight:
         """Note that the frame, which was opened, is on its way."""
         for sent in self._sent.values():
             sent.is_alone = False
-        kind = self._timeouts.kind_of(frame)
-        rows, asked = sum(map(num_rows, frame.windows)), {w.slot: asked_of(w) for w in frame.windows}
-        asked |= {store.slot: (0, 0, 0) for store in frame.stores}  # a stage may fail to
-        alternatives = {slot: logprobs - 1 for slot in asked if (logprobs := self._logprobs.get(slot))}
         drafts = [window.drafts for window in frame.windows if window.drafts]
         self._sent[frame.step] = Sent(
-            num_rows=rows,
+            num_rows=sum(map(num_rows, frame.windows)),
             length=max((window.base + num_rows(window) for window in frame.windows), default=0),
-            asked=asked,
-            kind=kind,
+            asked=Asked.of(frame, self._logprobs),
+            kind=self._timeouts.kind_of(frame),
             at=time.monotonic(),
             is_alone=not self._sent,
-            alternatives=alternatives,
             num_drafts=max(drafts, default=0),
             num_drafting=len(drafts),
             num_read=sum(len(window.tokens) for window in frame.windows if window.stored),
-            softened=softened_of(frame.windows),
-            pooled=pooled_of(frame.windows),
         )
         if self.awaited is None:
             self._publish()
@@ -217,7 +207,7 @@ class Flight:
 
     def learn(self, arrival: ArrivedResult) -> None:
         """Learn from the times of a checked result. It can wait until the next frame is on its way."""
-        sent = arrival.sent
+        sent, slots = arrival.sent, list(arrival.sent.asked.answers)
         self._timeouts.done(sent.kind)
         self._last_result = arrival.at / 1e9
         stages_s = [(timing.sampled - timing.started) / 1e9 for timing in arrival.result.timings]
@@ -227,17 +217,15 @@ class Flight:
             drafting_ns = sum(max(0, timing.drafted - timing.sampled) for timing in arrival.result.timings)
             drafting_s = min(drafting_ns / 1e9, arrival.took_s)
             lost_s = 0.0
-            if sent.num_drafts and sent.is_alone and sent.num_rows == len(sent.asked) and self.costs.steps.is_known:
+            if sent.num_drafts and sent.is_alone and sent.num_rows == len(slots) and self.costs.steps.is_known:
                 lost_s = max(0.0, arrival.took_s - drafting_s - self.costs.steps.seconds(sent.num_rows))
                 self.costs.drafting.observe_start(sent.num_rows, lost_s)
             # else a chain that drafts would take its steps without drafts for slow, and never try them again
             beside_s = drafting_s + lost_s
             self.costs.observe(sent.num_rows, stages_s, arrival.took_s, beside_s, was_alone=sent.is_alone)
             for scratch, timing in zip(self.costs.scratch, arrival.result.timings, strict=True):
-                if timing.scratch_bytes and len(sent.asked) == 1:
-                    scratch.observe(
-                        self._caches[next(iter(sent.asked))], sent.num_rows, sent.length, timing.scratch_bytes
-                    )
+                if timing.scratch_bytes and len(slots) == 1:
+                    scratch.observe(self._caches[slots[0]], sent.num_rows, sent.length, timing.scratch_bytes)
             if sent.num_drafts and sent.num_rows <= (1 + MOST_DRAFTS) * sent.num_drafting:  # else it read a prompt
                 self.costs.drafting.observe(sent.num_drafts, sent.num_drafting, drafting_s)
         self._publish()

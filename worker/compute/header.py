@@ -1,11 +1,12 @@
 """Checks of frame headers and results from peers, before their payload is used. Pure: no I/O, no MLX."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
 from operator import sub
-from typing import Any
+from typing import Any, Self
 
 from protos.brigade_pb2 import (
     CACHE_ROTATING,
@@ -25,7 +26,7 @@ from protos.brigade_pb2 import (
 )
 from worker.errors import FrameError
 from worker.model.cache_spec import MOST_SNAPSHOTS
-from worker.model.model_spec import DTYPE_BYTES, MOST_DRAFTS
+from worker.model.model_spec import DTYPE_BYTES, MOST_DRAFTS, ModelSpec
 
 _MOST_SLOTS = 1 << 16  # in one frame, since the event loop checks each
 _MOST_SHOWN = 64  # numbers in a message
@@ -93,9 +94,27 @@ def check_header(frame: Frame, stage: int, hidden_size: int, dtype: DType) -> No
         )
 
 
-def asked_of(window: Window) -> tuple[int, ...]:
-    """Return how many samples, guesses and scores answer a window; a draft counts as a guess."""
-    return window.wanted, window.guessed + window.drafts, len(window.targets)
+@dataclass(frozen=True)
+class Asked:
+    """What a frame asks the last stage for, by slot; a slot with a failure may lack it."""
+
+    answers: Mapping[int, tuple[int, ...]]  # the numbers of samples, of guesses and drafts, and of scores
+    alternatives: Mapping[int, int] = field(default_factory=dict)  # the most per answer; 0 for missing slots
+    soft: Mapping[int, tuple[Conditioning, int]] = field(default_factory=dict)  # conditioning, and for how many rows
+    pooled: Mapping[int, int] = field(default_factory=dict)  # rows that are added up
+
+    @classmethod
+    def of(cls, frame: Frame, logprobs: Mapping[int, int]) -> Self:
+        """Return what this frame asks for; `logprobs` are those of the session in each slot."""
+        windows = frame.windows
+        answers = {each.slot: (each.wanted, each.guessed + each.drafts, len(each.targets)) for each in windows}
+        answers |= {store.slot: (0, 0, 0) for store in frame.stores}  # a stage may fail to
+        return cls(
+            answers,
+            {slot: count - 1 for slot in answers if (count := logprobs.get(slot))},
+            {each.slot: (each.conditioning, len(each.canvas)) for each in windows if each.conditioning},
+            {each.slot: each.pooled for each in windows if each.pooled},
+        )
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
@@ -104,66 +123,41 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def check_result(
-    result: Result,
-    asked: Mapping[int, tuple[int, ...]],
-    vocab_size: int,
-    node: str,
-    alternatives: Mapping[int, int] | None = None,
-) -> None:
-    """Raise FrameError unless the result of `node` has exactly the expected answers.
+def check_result(result: Result, asked: Asked, spec: ModelSpec, node: str) -> None:
+    """Raise FrameError unless the result of `node` has exactly what was asked for, tokens below the vocabulary's size.
 
-    Args:
-        asked: by slot, the numbers of samples, guesses and scores; a slot with a failure may lack them.
-        alternatives: by slot, the most alternatives per answer; 0 for missing slots.
+    Numbers of the conditioning of canvases have to be finite, probabilities at most 1.
     """
     answers = result.samples, result.guesses, result.scores
-    _check_counts(result, asked, node)
+    _check_counts(result, asked.answers, node)
     failed = {failure.slot for failure in result.failures}
     counts = [Counter(each.slot for each in of) for of in answers]
-    for slot in set(asked).union(*counts) - failed:
-        expected, found = asked.get(slot, (0, 0, 0)), tuple(count[slot] for count in counts)
+    for slot in set(asked.answers).union(*counts) - failed:
+        expected, found = asked.answers.get(slot, (0, 0, 0)), tuple(count[slot] for count in counts)
         if expected != found:
             said = f"expected (samples, guesses, scores) {expected} for slot {slot}, got {found} (step {result.step})"
             raise FrameError(said, node=node)
-    highest = max((_highest(each, alternatives or {}, node) for of in answers for each in of), default=0)
-    if highest >= vocab_size:
-        raise FrameError(f"expected tokens below {vocab_size}, got {highest} (step {result.step})", node=node)
+    highest = max((_highest(each, asked.alternatives, node) for of in answers for each in of), default=0)
+    if highest >= spec.vocab_size:
+        raise FrameError(f"expected tokens below {spec.vocab_size}, got {highest} (step {result.step})", node=node)
+    _check_soft(result, asked, failed, spec, node)
+    _check_pooled(result, asked, failed, spec, node)
 
 
-def softened_of(windows: Iterable[Window]) -> dict[int, tuple[Conditioning, int]]:
-    """Return by slot the conditioning that the last stage has to compute, and for how many rows."""
-    return {window.slot: (window.conditioning, len(window.canvas)) for window in windows if window.conditioning}
-
-
-def check_soft(
-    result: Result,
-    asked: Mapping[int, tuple[Conditioning, int]],
-    hidden_size: int,
-    dtype: DType,
-    vocab_size: int,
-    node: str,
-) -> None:
-    """Raise FrameError unless the result of `node` has exactly the expected conditioning of canvases.
-
-    Numbers have to be finite, probabilities at most 1, tokens below `vocab_size`.
-
-    Args:
-        asked: the result of `softened_of`; a slot with a failure may lack its conditioning.
-    """
+def _check_soft(result: Result, asked: Asked, failed: set[int], spec: ModelSpec, node: str) -> None:
+    """Raise FrameError unless the result has exactly the expected conditioning of canvases."""
     expected = set()
-    for slot, (conditioning, count) in asked.items():
+    for slot, (conditioning, count) in asked.soft.items():
         is_top = conditioning == CONDITIONING_TOP
-        row_bytes = 2 * NUM_CANDIDATES if is_top else hidden_size * DTYPE_BYTES[dtype]
+        row_bytes = 2 * NUM_CANDIDATES if is_top else spec.hidden_size * DTYPE_BYTES[spec.dtype]
         expected.add((slot, conditioning, count * row_bytes, count * 4 * NUM_CANDIDATES if is_top else 0))
-    failed = {failure.slot for failure in result.failures}
     expected = {each for each in expected if each[0] not in failed}
     found = [(soft.slot, soft.conditioning, len(soft.rows), len(soft.ids)) for soft in result.soft]
     if len(found) != len(expected) or set(found) != expected:
         said = f"expected (slot, conditioning, bytes, bytes of ids) {brief(sorted(expected))}, got {brief(found)}"
         raise FrameError(f"{said} (step {result.step})", node=node)
     for soft in result.soft:
-        if wrong := _wrong_numbers(soft, dtype, vocab_size):
+        if wrong := _wrong_numbers(soft, spec.dtype, spec.vocab_size):
             raise FrameError(f"expected {wrong} (slot {soft.slot}, step {result.step})", node=node)
 
 
@@ -181,19 +175,10 @@ def _wrong_numbers(soft: Soft, dtype: DType, vocab_size: int) -> str:
     return "" if is_right else "finite numbers for the next step of a canvas, got NaN or infinities"
 
 
-def pooled_of(windows: Iterable[Window]) -> dict[int, int]:
-    """Return by slot the number of rows of which the last stage has to return the sum."""
-    return {window.slot: window.pooled for window in windows if window.pooled}
-
-
-def check_pooled(result: Result, asked: Mapping[int, int], hidden_size: int, node: str) -> None:
-    """Raise FrameError unless the result of `node` has exactly the expected sums of rows.
-
-    Args:
-        asked: the result of `pooled_of`; a slot with a failure may lack its sum.
-    """
-    failed, size = {failure.slot for failure in result.failures}, hidden_size * DTYPE_BYTES[DType.DTYPE_FLOAT32]
-    expected = sorted((slot, rows, size) for slot, rows in asked.items() if slot not in failed)
+def _check_pooled(result: Result, asked: Asked, failed: set[int], spec: ModelSpec, node: str) -> None:
+    """Raise FrameError unless the result has exactly the expected sums of rows."""
+    size = spec.hidden_size * DTYPE_BYTES[DType.DTYPE_FLOAT32]
+    expected = sorted((slot, rows, size) for slot, rows in asked.pooled.items() if slot not in failed)
     found = sorted((pooled.slot, pooled.rows, len(pooled.sum)) for pooled in result.pooled)
     if found != expected:
         said = f"expected sums of (slot, rows, bytes) {brief(expected)}, got {brief(found)} (step {result.step})"

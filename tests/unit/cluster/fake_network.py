@@ -18,7 +18,7 @@ from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import DTYPE_BFLOAT16, Frame, HelloReply, StatusReply
 from tests.unit.fake_chain import FakeChain
 from tests.unit.virtual_time import SameThread
-from worker.compute.header import num_rows
+from worker.compute.header import Asked, num_rows
 from worker.errors import ConfigError, EngineHung, NodeBusy, NodeLeaving, StageLost
 from worker.model.cache_spec import Memory
 from worker.model.model_spec import LayerSpec, ModelSpec
@@ -286,7 +286,7 @@ class WorldChain:
         if result.samples:
             self.has_token.set()
         num_sent_rows = sum(map(num_rows, frame.windows))
-        sent = Sent(num_sent_rows, 0, {}, frozenset(), sent_at, is_alone=True, alternatives={})
+        sent = Sent(num_sent_rows, 0, Asked({}), frozenset(), sent_at, is_alone=True)
         return ArrivedResult(result, time.monotonic_ns(), sent)
 
     def learn(self, arrival: ArrivedResult) -> None:

@@ -26,8 +26,9 @@ from protos.brigade_pb2 import (
     Timing,
 )
 from tests.unit.fuzz import fuzzed, nearly, within
-from worker.compute.header import check_pooled, check_result, check_soft
+from worker.compute.header import Asked, check_result
 from worker.errors import FrameError
+from worker.model.model_spec import LayerSpec, ModelSpec
 from worker.node.framing import read_report, write_report
 
 MANY = 1 << 18  # more than any result has of anything
@@ -83,7 +84,9 @@ def test_any_bytes_with_a_checksum_are_a_report_or_refused(content: bytes) -> No
         read_report(message, "last")
 
 
-ASKED = {1: (2, 0, 0), 4: (0, 3, 0), 5: (0, 0, 0), 6: (1, 0, 2)}
+HIDDEN = 6
+SPEC = ModelSpec("tiny", "qwen3", (LayerSpec(1),), 1, 1, False, HIDDEN, 50, 128, DTYPE_BFLOAT16)
+ASKED = Asked({1: (2, 0, 0), 4: (0, 3, 0), 5: (0, 0, 0), 6: (1, 0, 2)})
 
 
 def answered(
@@ -114,16 +117,16 @@ def answered(
     ],
 )  # fmt: skip
 def test_a_result_answers_exactly_what_was_asked(result: Result, words: str) -> None:
-    check_result(answered([1, 1, 6], [4, 4, 4]), ASKED, 50, "last")
-    check_result(answered([1, 1, 6], [], failed=[4]), ASKED, 50, "last")
+    check_result(answered([1, 1, 6], [4, 4, 4]), ASKED, SPEC, "last")
+    check_result(answered([1, 1, 6], [], failed=[4]), ASKED, SPEC, "last")
     with pytest.raises(FrameError, match=f"^worker last: {words}"):
-        check_result(result, ASKED, 50, "last")
+        check_result(result, ASKED, SPEC, "last")
 
 
 def test_a_result_of_a_million_samples_is_refused_in_a_few_words() -> None:
     result = Result(samples=[Sample(slot=3, token=5)] * MANY)
     with within(1 << 16), pytest.raises(FrameError, match=r"\(262144, 0, 0\)") as refused:
-        check_result(result, {3: (1, 0, 0)}, 50, "mini")
+        check_result(result, Asked({3: (1, 0, 0)}), SPEC, "mini")
     assert len(str(refused.value)) < 300
 
 
@@ -140,7 +143,7 @@ def test_fuzz_a_result_is_as_it_was_asked_for_or_refused_by_the_nodes_name(resul
     except DecodeError:
         return
     try:
-        check_result(found, {3: (wanted, 0, 0)}, 50, "mini")
+        check_result(found, Asked({3: (wanted, 0, 0)}), SPEC, "mini")
     except FrameError as error:
         assert error.node == "mini" and len(str(error)) < 300
     else:
@@ -157,12 +160,11 @@ def test_alternatives_that_were_not_asked_for_or_are_no_tokens_are_refused(token
 
     refused = result(count, token)
     with within(1 << 16), pytest.raises(FrameError, match=r"alternatives for slot 3|tokens below 50"):
-        check_result(refused, {3: (1, 0, 0)}, 50, "mini", {3: wanted})
-    check_result(result(1, 49), {3: (1, 0, 0)}, 50, "mini", {3: 1})
+        check_result(refused, Asked({3: (1, 0, 0)}, {3: wanted}), SPEC, "mini")
+    check_result(result(1, 49), Asked({3: (1, 0, 0)}, {3: 1}), SPEC, "mini")
 
 
 EXACT, TOP = (CONDITIONING_EXACT, 2), (CONDITIONING_TOP, 3)  # rows
-HIDDEN = 6
 
 
 def soft_result(*soft: Soft, failed: int | None = None) -> Result:
@@ -170,7 +172,7 @@ def soft_result(*soft: Soft, failed: int | None = None) -> Result:
 
 
 def softened(result: Result) -> None:
-    check_soft(result, {1: EXACT, 4: TOP}, HIDDEN, DTYPE_BFLOAT16, 50, "last")
+    check_result(result, Asked(dict.fromkeys([1, 4], (0, 0, 0)), soft={1: EXACT, 4: TOP}), SPEC, "last")
 
 
 def test_what_comes_back_for_the_next_step_of_a_canvas_is_what_was_asked_for_in_finite_numbers() -> None:
@@ -207,8 +209,9 @@ def test_what_comes_back_for_the_next_step_of_a_canvas_is_what_was_asked_for_in_
 def test_sums_come_for_just_the_rows_that_were_asked_for() -> None:
     one, two = (Pooled(slot=slot, rows=slot + 1, sum=bytes(4 * HIDDEN)) for slot in (1, 2))
     failed = [Failure(slot=2)]
-    check_pooled(Result(pooled=[two, one]), {1: 2, 2: 3}, HIDDEN, "last")
-    check_pooled(Result(pooled=[one], failures=failed), {1: 2, 2: 3}, HIDDEN, "last")
+    asked = Asked(dict.fromkeys([1, 2], (0, 0, 0)), pooled={1: 2, 2: 3})
+    check_result(Result(pooled=[two, one]), asked, SPEC, "last")
+    check_result(Result(pooled=[one], failures=failed), asked, SPEC, "last")
     for wrong in ([one], [one, two, two], [one, Pooled(slot=2, rows=2, sum=two.sum)], [one, Pooled(slot=2, rows=3)]):
         with pytest.raises(FrameError, match=r"^worker last: expected sums of \(slot, rows, bytes\) "):
-            check_pooled(Result(pooled=wrong), {1: 2, 2: 3}, HIDDEN, "last")
+            check_result(Result(pooled=wrong), asked, SPEC, "last")
