@@ -55,7 +55,7 @@ async def _measure(
     table = Table(title=f"{spec.name} on {machine_name()}", title_justify="left")
     for column in ("requests", "sampling", "ar", "auto", "auto against ar", "tokens per step"):
         table.add_column(column, justify="right")
-    async with open_chain(options, checkpoint, spec) as chain:
+    async with open_chain(options, checkpoint) as chain:
         for name, temperature in _TEMPERATURES.items():
             for count in counts:
                 taken = [

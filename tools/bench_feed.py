@@ -257,7 +257,7 @@ async def _sessions(receiver: Receiver, checkpoint: Checkpoint, layers: int, *, 
         for peer in peers:
             stack.push_async_callback(peer.close)
         nodes = [Node(name, 1 << 40) for name in ("studio", NAME)]
-        deployment = Deployment(demo, spec, plan(spec, nodes, NO_SPEEDS, Objective(512)), peers[:1])
+        deployment = Deployment(demo, plan(spec, nodes, NO_SPEEDS, Objective(512)), peers[:1])
         engine = await stack.enter_async_context(Engine(await stack.enter_async_context(joined(deployment))))
         await _answers(engine)
         await receiver.tick()

@@ -83,7 +83,7 @@ async def _pause(model: Path, prompt: int, cache_disk: int | None, disks: Path) 
         config = ClusterConfig(coordinator=CoordinatorConfig(memory=_MEMORY), workers=workers, cache_disk=cache_disk)
         options = ClusterOptions(config, str(model), None, prompt + 200, by_speed=False)
         async with (
-            open_cluster(options, *await read_model(str(model))) as cluster,
+            open_cluster(options, (await read_model(str(model)))[0]) as cluster,
             Engine(cluster.chain, when_lost=cluster.reopen) as engine,
         ):
             return await _answer(engine, prompt, lambda: nodes[-1].signal(signal.SIGTERM))

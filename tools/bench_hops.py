@@ -37,6 +37,7 @@ from coordinator.sessions.request import Conversation, Request, check_request
 from tools.joined import joined
 from tools.proxy import proxy_to
 from worker.model.checkpoint import Checkpoint
+from worker.model.describe import describe
 from worker.model.model_spec import ModelSpec
 from worker.node.network import Network
 from worker.platform.machine import machine_name
@@ -101,7 +102,7 @@ async def measure(options: ClusterOptions, delay_s: float, max_tokens: int) -> t
     spec = inputs.spec
     decodes = [AR, *(decode for decode in DRAFTING if _is_able(decode, spec))]
     rows = [Row(_name(decode)) for decode in decodes]
-    async with open_slow_chain(options, inputs.checkpoint, spec, delay_s) as chain:
+    async with open_slow_chain(options, inputs.checkpoint, delay_s) as chain:
         costs = chain.costs
         for number, prompt in enumerate((PROMPTS[0], *PROMPTS)):
             ids = await inputs.prompt_ids(Conversation.of(prompt))
@@ -117,19 +118,18 @@ async def measure(options: ClusterOptions, delay_s: float, max_tokens: int) -> t
 
 
 @asynccontextmanager
-async def open_slow_chain(
-    options: ClusterOptions, checkpoint: Checkpoint, spec: ModelSpec, delay_s: float
-) -> AsyncIterator[Chain]:
+async def open_slow_chain(options: ClusterOptions, checkpoint: Checkpoint, delay_s: float) -> AsyncIterator[Chain]:
     """As `open_chain`, but every worker's address, to the coordinator and to its predecessor, is its proxy's."""
+    spec = describe(checkpoint)
     async with open_peers(options, spec) as direct, AsyncExitStack() as stack:
         peers = []
         for peer in direct:
             proxy = stack.enter_context(proxy_to(peer.address, latency_s=delay_s))
             peers.append(Peer(peer.name, [proxy.address], Network()))
             stack.push_async_callback(peers[-1].close)
-        plan, _, _ = await choose_plan(replace(options, by_speed=False, context=spec.context), checkpoint, spec, peers)
+        plan, _, _ = await choose_plan(replace(options, by_speed=False, context=spec.context), checkpoint, peers)
         require_fit(plan, spec)
-        yield await stack.enter_async_context(joined(Deployment(checkpoint, spec, plan, peers)))
+        yield await stack.enter_async_context(joined(Deployment(checkpoint, plan, peers)))
 
 
 def _is_able(decode: Decode, spec: ModelSpec) -> bool:

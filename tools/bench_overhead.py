@@ -57,8 +57,8 @@ async def _measure(options: ClusterOptions, num_tokens: int, num_prompt: int, ro
     one_ms, two_ms, one_s, two_s = [], [], [], []
     with closing(MlxThread()) as thread:
         async with (
-            open_chain(options, checkpoint, spec, thread) as one,
-            open_chain(replace(options, local=1), checkpoint, spec, thread) as two,
+            open_chain(options, checkpoint, thread) as one,
+            open_chain(replace(options, local=1), checkpoint, thread) as two,
         ):
             for _ in range(rounds):
                 one_ms += _token_ms(await generate_once(one, short))

@@ -60,7 +60,7 @@ async def _measure(model: str, num_tokens: int, rounds: int) -> None:
     spent: Spent = defaultdict(list)
     token_ms: list[float] = []
     with closing(MlxThread()) as thread:
-        async with open_chain(options, checkpoint, spec, thread) as chain:
+        async with open_chain(options, checkpoint, thread) as chain:
             for _ in range(rounds):
                 answer = await generate_once(chain, Request(_PROMPT, num_tokens), traced=True)
                 token_ms += [(after - before) / 1e6 for before, after in pairwise(answer.token_times)]

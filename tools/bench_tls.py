@@ -223,8 +223,8 @@ async def _chain(keys: Path, is_encrypted: bool, thread: MlxThread) -> AsyncIter
             arguments = ("--name", name, "--config", config, "--follow-parent")
             await stack.enter_async_context(child("worker", *arguments))  # it listens once it prints a line
         options = cluster_options(config)
-        checkpoint, spec = await read_model(options.model)
-        opening = open_chain(options, checkpoint, spec, thread)
+        checkpoint, _ = await read_model(options.model)
+        opening = open_chain(options, checkpoint, thread)
         yield await stack.enter_async_context(opening)
 
 

@@ -119,7 +119,7 @@ async def measure_answers(measured: Measured, limit: int, timed: int) -> None:
     speeds: list[Speed] = []
     for delay_ms in DELAYS_MS:
         now = {name: Speed("all", name, None, delay_ms) for name in decodes}
-        async with open_slow_chain(options, checkpoint, spec, delay_ms / 1e3) as chain:
+        async with open_slow_chain(options, checkpoint, delay_ms / 1e3) as chain:
             for kind in mix.MEASURED:
                 for number, turn in enumerate(mix.held_out(kind, limit if not delay_ms else timed)):
                     prompt = tokenizer.encode_chat([{"role": "user", "content": turn.prompt}])
@@ -153,8 +153,8 @@ async def measure_wide(rounds: int) -> Wide:
         request = Request(tuple(range(PROMPT)), 2 * CANVAS, Sampling(seed=1, temperature=0.8), decode)
         async with AsyncExitStack() as stack:
             peers = await stack.enter_async_context(open_peers(options, spec))
-            plan, _, _ = await choose_plan(replace(options, context=spec.context), checkpoint, spec, peers)
-            chain = await stack.enter_async_context(joined(Deployment(checkpoint, spec, plan, peers)))
+            plan, _, _ = await choose_plan(replace(options, context=spec.context), checkpoint, peers)
+            chain = await stack.enter_async_context(joined(Deployment(checkpoint, plan, peers)))
             system = OnChain("wide", chain)
             await system.run([replace(request, max_tokens=1)])  # compiles, and pages weights in
             links, trials = [], []

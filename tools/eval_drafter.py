@@ -57,7 +57,7 @@ async def _measure(options: ClusterOptions, limit: int) -> None:
     table = Table(title=f"tokens per step (speed against `ar`) on {machine_name()}", title_justify="left")
     for column in ("questions", *_DECODERS):
         table.add_column(column, justify="right")
-    async with open_chain(replace(options, context=spec.context), checkpoint, spec) as chain:
+    async with open_chain(replace(options, context=spec.context), checkpoint) as chain:
         for kind in mix.MEASURED:
             turns = mix.held_out(kind, 100 * limit)
             for is_new in (False, True):

@@ -126,7 +126,7 @@ class Asker:
 async def _one_process(model: str) -> AsyncIterator[tuple[Chain, Any]]:
     options = cluster_options(None, model, 0)
     checkpoint, spec = await read_model(options.model)
-    async with open_chain(replace(options, context=spec.context), checkpoint, spec) as chain:
+    async with open_chain(replace(options, context=spec.context), checkpoint) as chain:
         yield chain, checkpoint
 
 

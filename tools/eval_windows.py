@@ -299,8 +299,8 @@ async def open_bench(options: ClusterOptions) -> AsyncIterator[Bench]:
         return request
 
     async with open_peers(options, spec) as peers:
-        plan, _, _ = await choose_plan(replace(options, by_speed=False, context=spec.context), checkpoint, spec, peers)
-        deployment = Deployment(checkpoint, spec, plan, peers)
+        plan, _, _ = await choose_plan(replace(options, by_speed=False, context=spec.context), checkpoint, peers)
+        deployment = Deployment(checkpoint, plan, peers)
         async with OwnNode() as own, PricedChain(own, deployment) as chain:
             await own.load(deployment)
             await chain.open()

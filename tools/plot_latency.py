@@ -95,7 +95,7 @@ async def measure(options: ClusterOptions, delays_ms: Sequence[float], rounds: i
     curves = Curves(machine_name(), spec.name)
     for delay_ms in delays_ms:
         taken = {name: Taken(len(prompts)) for name in DECODES}
-        async with open_slow_chain(options, inputs.checkpoint, spec, delay_ms / 1e3) as chain:
+        async with open_slow_chain(options, inputs.checkpoint, delay_ms / 1e3) as chain:
             curves.layers, hops_ms = chain.plan.layers, [await _hop_ms(chain)]
             for number, (at, ids) in product(range(rounds + 1), enumerate(prompts)):
                 for name, decode in DECODES.items():

@@ -81,7 +81,7 @@ async def run(options: ClusterOptions, seconds: float, seed: int, tell: Tell) ->
         options = replace(options, limits=_LIMITS)
         while soak.soaked_s < seconds:
             round_s = min(_ROUND_S, seconds - soak.soaked_s)
-            one = Round(options, checkpoint, spec, table, workers, soak, numbers, thread, tell)
+            one = Round(options, checkpoint, table, workers, soak, numbers, thread, tell)
             here = [worker.pid for worker in workers]
             await one.run(round_s, is_faulty=soak.num_rounds > 0)
             soak.num_rounds += 1
@@ -96,7 +96,7 @@ async def make_table(
     options: ClusterOptions, checkpoint: Checkpoint, spec: ModelSpec, thread: MlxThread
 ) -> list[tuple[Request, list[int]]]:
     """Requests with the tokens that one process makes of each, alone."""
-    async with open_chain(options, checkpoint, spec, thread) as chain:
+    async with open_chain(options, checkpoint, thread) as chain:
         return [(request, (await generate_once(chain, request)).tokens) for request in make_requests(spec)]
 
 
@@ -106,7 +106,6 @@ class Round:
 
     options: ClusterOptions
     checkpoint: Checkpoint
-    spec: ModelSpec
     table: Sequence[tuple[Request, list[int]]]
     workers: Sequence[SoakWorker]
     soak: Soak
@@ -122,9 +121,7 @@ class Round:
             stack.push_async_callback(kept.stop)
             nodes = await stack.enter_async_context(self._nodes(kept))
             peers = nodes.peers(nodes.workers)
-            opening = cluster_over(
-                *(nodes, peers, self.options, self.checkpoint, self.spec), say=self.tell, thread=self.thread
-            )
+            opening = cluster_over(*(nodes, peers, self.options, self.checkpoint), say=self.tell, thread=self.thread)
             cluster = await stack.enter_async_context(opening)
             engine = await stack.enter_async_context(Engine(cluster.chain, when_lost=cluster.reopen))
             async with asyncio.TaskGroup() as group:

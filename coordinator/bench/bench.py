@@ -282,12 +282,12 @@ class _Run:
     bench: Bench
 
     def _open_chain(self, options: ClusterOptions) -> AbstractAsyncContextManager[Chain]:
-        return open_chain(options, self.checkpoint, self.spec, self.thread)
+        return open_chain(options, self.checkpoint, self.thread)
 
     async def open_alone(self, stack: AsyncExitStack) -> list[System]:
         """Open one process of this code and of mlx_lm, if both fit beside this node's part of the cluster."""
         own = replace(self.options.with_layers(None), local=0, by_speed=False, objective="latency")
-        plan, _, _ = await choose_plan(own, self.checkpoint, self.spec, [])
+        plan, _, _ = await choose_plan(own, self.checkpoint, [])
         [whole] = plan.assignments
         if not whole.fits:
             needed, budget = format_bytes(whole.needed_bytes), format_bytes(whole.memory_bytes)

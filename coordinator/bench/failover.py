@@ -232,7 +232,7 @@ class _Place:
             if case.place == RESTARTED:
                 nodes.keep(workers, network, _say_nothing)
             opening = cluster_over(
-                *(nodes, peers[: len(chained)], options, self.checkpoint, self.spec),
+                *(nodes, peers[: len(chained)], options, self.checkpoint),
                 say=_say_nothing,
                 thread=self.thread,
             )

@@ -282,7 +282,7 @@ async def _ask_pipeline(options: ClusterOptions, canvas: tuple[int, int] | None)
             )
             raise InputError("simulate", expected)
         several = replace(options, may_be_alone=False)
-        found, known, _ = await choose_plan(several, checkpoint, spec, peers)
+        found, known, _ = await choose_plan(several, checkpoint, peers)
     if lacking := [name for name in found.names if name not in known.speeds]:
         raise InputError("simulate", f"expected nodes that have measured themselves, found {', '.join(lacking)}")
     return profiled_pipeline(spec, found, known, canvas[0] if canvas else 0)

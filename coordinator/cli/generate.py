@@ -372,18 +372,18 @@ async def _resume(asked: GenerateOptions, options: ClusterOptions, journal: Jour
     from coordinator.engine.tokenizer import Tokenizer
 
     header = journal.header
-    checkpoint, spec = await read_model(options.model, options.draft_model)
+    checkpoint, _ = await read_model(options.model, options.draft_model)
     await run_in_thread(partial(_check_model, header, checkpoint))
     request = replace(header.request, known=journal.known)
     tokenizer = Tokenizer(checkpoint, trust_remote_code=options.trust_remote_code) if header.has_text else None
-    inputs, prompt = InputProcessor(checkpoint, spec, tokenizer), None
+    inputs, prompt = InputProcessor(checkpoint, tokenizer), None
     if asked.given & _PROMPTS.keys():
         prompt = await inputs.prompt_ids(asked.require_prompt(has_template=inputs.has_chat_template))
     for name, value, kept in _pairs(asked, request, prompt):
         if value != kept:
             found = "another one" if name == "prompt" else f"{_shortened(str(kept))}, not {_shortened(str(value))}"
             raise InputError(name, f"the journal's request has {found}; leave it out")
-    check_request(request, replace(spec, cache=request.cache))
+    check_request(request, replace(inputs.spec, cache=request.cache))
     return Prepared(inputs, request, {})
 
 

@@ -416,8 +416,7 @@ class Cluster:
         workers = self._members(plan)
         if gone := [worker.name for worker in workers if worker.peer is None]:
             raise StageLost("has ended while a chain was opened", node=gone[0])
-        spec = self._planner.spec if plan.has_drafter else replace(self._planner.spec, drafter=None)
-        return replace(self._deployment, spec=spec, plan=plan, peers=[worker.peer for worker in workers if worker.peer])
+        return replace(self._deployment, plan=plan, peers=[worker.peer for worker in workers if worker.peer])
 
     def _load(self, action: Load, progress: NodeProgress) -> None:
         """Begin these loads, each of them independent of the others."""

@@ -2,8 +2,8 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from importlib.metadata import version
 
 from coordinator.cluster.peer import COORDINATOR_ID, Peer
@@ -17,6 +17,7 @@ from worker.compute.slot import Slot
 from worker.drafters.kinds import DrafterPart
 from worker.model.checkpoint import Checkpoint
 from worker.model.contents import contents_of
+from worker.model.describe import describe
 from worker.model.model_spec import ModelSpec
 from worker.node.loading import load_shard
 from worker.node.network import PROTOCOL_VERSION
@@ -30,12 +31,17 @@ class Deployment:
     """A model, its plan, and the workers that hold all but the first shard, in the plan's order."""
 
     checkpoint: Checkpoint
-    spec: ModelSpec
     plan: Plan
     peers: Sequence[Peer]
     check_finite: bool = False  # have every stage check its output for NaN and infinities
     feeds: bool = True  # send the workers the weights that they lack
     prefix_bytes: int = 0  # that prefixes may take on each node's disk; 0: none are kept there
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """The model, without its drafter if the plan leaves that out."""
+        spec = describe(self.checkpoint)
+        return spec if self.plan.has_drafter else replace(spec, drafter=None)
 
     @property
     def drafter(self) -> Checkpoint | None:

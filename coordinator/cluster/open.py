@@ -88,28 +88,29 @@ def _read_model(model: str, draft_model: str | None) -> tuple[Checkpoint, ModelS
     checkpoint = open_checkpoint(model)
     spec = describe_model(checkpoint)
     if draft_model and draft_model != NO_DRAFTER:
-        checkpoint, spec = with_drafter(checkpoint, open_checkpoint(draft_model))
-        check_drafter(checkpoint, spec)
+        checkpoint = with_drafter(checkpoint, open_checkpoint(draft_model))
+        check_drafter(checkpoint)
     elif not draft_model and (head := own_head(checkpoint)):
         try:
             both = with_drafter(checkpoint, head)
-            check_drafter(*both)
-            checkpoint, spec = both
+            check_drafter(both)
+            checkpoint = both
         except (ModelError, InputError) as error:
             say(f"note: {spec.name} runs without its own draft head: {error.message}")
     if not is_tested(checkpoint.config):
         say(f"note: no test has seen a {spec.family} model yet; compare with `brigade verify` before you rely on it")
-    return checkpoint, spec
+    return checkpoint, describe(checkpoint)
 
 
-def with_drafter(checkpoint: Checkpoint, drafter: Checkpoint) -> tuple[Checkpoint, ModelSpec]:
+def with_drafter(checkpoint: Checkpoint, drafter: Checkpoint) -> Checkpoint:
     """Return the model with what is to draft for it. Raises ModelError if the drafter is damaged or not supported."""
-    spec = replace(describe(checkpoint), drafter=describe(drafter))
-    return replace(checkpoint, drafter=drafter, embeds_last=spec.serves_head), spec
+    both = replace(checkpoint, drafter=drafter)
+    return replace(both, embeds_last=describe(both).serves_head)
 
 
-def check_drafter(checkpoint: Checkpoint, spec: ModelSpec) -> None:
+def check_drafter(checkpoint: Checkpoint) -> None:
     """Check that the drafter fits the model. Raises InputError if it does not."""
+    spec = describe(checkpoint)
     small, drafter = spec.drafter, checkpoint.drafter
     assert small is not None and drafter is not None
     if small.head:
@@ -150,7 +151,7 @@ async def ask_nodes(cluster: ClusterConfig, peers: Sequence[Peer]) -> list[Node]
 
 
 async def choose_plan(
-    options: ClusterOptions, checkpoint: Checkpoint, spec: ModelSpec, peers: Sequence[Peer]
+    options: ClusterOptions, checkpoint: Checkpoint, peers: Sequence[Peer]
 ) -> tuple[Plan, Survey, Objective]:
     """Ask every node what it offers and plan. Workers that make nothing faster are left out.
 
@@ -159,7 +160,7 @@ async def choose_plan(
     Raises:
         ConfigError: `layers` does not suit the model and the nodes. StageLost: a node is missing.
     """
-    nodes = await ask_nodes(options.cluster, peers)
+    spec, nodes = describe(checkpoint), await ask_nodes(options.cluster, peers)
     speeds = await known_speeds(options, checkpoint, peers) if options.by_speed else NO_SPEEDS
     objective = Objective(
         min(options.context, spec.context),
@@ -184,7 +185,6 @@ async def choose_plan(
 async def open_chain(
     options: ClusterOptions,
     checkpoint: Checkpoint,
-    spec: ModelSpec,
     thread: MlxThread | None = None,
     *,
     every_node: bool = False,
@@ -199,7 +199,7 @@ async def open_chain(
     """
     by_speed = not every_node and options.cluster.layers is None
     options = replace(options, limits=NO_RECOVERY, by_speed=by_speed, may_be_alone=False, needs_all=every_node)
-    async with open_cluster(options, checkpoint, spec, thread=thread) as cluster:
+    async with open_cluster(options, checkpoint, thread=thread) as cluster:
         yield cluster.chain
 
 
@@ -207,7 +207,6 @@ async def open_chain(
 async def open_cluster(
     options: ClusterOptions,
     checkpoint: Checkpoint,
-    spec: ModelSpec,
     *,
     thread: MlxThread | None = None,
     on_recovered: Callable[[Recovered], None] = lambda recovered: None,
@@ -227,7 +226,7 @@ async def open_cluster(
         with show_progress() as progress:
             progress("", STARTING if options.local else ASKING)
             recovers = bool(options.limits.recovery_s)
-            nodes = await stack.enter_async_context(open_nodes(options, spec, keep=recovers))
+            nodes = await stack.enter_async_context(open_nodes(options, describe(checkpoint), keep=recovers))
             progress("", ASKING)
             if recovers and options.local:
                 await nodes.wait_all(options.limits.recovery_s)
@@ -236,7 +235,7 @@ async def open_cluster(
             missing = [each.name for each in nodes.workers.values() if recovers and not each.answers]
             peers = nodes.peers(name for name in nodes.workers if name not in missing)
             opening = cluster_over(
-                *(nodes, peers, options, checkpoint, spec, progress),
+                *(nodes, peers, options, checkpoint, progress),
                 missing=missing,
                 thread=thread,
                 on_recovered=on_recovered,
@@ -273,7 +272,6 @@ async def cluster_over(
     peers: Sequence[Peer],
     options: ClusterOptions,
     checkpoint: Checkpoint,
-    spec: ModelSpec,
     progress: NodeProgress = lambda node, report: None,
     *,
     missing: Sequence[str] = (),
@@ -288,8 +286,8 @@ async def cluster_over(
     layers = options.cluster.layers
     given = options.with_layers(None) if missing else options
     try:
-        plan, speeds, objective = await choose_plan(given, checkpoint, spec, peers)
-        require_fit(plan, spec)
+        plan, speeds, objective = await choose_plan(given, checkpoint, peers)
+        require_fit(plan, describe(checkpoint))
     except ConfigError:
         raise_worst([nodes.workers[name].trouble for name in missing])
         raise
@@ -302,7 +300,7 @@ async def cluster_over(
             state, until = ("is missing", "it joins") if is_one else ("are missing", "they join")
             say(f"layers {counts} need every node, and {names} {state}: split as {plan} until {until}")
     deployment = Deployment(
-        *(checkpoint, spec, plan, nodes.peers(plan.names[1:]), options.check_finite, options.feeds),
+        *(checkpoint, plan, nodes.peers(plan.names[1:]), options.check_finite, options.feeds),
         prefix_bytes=options.cluster.cache_disk or 0,
     )
     async with (

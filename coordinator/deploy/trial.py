@@ -78,7 +78,7 @@ async def try_cluster(options: ClusterOptions) -> ChainTrial:
     checkpoint, spec = await read_model(options.model, options.draft_model)
     prompt = tuple(token % spec.vocab_size for token in range(1, _PROMPT + 1))
     request = Request(prompt, NUM_TOKENS, decode=suit(Decode("canvas" if spec.needs_canvas else "ar"), Cache(), spec))
-    async with open_chain(options, checkpoint, spec, every_node=True) as chain:
+    async with open_chain(options, checkpoint, every_node=True) as chain:
         opened = time.monotonic()
         before = await chain.statuses()
         first = await generate_once(chain, request, traced=True)

@@ -360,7 +360,7 @@ async def open_engine(
     """Load the model over the cluster and keep it; see `open_cluster` and `Engine` for the arguments and errors."""
     stats = stats or Stats()
     async with (
-        open_cluster(options, inputs.checkpoint, inputs.spec, on_recovered=stats.recover) as cluster,
+        open_cluster(options, inputs.checkpoint, on_recovered=stats.recover) as cluster,
         Engine(
             cluster.chain,
             inputs=inputs,

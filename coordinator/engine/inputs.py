@@ -46,7 +46,7 @@ from worker.compute.grammar import Grammars
 from worker.compute.header import check_grammar, common_prefix
 from worker.errors import BrigadeError, FrameError, InputError, ModelError, SamplingError
 from worker.model.checkpoint import Checkpoint
-from worker.model.model_spec import ModelSpec
+from worker.model.describe import describe
 
 T = TypeVar("T")
 
@@ -69,7 +69,6 @@ class InputProcessor:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        spec: ModelSpec,
         tokenizer: Tokenizer | None,
         *,
         sampling: Mapping[str, Any] | None = None,
@@ -86,7 +85,7 @@ class InputProcessor:
             ModelError: generation_config.json is wrong, or the end of sequence in config.json.
         """
         self.checkpoint = checkpoint
-        self.spec = spec
+        self.spec = spec = describe(checkpoint)
         self.tokenizer = tokenizer
         self.defaults = {**sampling_defaults(checkpoint.generation_config), **(sampling or {})}
         self._grammars = Grammars(checkpoint.folder, spec.vocab_size)
@@ -106,9 +105,9 @@ class InputProcessor:
         Raises:
             ModelError: there is no such model, or it cannot be read.
         """
-        checkpoint, spec = await read_model(options.model, options.draft_model)
+        checkpoint, _ = await read_model(options.model, options.draft_model)
         find = Tokenizer if needs_text else find_tokenizer
-        return cls(checkpoint, spec, find(checkpoint, trust_remote_code=options.trust_remote_code), **usual)
+        return cls(checkpoint, find(checkpoint, trust_remote_code=options.trust_remote_code), **usual)
 
     @property
     def has_chat_template(self) -> bool:

@@ -31,6 +31,7 @@ from worker.compute.shard import Shard
 from worker.config import is_here
 from worker.errors import InputError
 from worker.model.checkpoint import Checkpoint
+from worker.model.describe import describe
 from worker.model.model_spec import ModelSpec
 from worker.platform.machine import memory_budget, thaw_heap
 from worker.platform.text import format_bytes
@@ -93,19 +94,19 @@ async def verify(
         await run_in_thread(lambda: checkpoint.fetch(checkpoint.tensors, lambda nbytes: None))
     with closing(MlxThread()) as thread:
         with telling_interrupts("interrupted while the cluster answered: nothing is proved"):
-            answers = await _ask_cluster(options, checkpoint, spec, requests, thread, stream=stream)
+            answers = await _ask_cluster(options, checkpoint, requests, thread, stream=stream)
         # the cluster's own shard, which tracebacks of cancelled tasks still hold, and MLX's buffer cache
         await thread.run(thaw_heap)
         await thread.run(mx.clear_cache)
-        return await _compare(answers, requests, Comparison(checkpoint, spec, thread), tell)
+        return await _compare(answers, requests, Comparison(checkpoint, thread), tell)
 
 
 class Comparison:
     """Compares a cluster's answers with the model on this machine; shows progress on standard error."""
 
-    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, thread: MlxThread) -> None:
+    def __init__(self, checkpoint: Checkpoint, thread: MlxThread) -> None:
         self._checkpoint = checkpoint
-        self._spec = spec
+        self._spec = describe(checkpoint)
         self._thread = thread
 
     async def stream_layers(self, passes: Sequence[ForcedPass], digests: LayerDigests | None = None) -> None:
@@ -193,14 +194,13 @@ def _make_requests(
 async def _ask_cluster(
     options: ClusterOptions,
     checkpoint: Checkpoint,
-    spec: ModelSpec,
     requests: Requests,
     thread: MlxThread,
     *,
     stream: bool,
 ) -> _ClusterAnswers:
     """Open the cluster, get its digests and answers, and close it."""
-    async with open_chain(options, checkpoint, spec, thread) as chain:
+    async with open_chain(options, checkpoint, thread) as chain:
         is_streamed = stream or _has_to_stream(options, chain, requests)
         with show_steps(chain.num_stages + len(requests)) as begin:
             digests = []

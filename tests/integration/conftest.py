@@ -36,7 +36,6 @@ from worker.compute.shard import Shard
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.describe import describe, layout_of
 from worker.model.draft_heads import own_head
-from worker.model.model_spec import ModelSpec
 from worker.node.loading import open_checkpoint
 from worker.node.log import worker_log
 from worker.node.model_sources import Headers, ModelSources, Opening
@@ -147,11 +146,11 @@ async def serving(
         yield nodes
 
 
-def opened_folder(folder: Path, drafter: Path | None = None) -> tuple[Checkpoint, ModelSpec]:
+def opened_folder(folder: Path, drafter: Path | None = None) -> Checkpoint:
     """A model with what is to draft for it, its own head if it has one."""
     checkpoint = open_folder(folder)
     own = open_folder(drafter) if drafter else own_head(checkpoint)
-    return with_drafter(checkpoint, own) if own else (checkpoint, describe(checkpoint))
+    return with_drafter(checkpoint, own) if own else checkpoint
 
 
 @asynccontextmanager
@@ -164,15 +163,14 @@ async def deployed(
     goal: Goal = "latency",
 ) -> AsyncIterator[Deployment]:
     """The plan of the model's layers over a coordinator and these nodes, perhaps with a drafter."""
-    checkpoint, spec = opened_folder(folder, drafter)
+    checkpoint = opened_folder(folder, drafter)
+    spec = describe(checkpoint)
     async with AsyncExitStack() as stack:
         peers = [node.peer(network) for node in nodes]
         for peer in peers:
             stack.push_async_callback(peer.close)
         memory = [Node(name, 1 << 40) for name in ("coordinator", *(peer.name for peer in peers))]
-        yield Deployment(
-            checkpoint, spec, plan(spec, memory, NO_SPEEDS, Objective(128, layers=layers, goal=goal)), peers
-        )
+        yield Deployment(checkpoint, plan(spec, memory, NO_SPEEDS, Objective(128, layers=layers, goal=goal)), peers)
 
 
 @asynccontextmanager

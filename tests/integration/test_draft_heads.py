@@ -231,14 +231,14 @@ def test_a_head_of_another_size_is_refused_by_its_numbers(
     models: Models, tmp_path: Path, changes: dict[str, Any], error: type[BrigadeError], message: str
 ) -> None:
     folder, head = target(models, "dflash"), make_head(tmp_path / "dflash", "dflash")
-    check_drafter(*opened_folder(folder, head))
+    check_drafter(opened_folder(folder, head))
     config = json.loads((head / "config.json").read_text())
     inner = config["dflash_config"]
     for key, value in changes.items():
         (inner if key in inner else config)[key] = value
     (head / "config.json").write_text(json.dumps(config))
     with pytest.raises(error, match=message):
-        check_drafter(*opened_folder(folder, head))
+        check_drafter(opened_folder(folder, head))
 
 
 async def test_the_bundled_drafter_makes_drafts_that_hold() -> None:

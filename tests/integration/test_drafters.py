@@ -256,13 +256,13 @@ def test_a_drafter_of_another_tokenizer_is_refused_by_the_first_difference(model
         return copy
 
     own = with_vocabulary("a", "b", "c")
-    check_drafter(*opened_folder(own, with_vocabulary("a", "b", "c", "and one more")))
+    check_drafter(opened_folder(own, with_vocabulary("a", "b", "c", "and one more")))
     for other, message in (
         (with_vocabulary("a", "x", "c"), "first difference: token 1, 'b' and 'x'"),
         (folder, "has another one$"),
     ):
         with pytest.raises(InputError, match=message) as refusal:
-            check_drafter(*opened_folder(own, other))
+            check_drafter(opened_folder(own, other))
         assert refusal.value.field == "draft_model"
 
 
@@ -371,9 +371,10 @@ async def test_its_worker_frees_its_weights_and_the_next_chain_drafts_again(
 
 async def test_the_coordinator_frees_it_too_and_says_why_it_failed(models: Models, failing: pytest.MonkeyPatch) -> None:
     folder, lines = models("qwen3", sharpen=4.0).folder, list[str]()
-    checkpoint, spec = opened_folder(folder, Path(folder))
+    checkpoint = opened_folder(folder, Path(folder))
+    spec = describe(checkpoint)
     whole = plan(spec, [Node("coordinator", 1 << 40)], NO_SPEEDS, Objective(128))
-    deployment = Deployment(checkpoint, spec, whole, [])
+    deployment = Deployment(checkpoint, whole, [])
     async with OwnNode() as own, Chain(own, deployment, say=lines.append) as chain:
         await own.load(deployment)
         await chain.open()

@@ -58,7 +58,7 @@ async def clustered(model: Path, nodes: list[WorkerProcess]) -> AsyncIterator[Cl
         coordinator=CoordinatorConfig(memory=MEMORY), workers=workers, layers=(1, 2, 1), cache_disk=MOST
     )
     options = ClusterOptions(config, str(model), None, 2048, limits=Limits(rejoin_s=30))
-    async with open_cluster(options, *opened_folder(model)) as cluster:
+    async with open_cluster(options, opened_folder(model)) as cluster:
         yield cluster
 
 

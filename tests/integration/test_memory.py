@@ -178,7 +178,7 @@ async def test_nothing_is_kept_of_another_model_or_changed_files(tmp_path: Path,
 def deployment_of(folder: Path) -> Deployment:
     checkpoint = open_folder(folder)
     spec = describe(checkpoint)
-    return Deployment(checkpoint, spec, plan(spec, [Node("coordinator", 1 << 40)], NO_SPEEDS, Objective(128)), [])
+    return Deployment(checkpoint, plan(spec, [Node("coordinator", 1 << 40)], NO_SPEEDS, Objective(128)), [])
 
 
 async def test_a_shard_is_kept_only_for_the_checkpoint_that_it_is_of(tmp_path: Path) -> None:

@@ -78,10 +78,10 @@ async def opened(
         if is_fast_missing:
             missing.append("fast")
             await places[0].stop()
-        there, spec = peers[len(missing) :], describe(checkpoint)
+        there = peers[len(missing) :]
         async with (
             Nodes(peers, given.cluster) as nodes,
-            cluster_over(nodes, there, given, checkpoint, spec, missing=missing) as cluster,
+            cluster_over(nodes, there, given, checkpoint, missing=missing) as cluster,
         ):
             yield cluster, places[0]
 
@@ -141,7 +141,7 @@ async def test_what_is_measured_is_measured_on_several_nodes(folder: Path, monke
     checkpoint = open_folder(folder)
     async with workers() as places:
         given = options(checkpoint.folder, places, own=1 << 40)
-        async with open_chain(given, checkpoint, describe(checkpoint)) as chain:
+        async with open_chain(given, checkpoint) as chain:
             assert [each.name for each in chain.plan.assignments] == ["coordinator", "fast"]
 
 

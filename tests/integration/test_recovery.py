@@ -109,7 +109,8 @@ async def supervised(
     drafter: Path | None = None,
 ) -> AsyncIterator[Rig]:
     """`reaching` gives the addresses at which a place is reached, for as long as it is used."""
-    checkpoint, spec = opened_folder(folder, drafter)
+    checkpoint = opened_folder(folder, drafter)
+    spec = describe(checkpoint)
     said: list[str] = []
     async with AsyncExitStack() as stack:
         places = [Place(f"node-{i}", network_of(f"node-{i}")) for i in range(1, len(layers))]
@@ -125,7 +126,7 @@ async def supervised(
         own = await stack.enter_async_context(OwnNode())
         nodes = [Node(name, memory) for name in ("coordinator", *(place.name for place in places))]
         objective = Objective(context, layers=layers, goal=goal)
-        deployment = Deployment(checkpoint, spec, plan(spec, nodes, NO_SPEEDS, objective), peers)
+        deployment = Deployment(checkpoint, plan(spec, nodes, NO_SPEEDS, objective), peers)
         cluster = Cluster(own, there, deployment, limits, objective=replace(objective, layers=None), say=said.append)
         await stack.enter_async_context(cluster)
         await cluster.open()

@@ -27,7 +27,6 @@ from tests.tiny import VOCAB
 from worker.config import ClusterConfig, TlsConfig, WorkerConfig
 from worker.errors import BrigadeError, CallerRefused, ConfigError, FrameError, StageLost
 from worker.model.checkpoint import open_folder
-from worker.model.describe import describe
 from worker.node.certificates import Identity, KeyFile, Role, split_pem
 from worker.node.hop import Link
 from worker.node.network import Network
@@ -308,7 +307,7 @@ async def test_a_worker_that_one_side_does_not_trust_is_reported_while_another_o
         limits = Limits(arrival_s=3600)
         options = ClusterOptions(ClusterConfig(workers=workers, tls=tls), checkpoint.name, None, 128, limits=limits)
         with pytest.raises(kind, match=why) as caught:
-            async with open_cluster(options, checkpoint, describe(checkpoint)):
+            async with open_cluster(options, checkpoint):
                 pass
     assert caught.value.node == node.name
 

@@ -312,7 +312,7 @@ async def test_a_tensor_unlike_the_files_is_found_on_every_node(tmp_path: Path, 
     async def tensors(chain: Chain) -> tuple[int, list[tuple[str, str]]]:
         ours: LayerDigests = []
         theirs = [await chain.digests(), await chain.peers[0].digests()]
-        await Comparison(checkpoint, chain.spec, chain.thread).stream_layers([], ours)
+        await Comparison(checkpoint, chain.thread).stream_layers([], ours)
         return compare_tensors(chain.plan.assignments, theirs, ours)
 
     async with running(folder, (2, 2)) as chain:

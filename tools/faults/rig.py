@@ -17,7 +17,6 @@ from tools.faults.trial import Trial
 from tools.worker_process import WorkerProcess
 from worker.config import ClusterConfig, CoordinatorConfig, WorkerConfig
 from worker.model.checkpoint import Checkpoint
-from worker.model.model_spec import ModelSpec
 
 NAMES = ("first", "last")  # stages 1 and 2
 CONTEXT = 1024  # tokens
@@ -31,13 +30,12 @@ class Rig:
         self.model = model
         self.nodes = {name: WorkerProcess(name, (), folder / f"{name}.log", {"HF_HUB_OFFLINE": "1"}) for name in NAMES}
         self.checkpoint: Checkpoint
-        self.spec: ModelSpec
         self.tokenizer: Tokenizer
         self.eos: frozenset[int]
         self._expected: dict[str, Answer] = {}
 
     async def __aenter__(self) -> "Rig":
-        self.checkpoint, self.spec = await read_model(self.model)
+        self.checkpoint, _ = await read_model(self.model)
         self.tokenizer = Tokenizer(self.checkpoint)
         self.eos = eos_ids(self.checkpoint.config, self.checkpoint.generation_config) | self.tokenizer.eos
         return self
@@ -99,7 +97,7 @@ class Rig:
         """A cluster that requests can be tried on. What it says on standard error is kept."""
         said = io.StringIO()
         with contextlib.redirect_stderr(said):
-            async with open_cluster(options, self.checkpoint, self.spec) as cluster:
+            async with open_cluster(options, self.checkpoint) as cluster:
                 trial = Trial(cluster, self.tokenizer, said)
                 async with Engine(cluster.chain, when_lost=trial.reopen) as trial.engine:
                     yield trial
@@ -109,7 +107,7 @@ class Rig:
         if missing := [each for each in requests if _key(each) not in self._expected]:
             options = ClusterOptions(ClusterConfig(), self.model, 0, CONTEXT)
             with contextlib.redirect_stderr(io.StringIO()):
-                async with open_cluster(options, self.checkpoint, self.spec) as one:
+                async with open_cluster(options, self.checkpoint) as one:
                     for each in missing:
                         text = self.tokenizer.stream(each.stops)
                         self._expected[_key(each)] = await generate_once(one.chain, each, parser=text)

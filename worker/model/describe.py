@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -69,8 +69,9 @@ def layout_of(checkpoint: Checkpoint) -> CheckpointLayout:
 
 
 def describe(checkpoint: Checkpoint) -> ModelSpec:
-    """Return everything that a plan needs, of a model or of a draft head. Raises ModelError as `layout_of` does."""
-    return layout_of(checkpoint).spec
+    """Return all that a plan needs, of a model and its drafter or of a draft head. Raises ModelError as `layout_of`."""
+    spec = layout_of(checkpoint).spec
+    return replace(spec, drafter=describe(checkpoint.drafter)) if checkpoint.drafter else spec
 
 
 def describe_model(checkpoint: Checkpoint) -> ModelSpec:

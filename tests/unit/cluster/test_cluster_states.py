@@ -67,7 +67,8 @@ class Cluster3:
         nodes.keep(own_workers, network, lambda line: None)
         there = [Node(name, MEMORY) for name in ("coordinator", *NODES)]
         none: Any = None
-        deployment = Deployment(none, SPEC, plan(SPEC, there, NO_SPEEDS, Objective(100)), peers)
+        self.patch.setattr("coordinator.cluster.deployment.describe", lambda checkpoint: SPEC)
+        deployment = Deployment(none, plan(SPEC, there, NO_SPEEDS, Objective(100)), peers)
         own: Any = FakeOwn(self.world)
         opening = Cluster(own, nodes, deployment, self.limits, say=self.said.append, on_recovered=self.recovered.append)
         self.cluster = await self._stack.enter_async_context(opening)

@@ -209,7 +209,7 @@ def test_a_constrained_answer_thinks_only_if_asked_to(front: inputs.InputProcess
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer = Tokenizer(Checkpoint("", tmp_path, {}, {}))
-    told = inputs.InputProcessor(front.checkpoint, front.spec, tokenizer)
+    told = inputs.InputProcessor(front.checkpoint, tokenizer)
     number = replace(CHAT, grammar=regex_grammar("[0-9]"))
     thought = replace(number, prompt=Conversation(({"role": "user"},), template_arguments={"enable_thinking": True}))
     texts = [tokenizer.decode(run(told.make_request(asked)).prompt) for asked in (CHAT, number, thought)]
@@ -242,7 +242,7 @@ def test_no_system_prompt_is_kept_where_the_template_puts_it_before_the_last_que
     )
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": template}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    told = inputs.InputProcessor(front.checkpoint, front.spec, Tokenizer(Checkpoint("", tmp_path, {}, {})))
+    told = inputs.InputProcessor(front.checkpoint, Tokenizer(Checkpoint("", tmp_path, {}, {})))
     said = [{"role": role, "content": "word"} for role in ("user", "assistant", "user")]
     for messages in (said[:1], said):  # a first turn, too, or the second one would fail
         cache = make_cache_choice("rotating", 100, "system")

@@ -34,7 +34,7 @@ def test_every_decoder_is_asked_in_every_way_for_short_long_and_common_prompts()
 def test_another_token_or_an_error_is_a_violation_but_an_early_leave_or_the_third_loss_is_none() -> None:
     nothing: Any = None
     soak = Soak("a machine", "demo", 0)
-    judging = Round(nothing, nothing, SPEC, [], [], soak, nothing, nothing, lambda line: None)
+    judging = Round(nothing, nothing, [], [], soak, nothing, nothing, lambda line: None)
     request = make_requests(SPEC)[0]
 
     def compare(tokens: list[int], finish_reason: str) -> None:
