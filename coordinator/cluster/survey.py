@@ -39,37 +39,26 @@ async def known_speeds(
     *,
     anew: bool = False,
 ) -> Survey:
-    """Return the survey of these nodes beside the `known` ones, or an empty one if they are not worth measuring.
-
-    Configured workers that are missing count too: this node is measured now, and they are once they are there.
-    """
-    addresses = [address for worker in options.cluster.workers for address in worker.addresses]
-    if not is_worth_measuring(peers) and all(map(is_here, addresses)):
-        return known or NO_SPEEDS
-    return await survey(checkpoint, options.cluster.coordinator.name, peers, known, anew=anew, feeds=options.feeds)
-
-
-async def survey(
-    checkpoint: Checkpoint,
-    own_name: str,
-    peers: Sequence[Peer],
-    known: Survey | None = None,
-    *,
-    anew: bool = False,
-    feeds: bool,
-) -> Survey:
     """Have these nodes measure themselves at the same time, then the links to and between them, one after another.
 
-    Nodes return the speeds that they have kept, unless they are to measure `anew`. A node that refuses, or cannot be
-    asked, is left out; a link that cannot be measured counts as the slowest one that its probe could measure. A node
-    that lacks the model is sent its configuration if this node `feeds`: that is enough.
+    If nodes are not worth measuring, return the `known` speeds, or none. Configured workers that are missing count too:
+    this node is measured now, and they are once they are there. Nodes return the speeds that they have kept, unless
+    they are to measure `anew`. A node that refuses, or cannot be asked, is left out; a link that cannot be measured
+    counts as the slowest one that its probe could measure. A node that lacks the model is sent its configuration if
+    this node feeds: that is enough.
 
     Args:
         known: the survey to extend, for an open chain: this node, whose MLX thread computes, is not measured then.
     """
+    cluster = options.cluster
+    addresses = [address for worker in cluster.workers for address in worker.addresses]
+    if not is_worth_measuring(peers) and all(map(is_here, addresses)):
+        return known or NO_SPEEDS
     if anew or await kept_speed(checkpoint) is None:
         say("measuring how fast every node is at this model, once: this takes some seconds")
-    speeds = await node_speeds(checkpoint, own_name, peers, measures_here=known is None, anew=anew, feeds=feeds)
+    speeds = await node_speeds(
+        *(checkpoint, cluster.coordinator.name, peers), measures_here=known is None, anew=anew, feeds=options.feeds
+    )
     known = known or NO_SPEEDS
     ports = {peer.name: await _unless_refused(peer.measure_link()) for peer in peers}
     links = {

@@ -20,7 +20,7 @@ from coordinator.cluster import survey as survey_module
 from coordinator.cluster import weights as feed_module
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer
-from coordinator.cluster.survey import known_speeds, survey
+from coordinator.cluster.survey import known_speeds
 from coordinator.cluster.weights import SourceFile, load_pushing, push_weights
 from coordinator.deploy.trial import try_cluster
 from coordinator.engine.engine import Engine
@@ -500,8 +500,12 @@ async def test_a_worker_takes_layers_in_while_it_serves_sessions(models: Models,
         assert (await live.answer()).tokens == whole.tokens(tokens_of(9), 60)
 
 
-async def test_a_node_without_the_model_measures_itself(models: Models, lacking: Lacking, taken: list[int]) -> None:
+async def test_a_node_without_the_model_measures_itself(
+    models: Models, lacking: Lacking, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = models("qwen3").folder
+    monkeypatch.setattr(survey_module, "is_worth_measuring", lambda peers: True)
+    options = ClusterOptions(ClusterConfig(), str(folder), None, 128)
     async with lacking(1) as [node], node.reached() as peer:
-        assert (await survey(open_folder(folder), "coordinator", [peer], feeds=True)).speeds["node-1"].is_measured
+        assert (await known_speeds(options, open_folder(folder), [peer])).speeds["node-1"].is_measured
     assert sum(taken) == size_of(folder, 0, 0)

@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 
+from coordinator.cluster import survey as survey_module
+from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer
-from coordinator.cluster.survey import survey
+from coordinator.cluster.survey import known_speeds
 from coordinator.planning.speeds import NO_SPEEDS, UNMEASURED, Survey
 from protos.brigade_pb2 import LinkReply, MeasureRequest, ProbePart, RowTimes, Speed
 from tests.integration.conftest import Models, RunningNode, load_request, opened, serving
 from tests.unit.virtual_time import VirtualTime
 from worker.compute import microbenchmark
+from worker.config import ClusterConfig
 from worker.errors import FrameError, StageLost
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.describe import describe
@@ -25,11 +28,13 @@ from worker.node import speed_cache
 from worker.node.links import answer_probe
 
 MEASURED_S = 0.05  # instead of two seconds
+OPTIONS = ClusterOptions(ClusterConfig(), "", None, 128)
 
 
 @pytest.fixture(autouse=True)
 def quickly_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a moment, and kept in a folder of the test's own."""
+    """In a moment, kept in a folder of the test's own, though all nodes are of one machine."""
+    monkeypatch.setattr(survey_module, "is_worth_measuring", lambda peers: True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     quickly = partial(microbenchmark.measure_speed, within_s=MEASURED_S)
     monkeypatch.setattr(speed_cache, "measure_speed", quickly)
@@ -43,7 +48,7 @@ async def peers_of(nodes: Sequence[RunningNode]) -> AsyncIterator[list[Peer]]:
 
 async def surveyed(folder: Path, nodes: Sequence[RunningNode]) -> Survey:
     async with peers_of(nodes) as peers:
-        return await survey(open_folder(folder), "coordinator", peers, feeds=True)
+        return await known_speeds(OPTIONS, open_folder(folder), peers)
 
 
 async def test_every_node_and_every_hop_are_measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,7 +71,7 @@ async def test_every_node_and_every_hop_are_measured(folder: Path, capsys: pytes
 async def test_a_survey_beside_an_open_chain_does_not_measure_this_node(folder: Path) -> None:
     """One thread of a process owns MLX, and the chain uses it."""
     async with serving(1) as nodes, peers_of(nodes) as peers:
-        found = await survey(open_folder(folder), "coordinator", peers, NO_SPEEDS, feeds=True)
+        found = await known_speeds(OPTIONS, open_folder(folder), peers, NO_SPEEDS)
     assert set(found.speeds) == {"node-1"}
 
 
@@ -93,7 +98,7 @@ async def test_a_node_whose_speed_makes_no_sense_is_left_out(
 
     monkeypatch.setattr(Peer, "measure", measure)
     async with serving(1) as nodes, peers_of(nodes) as peers:
-        measured = await survey(open_folder(folder), "coordinator", peers, NO_SPEEDS, feeds=True)
+        measured = await known_speeds(OPTIONS, open_folder(folder), peers, NO_SPEEDS)
     assert not measured.speeds and "not measured: node-1" in capsys.readouterr().err
 
 
@@ -122,7 +127,7 @@ async def test_all_measure_themselves_again_if_they_are_asked_to(
     monkeypatch.setattr(speed_cache, "measure_speed", counted)
     async with serving(2) as nodes, peers_of(nodes) as peers:
         for anew, expected in ((True, 3), (False, 3), (True, 6)):
-            await survey(open_folder(folder), "coordinator", peers, anew=anew, feeds=True)
+            await known_speeds(OPTIONS, open_folder(folder), peers, anew=anew)
             assert num_gauged == expected
             assert bool(capsys.readouterr().err) == anew
 
