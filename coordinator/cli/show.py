@@ -121,7 +121,6 @@ class Printer:
         self._began = self._first_at = self._last_at = time.monotonic()
 
     def __enter__(self) -> Self:
-        self._began = self._first_at = self._last_at = time.monotonic()
         return self
 
     def __exit__(

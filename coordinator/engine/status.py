@@ -231,15 +231,10 @@ class StatusLog:
     async def log(self, passed_s: float) -> None:
         """Log one line about the last `passed_s` seconds, or none if the server was idle."""
         before, self._before = self._before, self._totals()
-        if self._stats.under_way or self._before != before:
-            prompt, answers = ((now - then) / passed_s for now, then in zip(self._before, before, strict=True))
-            self._log(prompt, answers, await self._status.look(self._model()))
-
-    def _totals(self) -> tuple[int, int]:
-        return self._stats.total("prompt_tokens"), self._stats.total("generation_tokens")
-
-    def _log(self, prompt: float, answers: float, now: StatusSnapshot) -> None:
-        """`prompt` and `answers` are tokens per second."""
+        if not self._stats.under_way and self._before == before:
+            return
+        now = await self._status.look(self._model())
+        prompt, answers = ((num - earlier) / passed_s for num, earlier in zip(self._before, before, strict=True))
         states = [each.state for each in now.requests]
         running, waiting = states.count("running"), states.count("waiting")
         busiest = max(now.nodes, key=lambda node: node.utilisation, default=None)
@@ -258,3 +253,6 @@ class StatusLog:
             prefix_hit_rate=round(reused, 4),
             busiest=busiest.name if busiest else None,
         )
+
+    def _totals(self) -> tuple[int, int]:
+        return self._stats.total("prompt_tokens"), self._stats.total("generation_tokens")
