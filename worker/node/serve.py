@@ -19,7 +19,6 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 from worker.config import ClusterConfig, split_address
 from worker.errors import ConfigError
 from worker.node.announce import about, announcing
-from worker.node.configuration import configuration_of
 from worker.node.hop import add_hops, add_node
 from worker.node.log import dated, log_failure, worker_log
 from worker.node.model_sources import ModelSources
@@ -87,9 +86,7 @@ def serve(
     running_code()  # records the code as it is now
     thread = MlxThread()
     log = worker_log(name, None if follow_parent else sys.stderr)
-    configuration = configuration_of(cluster) if cluster else None
-    prefix_limit = cluster.cache_disk if cluster else None
-    service = NodeService(name, thread, network, sources, memory_bytes, configuration, log, prefix_limit)
+    service = NodeService(name, thread, network, sources, memory_bytes, cluster, log)
     try:
         with kept_awake():
             uvloop.run(run())

@@ -12,7 +12,6 @@ from logging import Logger
 from protos.brigade_pb2 import (
     AttachRequest,
     CompileReply,
-    Configuration,
     Coordinator,
     Credit,
     DigestReply,
@@ -43,8 +42,10 @@ from protos.brigade_pb2 import (
     UnloadReply,
 )
 from protos.brigade_pb2_grpc import HopServicer, NodeServicer
+from worker.config import ClusterConfig
 from worker.errors import BrigadeError, FrameError, ModelError, ModelLacking, StageLost
 from worker.node.attachment import Attachment
+from worker.node.configuration import configuration_of
 from worker.node.facts import read_facts
 from worker.node.framing import write_report
 from worker.node.lifecycle import Worker, WorkerState
@@ -73,16 +74,15 @@ class NodeService(NodeServicer):
         network: Network,
         sources: ModelSources | None = None,
         memory_bytes: int | None = None,
-        configuration: Configuration | None = None,
+        cluster: ClusterConfig | None = None,
         log: Logger | None = None,
-        prefix_limit: int | None = None,
     ) -> None:
         """Make a node with an empty worker.
 
         Args:
             sources: the models that coordinators may load; by default the bundled one and those of the hub's cache.
             memory_bytes: the memory that the node was told to offer; by default its memory budget.
-            prefix_limit: the most bytes of prefixes on its disk; None leaves it to the coordinator.
+            cluster: its own configuration: coordinators see it, and its `cache_disk` limits prefixes on disk.
         """
         self.name = name
         self.log = log or worker_log(name, None)
@@ -91,8 +91,8 @@ class NodeService(NodeServicer):
         self.thread = thread
         self._cache = sources.cache if sources else None
         self._memory_bytes = memory_bytes
-        self._prefix_limit = prefix_limit
-        self._configuration = configuration
+        self._prefix_limit = cluster.cache_disk if cluster else None
+        self._configuration = configuration_of(cluster) if cluster else None
         self._incarnation = secrets.token_hex(8)
         self._started = time.time_ns()
 
