@@ -39,6 +39,7 @@ from worker.platform.threads import MlxThread, run_in_thread
 
 _ONLY_WHOLE = "can be compared only with itself on the whole model in memory"
 _IN_MEMORY = "interrupted while one process was asked: nothing is proved"
+_END_S = 10.0  # for what was cancelled on the MLX thread
 _NUM_DRAFTS = 3  # where measurements would choose: they could choose none, which would not show how many hold
 _TEXTS = ("Tell me a story about a fox.", "What is 48 + 27?")
 
@@ -96,9 +97,16 @@ async def verify(
         with telling_interrupts("interrupted while the cluster answered: nothing is proved"):
             answers = await _ask_cluster(options, checkpoint, requests, thread, stream=stream)
         # the cluster's own shard, which tracebacks of cancelled tasks still hold, and MLX's buffer cache
+        await thread.call(_others_ended())
         await thread.run(thaw_heap)
         await thread.run(mx.clear_cache)
         return await _compare(answers, requests, Comparison(checkpoint, thread), tell)
+
+
+async def _others_ended() -> None:
+    """Wait until all other tasks of this loop have ended, which were cancelled: their frames hold the shard, too."""
+    if others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others, timeout=_END_S)
 
 
 class Comparison:
