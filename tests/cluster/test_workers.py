@@ -67,7 +67,8 @@ def generate_until_lost(config: Path, lose: Callable[[], object], name: str) -> 
     outcome = run_here("generate", "--config", config, *LONG, *AT_ONCE, hear=hear)
     assert heard and time.monotonic() - heard[-1] < FAILURE_S
     assert outcome.code == 3 and "Traceback" not in outcome.err, outcome.err
-    lines = outcome.err.removeprefix(f"worker {name}: {DRAINING}\n").splitlines()
+    said = outcome.err.removeprefix(f"worker {name}: {DRAINING}\n").splitlines()
+    lines = [line for line in said if not line.endswith(" ...")]  # on a slow machine it tells of the load
     assert len(lines) in (1, 2) and len(lines[0]) < 300, outcome.err
     assert lines[0].startswith(f"error: worker {name}: "), outcome.err
 
