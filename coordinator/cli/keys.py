@@ -21,7 +21,11 @@ keys = App(no_args_is_help=True, help="Certificates, by which nodes recognise ea
 def init(
     config: flags.Config = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Make a new authority: every node needs a new certificate then.")
+        bool,
+        typer.Option(
+            "--replace",
+            help="Make a new authority, and delete the certificates of the old one: every node needs a new one.",
+        ),
     ] = False,
 ) -> None:
     """Make the cluster's authority and the coordinator's certificate. The authority's key stays in this folder.
