@@ -9,7 +9,16 @@ TESTS = "tests/unit/compute/shards_alone.py"
 
 
 def test_a_shard_holds_what_its_layers_need_and_nothing_else() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", TESTS]
+    options = (
+        "-q",
+        "-p",
+        "timeout",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+    )  # where plugins are not looked for, too
+    command = [sys.executable, "-m", "pytest", *options, TESTS]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
