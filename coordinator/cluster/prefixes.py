@@ -18,7 +18,7 @@ from worker.platform.threads import run_in_thread
 
 _LIST_S = 2.0  # for the pieces of all nodes
 _LEAVE_S = 3.0  # for what nodes that are about to end have of running sessions
-_MOST_FILES = 1 << 15  # of one node that are looked at: more would hold up the loop
+_MOST_FILES = 1 << 15  # of one node that are looked at, the latest used: more would hold up the loop
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class ChainPrefixes:
         """Return the files of all nodes, this one first, once what they are writing is there."""
         own = run_in_thread(partial(list_prefixes, PrefixesRequest()))
         replies = await asyncio.gather(own, *(peer.prefixes(PrefixesRequest()) for peer in self._peers))
-        return [reply.pieces[:_MOST_FILES] for reply in replies]
+        return [reply.pieces[-_MOST_FILES:] for reply in replies]
 
     async def _move(self, move: Move) -> None:
         """Move one file. Raises BrigadeError if a node cannot read or take it."""
