@@ -1,6 +1,7 @@
 """The sampler against numpy, and against what mlx-lm's own functions leave to choose from."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +12,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from protos.brigade_pb2 import Sample, Sampling, Window
 from tests.unit.compute.rows import VOCAB, in_rows, logits_of, numpy_gumbel
+from worker.compute.drafting import DraftRequest, draw_drafts
 from worker.compute.sampling import Draws, Sampler, apply_top_n_sigma, dry_penalties
 from worker.compute.slot import Slot
 from worker.errors import FrameError
@@ -162,6 +164,31 @@ def test_a_guess_is_drawn_with_the_noise_of_the_token_at_its_position() -> None:
     window = Window(tokens=[5], masks=2, wanted=1, guessed=2)  # rows for positions 1, 1 and 2
     token, guess, later = slot.draw(window, mx.zeros((3, 1000))).tokens.tolist()
     assert token == guess != later
+
+
+def test_rows_of_a_canvas_are_drawn_alike_in_one_block_and_in_several() -> None:
+    nothing: Any = None
+    slot = Slot(nothing, History(), Sampling(temperature=1.0, seed=3))
+    window = Window(tokens=[5], canvas=range(6), guessed=6, canvas_step=2)
+    logits = mx.zeros((6, 1000))
+    whole = slot.draw(window, logits).tokens.tolist()
+    parts = [slot.draw(window, logits[at : at + 2], at).tokens.tolist() for at in range(0, 6, 2)]
+    assert [token for part in parts for token in part] == whole and len(set(whole)) > 3
+
+
+def test_a_draft_is_drawn_with_all_tokens_that_dry_looks_back_at() -> None:
+    """The text before the drafts repeats itself from further back than 20 tokens."""
+    nothing: Any = None
+    text = [1, 2, 3, 4, *range(20, 60), 1, 2, 3]
+    sampling = Sampling(dry_multiplier=50.0, dry_base=2.0, dry_allowed_length=1, dry_penalty_last_n=100)
+    slot = Slot(nothing, History(text), sampling)
+    logits = mx.zeros((1, 64))
+    logits[0, 4], logits[0, 7] = 9.0, 8.0
+    request = DraftRequest(slot, len(text), [], 1, False, nothing, 0, len(text))
+    assert draw_drafts([request], [None], [[]], logits).tolist() == [7]
+    assert (
+        draw_drafts([replace(request, slot=Slot(nothing, History(text), Sampling()))], [None], [[]], logits).item() == 4
+    )
 
 
 @pytest.mark.parametrize("n", [0.5, 1.0, 2.5])
