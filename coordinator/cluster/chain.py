@@ -137,7 +137,9 @@ class Chain:
                     self._stack.callback(peer.detach)
                     await peer.attach(self._attach_request(stage))
                     self.clock_offsets[stage] = await peer.clock_offset()
-                store = await self._start()
+                limit = self.deployment.prefix_bytes
+                store = PrefixStore(*self.plan.answer_parts[0], limit) if limit else None
+                await self._start(store)
                 if store:
                     await self._list_prefixes(store)
                 await self.thread.call(self._warm_up(progress))
@@ -185,7 +187,7 @@ class Chain:
     def still_since(self) -> float | None:
         """Since when the frames in flight have brought no result, seconds, monotonic; None without any.
 
-        Of a chain that retires, what it was then.
+        Once the chain retires, this stays as it was then.
         """
         if self._retired:
             return self._retired[1]
@@ -298,9 +300,7 @@ class Chain:
         except ConfigError as error:
             self._say(f"{error}; requests go on without")
             return
-        every = [(node.start, node.end) for node in self.plan.assignments]
-        places = [(0, self.spec.num_layers)] if self.answers_alone else every
-        self.prefixes = ChainPrefixes(key, own, self.peers, places)
+        self.prefixes = ChainPrefixes(key, own, self.peers, self.plan.answer_parts)
         try:
             await self.prefixes.learn()
         except (TimeoutError, BrigadeError) as error:
@@ -364,17 +364,11 @@ class Chain:
                 if flight.begins_to_compile():
                     self._say("compiling: the first step of its kind on this chain, which may take a minute")
 
-    async def _start(self) -> PrefixStore | None:
-        """Start stage 0 and the hop to the first worker, and watch every part of the chain.
-
-        Returns:
-            The prefixes on this node's disk; None if none are kept there.
-        """
+    async def _start(self, prefixes: PrefixStore | None) -> None:
+        """Start stage 0 and the hop to the first worker, and watch every part of the chain."""
         own = self._own
         assert own.shard is not None
         drafter = await own.thread.run(partial(prepare_drafting, own.shard, own.part, self.spec.num_features))
-        limit = self.deployment.prefix_bytes
-        prefixes = PrefixStore(own.shard.start, own.shard.end, limit) if limit else None
         is_whole = self.answers_alone or not self.peers
         if not is_whole:
             await own.thread.run(partial(close_slots, own.slots))
@@ -407,7 +401,6 @@ class Chain:
         for peer in self.peers if self.answers_alone else ():
             reports = peer.results(self.epoch, partial(self._pass_on, peer), of_prompts=True)
             await self._stack.enter_async_context(background(reports, self._part_ended))
-        return prefixes
 
     async def _pass_on(self, peer: Peer, report: Report, data: memoryview) -> None:
         """Pass a report of a prompt on to the MLX thread, and wait while too much waits for its next step to end."""

@@ -308,8 +308,8 @@ class Slots:
 
     def stored_of_running(self) -> set[bytes]:
         """Return the names of the pieces on the nodes' disks with which sessions that run can go on elsewhere."""
-        stored = self._stored
-        return {piece.name for slot in self._running for piece in stored.pieces_of(slot.session)} if stored else set()
+        stored, running = self._stored, [slot.session for slot in self._running]
+        return {piece.name for each in running for piece in stored.pieces_of(each, each.fed)} if stored else set()
 
     def note_stored(self, slot: SessionSlot, piece: Piece, *, is_written: bool) -> None:
         """Note whether all stages write a piece of this slot to their disks; if not, nothing more of it is written."""

@@ -41,7 +41,7 @@ class StoredPrefixes:
     def pieces_for(self, session: Session, first: int) -> list[Piece]:
         """Return the pieces with which a session goes on from its `first` tokens; none if they hold few tokens."""
         found: dict[int, Piece] = {}  # by end, those that continue what is there
-        for piece in self._pieces_of(session, session.most_reused):
+        for piece in self.pieces_of(session, session.most_reused):
             follows = first < piece.end and (piece.begin <= first or piece.begin in found)
             if follows and piece.begin % session.grid == piece.end % session.grid == 0:
                 found[piece.end] = piece
@@ -53,9 +53,11 @@ class StoredPrefixes:
         num_tokens = chosen[-1].end - first if chosen else 0
         return chosen if num_tokens >= _LEAST_READ and self._pays(num_tokens) else []
 
-    def pieces_of(self, session: Session) -> list[Piece]:
-        """Return the pieces of what a session has fed, by their ends."""
-        return self._pieces_of(session, session.fed)
+    def pieces_of(self, session: Session, most: int) -> list[Piece]:
+        """Return the pieces of the session's first `most` tokens, by their ends."""
+        pieces = sorted((each for each in self._pieces.values() if each.end <= most), key=lambda each: each.end)
+        hashes = self._hashes(session, {piece.end for piece in pieces})
+        return [piece for piece in pieces if piece.name == _name(hashes[piece.end], piece.begin)]
 
     def next_piece(self, session: Session) -> Piece | None:
         """Return the first piece of what a session has fed that is not stored; None if all are."""
@@ -64,7 +66,7 @@ class StoredPrefixes:
         else:
             ends = session.snapshots
         stored = [0]
-        for piece in self.pieces_of(session):
+        for piece in self.pieces_of(session, session.fed):
             if piece.begin in stored:
                 stored.append(piece.end)
         end = next((end for end in ends if end not in stored), None)
@@ -80,12 +82,6 @@ class StoredPrefixes:
     def forget(self, name: bytes) -> None:
         """Note that a node has lost a piece."""
         self._pieces.pop(name, None)
-
-    def _pieces_of(self, session: Session, most: int) -> list[Piece]:
-        """Return the pieces of the session's first `most` tokens, by their ends."""
-        pieces = sorted((each for each in self._pieces.values() if each.end <= most), key=lambda each: each.end)
-        hashes = self._hashes(session, {piece.end for piece in pieces})
-        return [piece for piece in pieces if piece.name == _name(hashes[piece.end], piece.begin)]
 
     def _hashes(self, session: Session, ends: Iterable[int]) -> dict[int, bytes]:
         """Return hashes of the session's first tokens up to each of these ends."""

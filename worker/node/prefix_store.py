@@ -45,7 +45,7 @@ _READ_S = 2.0  # for a piece, from when it is needed
 _MOST_WAITING = 2  # pieces in memory that the disk has not taken yet; a further one waits
 _PART_BYTES = 1 << 20  # of a message: a larger one would hold up tokens
 _MOST_MOVED_BYTES = 1 << 30  # of a piece that goes to another node, which is in memory then
-_writing: set[Future[None]] = set()  # by all stores of this process
+_being_written: set[Future[None]] = set()  # by all stores of this process
 _TOKEN_S = 0.01  # by which the next token of a prefix counts as used earlier
 _SPARE = 10  # a tenth of the disk stays free, whatever the limit
 _ABANDONED_S = 600.0  # after which an unfinished file is that of a process that has ended
@@ -112,7 +112,7 @@ def piece_files(folder: Path) -> list[PieceFile]:
 
 def list_prefixes(request: PrefixesRequest, folder: Path | None = None) -> PrefixesReply:
     """Return the pieces of this node once what this process is writing is there; remove them if the request says so."""
-    wait(list(_writing), _WRITE_S * _MOST_WAITING)
+    wait(list(_being_written), _WRITE_S * _MOST_WAITING)
     files = piece_files(folder or prefix_folder())
     if request.remove:
         _remove([*(file.path for file in files), (folder or prefix_folder()) / _SECRET])
@@ -135,7 +135,7 @@ def file_parts(piece: Piece, content: bytes) -> Iterator[FilePart]:
 
 
 async def join_parts(parts: AsyncIterable[FilePart]) -> tuple[Piece, bytes]:
-    """Return the piece and the content of its file. Raises FrameError if there is no end of it."""
+    """Return the piece and the content of its file. Raises FrameError if that is too large."""
     piece, num_bytes = Piece(), 0
     found: list[bytes] = []
     async for part in parts:
@@ -177,8 +177,8 @@ class PrefixStore:
         packed = [(segment_header(each), memoryview(b"".join(map(bytes_of, each.arrays)))) for each in segments]
         writing = self._threads.submit(self._try_write, piece, packed)
         self._writing.append(writing)
-        _writing.add(writing)
-        writing.add_done_callback(_writing.discard)
+        _being_written.add(writing)
+        writing.add_done_callback(_being_written.discard)
         return True
 
     def read(self, name: bytes, upcoming: Sequence[bytes] = ()) -> list[CacheSegment]:
