@@ -79,7 +79,7 @@ class MarkdownShow:
             self._end_thought()
         self._growing += without_controls(text)
         if final := num_final(self._growing):
-            self._console.print(self._rendered(self._growing[:final]), end="\n\n")
+            self._console.print(self._rendered(self._growing[:final]), "")
             self._growing = self._growing[final:]
         if time.monotonic() - self._drawn_at > _REDRAW_S:
             self._draw()

@@ -109,6 +109,6 @@ def test_markdown_leaves_room_for_the_echo_of_an_interrupt_and_blank_lines_betwe
     screen = io.StringIO()
     with showing(Console(file=screen, force_terminal=True, width=20, color_system=None)) as show:
         show.say("the first one goes on to another line\n\nsecond")
-    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue().replace("\r", "\n")).split("\n")
-    assert max(map(len, lines)) <= 20 - len("^C^C")
-    assert [line.rstrip() for line in lines][:5] == ["the first one", "goes on to", "another line", "", "second"]
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    assert max(map(len, re.split(r"[\r\n]", drawn))) <= 20 - len("^C^C")
+    assert re.search(r"the first one *\n *goes on to *\n *another line *\n\nsecond", drawn.replace("\r", ""))
