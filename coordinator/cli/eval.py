@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import math
@@ -268,7 +269,7 @@ class EvalRun:
 
             async def answer_in_turn(waiting: Iterator[tuple[str, EvalCase]]) -> None:
                 for key, case in waiting:
-                    known[key] = found = await _read_answer(ask(case))
+                    known[key] = found = await read_answer(partial(ask, case))
                     is_right = await run_in_thread(
                         partial(self._is_right, case.set_name, case.question, case.decoder, found)
                     )
@@ -309,11 +310,19 @@ class EvalRun:
         return self._right[place]
 
 
-async def _read_answer(asked: AsyncGenerator[Output, None]) -> EvalAnswer:
-    reading, last = EvalReading(), None
-    async with aclosing(asked) as outputs:
-        async for last in outputs:
-            reading.add(last)
+async def read_answer(ask: Callable[[], AsyncGenerator[Output, None]]) -> EvalAnswer:
+    """Ask, again and again while a server has no room."""
+    from coordinator.cli.remote import ServerBusy
+
+    while True:
+        reading, last = EvalReading(), None
+        try:
+            async with aclosing(ask()) as outputs:
+                async for last in outputs:
+                    reading.add(last)
+            break
+        except ServerBusy as error:
+            await asyncio.sleep(error.retry_s)
     assert last is not None and last.usage is not None and last.finish_reason is not None
     return reading.answer(last.finish_reason, last.usage)
 

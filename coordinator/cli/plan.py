@@ -1,6 +1,7 @@
 """`brigade plan`: where each layer would go, how fast that would be, and simulations of it."""
 
 import json
+from collections import defaultdict
 from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ from coordinator.cli.run import TakeFlags
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
 from coordinator.cluster.tables import plain_console, plain_table
-from coordinator.planning.plan import Objective, misfit
+from coordinator.planning.plan import Objective, Plan, misfit
 from coordinator.planning.speeds import Survey, format_ms
 from coordinator.sessions.admission import MOST_WAITING
 from worker.config import ClusterConfig
@@ -28,7 +29,7 @@ from worker.platform.threads import run_in_thread
 
 if TYPE_CHECKING:  # they import numpy or mlx, for which --help should not wait
     from coordinator.bench.forecast import Assumed
-    from coordinator.planning.prediction import PlanReport, Prediction
+    from coordinator.planning.prediction import PlanReport, PredictedPlan, Prediction
 
 _PROMPTS = (2000, 16000, 64000)  # tokens of prompts for which times are predicted
 _COLUMNS = 16  # of the bar that shows a node's layers
@@ -407,12 +408,16 @@ class _PlanView:
         several = [f"tok/s of {most}"] if most > 1 else []
         heads = [f"{'prompt ' * (num == _PROMPTS[0])}{num // 1000}k" for num in self._prompts]
         table = plain_table("instead", "layers", "per token", *several, *heads, "fits", gap=2)
+        alike: dict[Plan, list[PredictedPlan]] = defaultdict(list)
         for each in self.report.alternatives:
+            alike[each.plan].append(each)
+        for each, *others in alike.values():
+            name = ", ".join([each.name, *(other.name for other in others)])
             ms, rate = each.times.ms_per_token, each.times.tokens_per_s(most)
             speeds = ["-" if ms is None else format_ms(ms), "-" if rate is None else f"{rate:.1f}"]
             layers, fits = "+".join(map(str, each.plan.layers)), "yes" if each.plan.fits else "NO"
             prefills = ["-" if took is None else f"{took:.1f} s" for took in map(each.times.prefill_s, self._prompts)]
-            table.add_row(each.name, layers, *speeds[: 1 + (most > 1)], *prefills, fits)
+            table.add_row(name, layers, *speeds[: 1 + (most > 1)], *prefills, fits)
         return table
 
 

@@ -29,11 +29,21 @@ _CERTIFICATES = "SSL_CERT_FILE"
 _OTHER_HOST = (62, 64)  # OpenSSL's codes for a host name or IP address that the certificate does not have
 _TIMES = httpx2.Timeout(5.0, read=120.0)  # a stream sends keep-alives every few seconds
 _WRONG_REQUEST = (400, 404, 413, 415, 422)
+_TOO_MANY = 429
+_RETRY_S, _MOST_RETRY_S = 1.0, 60.0  # until a busy server is asked again: if it names no time, and at most
 _DATA, _DONE = "data:", "[DONE]"
 
 
 class NothingAnswers(ServerFailed):
     """No server listens at the address."""
+
+
+class ServerBusy(ServerFailed):
+    """The server answers as many requests as it may, in all or of this key; another one may be asked for later."""
+
+    def __init__(self, message: str, retry_s: float) -> None:
+        super().__init__(message)
+        self.retry_s = retry_s
 
 
 def client_settings(url: str, key: str | None) -> Json:
@@ -120,7 +130,7 @@ class RemoteServer:
             asked = {"model": self.name, "prompt": prompt, "continuations": list(continuations)}
             response = await self._client.post("v1/score", json=asked)
             if response.status_code != 200:
-                raise _refused(response.status_code, response.content)
+                raise _refused(response, response.content)
             return [float(each["logprob"]) for each in response.json()["scores"]]
         except (httpx2.HTTPError, ValueError, LookupError, TypeError) as error:
             raise ServerFailed(f"the server at {self._url} has no scores: {error or type(error).__name__}") from error
@@ -130,7 +140,7 @@ class RemoteServer:
         try:
             async with self._client.stream("POST", path, json=asked) as response:
                 if response.status_code != 200:
-                    raise _refused(response.status_code, await response.aread())
+                    raise _refused(response, await response.aread())
                 async for line in _lines(response):
                     if not line.startswith(_DATA):
                         continue
@@ -204,7 +214,8 @@ def _usage(started: int, usage: Mapping[str, Any], own: Mapping[str, Any]) -> Us
     return Usage(num_prompt, started, reused, steps, rows, num_recoveries=recoveries, num_generated=generated)
 
 
-def _refused(status: int, body: bytes) -> BrigadeError:
+def _refused(response: httpx2.Response, body: bytes) -> BrigadeError:
+    status = response.status_code
     try:
         error = json.loads(body)["error"]
     except (ValueError, LookupError, TypeError):
@@ -212,7 +223,11 @@ def _refused(status: int, body: bytes) -> BrigadeError:
     message, field = _error_message(error), str(error.get("param") or "") if isinstance(error, dict) else ""
     if status in _WRONG_REQUEST:
         return InputError(field, message.removeprefix(f"{field}: "))
-    return ServerFailed(f"the server answers with status {status}: {message}")
+    said = f"the server answers with status {status}: {message}"
+    if status == _TOO_MANY:
+        seconds = response.headers.get("Retry-After", "")
+        return ServerBusy(said, min(float(seconds), _MOST_RETRY_S) if seconds.isdecimal() else _RETRY_S)
+    return ServerFailed(said)
 
 
 async def run_remote(given: ServerFlags, body: Mapping[str, Any], asked: GenerateOptions) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import Collection, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -124,7 +125,8 @@ class ChainPrefixes:
         wanted = [Move(node, 0, each) for node, files in leaving for each in files if each.name in names]
         for move in sorted(wanted, key=lambda move: move.piece.end):
             if (move.piece.name, move.piece.first_layer, move.piece.last_layer) not in there:
-                await self._move(move)
+                with suppress(BrigadeError):  # other files may come
+                    await self._move(move)
 
     async def _files(self) -> list[Sequence[Piece]]:
         """Return the files of all nodes, this one first, once what they are writing is there."""

@@ -20,7 +20,7 @@ from worker.errors import ConfigError, InputError
 
 MACS = """\
 nodes:
-  - {name: max, memory: MEMORY, gbps: 0.02}
+  - {name: max, memory: MEMORY, gbps: GBPS}
   - {name: mini, memory: 1GiB, gbps: 0.01, link: {rtt_ms: 0.3, gbit: 20}}
 """
 
@@ -34,9 +34,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def planned(brigade: Command, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     """What `brigade plan --nodes` prints for these flags and this memory of the first Mac."""
 
-    def planned(*flags: str, memory: str = "1GiB") -> str:
+    def planned(*flags: str, memory: str = "1GiB", gbps: str = "0.02") -> str:
         path = tmp_path / "nodes.yaml"
-        path.write_text(MACS.replace("MEMORY", memory), encoding="utf-8")
+        path.write_text(MACS.replace("MEMORY", memory).replace("GBPS", gbps), encoding="utf-8")
         brigade("plan", "--nodes", str(path), "--model", str(tiny), "--context", "256", *flags)
         return capsys.readouterr().out
 
@@ -58,6 +58,13 @@ def test_json_has_all_that_programs_rely_on(planned: Any) -> None:
     assert (alone["layers"], alone["fits"]) == ([4], True) and alone["ms_per_token"] < found["ms_per_token"]
     assert alone["tokens_per_s_at"] == {"8": pytest.approx(1e3 / alone["ms_per_token"])}
     assert "max alone would be faster" in found["advice"]
+
+
+def test_equal_plans_are_one_row(planned: Any) -> None:
+    for gbps, last in (("0.02", ["max + mini", "even split"]), ("0.01", ["max + mini, even split"])):
+        table = planned(gbps=gbps).partition("instead")[2].partition("\n\n")[0]
+        rows = [line.partition("  ")[0] for line in table.splitlines()[1:]]
+        assert rows == ["max alone", "mini alone", *last]
 
 
 def test_what_does_not_fit_is_printed_and_refused(planned: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +135,7 @@ def test_a_context_beyond_the_models_is_told(brigade: Command, tiny: Path, capsy
     for flags, note in (((), ""), (("--context", "2"), ""), (("--context", "9999"), told)):
         brigade("plan", "--model", str(tiny), *flags)
         shown = capsys.readouterr()
-        assert re.search(r"of\s\d+\s+tokens", shown.out), "the line wraps where the folder's name is long"
+        assert re.search(r"of\s+\d+\s+tokens", shown.out), "the line wraps where the folder's name is long"
         assert shown.err == note
     brigade("plan", "--model", str(tiny), "--local", "1")  # nothing was measured
     assert "How fast these nodes are is not known" in " ".join(capsys.readouterr().out.split())

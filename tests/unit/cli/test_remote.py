@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +11,26 @@ import httpx2
 import pytest
 
 from coordinator.cli import status
-from coordinator.cli.remote import NothingAnswers, RemoteServer, answer_as_json
+from coordinator.cli.eval import read_answer
+from coordinator.cli.remote import NothingAnswers, RemoteServer, ServerBusy, answer_as_json
 from coordinator.sessions.output import Output, Usage
 from tests.unit.cli.conftest import Command
 from worker.errors import InputError, ServerFailed
 
 TEXT = {"choices": [{"text": "Hi"}]}
 END = {"choices": [{"text": "", "finish_reason": "stop"}]}
+DONE = "data: [DONE]\n\n"
 USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1}}
 
 
-def outputs_of(*events: Any, status: int = 200, data: str = "data: ", end: str = "\n") -> list[Output]:
+def outputs_of(
+    *events: Any, status: int = 200, data: str = "data: ", end: str = "\n", headers: dict[str, str] | None = None
+) -> list[Output]:
     """The outputs of a server that streams these events, or of one that answers with a status and the only event."""
     given = [json.dumps(event, ensure_ascii=False) for event in events]
     lines = [f"{data}{each}{2 * end}" for each in (*given, "[DONE]")]
     body = "".join(lines) if status == 200 else json.dumps(events[0])
-    transport = httpx2.MockTransport(lambda request: httpx2.Response(status, text=body))
+    transport = httpx2.MockTransport(lambda request: httpx2.Response(status, text=body, headers=headers))
 
     async def ask() -> list[Output]:
         async with httpx2.AsyncClient(transport=transport, base_url="http://other/v1") as client:
@@ -72,6 +77,32 @@ def test_a_refusal_is_raised_as_its_text() -> None:
                 outputs_of({"error": error}, status=code)
     with pytest.raises(ServerFailed, match="status 502"):
         outputs_of("gateway", status=502)
+
+
+def test_a_question_is_asked_again_while_the_server_has_no_room() -> None:
+    waits = iter(("0", "soon", None))
+    began = time.monotonic()
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        if (wait := next(waits)) is not None:
+            return httpx2.Response(429, text='{"error": "too many"}', headers={"Retry-After": wait})
+        return httpx2.Response(
+            200, text="".join(f"data: {json.dumps(event)}\n\n" for event in (TEXT, END, USAGE)) + DONE
+        )
+
+    async def ask() -> str:
+        async with httpx2.AsyncClient(transport=httpx2.MockTransport(answer), base_url="http://other/v1") as client:
+            return (await read_answer(lambda: RemoteServer(client, "http://other", "m").generate("a", {}))).text
+
+    assert asyncio.run(ask()) == "Hi"
+    assert 0.9 < time.monotonic() - began < 10  # a wait that is no number counts as a second
+
+
+def test_a_busy_server_is_not_waited_for_at_length() -> None:
+    for said, waits_s in (("7", 7.0), ("99999", 60.0)):
+        with pytest.raises(ServerBusy) as raised:
+            outputs_of({"error": "too many"}, status=429, headers={"Retry-After": said})
+        assert raised.value.retry_s == waits_s
 
 
 def test_a_host_name_that_cannot_be_is_not_taken_for_another_program() -> None:

@@ -72,6 +72,7 @@ class FakePeer:
     def __init__(self, *numbers: int, lost: int = -1) -> None:
         self.pieces = [Piece(name=bytes([n] * 16), begin=0, end=n, first_layer=0, last_layer=8) for n in numbers]
         self.lost = bytes([max(0, lost)] * 16)
+        self.is_draining = True
         self.given: Counter[int] = Counter()
         self.got: list[int] = []
 
@@ -111,3 +112,17 @@ def test_a_piece_that_cannot_be_moved_stops_no_other_and_none_is_moved_twice(
         assert source.given == {1: 2, 2: 1, 3: 1} and target.got == [1] and not prefixes.num_moving
 
     asyncio.run(run())
+
+
+def test_what_a_leaving_node_has_is_kept_even_if_one_file_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.cluster.prefixes.list_prefixes", lambda request: SimpleNamespace(pieces=[]))
+    kept: list[int] = []
+
+    async def run() -> None:
+        source, own = FakePeer(1, 2, 3, lost=2), SimpleNamespace(add=lambda piece, content: kept.append(piece.end))
+        peers: list[Any] = [source]
+        prefixes = ChainPrefixes(bytes(32), own, peers, [(0, 4), (4, 8)])  # type: ignore[arg-type]
+        await prefixes.keep_of_leaving([piece.name for piece in source.pieces])
+
+    asyncio.run(run())
+    assert kept == [1, 3]
