@@ -28,7 +28,7 @@ from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
 from coordinator.engine.bounded import TEMPLATES
 from coordinator.sessions.output import Output, Usage
-from coordinator.sessions.request import Conversation, RequestSpec, require_utf8
+from coordinator.sessions.request import Conversation, RequestSpec, require_text
 from worker.errors import BrigadeError, InputError
 from worker.platform.interrupts import INTERRUPTED
 from worker.platform.tasks import cancel_all
@@ -259,7 +259,7 @@ class Chat:
 
     async def _answer(self, message: str) -> None:
         """Raises BrigadeError; the question is dropped then, unless a part of its answer came."""
-        require_utf8("prompt", message)
+        require_text("prompt", message)
         self.dialogue.ask(message)
         said: list[str] = []
         self._answering = answering = asyncio.create_task(self._speak(said))

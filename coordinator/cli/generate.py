@@ -40,7 +40,7 @@ from coordinator.sessions.request import (
     check_request,
     make_sampling,
     most_rows,
-    require_utf8,
+    require_text,
     room_for_answer,
 )
 from protos.brigade_pb2 import CacheKind, Contents, Sampling
@@ -184,8 +184,8 @@ class GenerateOptions:
         """
         if self.prompt_tokens is not None:
             return self.prompt_tokens
-        require_utf8("prompt", self.prompt or "")
-        require_utf8("system_prompt", self.system or "")
+        require_text("prompt", self.prompt or "")
+        require_text("system_prompt", self.system or "")
         if self.prompt is None or not (self.prompt if self.raw else self.prompt.strip()):
             raise InputError("prompt", "expected some text, found none")
         if self.raw or not has_template:

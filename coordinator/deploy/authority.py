@@ -20,6 +20,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from worker.config import ClusterConfig, is_certifiable
 from worker.errors import ConfigError
 from worker.node.certificates import KeyFile, Role, file_name, split_pem, subjects_of, to_pem
+from worker.platform.machine import sync_file
 
 KEYS_FOLDER = "keys"  # beside cluster.yaml, here and on workers that are launched
 AUTHORITY_FILE = "authority.key"  # key and certificate; nodes' files end with .pem
@@ -172,7 +173,7 @@ def _write_private(path: Path, key: ec.EllipticCurvePrivateKey, *certificates: x
         with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            sync_file(file.fileno())
         beside.replace(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error

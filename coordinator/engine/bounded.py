@@ -389,7 +389,6 @@ def _templates() -> Job:
         try:
             signal.setitimer(signal.ITIMER_VIRTUAL, _RENDER_S)
             rendered = render_jinja_template(**arguments)
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             msgpack.packb(rendered)  # refuse a result that is not text
             return "done", rendered
         except refusals as error:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -22,7 +23,7 @@ from coordinator.engine.grammars import (
 )
 from coordinator.engine.one_at_a_time import OneAtATime
 from coordinator.engine.stats import KEY_DIGEST, usual_priority
-from coordinator.engine.tokenizer import Tokenizer, find_tokenizer
+from coordinator.engine.tokenizer import Tokenizer, find_tokenizer, is_begun
 from coordinator.sessions.request import (
     AUTO_CALLS,
     FILTERS,
@@ -37,14 +38,14 @@ from coordinator.sessions.request import (
     eos_ids,
     make_sampling,
     most_prompt,
-    require_utf8,
+    require_text,
     sampling_defaults,
 )
 from coordinator.sessions.text import Markers, TextParser
 from protos.brigade_pb2 import Grammar, Sampling
 from worker.compute.grammar import Grammars
 from worker.compute.header import check_grammar, common_prefix
-from worker.errors import BrigadeError, FrameError, InputError, ModelError, SamplingError
+from worker.errors import BrigadeError, FrameError, InputError, ModelError, QueueFull, SamplingError
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import describe
 
@@ -53,6 +54,8 @@ T = TypeVar("T")
 _ANY_USER = {"role": "user", "content": "a"}
 _SEARCH_S = 3.0  # for the tool at fault among many: other grammars wait meanwhile
 _LONG = 1 << 18  # letters: a longer prompt is tokenized in another process, in a turn of its own
+_MOST_STOP, _MOST_BREAKER = 4096, 256  # letters: streams would wait while long ones are searched or tokenized
+_REMEMBERED_S, _MOST_REMEMBERED = 300.0, 256  # refused grammars: agents send theirs with every turn
 
 
 class Usual(TypedDict, total=False):
@@ -92,6 +95,7 @@ class InputProcessor:
         self._max_tokens = min(max_tokens or spec.context, spec.context)
         self._encoding = encoding or OneAtATime()
         self._trials = GrammarTrials(checkpoint.folder, spec.vocab_size, sorted(self.eos))
+        self._refused: dict[tuple[str, str], tuple[float, str]] = {}  # by key and grammar: until when, and why
         self._trying = self._encoding.another()  # a slow grammar holds up only grammars
         self._reading_long = self._encoding.another()  # a long prompt holds up only long prompts
 
@@ -117,7 +121,8 @@ class InputProcessor:
     def eos(self) -> frozenset[int]:
         """The tokens that end an answer."""
         named = eos_ids(self.checkpoint.config, self.checkpoint.generation_config)
-        return named | (self.tokenizer.eos if self.tokenizer else frozenset())
+        named |= self.tokenizer.eos if self.tokenizer else frozenset()
+        return frozenset(token for token in named if 0 <= token < self.spec.vocab_size)
 
     async def make_request(self, asked: RequestSpec) -> Request:
         """Encode and check what is asked, before any node gets work.
@@ -126,7 +131,7 @@ class InputProcessor:
             InputError: the model cannot serve it. ModelError: its generation_config.json has an impossible value.
         """
         for stop in asked.stops:
-            require_utf8("stop", stop)
+            require_text("stop", stop, _MOST_STOP)
         if asked.is_constrained and isinstance(asked.prompt, Conversation):  # do not think first, unless asked to
             arguments = {"enable_thinking": False, **asked.prompt.template_arguments}
             asked = replace(asked, prompt=replace(asked.prompt, template_arguments=arguments))
@@ -138,7 +143,7 @@ class InputProcessor:
             raise InputError("prompt", f"{expected}; {spec.name} was trained for canvas only")
         check_token_ids("stop_token_ids", asked.stop_token_ids, spec.vocab_size)
         for breaker in (breakers := asked.dry_sequence_breakers):
-            require_utf8("dry_sequence_breakers", breaker)
+            require_text("dry_sequence_breakers", breaker, _MOST_BREAKER)
         decode = suit(asked.decode, asked.cache, spec)
         refines = decode.training is not None and decode.training.refinement is not None
         without = (*PENALTIES, *FILTERS) if refines else PENALTIES if decode.kind == "canvas" else ()
@@ -151,7 +156,7 @@ class InputProcessor:
             try:
                 grammar, not_enforced = await self._grammar(asked, prompt)
                 sampling.grammar.CopyFrom(grammar)
-            except InputError:
+            except (InputError, QueueFull):
                 if not is_offered:
                     raise
         if asked.tools and not sampling.HasField("grammar"):
@@ -177,7 +182,7 @@ class InputProcessor:
             pool_from=None if asked.pooling is None else 0 if asked.pooling == "mean" else max(0, len(prompt) - 1),
             tools=asked.tools,
             calls=asked.calls,
-            continues_text=not isinstance(asked.prompt, Conversation),
+            continues_text=not isinstance(asked.prompt, Conversation) or is_begun(asked.prompt.messages),
             not_enforced=tuple(not_enforced),
             turn_ends=await self._turn_ends(asked, prompt) if len(prompt) > spec.rows_that_can_be_cut else (),
         )
@@ -211,7 +216,7 @@ class InputProcessor:
         if isinstance(prompt, tuple):
             return prompt
         if isinstance(prompt, str):
-            require_utf8("prompt", prompt)
+            require_text("prompt", prompt)
         tokenizer = self._require_tokenizer("prompt")
         is_long = _num_letters(prompt) > _LONG
 
@@ -279,7 +284,7 @@ class InputProcessor:
 
     def token_text(self, token: int) -> str:
         """Return the text of one token; its number without a tokenizer."""
-        return self.tokenizer.decode([token]) if self.tokenizer else str(token)
+        return self.tokenizer.token_text(token) if self.tokenizer else str(token)
 
     def token_bytes(self, token: int) -> bytes | None:
         """Return the bytes of one token, maybe a part of a character; None where the tokenizer does not reveal them."""
@@ -307,7 +312,7 @@ class InputProcessor:
             )
             raise InputError(field, f"expected {expected}, which ends what a grammar allows")
         try:
-            grammar, not_enforced = await self._trying.run(partial(self._tried, asked, prompt))
+            grammar, not_enforced = await self._trying.run(partial(copy_context().run, self._tried, asked, prompt))
             if digest := KEY_DIGEST.get():  # the time that a compiled grammar saves would tell that another key sent it
                 grammar.owner = blake2b(grammar.text.encode(), key=bytes.fromhex(digest), digest_size=16).hexdigest()
             return grammar, not_enforced
@@ -331,10 +336,23 @@ class InputProcessor:
         grammar = Grammar(text=text, begins=len(prompt), eos=eos)
         try:
             check_grammar(grammar)
-            return grammar, [f"schema.{keyword}" for keyword in self._trials.require(text)]
+            return grammar, [f"schema.{keyword}" for keyword in self._not_enforced(text)]
         except (FrameError, SamplingError) as error:
             if asked.calls.are_forced:
                 raise self._refusal_of_tools(asked, error) from error
+            raise
+
+    def _not_enforced(self, text: str) -> list[str]:
+        """Return what GrammarTrials returns; refuse at once what it has refused of late."""
+        key = KEY_DIGEST.get(), text
+        if (known := self._refused.get(key)) and time.monotonic() < known[0]:
+            raise SamplingError(known[1])
+        try:
+            return self._trials.require(text)
+        except SamplingError as error:
+            self._refused[key] = time.monotonic() + _REMEMBERED_S, error.message
+            while len(self._refused) > _MOST_REMEMBERED:
+                del self._refused[next(iter(self._refused))]
             raise
 
     def _refusal_of_tools(self, asked: RequestSpec, error: BrigadeError) -> InputError:
@@ -346,7 +364,7 @@ class InputProcessor:
         until = time.monotonic() + _SEARCH_S
         for field, name, grammar in takewhile(lambda _: time.monotonic() < until, found):
             try:
-                self._trials.require(grammar)
+                self._not_enforced(grammar)
             except SamplingError as alone:
                 return InputError(field, f"tool {name}: {alone.message}")
         return InputError("tools", f"the schemas of {len(found)} tools together: {error.message}")

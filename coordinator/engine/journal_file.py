@@ -13,6 +13,7 @@ from typing import Self
 from coordinator.sessions.journal import MOST_BYTES, Header, Journal, read_journal, write_batch, write_header
 from coordinator.sessions.output import Output
 from worker.errors import InputError
+from worker.platform.machine import sync_file
 from worker.platform.threads import CallThread
 
 _SYNC_EVERY_S = 0.1  # at most: a disk that is asked after every step makes the steps wait
@@ -62,7 +63,7 @@ class JournalFile:
         await asyncio.wait([self._syncing])
         try:
             with self._naming():
-                await self._writer.run(partial(os.fsync, self._file))
+                await self._writer.run(partial(sync_file, self._file))
         finally:
             self._writer.close()
             self._syncer.close()
@@ -116,7 +117,7 @@ class JournalFile:
             await self._unsynced.wait()
             self._unsynced.clear()
             with self._naming():
-                await self._syncer.run(partial(os.fsync, self._file))
+                await self._syncer.run(partial(sync_file, self._file))
             await asyncio.sleep(_SYNC_EVERY_S)
 
     def _lock_and_read(self) -> Journal | None:
@@ -135,14 +136,14 @@ class JournalFile:
         self._num_bytes = journal.num_bytes if journal else 0
         if self._num_bytes < size:
             os.ftruncate(self._file, self._num_bytes)
-            os.fsync(self._file)
+            sync_file(self._file)
         return journal
 
     def _sync_with_folder(self) -> None:
-        os.fsync(self._file)
+        sync_file(self._file)
         folder = os.open(self._path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)  # it holds the name
+            sync_file(folder)  # it holds the name
         finally:
             os.close(folder)
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import Engine, collect
-from coordinator.engine.inputs import InputProcessor
 from coordinator.sessions.output import Scored
 from coordinator.sessions.request import RequestSpec
 from worker.compute.header import common_prefix
+from worker.errors import InputError
 
 ScoredPrompt = str | tuple[int, ...]
 
@@ -74,27 +74,22 @@ async def score_continuations(
 ) -> list[list[Scored]]:
     """Return the scores of each continuation's tokens after the prompt, which is fed once.
 
-    A text is tokenized together with the prompt. If that changes the prompt's last token, scoring begins there.
+    A text is tokenized together with a prompt that is a text. If that changes the prompt's last token, scoring begins
+    there.
 
     Raises:
-        InputError: the prompt has no token, or a continuation has none, or they mix text and ids.
+        InputError: the prompt has no token, or a continuation has none.
     """
     inputs = engine.inputs
     begin = await inputs.prompt_ids(prompt)
     specs = []
     for continuation in continuations:
-        whole = await _joined(inputs, prompt, begin, continuation)
+        if isinstance(prompt, str) and isinstance(continuation, str):
+            whole = await inputs.prompt_ids(prompt + continuation)
+        else:
+            whole = begin + await inputs.prompt_ids(continuation, special=False)
+        if whole == begin:
+            raise InputError("continuations", "expected at least one token, found none")
         specs.append(scoring(whole, max(1, common_prefix(begin, whole)) if begin else 0))
     answers = await collect(engine, [await engine.prepare(spec) for spec in specs])
     return [[score for output in answer for score in output.scores] for answer in answers]
-
-
-async def _joined(
-    inputs: InputProcessor, prompt: ScoredPrompt, begin: tuple[int, ...], continuation: ScoredPrompt
-) -> tuple[int, ...]:
-    """Return the token ids of the prompt and the continuation together."""
-    if isinstance(continuation, tuple):
-        return begin + continuation
-    if isinstance(prompt, str):
-        return await inputs.prompt_ids(prompt + continuation)
-    return begin + await inputs.prompt_ids(continuation)

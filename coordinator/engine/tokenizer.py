@@ -163,7 +163,7 @@ class Tokenizer:
             message = f"{min(reserved)} is not the chat template's to know; leave it out (nor is any of {others})"
             raise InputError("chat_template_kwargs", message)
         begins: dict[str, Any] = {"add_generation_prompt": True}
-        if _is_begun(messages) and not begins.keys() & arguments.keys():
+        if is_begun(messages) and not begins.keys() & arguments.keys():
             begins = {"add_generation_prompt": False, "continue_final_message": True}
         if has_generic_calls:
             messages, tools = with_calls_as_text(messages, tools), ()
@@ -189,9 +189,13 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._wrapper.decode(list(tokens)))
 
+    def token_text(self, token: int) -> str:
+        """Return what a token adds to a text; some tokenizers drop the space that a text begins with."""
+        return self.decode([*self._letter, token]).removeprefix(self.decode(self._letter))
+
     def token_bytes(self, token: int) -> bytes | None:
         """Return the bytes of a token; None for a part of a character whose bytes the tokenizer does not reveal."""
-        text = self.decode([token])
+        text = self.token_text(token)
         if "\ufffd" not in text:
             return text.encode()
         spelled = self._wrapper.convert_ids_to_tokens(token)
@@ -205,11 +209,20 @@ class Tokenizer:
     def markers(self, prompt: Sequence[int], calls: Calls = AUTO_CALLS) -> Markers:
         """Return how answers to this prompt mark thoughts and calls; some templates end within a thought."""
         wrapper = self._wrapper
-        thinks = wrapper.has_thinking and wrapper.rfind_think_start(prompt) > wrapper.rfind_think_end(prompt)
+        begin = next((n for n in range(len(prompt) - 1, -1, -1) if prompt[n] in self._of_turns), 0)  # of the answer
+        thinks = wrapper.has_thinking and (
+            wrapper.rfind_think_start(prompt, begin) > wrapper.rfind_think_end(prompt, begin)
+        )
         key = wrapper.response_initial_state or ("reasoning" if thinks else "normal"), self.has_generic_calls(calls)
         if key not in self._markers:
             self._markers[key] = self._markers_from(*key)
         return self._markers[key]
+
+    @cached_property
+    def _of_turns(self) -> frozenset[int]:
+        """Special tokens but those of thoughts, which messages may name: chat templates put one before each turn."""
+        thoughts = {*(self._wrapper.think_start_tokens or ()), *(self._wrapper.think_end_tokens or ())}
+        return (self.eos | self._wrapper.added_tokens_decoder.keys()) - thoughts
 
     def _markers_from(self, begins_in: str, is_generic: bool) -> Markers:
         wrapper = self._wrapper
@@ -265,7 +278,7 @@ class Tokenizer:
         return frozenset(self._wrapper.eos_token_ids)
 
 
-def _is_begun(messages: Sequence[Mapping[str, Any]]) -> bool:
+def is_begun(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether the last message is the beginning of the answer, which the model continues."""
     last = messages[-1] if messages else {}
     return last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")

@@ -8,7 +8,6 @@ MLX arrays are evaluated on the calling thread.
 import fcntl
 import io
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -34,6 +33,7 @@ from worker.errors import BrigadeError, InputError, first_line
 from worker.model.build import MLX_DTYPES, build
 from worker.model.checkpoint import SMALL_FILES, Checkpoint
 from worker.model.quantisation import MISFITS, misfit, quantisation_of
+from worker.platform.machine import sync_file
 from worker.platform.text import format_bytes
 
 Mode = Literal["affine", "mxfp4", "mxfp8", "nvfp4"]
@@ -205,7 +205,7 @@ class Shard:
                 del array
                 mx.clear_cache()  # the next tensor has another size
             file.flush()
-            os.fsync(file.fileno())
+            sync_file(file.fileno())
         part.rename(path)
 
 
@@ -279,7 +279,7 @@ def _opened(folder: Path, state: Mapping[str, Any]) -> Iterator[None]:
         if not found:
             file.write(wanted)
             file.flush()
-            os.fsync(file.fileno())
+            sync_file(file.fileno())
         yield
         path.unlink()
 

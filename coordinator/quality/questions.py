@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from coordinator.engine.bounded import Texts
-from coordinator.sessions.request import require_utf8
+from coordinator.sessions.request import require_text
 from worker.errors import InputError
 
 Check = Literal["last-number", "exact", "contains", "regex", "choice"]
@@ -101,7 +101,7 @@ def read_questions(source: str, check: Check | None, limit: int | None, texts: T
         if line.strip() and (limit is None or len(found) < limit):
             try:
                 question = _question(f"{path.name}, line {number}", json.loads(line), check, texts)
-                require_utf8("prompt", question.prompt)
+                require_text("prompt", question.prompt)
                 found.append(question)
             except InputError as error:
                 problems.append(f"line {number}: {error}")

@@ -155,11 +155,12 @@ def _write(record: dict[str, Any]) -> bytes:
 def _payloads(data: bytes) -> Iterator[tuple[int, memoryview]]:
     """Yield (end, payload) of every complete record."""
     view, at, number = memoryview(data), len(MAGIC), 0
+    written = len(data.rstrip(b"\0"))  # a file system may keep a length but not the bytes when the power fails
     while at + _PREFIX.size <= len(data):
         length, checksum, of_both = _PREFIX.unpack_from(data, at)
         begin, end = at + _PREFIX.size, at + _PREFIX.size + length
         if zlib.crc32(view[at : at + 8]) != of_both:
-            if not any(view[at:]):  # a file system that kept the length but not the bytes when the power failed
+            if written <= begin:
                 return
             raise _damaged(number, f"its length's checksum is wrong (byte {at})")
         if length > _MOST_RECORD_BYTES:
@@ -167,6 +168,8 @@ def _payloads(data: bytes) -> Iterator[tuple[int, memoryview]]:
         if end > len(data):
             return
         if zlib.crc32(view[begin:end]) != checksum:
+            if written < end:
+                return
             raise _damaged(number, f"its checksum is wrong (byte {begin})")
         yield end, view[begin:end]
         at, number = end, number + 1
@@ -209,6 +212,8 @@ def _read(kind: type[Record], payload: memoryview, number: int) -> Record:
         return kind.model_validate(found)
     except ValidationError as error:
         first = error.errors()[0]
+        if first["type"] == "extra_forbidden":
+            raise InputError("journal", "another version has written it; use the brigade that wrote it") from error
         place = ".".join(map(str, first["loc"])) or "all of it"
         raise _damaged(number, f"{place:.200}: {first['msg']:.200}") from error
 

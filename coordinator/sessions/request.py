@@ -20,6 +20,7 @@ from worker.model.model_spec import ModelSpec
 
 _MIN_POSITIVE = 1e-6  # less would overflow or vanish in float32
 _ZERO_OR_MIN_POSITIVE = ("temperature", "top_p", "repetition_penalty")
+_MOST_NUMBER = 2**63 - 1  # of tokens or repeats: what journals hold
 _OFF_AT_ONE = ("top_p", "repetition_penalty")
 
 PoolingKind = Literal["mean", "last"]  # of all rows, or the last one
@@ -172,8 +173,10 @@ class RequestSpec:
         return self.prompt.tools if isinstance(self.prompt, Conversation) else ()
 
 
-def require_utf8(name: str, text: str) -> None:
-    """Raise InputError for text with lone surrogates, which stand for bytes that are not UTF-8."""
+def require_text(name: str, text: str, most: int | None = None) -> None:
+    """Raise InputError for more than `most` characters, and for lone surrogates: bytes that are not UTF-8."""
+    if most is not None and len(text) > most:
+        raise InputError(name, f"expected at most {most} characters, found {len(text)}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -296,6 +299,9 @@ def check_request(request: Request, spec: ModelSpec) -> None:
         raise InputError("min_tokens", f"expected at most max_tokens, {request.max_tokens}, got {sampling.min_tokens}")
     if sampling.min_tokens and sampling.HasField("grammar"):
         raise InputError("min_tokens", "expected none with a grammar, which says itself when the answer may end")
+    for name, number in (("max_tokens", request.max_tokens), ("repeat_guard", request.repeat_guard)):
+        if number > _MOST_NUMBER:
+            raise InputError(name, f"expected at most {_MOST_NUMBER}, got {number}")
     if request.repeat_guard == 1 or request.repeat_guard < 0:  # one token is not repeated
         raise InputError("repeat_guard", f"expected 0 for none or at least 2 times, got {request.repeat_guard}")
     if num_prompt > (most := most_prompt(spec, request.max_tokens)):

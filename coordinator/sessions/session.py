@@ -118,9 +118,8 @@ class Session:
         self._num_read = 0  # tokens that the reader has taken
         self._guard = RepeatGuard(len(request.prompt), request.repeat_guard) if request.repeat_guard else None
         self._legs: list[Leg] | None = [] if is_traced else None  # its frames by chain
-        if request.known.tokens or request.known.fills:  # resume as after a lost chain
-            self.history.extend(token.token for token in request.known.tokens)
-            self._decoder.restore([(at, token.to_sample()) for at, token in request.known.fills])
+        self.history.extend(token.token for token in request.known.tokens)  # resume as after a lost chain
+        self._decoder.restore([(at, token.to_sample()) for at, token in request.known.fills])
 
     @property
     def num_prompt(self) -> int:
@@ -520,11 +519,12 @@ class Session:
         self._num_read += len(output.tokens)
         if output.finish_reason is None:
             return
+        num_held = tuple(self._num_held)  # copied first, since another thread lengthens these lists
         legs = [replace(leg, passages=[p for p in leg.passages if p.returned <= output.at]) for leg in self._legs or ()]
         output.usage = Usage(
             self.num_prompt, self._started, self._num_cached, output.num_steps, output.num_rows, legs,
             self._num_recoveries, self._still_ns / 1e9, self._num_read, self.begun,
-            tuple(self._num_tried), tuple(self._num_held),
+            tuple(self._num_tried[: len(num_held)]), num_held,
         )  # fmt: skip
 
 

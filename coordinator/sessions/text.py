@@ -68,8 +68,7 @@ class TextParser:
 
     def recall(self, known: KnownTokens, eos: Collection[int] = ()) -> None:
         """Process the tokens of a journal, whose text an earlier process has shown."""
-        if known.tokens or known.finish_reason is not None:
-            self.read(Output("", known.tokens, 0, known.finish_reason), eos)
+        self.read(Output("", known.tokens, 0, known.finish_reason), eos)
 
     def read(self, output: Output, eos: Collection[int] = ()) -> None:
         """Set the output's text, and cut the output after a stop string. Tokens of `eos` have no text.

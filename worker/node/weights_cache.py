@@ -31,6 +31,7 @@ from worker.model.describe import BACK, FRONT, layout_of, shard_tensors
 from worker.model.draft_heads import head_kind
 from worker.model.headers import ITEM_BITS, TensorInfo, read_tensors
 from worker.platform.installation import cache_folder
+from worker.platform.machine import sync_file
 from worker.platform.text import format_bytes, printable
 
 _PIECE = re.compile(r"(front|back|[0-9]{5,9})-([0-9a-f]{64})\.safetensors")
@@ -250,7 +251,7 @@ class PartialFile:
                     f"expected {self.path.name} with the digest {self._digest[:12]}, got one with {found[:12]}: the "
                     "coordinator's file changed, or is not what was sent; start again"
                 )
-            os.fsync(self._file.fileno())  # or a power failure could keep the name and lose the bytes
+            sync_file(self._file.fileno())  # or a power failure could keep the name and lose the bytes
             os.utime(self._unfinished, ns=(time.time_ns(), _RECEIVED_NS))
             self._unfinished.replace(self.path)
         finally:

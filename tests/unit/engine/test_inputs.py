@@ -10,6 +10,8 @@ from typing import Any
 
 import psutil
 import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers
 
 from coordinator.cluster.options import cluster_options
 from coordinator.decoding.decode_options import Decode, make_cache_choice
@@ -21,7 +23,7 @@ from coordinator.engine.stats import BEST_PRIORITY, KEY_DIGEST
 from coordinator.engine.tokenizer import Tokenizer
 from coordinator.sessions.request import Calls, Conversation, RequestSpec
 from worker.compute.header import MOST_GRAMMAR
-from worker.errors import ContextExceeded, InputError, SamplingError
+from worker.errors import ContextExceeded, InputError, SamplingError, WaitedTooLong
 from worker.model.checkpoint import Checkpoint
 
 SYSTEM = {"role": "system", "content": "Be brief and kind, and answer in one line."}
@@ -199,17 +201,140 @@ def test_the_sampler_is_told_the_tokens_that_parameters_speak_of(front: inputs.I
     assert refusal.value.field == "stop_token_ids"
 
 
-def test_a_constrained_answer_thinks_only_if_asked_to(front: inputs.InputProcessor, run: Run, tmp_path: Path) -> None:
-    shutil.copy(front.checkpoint.folder / "tokenizer.json", tmp_path)
+def thinking(front: inputs.InputProcessor, folder: Path, template: str, *special: str) -> inputs.InputProcessor:
+    """The front of a model that for mlx-lm thinks by default, with this template and further special tokens."""
+    shutil.copy(front.checkpoint.folder / "tokenizer.json", folder)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",
-        "additional_special_tokens": ["<think>", "</think>"],  # for mlx-lm this is a model that thinks by default
-        "chat_template": "{{ enable_thinking }}",
+        "additional_special_tokens": ["<think>", "</think>", *special],
+        "chat_template": template,
     }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return inputs.InputProcessor(front.checkpoint, Tokenizer(Checkpoint("", folder, {}, {})))
+
+
+@pytest.mark.parametrize(
+    ("turn", "special"),
+    [
+        ("<|im_start|>{role}\n{content}<|im_end|>\n", ()),
+        ("<|of {role}|>{content}", ("<|of user|>", "<|of assistant|>")),  # no token ends a turn
+    ],
+    ids=["turns end", "turns begin"],
+)
+def test_what_messages_say_of_thoughts_begins_none(
+    front: inputs.InputProcessor, run: Run, tmp_path: Path, turn: str, special: tuple[str, ...]
+) -> None:
+    """Some templates end within a thought; messages may name the tokens of thoughts, too."""
+    each, _, _ = turn.replace("{role}", "{{ m.role }}").partition("{content}")
+    behind = turn.partition("{content}")[2]
+    last, _, _ = turn.replace("{role}", "assistant").partition("{content}")
+    template = f"{{% for m in messages %}}{each}{{{{ m.content }}}}{behind}{{% endfor %}}{last}{{{{ thought }}}}"
+    told = thinking(front, tmp_path, template, *special)
+    for thought, begins_in in (("", "normal"), ("<think>", "reasoning"), ("<think></think>", "normal")):
+        for said in ("hi", "What is <think>?", "What is </think>?", "<think></think><think>"):
+            prompt = Conversation(({"role": "user", "content": said},), template_arguments={"thought": thought})
+            assert told.tokenizer is not None
+            assert told.tokenizer.markers(run(told.prompt_ids(prompt))).begins_in == begins_in, (thought, said)
+
+
+def test_only_an_answer_that_begins_a_text_loses_its_first_space(front: inputs.InputProcessor, run: Run) -> None:
+    begun = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "The sky is"})
+    asked = (begun[:1], False), (begun, True)
+    for messages, continues in asked:
+        assert run(front.make_request(RequestSpec(Conversation(messages)))).continues_text is continues
+
+
+def test_ends_that_are_no_tokens_of_the_model_are_left_out(front: inputs.InputProcessor, run: Run) -> None:
+    config = {**front.checkpoint.config, "eos_token_id": [1, -1, front.spec.vocab_size, 2**40]}
+    told = inputs.InputProcessor(replace(front.checkpoint, config=config), front.tokenizer)
+    assert told.eos == front.eos | {1}
+    request = run(told.make_request(RequestSpec("a", 4, {"min_tokens": 2})))
+    assert set(request.sampling.ends) == told.eos == request.eos
+
+
+def test_the_text_of_a_token_has_the_space_that_a_text_would_lose(front: inputs.InputProcessor, tmp_path: Path) -> None:
+    """As in SentencePiece's tokenizers, whose decoders drop the first space of a text."""
+    words = ["<unk>", "</s>", "a", "▁a", "▁the", "the", "▁sky", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE({word: n for n, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "<unk>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    tokenizer = Tokenizer(Checkpoint("", tmp_path, {}, {}))
-    told = inputs.InputProcessor(front.checkpoint, tokenizer)
+    told = inputs.InputProcessor(front.checkpoint, Tokenizer(Checkpoint("", tmp_path, {}, {})))
+    ids = [words.index(word) for word in ("▁the", "▁sky", "the", "<0xC3>", "<0xA9>")]
+    assert [told.token_text(token) for token in ids[:3]] == [" the", " sky", "the"]
+    assert b"".join(told.token_bytes(token) or b"?" for token in ids).decode() == " the skytheé"
+
+
+def test_texts_of_a_request_that_would_hold_up_others_are_refused(front: inputs.InputProcessor, run: Run) -> None:
+    for field, spec in (
+        ("stop", RequestSpec("a", stops=("x" * 4097,))),
+        ("dry_sequence_breakers", RequestSpec("a", dry_sequence_breakers=("x" * 257,))),
+        ("max_tokens", RequestSpec("a", 2**63)),
+        ("repeat_guard", RequestSpec("a", repeat_guard=2**63)),
+    ):
+        with pytest.raises(InputError, match="expected at most") as refused:
+            run(front.make_request(spec))
+        assert refused.value.field == field
+    longest = RequestSpec("a", 2**63 - 1, stops=("x" * 4096,), dry_sequence_breakers=("x" * 256,))
+    assert run(front.make_request(longest)).stops == longest.stops
+
+
+async def test_a_grammar_that_was_refused_is_not_tried_again_at_once_for_the_same_key(
+    front: inputs.InputProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Agents send their tools with every turn, and a trial may take seconds."""
+    tried: list[str] = []
+
+    def require(text: str) -> list[str]:
+        tried.append(text)
+        raise SamplingError("the grammar took longer than 3 s to compile; make it simpler")
+
+    async def ask(text: str, key: str = "") -> None:
+        KEY_DIGEST.set(key)
+        with pytest.raises(InputError, match=r"took longer than 3 s to compile"):
+            await front.make_request(RequestSpec("a", grammar=text))
+
+    monkeypatch.setattr(front._trials, "require", require)
+    slow = regex_grammar("slow")
+    for _ in range(3):
+        await ask(slow)
+    await ask(slow, "ab" * 32)
+    assert tried == [slow] * 2
+    for number in range(256):
+        await ask(regex_grammar(str(number)))
+    await ask(regex_grammar("255"))
+    assert len(tried) == 258
+    monkeypatch.setattr(inputs, "_REMEMBERED_S", 0.0)  # it is remembered for a while only
+    await ask(slow)  # which only so many are
+    await ask(slow)
+    assert len(tried) == 260
+
+
+def test_tools_that_could_not_be_read_in_time_are_offered_all_the_same(
+    front: inputs.InputProcessor, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def too_late(*given: object) -> Any:
+        raise WaitedTooLong("waited 60 s to be read; try again later")
+
+    monkeypatch.setattr(front, "_grammar", too_late)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    offered = Conversation(({"role": "user", "content": "hi"},), (tool,))
+    assert run(front.make_request(RequestSpec(offered))).not_enforced == ("schema",)
+    with pytest.raises(WaitedTooLong):
+        run(front.make_request(RequestSpec(offered, calls=Calls(are_forced=True))))
+
+
+def test_a_constrained_answer_thinks_only_if_asked_to(front: inputs.InputProcessor, run: Run, tmp_path: Path) -> None:
+    told = thinking(front, tmp_path, "{{ enable_thinking }}")
+    tokenizer = told.tokenizer
+    assert tokenizer is not None
     number = replace(CHAT, grammar=regex_grammar("[0-9]"))
     thought = replace(number, prompt=Conversation(({"role": "user"},), template_arguments={"enable_thinking": True}))
     texts = [tokenizer.decode(run(told.make_request(asked)).prompt) for asked in (CHAT, number, thought)]

@@ -110,7 +110,7 @@ def test_many_pieces_wait_for_the_disk_together(tmp_path: Path, monkeypatch: pyt
     async def keep_many() -> None:
         async with JournalFile(path) as journal:
             await journal.begin(HEADER)
-            monkeypatch.setattr(journal_file.os, "fsync", note)
+            monkeypatch.setattr(journal_file, "sync_file", note)
             for token in range(50):
                 await journal.keep(piece(token))
 
