@@ -141,9 +141,8 @@ class KVCache:
         held = self.length - self.dropped
         if held + num_rows <= self._room(num_rows):
             return
-        out_of_sight = max(0, self._first_seen(self.length) - self.keep - self.dropped)
         least = max(num_rows, self.step) if self.window else num_rows  # amortise the copy of a full sliding window
-        self._move(self._capacity_for(held - out_of_sight + least), out_of_sight)
+        self._move(self._capacity_for(held - self._num_unseen + least), self._num_unseen)
 
     def move_out(self) -> None:
         """Move its rows out of shared buffers."""
@@ -166,13 +165,12 @@ class KVCache:
         if self.window is None:
             return None
         other = copy(self)
-        other.drop_unseen()
+        other._move(self.length - self.dropped - self._num_unseen, self._num_unseen)
         return other
 
     def drop_unseen(self) -> None:
         """Drop all rows that no later query can see."""
-        out_of_sight = max(0, self._first_seen(self.length) - self.keep - self.dropped)
-        self._move(self.length - self.dropped - out_of_sight, out_of_sight)
+        self._move(self._capacity_for(self.length - self.dropped - self._num_unseen), self._num_unseen)
 
     def segment(self, begin: int, end: int) -> tuple[Parts, Parts]:
         """Return the keys and values of tokens [begin, end) of a cache without dropped rows."""
@@ -298,6 +296,11 @@ class KVCache:
             return self._keys.capacity
         needed = whole_blocks(self.keep + self.window - 1 + max(num_rows, self.step), self.step)
         return min(self._keys.capacity, needed)
+
+    @property
+    def _num_unseen(self) -> int:
+        """The rows after the first `keep` that no later query can see."""
+        return max(0, self._first_seen(self.length) - self.keep - self.dropped)
 
     def _first_seen(self, position: int) -> int:
         """Return the first position, apart from the first `keep`, that the query at `position` sees."""

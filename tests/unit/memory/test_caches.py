@@ -297,6 +297,10 @@ def test_snapshots_of_another_node_take_the_place_of_what_was_not_computed_here(
         assert [held(cache) for cache in kept if not cache.window] == [list(range(40))] * 3
         [state] = [cache for cache in snapshot.own if isinstance(cache, RecurrentState)]
         assert state[0].tolist() == [[39] * 3]
+    for begin in range(40, 1000, 20):
+        feed(part, range(begin, begin + 20))
+        windows = [held(cache) for cache in part.own if isinstance(cache, KVCache) and cache.window]
+        assert windows == [windows[0]] * 3, "they drop rows at the same steps"
 
 
 def test_stored_rows_and_snapshots_make_another_slot_the_same() -> None:
