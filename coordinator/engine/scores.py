@@ -10,7 +10,6 @@ from coordinator.engine.engine import Engine, collect
 from coordinator.sessions.output import Scored
 from coordinator.sessions.request import RequestSpec
 from worker.compute.header import common_prefix
-from worker.errors import InputError
 
 ScoredPrompt = str | tuple[int, ...]
 
@@ -88,8 +87,6 @@ async def score_continuations(
             whole = await inputs.prompt_ids(prompt + continuation)
         else:
             whole = begin + await inputs.prompt_ids(continuation, special=False)
-        if whole == begin:
-            raise InputError("continuations", "expected at least one token, found none")
         specs.append(scoring(whole, max(1, common_prefix(begin, whole)) if begin else 0))
     answers = await collect(engine, [await engine.prepare(spec) for spec in specs])
     return [[score for output in answer for score in output.scores] for answer in answers]

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -96,6 +97,31 @@ async def test_a_node_loads_while_the_chain_of_the_others_runs(whole: Whole) -> 
         states = [node.service.worker.state for node in nodes]
         assert states == [WorkerState.ATTACHED, WorkerState.LOADED]
         assert (await live.answer()).tokens == whole.tokens(tokens_of(9), 60)
+
+
+async def test_a_step_that_outlasts_its_chain_counts_until_it_ends(folder: Path) -> None:
+    """Or a node whose engine hangs would be asked to load again at once."""
+    hangs, go_on = threading.Event(), threading.Event()
+    async with serving(1) as [node], asyncio.timeout(60):
+        await node.load(load_request(folder, 2, 4))
+        async with node.reached() as peer:
+            await peer.attach(attach_request(folder))
+            stage = node.service.worker.stage
+            assert stage is not None
+
+            def hang() -> None:
+                stage._busy_since = time.monotonic()  # as a step does
+                hangs.set()
+                go_on.wait(60)
+
+            node.thread.post(hang)
+            await asyncio.to_thread(hangs.wait, 60)
+            peer.detach()
+            await until(lambda: node.service.worker.stage is None)
+            assert (await peer.status(1.0)).busy_s > 0
+            go_on.set()
+            await stage.wait_over()
+            assert (await peer.status(1.0)).busy_s == 0
 
 
 async def test_when_the_coordinator_is_gone_its_slots_are_too_and_another_can_attach(

@@ -207,7 +207,7 @@ async def test_only_files_of_a_configuration_and_a_tokenizer_have_names(
         ([Feeding(model=LoadRequest())], "expected an announcement or data"),
         ([Feeding(announcement=Announcement(place=2, size=1, digest="0" * 64))], "no config.json"),
         ([Feeding(announcement=Announcement())], "no config.json"),
-        ([*file("config.json"), *32 * file("config.json")[:1]], "expected at most 32 files"),
+        ([part for n in range(33) for part in file(f"vocab{n}.json")], "expected at most 32 files"),
     ],
 )
 async def test_what_is_not_in_order_is_refused(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any, cast
 import httpx2
 import mlx.core as mx
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from coordinator.api.app import make_app
 from coordinator.api.server import Server
@@ -213,6 +214,20 @@ async def test_scores_by_http(models: Models) -> None:
         assert score["logprob"] == pytest.approx(sum(logprobs_of(model, prompt + label, 40)), abs=2 * CLOSE)
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "prompt")
     assert unread.status_code == 400 and "no tokenizer" in unread.json()["error"]["message"]
+
+
+async def test_a_text_after_token_ids_goes_on_without_a_beginning_of_its_own(talker: Path, tmp_path: Path) -> None:
+    shutil.copytree(talker, tmp_path, dirs_exist_ok=True)
+    words = Tokenizer.from_file(str(talker / "tokenizer.json"))
+    words.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
+    words.save(str(tmp_path / "tokenizer.json"))
+    prompt, fox = words.encode("the quick brown").ids, words.encode(" fox", add_special_tokens=False).ids
+    assert prompt[0] == 1 != fox[0]
+    async with served(tmp_path, (2, 2)) as client:
+        asked: list[dict[str, Any]] = [{"prompt": "the quick brown"}, {"prompt_tokens": prompt}]
+        for each in asked:
+            told = (await client.post("/v1/score", json={**each, "continuations": [" fox"]})).json()
+            assert told["scores"][0]["tokens"] == fox
 
 
 async def test_classes_are_as_likely_as_the_whole_model_says(talker: Path) -> None:

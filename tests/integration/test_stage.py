@@ -162,10 +162,13 @@ async def test_a_call_that_is_posted_after_a_stage_is_stopped_finds_its_memory_f
         engine = running.engine
         running.submit(*numbered(*range(20)))
         await asyncio.to_thread(engine.began.wait, 60)
-        running.stage.stop()
+        lasted_s = running.stage.stop()
         found = running.thread.submit(lambda: (engine.is_closed, len(engine.steps)))
+        assert 0 < lasted_s() < lasted_s()
         engine.release.set()
         assert await found == (True, 0)
+        await running.stage.wait_over()
+        assert lasted_s() == 0
     assert engine.begun == ([0, 1] if runs_ahead else [0])
 
 
@@ -358,6 +361,30 @@ async def test_a_stage_whose_next_one_refuses_the_hop_does_not_start() -> None:
         async with started(outlet):
             pytest.fail("it has started")
     assert outlet.is_closed
+
+
+class Silent(Outlet):
+    """A next stage that never answers."""
+
+    async def wait_open(self) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_a_start_that_is_given_up_leaves_nothing_behind() -> None:
+    """A worker that ends waits for the tasks of its calls."""
+    thread, stage, before = MlxThread(), Stage(FakeEngine(), epoch=1), asyncio.all_tasks()  # type: ignore[arg-type]
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await stage.start(thread, Silent)
+    stage.stop()
+    async with asyncio.timeout(10):
+        await stage.wait_over()
+        while asyncio.all_tasks() != before:  # noqa: ASYNC110 - a few turns of the loop
+            await asyncio.sleep(0)
+    thread.close()
 
 
 async def test_a_closed_hop_reads_nothing_more() -> None:

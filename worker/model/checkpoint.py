@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -19,7 +20,9 @@ SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model"
 MOST_CONFIG_BYTES = 16 << 20
 MOST_TOKENIZER_BYTES = 1 << 28  # per file
 _MOST_INDEX_BYTES = 100_000_000  # like a safetensors header
-_TOKENIZER_NAMES = ("tokenizer", "tiktoken", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
+_TOKENIZER_NAME = re.compile(  # copies that a browser or a desktop has made have blanks in their names
+    r"(tokenizer|tiktoken|vocab|merges|special_tokens|added_tokens|chat_template)[A-Za-z0-9_.-]{0,80}"
+)
 
 Download = Callable[[Iterable[str], Callable[[int], None]], None]
 
@@ -109,7 +112,7 @@ class Checkpoint:
 
 def is_tokenizer_file(name: str) -> bool:
     """Return whether a file of this name is one of a tokenizer's data files."""
-    return name.startswith(_TOKENIZER_NAMES) and any(fnmatchcase(name, pattern) for pattern in SMALL_FILES)
+    return bool(_TOKENIZER_NAME.fullmatch(name)) and any(fnmatchcase(name, pattern) for pattern in SMALL_FILES)
 
 
 def open_folder(folder: Path, name: str | None = None, known: Mapping[str, TensorInfo] | None = None) -> Checkpoint:

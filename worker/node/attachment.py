@@ -91,11 +91,13 @@ class Attachment:
             assert self._server is not None
             self._server.cancel()
 
-    def close(self) -> None:
-        """Leave the chain: the MLX thread releases everything after the step in progress, before any later call."""
-        if self._opening is not None:
-            self._opening.stop()
-        self.stage = self._opening = None  # the error that ends the stream may be kept, and with it this
+    def close(self) -> Callable[[], float]:
+        """Leave the chain: the MLX thread releases everything after the step in progress, before any later call.
+
+        Returns a function that tells how long that step has lasted, 0 once it is over.
+        """
+        stage, self.stage, self._opening = self._opening, None, None  # its error may be kept, and with it this
+        return stage.stop() if stage else lambda: 0.0
 
     async def _report_draining(self) -> None:
         await self._draining.wait()

@@ -108,6 +108,8 @@ class Worker:
         self._used_at = 0.0  # the last time, on the event loop's clock
         self._changed = asyncio.Event()  # replaced at each change
         self._turn = asyncio.Lock()  # held to change the tensors, or to measure
+        self._num_reported = 0  # by loads, of what they do themselves
+        self._left_behind: Callable[[], float] = lambda: 0.0  # how long the step of the last chain has lasted
         self._thread = thread
         self._sources = sources
         self._log = log
@@ -138,6 +140,7 @@ class Worker:
         memory = memory_held()
         return StatusReply(
             clock=time.monotonic_ns(),
+            busy_s=self._left_behind(),
             weight_bytes=sum(held.shard.nbytes for held in self._all_held if held.shard),
             peak_memory_bytes=memory.peak,
             active_memory_bytes=memory.active,
@@ -150,9 +153,9 @@ class Worker:
     async def turn(self, report: ReportProgress | None = None) -> AsyncIterator[None]:
         """Wait for loads and measurements in progress, and keep others out until the context ends.
 
-        Report once a second that this one waits, if there is a `report`.
+        Report that this one waits if there is a `report`, once a second while the load before it reports something.
         """
-        wait_s = 0.0 if report else None
+        wait_s, num_seen = 0.0 if report else None, -1
         while True:
             try:
                 async with asyncio.timeout(wait_s):
@@ -160,7 +163,9 @@ class Worker:
                     break
             except TimeoutError:
                 assert report is not None
-                await report(LoadProgress(phase="waiting"))
+                if num_seen != self._num_reported:
+                    num_seen = self._num_reported
+                    await report(LoadProgress(phase="waiting"))
                 wait_s = _WAITING_S
         try:
             yield
@@ -177,12 +182,17 @@ class Worker:
         Raises:
             ModelError: this node's copy is of another model, or damaged. NodeBusy: as `release_for`.
         """
+
+        async def counted(progress: LoadProgress) -> None:
+            self._num_reported += 1
+            await report(progress)
+
         async with self.turn(report):
             await self.release_for(request.coordinator)
             self._become(WorkerState.LOADING)
             self._reservation = None  # of an earlier load
             try:
-                await self._load(request, report)
+                await self._load(request, counted)
                 reserved_until = asyncio.get_running_loop().time() + RESERVED_S
                 self._reservation = Reservation(request.coordinator.id, reserved_until)
             finally:
@@ -274,7 +284,7 @@ class Worker:
                 raise
             raise StageLost("was attached again by the same coordinator") from None
         finally:
-            attachment.close()
+            self._left_behind = attachment.close()
             self.attachment = None
             self._become(WorkerState.LOADED)
 

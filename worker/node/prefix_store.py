@@ -189,7 +189,9 @@ class PrefixStore:
         """
         for each in (*upcoming, name):
             loading = self._ahead.pop(each, None)
-            self._ahead[each] = loading or self._threads.submit(self._load, each)
+            if loading is None or (loading.done() and loading.exception()):  # it may have come since
+                loading = self._threads.submit(self._load, each)
+            self._ahead[each] = loading
         while len(self._ahead) > 1 + MOST_UPCOMING:  # of sessions that have ended, or that take turns with this one
             self._ahead.pop(next(iter(self._ahead)))
         try:
@@ -298,7 +300,8 @@ class PrefixStore:
         files = piece_files(self._folder)
         disk = shutil.disk_usage(self._folder)
         room = min(self._limit - sum(file.nbytes for file in files), disk.free - disk.total // _SPARE)
-        older = [file for file in files if file.used < _used_now(end)]  # not the beginning of its own prefix
+        now = time.time()  # a date that is ahead of it is of a clock that was set back
+        older = [file for file in files if file.used < _used_now(end) or file.used > now + 1]  # not its own beginning
         if room + sum(file.nbytes for file in older) < nbytes:
             return False
         for file in older:
@@ -355,7 +358,7 @@ def _remove(paths: Iterable[Path]) -> None:
 def _is_abandoned(unfinished: Path) -> bool:
     """Return whether nobody writes this file any more; another thread or process may have renamed it."""
     try:
-        return time.time() - unfinished.stat().st_mtime > _ABANDONED_S
+        return abs(time.time() - unfinished.stat().st_mtime) > _ABANDONED_S
     except OSError:
         return False
 

@@ -127,8 +127,10 @@ class Stage:
         note_open, note_over = (partial(loop.call_soon_threadsafe, event.set) for event in (is_open, self._is_over))
         self._running = asyncio.ensure_future(thread.call(self._run(connect, watched, note_open, note_over)))
         opening = asyncio.create_task(is_open.wait())
-        await asyncio.wait([opening, self._running], return_when=asyncio.FIRST_COMPLETED)
-        opening.cancel()
+        try:
+            await asyncio.wait([opening, self._running], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            opening.cancel()
         if not is_open.is_set():
             await self._running
 
@@ -159,12 +161,17 @@ class Stage:
         await self._running
         raise AssertionError("a stage ends by an error")
 
-    def stop(self) -> None:
-        """Have the thread free all slots after the step in progress, before any later call; do not wait for it."""
+    def stop(self) -> Callable[[], float]:
+        """Have the thread free all slots after the step in progress, before any later call; do not wait for it.
+
+        Returns a function that tells how many seconds that step has lasted, 0 once it is over.
+        """
         if self._running is not None and self._thread is not None:
             self._thread.post(self.end)
             self._running.cancel()
             self._running = None  # its error refers back to this stage
+        since, is_over = self._busy_since, self._is_over
+        return lambda: 0.0 if since is None or is_over.is_set() else time.monotonic() - since
 
     async def wait_over(self) -> None:
         """Wait until the thread holds nothing of this stage, which was started and then stopped or has failed."""

@@ -38,7 +38,6 @@ _PIECE = re.compile(r"(front|back|[0-9]{5,9})-([0-9a-f]{64})\.safetensors")
 _PLACE_NAMES = {FRONT: "front", BACK: "back"}
 _ALIGNMENT = 8  # bytes, of the tensors in a piece
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_SMALL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _NAME_FILE = "called"  # holds the name that coordinators give the model
 _LONGEST_NAME = 200
 _SPARE = 10  # a tenth of the disk stays free, whatever the limit
@@ -309,8 +308,7 @@ class WeightsCache:
     def begin_file(self, fingerprint: Fingerprint, name: str, nbytes: int, digest: str) -> PartialFile | Path | None:
         """Do as `begin_piece` for one of the model's small files. Raises ModelError if no such file is accepted."""
         most = MOST_CONFIG_BYTES if name == "config.json" else MOST_TOKENIZER_BYTES
-        is_wanted = name == "config.json" or is_tokenizer_file(name)
-        if not (is_wanted and _SMALL_NAME.fullmatch(name)) or nbytes > most:
+        if not (name == "config.json" or is_tokenizer_file(name)) or nbytes > most:
             raise ModelError(f"expected config.json or a file of a tokenizer, got {name!r:.60} of {nbytes} bytes")
         path = self._folder_of(fingerprint) / name
         unfinished = path.with_name(f"{name}-{_require_digest(digest)}.part")

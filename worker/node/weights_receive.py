@@ -96,7 +96,7 @@ class Receiver:
         self._finisher = CallThread("finishing")
         self._lease = Lease()  # of complete files
         self._pieces: dict[int, Piece] | None = None
-        self._num_files = 0  # beside the pieces
+        self._files: set[str] = set()  # beside the pieces
         # the latest file
         self._size = self._offset = 0  # all of its bytes, and those that are here
         self._acknowledged = 0
@@ -137,8 +137,8 @@ class Receiver:
         if self._file is not None:
             raise FrameError(f"expected {self._size - self._offset} more bytes, got the next file")
         if announcement.WhichOneof("what") == "file":
-            self._num_files += 1
-            if self._num_files > _MOST_FILES:
+            self._files.add(announcement.file)
+            if len(self._files) > _MOST_FILES:
                 raise FrameError(f"expected at most {_MOST_FILES} files beside the pieces")
         if self._pieces is None:
             await self._wait_finished()  # the files before the pieces say what the pieces are

@@ -201,13 +201,17 @@ def test_the_sampler_is_told_the_tokens_that_parameters_speak_of(front: inputs.I
     assert refusal.value.field == "stop_token_ids"
 
 
+THOUGHT = "<think>", "</think>"
+OPEN_CLOSE = "<|open|>think<|sep|>", "<|close|>think<|sep|>"
+
+
 def thinking(front: inputs.InputProcessor, folder: Path, template: str, *special: str) -> inputs.InputProcessor:
-    """The front of a model that for mlx-lm thinks by default, with this template and further special tokens."""
+    """The front of a model with this template and special tokens, for which mlx-lm takes it for one that thinks."""
     shutil.copy(front.checkpoint.folder / "tokenizer.json", folder)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",
-        "additional_special_tokens": ["<think>", "</think>", *special],
+        "additional_special_tokens": special,
         "chat_template": template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -215,24 +219,23 @@ def thinking(front: inputs.InputProcessor, folder: Path, template: str, *special
 
 
 @pytest.mark.parametrize(
-    ("turn", "special"),
+    ("begin", "end", "special", "marks"),
     [
-        ("<|im_start|>{role}\n{content}<|im_end|>\n", ()),
-        ("<|of {role}|>{content}", ("<|of user|>", "<|of assistant|>")),  # no token ends a turn
+        ("<|im_start|>{role}\n", "<|im_end|>\n", THOUGHT, THOUGHT),
+        ("<|of {role}|>", "", ("<|of user|>", "<|of assistant|>", *THOUGHT), THOUGHT),  # no token ends a turn
+        ("{role}: ", "<|end_of_msg|>", ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"), OPEN_CLOSE),
     ],
-    ids=["turns end", "turns begin"],
+    ids=["turns end", "turns begin", "marks of several tokens"],
 )
 def test_what_messages_say_of_thoughts_begins_none(
-    front: inputs.InputProcessor, run: Run, tmp_path: Path, turn: str, special: tuple[str, ...]
+    front: inputs.InputProcessor, run: Run, tmp_path: Path, begin: str, end: str, special: Any, marks: tuple[str, str]
 ) -> None:
     """Some templates end within a thought; messages may name the tokens of thoughts, too."""
-    each, _, _ = turn.replace("{role}", "{{ m.role }}").partition("{content}")
-    behind = turn.partition("{content}")[2]
-    last, _, _ = turn.replace("{role}", "assistant").partition("{content}")
-    template = f"{{% for m in messages %}}{each}{{{{ m.content }}}}{behind}{{% endfor %}}{last}{{{{ thought }}}}"
-    told = thinking(front, tmp_path, template, *special)
-    for thought, begins_in in (("", "normal"), ("<think>", "reasoning"), ("<think></think>", "normal")):
-        for said in ("hi", "What is <think>?", "What is </think>?", "<think></think><think>"):
+    each, last = begin.replace("{role}", "{{ m.role }}"), begin.replace("{role}", "assistant")
+    template = f"{{% for m in messages %}}{each}{{{{ m.content }}}}{end}{{% endfor %}}{last}{{{{ thought }}}}"
+    told, (opens, closes) = thinking(front, tmp_path, template, *special), marks
+    for thought, begins_in in (("", "normal"), (opens, "reasoning"), (opens + closes, "normal")):
+        for said in ("hi", f"What is {opens}?", f"What is {closes}?", opens + closes + opens):
             prompt = Conversation(({"role": "user", "content": said},), template_arguments={"thought": thought})
             assert told.tokenizer is not None
             assert told.tokenizer.markers(run(told.prompt_ids(prompt))).begins_in == begins_in, (thought, said)
@@ -332,7 +335,7 @@ def test_tools_that_could_not_be_read_in_time_are_offered_all_the_same(
 
 
 def test_a_constrained_answer_thinks_only_if_asked_to(front: inputs.InputProcessor, run: Run, tmp_path: Path) -> None:
-    told = thinking(front, tmp_path, "{{ enable_thinking }}")
+    told = thinking(front, tmp_path, "{{ enable_thinking }}", *THOUGHT)
     tokenizer = told.tokenizer
     assert tokenizer is not None
     number = replace(CHAT, grammar=regex_grammar("[0-9]"))

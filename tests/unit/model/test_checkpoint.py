@@ -226,6 +226,16 @@ def test_the_fingerprint_ignores_values_file_split_key_order_place_and_code(fold
     assert open_folder(other).fingerprint == open_folder(folder).fingerprint
 
 
+def test_copies_of_a_tokenizers_files_are_none_of_its_files(folder: Path) -> None:
+    """Workers take no file of such a name."""
+    before = open_folder(folder).fingerprint
+    for name in ("tokenizer copy.json", "tokenizer (1).json", "vocabé.txt", "tokenizer" + "x" * 90 + ".json"):
+        (folder / name).write_text("{}")
+    assert open_folder(folder).fingerprint == before
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert open_folder(folder).fingerprint != before
+
+
 def test_the_stamp_changes_with_a_weight_file(folder: Path) -> None:
     before = open_folder(folder).stamp()
     write_tensors(folder / FILE, TENSORS, fill=b"\1")

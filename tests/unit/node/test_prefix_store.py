@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
@@ -146,6 +147,27 @@ def test_the_beginning_of_a_prefix_outlives_its_end(tmp_path: Path) -> None:
     assert {file.piece.name for file in piece_files(tmp_path)} == set(map(name_of, (1, 10)))
     write(tmp_path, 100, limit=2 * size)  # of the same prefix, for which there is no room
     assert {file.piece.name for file in piece_files(tmp_path)} == set(map(name_of, (1, 10)))
+
+
+def test_pieces_of_a_clock_that_was_ahead_give_way(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2)
+    year = time.time() + 365 * 86400
+    for path in tmp_path.iterdir():
+        os.utime(path, (year, year))
+    both = sum(path.stat().st_size for path in tmp_path.iterdir())
+    write(tmp_path, 3, limit=both)
+    assert read(tmp_path, 3) and len(piece_files(tmp_path)) == 2
+
+
+def test_a_piece_that_came_after_it_was_looked_for_is_found(tmp_path: Path) -> None:
+    write(tmp_path / "other", 2)
+    [piece] = list_prefixes(PrefixesRequest(), tmp_path / "other").pieces
+    write(tmp_path, 1)
+    store = PrefixStore(2, 5, LIMIT, tmp_path)
+    store.read(name_of(1), [name_of(2)])
+    assert isinstance(store._ahead[name_of(2)].exception(), PrefixLost)  # it was looked for in vain
+    store.add(piece, read_piece(piece, tmp_path / "other"))
+    assert len(store.read(name_of(2))) == len(SEGMENTS)
 
 
 def test_pieces_are_listed_with_their_layers_and_removed(tmp_path: Path) -> None:
