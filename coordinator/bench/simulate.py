@@ -194,7 +194,7 @@ class _Run:
         while self._events and self._simulated.together is None:
             now, _, stage, what = heapq.heappop(self._events)
             if isinstance(what, Session):
-                self._scheduler.submit(what)
+                self._scheduler.slots.add(what)
                 self._send_all(now)
             elif stage < len(self._pipeline.stages):
                 self._compute(now, stage, what)

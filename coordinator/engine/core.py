@@ -224,7 +224,7 @@ class EngineCore:
 
     def _enter(self, session: Session, *, is_replayed: bool = False) -> None:
         """Give the session to the present scheduler; one that has not begun has a deadline for its wait for memory."""
-        self.scheduler.submit(session, is_replayed=is_replayed)
+        self.scheduler.slots.add(session, is_replayed=is_replayed)
         if session.state is SessionState.WAITING and session not in self._deadlines:
             loop = asyncio.get_running_loop()
             self._deadlines[session] = loop.call_later(self._max_wait_s, self._give_up_waiting, session)

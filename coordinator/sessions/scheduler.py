@@ -76,10 +76,6 @@ class Scheduler:
         """Whether nothing is in flight."""
         return not (self._lanes or self._prompts or self._background or self._stores)
 
-    def submit(self, session: Session, *, is_replayed: bool = False) -> None:
-        """Accept a session; see `Slots.add`."""
-        self.slots.add(session, is_replayed=is_replayed)
-
     def close(self, session: Session, *, keep: bool = False) -> None:
         """Remove a session in any state. The next frame frees its slot, unless it is kept as a prefix cache."""
         if session.state is not SessionState.FINISHED:

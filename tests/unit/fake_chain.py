@@ -291,7 +291,7 @@ class Rig:
         self, prompt: Sequence[int], max_tokens: int = 3, eos: frozenset[int] = frozenset(), seed: int = 0, **more: Any
     ) -> Session:
         session = make_session(prompt, max_tokens, eos, chunk=self.chunk, sampling=Sampling(seed=seed), **more)
-        self.scheduler.submit(session)
+        self.scheduler.slots.add(session)
         return session
 
     def lose_chain(self, sessions: Iterable[Session], num_begun: int | None = None) -> None:
@@ -309,7 +309,7 @@ class Rig:
         self.chain = FakeChain(epoch, self.chain.cuttable, self.chain.is_lossy, deepcopy(self._first_slots))
         for session in sessions:
             session.rewind()
-            self.scheduler.submit(session, is_replayed=True)
+            self.scheduler.slots.add(session, is_replayed=True)
 
     def _held_after(self, num_begun: int) -> dict[int, Held]:
         """What the first stage holds then. Rows that passed all stages are complete once their result has come."""

@@ -22,7 +22,7 @@ def rows_beyond(num_prompt: int, max_tokens: int, decoder: Decoder, chunk: int =
     """How many rows a session wrote beyond the last token that it could have known."""
     session = make_session(prompt_of(num_prompt), max_tokens, decoder=decoder, chunk=chunk)
     scheduler, chain = Scheduler(1, costs_per_row(num_stages=1)), FakeChain()
-    scheduler.submit(session)
+    scheduler.slots.add(session)
     while session.finish_reason is None:
         frame = scheduler.schedule()
         assert frame is not None

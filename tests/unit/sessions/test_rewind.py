@@ -36,7 +36,7 @@ class Asked:
 
     def submit(self, rig: Rig) -> Session:
         session = self.build(rig)
-        rig.scheduler.submit(session)
+        rig.scheduler.slots.add(session)
         return session
 
     def undisturbed(self, is_lossy: bool = True) -> list[int]:
@@ -127,7 +127,7 @@ def test_a_second_loss_before_the_first_frame_makes_no_row_complete() -> None:
     rig = Rig(num_stages=1, chunk=8, answers_alone=True)
     session = Asked(prompt_of(60), 5).build(rig)
     session.feeds_apart = True
-    rig.scheduler.submit(session)
+    rig.scheduler.slots.add(session)
     while len(rig.chain.frames) < 4:
         rig.send_all()
         if session.fed_apart < 16:
@@ -137,7 +137,7 @@ def test_a_second_loss_before_the_first_frame_makes_no_row_complete() -> None:
     rig.lose_chain([], len(rig.chain.frames))
     assert rig.scheduler.slots.promised >= rig.chain.held(rig.costs.bytes_of), "the slot has its buffers still"
     session.rewind()
-    rig.scheduler.submit(session)
+    rig.scheduler.slots.add(session)
     assert (session.fed, session.num_reused) == (16, 16)
     rig.send_all()
     assert session.fed >= 24
@@ -159,7 +159,7 @@ def test_where_a_new_chain_has_less_memory_the_rows_of_running_sessions_are_kept
     rig.lose_chain([], len(rig.chain.frames))
     assert rig.scheduler.slots.promised <= rig.costs.budgets and rig.scheduler.slots.num_kept == 2
     session.rewind()
-    rig.scheduler.submit(session)
+    rig.scheduler.slots.add(session)
     rig.run(session)
     assert session.num_reused >= 40
     rig.end()
@@ -182,7 +182,7 @@ def test_a_resumed_answer_with_fills_goes_on_where_the_first_stage_holds_its_row
     rig.step_until(lambda: first.fills)
     rig = Rig(num_stages=1, chunk=64)
     session = asked.build(rig, KnownTokens(tuple(map(Token, first.generated)), tuple(first.fills)))
-    rig.scheduler.submit(session)
+    rig.scheduler.slots.add(session)
     for _ in range(3):
         rig.step()
     rig.lose_chain([session], len(rig.chain.frames))
@@ -209,7 +209,7 @@ def test_rows_that_the_first_stage_holds_are_not_fed_again_if_they_are_complete_
                 asked.append(Asked(prompt, 30, kind=kind, seed=numbers.choice((0, 3))))
                 sessions.append(asked[-1].build(rig))
                 sessions[-1].feeds_apart = answers_alone and numbers.random() < 0.5
-                rig.scheduler.submit(sessions[-1])
+                rig.scheduler.slots.add(sessions[-1])
             rig.send_all()
             for _ in range(numbers.randrange(len(rig.chain.in_flight) + 1)):
                 rig.take_one()
@@ -247,7 +247,7 @@ def test_an_answer_goes_on_from_any_step_by_its_tokens_and_fills_alone(kind: str
         later = Rig(num_stages=2, chunk=16)
         later.chain.is_lossy = True
         resumed = request.build(later, known)
-        later.scheduler.submit(resumed)
+        later.scheduler.slots.add(resumed)
         later.run(resumed)
         assert (resumed.generated, resumed.num_prompt, resumed.finish_reason) == (expected, 33, "length")
 
