@@ -165,18 +165,17 @@ async def _open_once(
     server: Server, options: ClusterOptions, serving: ServeOptions, url: str, answers: "asyncio.Task[None]"
 ) -> bool:
     """Answer by one engine until it is asleep; return whether the server was told to stop. Raises its failure."""
-    wanted = options.given_context or 0  # else as many tokens as fit in memory
     async with open_engine(
         server.inputs,
-        options if wanted else replace(options, max_context=server.inputs.spec.context),
+        # as many tokens as fit in memory, unless a number is given
+        options if options.given_context else replace(options, max_context=server.inputs.spec.context),
         max_waiting=serving.max_waiting,
         max_wait_s=serving.limits.queue_timeout_s,
         stats=server.stats,
     ) as engine:
         await engine.expect_grammars()
         server.open(engine)
-        no_room = f": the model has no room for {wanted}" if wanted > engine.context else ""
-        say(f"serving {', '.join(server.names)} at {url}, up to {engine.context} tokens per request{no_room}")
+        say(f"serving {', '.join(server.names)} at {url}, up to {engine.context} tokens per request")
         try:
             await _sleep_when_unused(server, engine, serving.keep_alive_s)
             return False

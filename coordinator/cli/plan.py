@@ -251,7 +251,7 @@ async def run_plan(
         ConfigError: a file is wrong; or, after the plan was printed, the model does not fit.
     """
     from coordinator.cluster.nodes_file import read_nodes
-    from coordinator.cluster.open import ask_nodes, open_peers, read_model
+    from coordinator.cluster.open import ask_nodes, note_context, open_peers, read_model
     from coordinator.cluster.survey import known_speeds
     from coordinator.deploy.cluster_file import require_changeable, write_layers
     from coordinator.planning.prediction import report_plan
@@ -260,8 +260,7 @@ async def run_plan(
         require_changeable(to_write)
     assumed = None if macs is None else read_nodes(macs)
     checkpoint, spec = await read_model(options.model, options.draft_model)
-    if options.given_context and options.given_context > spec.context:
-        say(f"note: planned for {spec.context} tokens: {spec.name} has no room for {options.given_context}")
+    note_context(options, spec)
     if assumed is not None:
         nodes, speeds, is_order_fixed = assumed.nodes, assumed.survey(spec), assumed.is_order_fixed
     else:

@@ -150,6 +150,12 @@ async def ask_nodes(cluster: ClusterConfig, peers: Sequence[Peer]) -> list[Node]
     return list(map(Node, names, budgets(MemoryOffer(memory_budget(), cluster.coordinator.memory), theirs)))
 
 
+def note_context(options: ClusterOptions, spec: ModelSpec) -> None:
+    """Say so if a longer context was asked for than the model has."""
+    if options.given_context and options.given_context > spec.context:
+        say(f"note: planned for {spec.context} tokens: {spec.name} has no room for {options.given_context}")
+
+
 async def choose_plan(
     options: ClusterOptions, checkpoint: Checkpoint, peers: Sequence[Peer]
 ) -> tuple[Plan, Survey, Objective]:
@@ -161,6 +167,7 @@ async def choose_plan(
         ConfigError: `layers` does not suit the model and the nodes. StageLost: a node is missing.
     """
     spec, nodes = describe(checkpoint), await ask_nodes(options.cluster, peers)
+    note_context(options, spec)
     speeds = await known_speeds(options, checkpoint, peers) if options.by_speed else NO_SPEEDS
     objective = Objective(
         min(options.context, spec.context),

@@ -12,6 +12,7 @@ import pytest
 
 from tests.cluster.commands import answer_here, run_here
 from tests.cluster.conftest import RECITED
+from tests.cluster.models import CONTEXT
 from tests.cluster.processes import FINISH_S, Starter
 from tests.unit.cli.test_trace import assert_no_two_cross, slices
 
@@ -77,11 +78,13 @@ def test_the_trace_has_every_frame_on_every_stage(answers: dict[str, Any]) -> No
 
 
 def test_standard_output_is_the_text_and_nothing_else(answers: dict[str, Any], talker: Path) -> None:
-    for more in ((), ("--stats",)):
+    note = f"note: planned for {CONTEXT} tokens: {talker} has no room for 99999"
+    for more in ((), ("--stats", "--context", "99999")):
         outcome = run_here("generate", "--model", talker, "--local", "0", PROMPT, *REQUEST, *more)
         assert (outcome.code, outcome.out) == (0, answers["one process"]["text"] + "\n")
         lines = [line for line in outcome.err.splitlines() if not line.startswith("coordinator: load")]  # if it is slow
-        blank, speed, ended, *table = lines
+        assert [line for line in lines if line.startswith("note: ")] == ([note] if more else [])
+        blank, speed, ended, *table = [line for line in lines if line != note]
         assert blank == "" and speed.startswith(f"{NUM_TOKENS} tokens, ") and "tok/s" in speed
         assert ended == f"cut off at --max-tokens {NUM_TOKENS}; sampled at --temp 0.9, --seed 11"
         assert ("wall time" in outcome.err, bool(table)) == (bool(more), bool(more))
