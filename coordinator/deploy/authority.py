@@ -20,7 +20,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from worker.config import ClusterConfig, is_certifiable
 from worker.errors import ConfigError
 from worker.node.certificates import KeyFile, Role, file_name, split_pem, subjects_of, to_pem
-from worker.platform.machine import sync_file
+from worker.platform.files import sync_file
 
 KEYS_FOLDER = "keys"  # beside cluster.yaml, here and on workers that are launched
 AUTHORITY_FILE = "authority.key"  # key and certificate; nodes' files end with .pem

@@ -13,7 +13,7 @@ from typing import Self
 from coordinator.sessions.journal import MOST_BYTES, Header, Journal, read_journal, write_batch, write_header
 from coordinator.sessions.output import Output
 from worker.errors import InputError
-from worker.platform.machine import sync_file
+from worker.platform.files import sync_file
 from worker.platform.threads import CallThread
 
 _SYNC_EVERY_S = 0.1  # at most: a disk that is asked after every step makes the steps wait

@@ -33,7 +33,7 @@ from worker.errors import BrigadeError, InputError, first_line
 from worker.model.build import MLX_DTYPES, build
 from worker.model.checkpoint import SMALL_FILES, Checkpoint
 from worker.model.quantisation import MISFITS, misfit, quantisation_of
-from worker.platform.machine import sync_file
+from worker.platform.files import sync_file
 from worker.platform.text import format_bytes
 
 Mode = Literal["affine", "mxfp4", "mxfp8", "nvfp4"]

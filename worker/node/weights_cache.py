@@ -30,8 +30,8 @@ from worker.model.checkpoint import MOST_CONFIG_BYTES, MOST_TOKENIZER_BYTES, Che
 from worker.model.describe import BACK, FRONT, layout_of, shard_tensors
 from worker.model.draft_heads import head_kind
 from worker.model.headers import ITEM_BITS, TensorInfo, read_tensors
+from worker.platform.files import sync_file
 from worker.platform.installation import cache_folder
-from worker.platform.machine import sync_file
 from worker.platform.text import format_bytes, printable
 
 _PIECE = re.compile(r"(front|back|[0-9]{5,9})-([0-9a-f]{64})\.safetensors")

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import fcntl
 import gc
 import os
 import platform
@@ -65,18 +64,6 @@ def allow_connections(count: int) -> None:
     wanted = 2 * count if hard == resource.RLIM_INFINITY else min(2 * count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def sync_file(descriptor: int) -> None:
-    """Have what was written to a file on its disk, also if the power fails. Raises OSError.
-
-    fsync(2) of macOS leaves it in the disk's own cache: there F_FULLFSYNC is for that.
-    """
-    if (command := getattr(fcntl, "F_FULLFSYNC", None)) is not None:
-        with contextlib.suppress(OSError):  # network volumes do not know it
-            fcntl.fcntl(descriptor, command)
-            return
-    os.fsync(descriptor)
 
 
 @cache

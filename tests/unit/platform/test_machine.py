@@ -1,11 +1,8 @@
-import fcntl
-import os
 import resource
-from pathlib import Path
 
 import pytest
 
-from worker.platform.machine import allow_connections, budget_from, sync_file
+from worker.platform.machine import allow_connections, budget_from
 
 GIB = 2**30
 
@@ -59,23 +56,3 @@ def test_as_many_connections_are_allowed_as_the_system_lets_one_ask_for(
     monkeypatch.setattr(resource, "setrlimit", lambda what, pair: limits.append(pair))
     allow_connections(1000)
     assert limits[-1] == after
-
-
-def test_files_are_synced_by_what_reaches_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """macOS has a command beyond fsync, which network volumes refuse."""
-    calls: list[object] = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append("fsync"))
-
-    def command(descriptor: int, number: int) -> None:
-        calls.append(number)
-        if descriptor == 1:
-            raise OSError("not supported")
-
-    with monkeypatch.context() as patch:
-        patch.delattr(fcntl, "F_FULLFSYNC", raising=False)
-        sync_file(0)
-    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
-    monkeypatch.setattr(fcntl, "fcntl", command)
-    sync_file(0)
-    sync_file(1)
-    assert calls == ["fsync", 51, 51, "fsync"]

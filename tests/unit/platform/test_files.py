@@ -1,0 +1,26 @@
+import fcntl
+import os
+
+import pytest
+
+from worker.platform.files import sync_file
+
+
+def test_files_are_synced_by_what_reaches_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS has a command beyond fsync, which network volumes refuse."""
+    calls: list[object] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append("fsync"))
+
+    def command(descriptor: int, number: int) -> None:
+        calls.append(number)
+        if descriptor == 1:
+            raise OSError("not supported")
+
+    with monkeypatch.context() as patch:
+        patch.delattr(fcntl, "F_FULLFSYNC", raising=False)
+        sync_file(0)
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", command)
+    sync_file(0)
+    sync_file(1)
+    assert calls == ["fsync", 51, 51, "fsync"]
