@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import grpc
 import grpc.aio
+import psutil
 import pytest
 
 from coordinator.cluster import deployment
@@ -29,6 +30,7 @@ from protos.brigade_pb2 import (
     TRANSPORT_TCP,
     TRANSPORT_TLS,
     Facts,
+    LinkRequest,
     Listener,
     ListenRequest,
     ProbePart,
@@ -40,7 +42,7 @@ from tests.integration.conftest import NETWORK, Models, Whole, answer, opened, s
 from tests.unit.deploy import cases
 from tests.unit.deploy.cases import said
 from tools.proxy import proxy_to
-from worker.config import ClusterConfig, TlsConfig, WorkerConfig
+from worker.config import ClusterConfig, TlsConfig, WorkerConfig, join_address, split_address
 from worker.errors import ConfigError, FrameError, NodeBusy, StageLost
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
@@ -295,6 +297,51 @@ async def test_ports_are_opened_only_where_the_node_listens_anyway() -> None:
     assert network.measuring_host("[::1]:7") == "::1" and network.measuring_host("host.local:7") == "127.0.0.1"
     with pytest.raises(FrameError, match="expected certificates"):
         network.tls_context(server=True)
+
+
+def link_local() -> str:
+    """A link-local IPv6 address of this machine with its zone; empty if there is none."""
+    entries = (entry for each in psutil.net_if_addrs().values() for entry in each)
+    return next((entry.address for entry in entries if entry.address.startswith("fe80::") and "%" in entry.address), "")
+
+
+@pytest.mark.parametrize("transport", [TRANSPORT_TCP, TRANSPORT_GRPC])
+@pytest.mark.parametrize(
+    ("bind", "called"),
+    [
+        ("::", "127.0.0.1"),
+        ("::", "::1"),
+        pytest.param(
+            link_local(), link_local(), id="link-local", marks=pytest.mark.skipif(not link_local(), reason="has none")
+        ),
+    ],
+)
+async def test_an_address_of_ipv6_is_measured_however_it_is_reached(
+    bind: str, called: str, transport: Transport
+) -> None:
+    network = Network(insecure=True)
+    async with serving(1, network_of=lambda name: network) as [node]:
+        await node.listening.add(join_address(bind, 0))
+        bound = node.listening.addresses[-1]
+        async with open_port(network, ListenRequest(transport=transport, address=bound)) as port:
+            answering = asyncio.create_task(port.answer())
+            address = join_address(called, split_address(bound)[1])
+            asked = LinkRequest(node=node.name, addresses=[address], examined=True, listeners=[port.listener])
+            reply = await links.measure_link(network, asked)
+            await answering
+    [line] = reply.lines
+    assert (line.error, line.rtt_ms > 0) == ("", True)
+    assert reply.way.local == reply.way.remote == called.partition("%")[0]
+
+
+@pytest.mark.parametrize("transport", [TRANSPORT_TCP, TRANSPORT_GRPC])
+async def test_a_port_on_an_address_that_is_gone_is_refused(
+    monkeypatch: pytest.MonkeyPatch, transport: Transport
+) -> None:
+    monkeypatch.setattr(Network, "measuring_host", lambda *_: "192.0.2.9")
+    with pytest.raises(FrameError, match="expected to open a port on 192"):
+        async with open_port(NETWORK, ListenRequest(transport=transport)):
+            pass
 
 
 async def test_tokens_of_another_size_are_not_sent() -> None:

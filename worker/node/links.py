@@ -38,7 +38,7 @@ from protos.brigade_pb2_grpc import NodeServicer, NodeStub, add_NodeServicer_to_
 from worker.config import join_address, split_address
 from worker.errors import BrigadeError, FrameError, StageLost
 from worker.node.framing import ENCRYPTED, Wire
-from worker.node.network import Network, dial
+from worker.node.network import Network, dial, grpc_target
 from worker.node.rpc_errors import error_of
 from worker.platform.threads import run_in_thread
 
@@ -83,6 +83,7 @@ async def measure_link(network: Network, request: LinkRequest) -> LinkReply:
     way = await connect(address)
     if way.error:
         return LinkReply(way=way)
+    host, way.remote = way.remote, _without_zone(way.remote)
     try:
         reply = await _probe(network, request.node, address)
     except BrigadeError as error:
@@ -90,12 +91,15 @@ async def measure_link(network: Network, request: LinkRequest) -> LinkReply:
         return LinkReply(way=way)
     reply.way.CopyFrom(way)
     for listener in request.listeners:
-        reply.lines.append(await measure_line(network, request.node, way.remote, listener))
+        reply.lines.append(await measure_line(network, request.node, host, listener))
     return reply
 
 
 async def connect(address: str) -> Way:
-    """Connect to HOST:PORT and close again. `error` and `errno` give the reason of a failure."""
+    """Connect to HOST:PORT and close again. `error` and `errno` give the reason of a failure.
+
+    `remote` can be dialled from this machine: a link-local address has its zone (fe80::1%en0).
+    """
     return await run_in_thread(partial(_connect, address))
 
 
@@ -103,14 +107,18 @@ def _connect(address: str) -> Way:
     try:
         with socket.create_connection(split_address(address), timeout=_CONNECT_S) as connection:
             ends = connection.getsockname(), connection.getpeername()
-        local, remote = (str(end[0]).partition("%")[0] for end in ends)
-        return Way(address=address, local=local, remote=remote)
+        local, remote = (socket.getnameinfo(end, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0] for end in ends)
+        return Way(address=address, local=_without_zone(local), remote=remote)
     except socket.gaierror as error:
         return Way(address=address, errno=NO_NAME, error=f"no address is known for this name ({error.strerror})")
     except TimeoutError:
         return Way(address=address, error=f"nothing answers within {_CONNECT_S:.0f} s")
     except OSError as error:
         return Way(address=address, errno=error.errno or 0, error=error.strerror or str(error))
+
+
+def _without_zone(host: str) -> str:
+    return host.partition("%")[0]
 
 
 async def _probe(network: Network, node: str, address: str) -> LinkReply:
@@ -199,8 +207,8 @@ def _shown_token(listener: Listener) -> bytes:
 
 
 async def _measure_plain_grpc(host: str, listener: Listener) -> Line:
-    address = join_address(host, listener.port)
-    async with grpc.aio.insecure_channel(address, options=_PLAIN_GRPC) as channel:
+    target = grpc_target(join_address(host, listener.port))
+    async with grpc.aio.insecure_channel(target, options=_PLAIN_GRPC) as channel:
         try:
             async with asyncio.timeout(_PROBE_S):
                 metadata = ((_TOKEN_KEY, _shown_token(listener)),)
@@ -219,7 +227,7 @@ async def open_port(network: Network, request: ListenRequest) -> AsyncIterator["
     """Open a port for one conversation, on a host where this node listens anyway, until the context ends.
 
     Raises:
-        FrameError: this node listens nowhere, or has no certificate for an encrypted conversation.
+        FrameError: this node listens nowhere, has no certificate for an encrypted conversation, or its address is gone.
     """
     host = network.measuring_host(request.address)
     listener = Listener(transport=request.transport, token=secrets.token_bytes(_TOKEN_BYTES))
@@ -227,7 +235,10 @@ async def open_port(network: Network, request: ListenRequest) -> AsyncIterator["
         server = grpc.aio.server(options=_PLAIN_GRPC, maximum_concurrent_rpcs=2)
         servicer = _PlainGrpc(listener)
         add_NodeServicer_to_server(servicer, server)
-        listener.port = server.add_insecure_port(join_address(host, 0))
+        try:
+            listener.port = server.add_insecure_port(join_address(host, 0))
+        except RuntimeError as error:
+            raise _not_opened(host, "gRPC cannot bind to it") from error
         await server.start()
         try:
             yield servicer
@@ -235,12 +246,24 @@ async def open_port(network: Network, request: ListenRequest) -> AsyncIterator["
             await server.stop(grace=None)
     else:
         context = network.tls_context(server=True) if request.transport == TRANSPORT_TLS else None
-        places = await asyncio.get_running_loop().getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-        family, _, _, _, place = places[0]
-        with closing(socket.create_server(place[:2], family=family, backlog=1)) as port:
+        try:
+            places = await asyncio.get_running_loop().getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+            family, _, _, _, place = places[0]
+            takes_ipv4 = place[0] == "::" and socket.has_dualstack_ipv6()  # as gRPC's ports do
+            opened = socket.create_server(place, family=family, backlog=1, dualstack_ipv6=takes_ipv4)
+        except OSError as error:
+            raise _not_opened(host, error.strerror or str(error)) from error
+        with closing(opened) as port:
             port.setblocking(False)
             listener.port = port.getsockname()[1]
             yield _PlainSocket(listener, port, context)
+
+
+def _not_opened(host: str, reason: str) -> FrameError:
+    return FrameError(
+        f"expected to open a port on {host} for a measurement, found: {reason}; check that this machine still has that "
+        "address, or give another one, as `address:` in cluster.yaml or as --bind"
+    )
 
 
 class _PlainGrpc(NodeServicer):

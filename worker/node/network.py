@@ -234,7 +234,7 @@ class Network:
         Raises:
             ConfigError: this is not HOST:PORT, it would need encryption, or this node's certificate is unusable.
         """
-        target = _target(address)
+        target = grpc_target(address)
         options: list[tuple[str, Any]] = [*_CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", int(alone))]
         if self._keys is not None:
             own = self._checked(self._keys)
@@ -322,7 +322,7 @@ def _why_not(bind: str) -> str:
     return f"in use or not an address of this machine; give another one, {_WHERE}"
 
 
-def _target(address: str) -> str:
+def grpc_target(address: str) -> str:
     """Return HOST:PORT in a form that gRPC reads as nothing else: `unix:50070` is a valid host name of a peer."""
     split_address(address)
     return "dns:///" + quote(address, safe="[]:")
