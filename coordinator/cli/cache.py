@@ -73,7 +73,7 @@ def rm(
     config: flags.Config = None,
     as_json: flags.JsonFlag = False,
 ) -> None:
-    """Remove kept models, or all prompts. Layers that a worker here has loaded or receives stay: exit code 3.
+    """Remove kept models, or all prompts. What a worker here uses, or another user owns, stays: exit code 3.
 
     brigade cache rm Qwen/Qwen3-8B
 
@@ -95,18 +95,28 @@ def rm(
     weights = WeightsCache()
     chosen = weights.kept() if every else _chosen(weights.kept(), which or [])
     removed = [each for each in chosen if weights.remove(each.key)]
-    in_use = [each.name for each in chosen if each not in removed]
+    left = [each for each in chosen if each not in removed]
     if as_json:
-        print(json.dumps({"removed": [_as_json(each) for each in removed], "in_use": in_use}))
+        names = [each.name for each in left]
+        print(json.dumps({"removed": [_as_json(each) for each in removed], "in_use": names}))
     else:
         for each in removed:
             print(f"removed {_layers(each.places)} of {each.name}, {format_bytes(each.nbytes)}")
-    if in_use:
-        names = ", ".join(in_use)
-        raise BrigadeError(
-            f"{names}: what a worker of this machine uses stays. End that worker (Ctrl-C, or `brigade launch --stop "
-            "NAME` from where it was launched), then remove it again"
-        )
+    if left:
+        used = {each.key for each in weights.kept() if each.is_used}
+        reasons = []
+        if in_use := ", ".join(each.name for each in left if each.key in used):
+            reasons.append(
+                f"{in_use}: what a worker of this machine uses stays. End that worker (Ctrl-C, or `brigade launch "
+                "--stop NAME` from where it was launched), then remove it again"
+            )
+        reasons += [
+            f"{each.name}: expected files of yours, found some that another user owns (of a worker that was run with "
+            f"sudo?); remove them as that user: {weights.folder / each.key}"
+            for each in left
+            if each.key not in used
+        ]
+        raise BrigadeError("\n".join(reasons))
 
 
 async def _show_prompts(config: Path | None, *, as_json: bool, remove: bool) -> None:

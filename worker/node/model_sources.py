@@ -88,7 +88,7 @@ class ModelSources:
                 received = self.cache.open(request.model, request.fingerprint, known, request.digests)
                 received = prepare(received)
                 check(received)
-            except ModelError:
+            except (ModelError, PermissionError):  # the latter of files that another user received
                 raise ModelLacking(error.message) from error
             return received
 

@@ -149,20 +149,24 @@ def open_alone(path: Path) -> int | None:
 
 
 def is_used(path: Path) -> bool:
-    """Return whether a process holds this file."""
-    if (file := _open_locked(path, os.O_RDONLY, fcntl.LOCK_EX)) is None:
-        return path.exists()
+    """Return whether a process holds this file; False if only another user may open it."""
+    try:
+        if (file := _open_locked(path, os.O_RDONLY, fcntl.LOCK_EX)) is None:
+            return path.exists()
+    except PermissionError:
+        return False
     os.close(file)
     return False
 
 
 def remove_unused(path: Path) -> bool:
-    """Remove a file unless a process holds it. Return whether it is gone."""
-    if (file := _open_locked(path, os.O_RDONLY, fcntl.LOCK_EX)) is not None:
-        try:
-            path.unlink(missing_ok=True)
-        finally:
-            os.close(file)
+    """Remove a file unless a process holds it, or another user owns it. Return whether it is gone."""
+    with contextlib.suppress(PermissionError):
+        if (file := _open_locked(path, os.O_RDONLY, fcntl.LOCK_EX)) is not None:
+            try:
+                path.unlink(missing_ok=True)
+            finally:
+                os.close(file)
     return not path.exists()
 
 
@@ -361,7 +365,7 @@ class WeightsCache:
         return sorted(map(_kept, self._folders()), key=lambda kept: -kept.used)
 
     def remove(self, key: str) -> bool:
-        """Remove the unused files of a model. Return whether nothing of it is left."""
+        """Remove the unused files of a model, but for those of another user. Return whether nothing of it is left."""
         folder = self.folder / key
         if folder.is_dir() and all([remove_unused(path) for path in _files_in(folder)]):
             _remove_rest(folder)
@@ -452,11 +456,13 @@ class WeightsCache:
 
 
 def _kept(folder: Path) -> Kept:
-    name, files = folder / _NAME_FILE, _files_in(folder)
+    name, files = "?", _files_in(folder)
+    with contextlib.suppress(FileNotFoundError, PermissionError):
+        name = (folder / _NAME_FILE).read_text(encoding="utf-8")
     pieces = [path.name for path in files if _PIECE.fullmatch(path.name)]
     return Kept(
         key=folder.name,
-        name=name.read_text(encoding="utf-8") if name.exists() else "?",
+        name=name,
         places=tuple(sorted({place_of(piece.partition("-")[0]) for piece in pieces})),
         nbytes=sum(stat.st_size for stat in files.values()),
         used=max((stat.st_atime_ns / 1e9 for stat in files.values()), default=0.0),
@@ -498,8 +504,9 @@ def _has_digest(path: Path, nbytes: int, digest: str) -> bool:
 
 
 def _touch(path: Path) -> None:
-    """Mark a file as used now. Its mtime stays: it says that the contents are unchanged."""
-    os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+    """Mark a file as used now, unless another user owns it. Its mtime stays: the contents are unchanged."""
+    with contextlib.suppress(PermissionError):
+        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 
 def _piece_name(place: int, digest: str) -> str:

@@ -1,6 +1,8 @@
 """`brigade cache`: what is kept is shown and removed, but nothing that is in use."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,25 @@ def test_what_is_in_use_stays_and_is_named(brigade: Command, kept: Path, capsys:
     brigade("cache", "rm", "--all", "--json")
     assert [each["model"] for each in json.loads(capsys.readouterr().out)["removed"]] == ["owner/first@1234"]
     assert not list(kept.iterdir())
+
+
+def test_what_another_user_received_stays_and_is_named(
+    brigade: Command, kept: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink = Path.unlink
+
+    def unlink_own(path: Path, missing_ok: bool = False) -> None:
+        if path.parent.name == KEYS[0]:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink_own)
+    with pytest.raises(BrigadeError, match=f"^owner/first@1234: .* another user .*{KEYS[0]}$") as refused:
+        brigade("cache", "rm", "--all", "--json")
+    assert refused.value.exit_code == 3
+    found = json.loads(capsys.readouterr().out)
+    assert [each["model"] for each in found["removed"]] == ["second"] and found["in_use"] == ["owner/first@1234"]
+    assert [path.name for path in kept.iterdir()] == [KEYS[0]]
 
 
 def test_the_cached_models_are_shown(brigade: Command, kept: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -227,6 +227,26 @@ def test_a_file_in_use_is_never_removed(small: Receiver, monkeypatch: pytest.Mon
     elsewhere.close()
 
 
+def test_files_that_another_user_received_are_used_and_never_removed(
+    small: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (small.receive(layer) for layer in (1, 2))
+    here = small.open(first, second)
+
+    def refuse(*given: object, **more: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    for owner, name in ((os, "utime"), (Path, "unlink")):
+        monkeypatch.setattr(owner, name, refuse)
+    small.store.lease(here, shard_tensors(here, 1, 3)).close()
+    [model] = small.store.kept()
+    assert not small.store.remove(model.key) and first.exists() and not is_used(first)
+    with pytest.raises(ModelError, match="has room for"):
+        small.store.make_room(1 << 20)
+    monkeypatch.setattr(os, "open", refuse)  # its user alone may read it
+    assert not is_used(first) and not remove_unused(first)
+
+
 def test_a_file_that_another_process_uses_is_not_removed(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("x")
