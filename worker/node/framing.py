@@ -21,7 +21,7 @@ _MOST_PAYLOAD_BYTES = 1 << 28  # of a frame: a lane of many windows may be longe
 _MOST_CHUNK_BYTES = 1 << 26
 _MOST_SOFT_BYTES = 1 << 23  # of a result, which is one message
 _MOST_VARINT_BYTES = 10  # of 7 bits each
-_MOST_SIZES = 8  # dimensions of a tensor: the product of a million sizes would take very long
+MOST_SIZES = 8  # dimensions of a tensor: the product of a million sizes would take very long
 
 _BYTES, _FIXED32 = 2, 5  # protobuf's wire types; that of a number is 0
 _NUMBER = Part.DESCRIPTOR.fields_by_name["number"].number << 3
@@ -77,8 +77,8 @@ def payload_bytes(frame: Frame) -> int:
         return 0
     if hidden.dtype not in DTYPE_BYTES:
         raise FrameError(f"expected hidden states of a known dtype, got {hidden.dtype} (step {frame.step})")
-    if (rank := len(hidden.shape)) > _MOST_SIZES:
-        raise FrameError(f"expected hidden states of at most {_MOST_SIZES} sizes, got {rank} (step {frame.step})")
+    if (rank := len(hidden.shape)) > MOST_SIZES:
+        raise FrameError(f"expected hidden states of at most {MOST_SIZES} sizes, got {rank} (step {frame.step})")
     size = math.prod(hidden.shape) * DTYPE_BYTES[hidden.dtype]
     if size > _MOST_PAYLOAD_BYTES:
         raise FrameError(
@@ -291,11 +291,15 @@ def read_report(message: bytes, node: str) -> tuple[Report, memoryview]:
         raise FrameError("expected a report as it was sent, got one with a wrong checksum", node=node)
     at = end = 0
     data = view[:0]
+    keys: set[bytes] = set()
     try:
         while at < len(content):  # all fields are of bytes
-            is_data = content[at : at + 1] == _REPORT_DATA
+            key = bytes(content[at : at + 1])
+            if key in keys:
+                raise DecodeError  # else a long message of empty fields would take seconds
+            keys.add(key)
             length, begin = _read_varint(content, at + 1)
-            if is_data:
+            if key == _REPORT_DATA:
                 data, end = content[begin : begin + length], at
                 break
             at = end = begin + length

@@ -18,11 +18,13 @@ from worker.compute.ahead import Placeholder
 from worker.errors import FrameError, StageLost
 from worker.memory.slot_caches import OUTPUT, CacheSegment
 from worker.model.describe import DTYPES
-from worker.node.framing import PLAIN, Wire, checksum_seed, cut, read_report, write_part, write_report
+from worker.node.framing import MOST_SIZES, PLAIN, Wire, checksum_seed, cut, read_report, write_part, write_report
 from worker.node.network import Network, hop_address
 from worker.node.rpc_errors import error_of
 
 CONNECT_TIMEOUT_S = 5.0
+MOST_TENSORS = 1 << 14  # of the segments of a message or file, each of which counts, too: a million take seconds
+_MOST_SIZE = 2**31 - 1  # that an array of MLX can have
 _MOST_CREDIT = 1024  # frames in one grant: each takes an iteration of a loop, and a peer may name any number
 _IN_ORDER_S = 2.0  # for the coordinator to detach this node too, if it has detached the next one
 
@@ -100,15 +102,18 @@ def unpack_segments(segments: Iterable[Segment], data: memoryview) -> list[Cache
     """Return received segments, whose data are copied once. Call on the MLX thread.
 
     Raises:
-        FrameError: sizes and bytes do not fit together.
+        FrameError: sizes and bytes do not fit together, or there are too many.
     """
-    found, at = [], 0
+    found, at, count = [], 0, 0
     for segment in segments:
         arrays = []
+        if (count := count + 1 + len(segment.tensors)) > MOST_TENSORS:
+            raise FrameError(f"expected at most {MOST_TENSORS} segments and tensors, got more")
         for tensor in segment.tensors:
             dtype = _SEGMENT_DTYPES.get(tensor.dtype)
-            end = at + dtype.size * prod(tensor.shape) if dtype else at
-            if dtype is None or end > len(data):
+            has_shape = len(tensor.shape) <= MOST_SIZES and max(tensor.shape, default=0) <= _MOST_SIZE
+            end = at + dtype.size * prod(tensor.shape) if dtype and has_shape else at
+            if dtype is None or not has_shape or end > len(data):
                 raise FrameError(f"expected tensors in the {len(data)} bytes of segments, got one that is not")
             placeholder = Placeholder(tensor.shape, dtype)
             placeholder.fill([data[at:end]])

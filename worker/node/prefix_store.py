@@ -27,7 +27,7 @@ from protos.brigade_pb2 import FilePart, Piece, PrefixesReply, PrefixesRequest, 
 from worker.compute.header import MOST_UPCOMING, PIECE_NAME_BYTES
 from worker.errors import ConfigError, FrameError, PrefixLost
 from worker.memory.slot_caches import CacheSegment
-from worker.node.hop import bytes_of, can_pack, segment_header, unpack_segments
+from worker.node.hop import MOST_TENSORS, bytes_of, can_pack, segment_header, unpack_segments
 from worker.platform.installation import cache_folder
 
 _log = logging.getLogger("brigade.prefixes")
@@ -387,12 +387,14 @@ def _segments_of(content: memoryview, name: bytes) -> list[PackedSegment]:
     digest, rest = content[at : at + blake3.digest_size], content[at + blake3.digest_size :]
     if digest != _digest([rest]):
         raise FrameError("expected a piece as it was written, got one with another digest")
-    found, at = [], 0
+    found, at, count = [], 0, 0
     try:
         while at < len(rest):
             num_header, num_data = struct.unpack_from("<IQ", rest, at)
             at += _LENGTH_BYTES
             header = Segment.FromString(bytes(rest[at : at + num_header]))
+            if (count := count + 1 + len(header.tensors)) > MOST_TENSORS:
+                raise FrameError(f"expected at most {MOST_TENSORS} segments and tensors in a piece, got more")
             found.append((header, rest[at + num_header : at + num_header + num_data]))
             at += num_header + num_data
     except (struct.error, DecodeError) as error:

@@ -14,14 +14,16 @@ from protos.brigade_pb2 import (
     DTYPE_UNSPECIFIED,
     DType,
     Frame,
+    Segment,
     Segments,
+    Tensor,
     Timing,
 )
 from worker.compute.header import dtype_name
 from worker.errors import FrameError
 from worker.memory.slot_caches import CacheSegment
 from worker.node.framing import ENCRYPTED, PLAIN, Arrival, FrameAssembler, read_report
-from worker.node.hop import pack, pack_segments, unpack, unpack_segments
+from worker.node.hop import MOST_TENSORS, pack, pack_segments, unpack, unpack_segments
 
 DTYPES = {DTYPE_FLOAT32: mx.float32, DTYPE_FLOAT16: mx.float16, DTYPE_BFLOAT16: mx.bfloat16}
 
@@ -141,8 +143,12 @@ def test_segments_of_caches_survive_and_those_whose_bytes_do_not_fit_are_refused
     for spoil in (
         lambda m: m.tensors.pop(), lambda m: m.tensors[0].shape.append(2),
         lambda m: m.tensors[0].shape.append(2**32 - 1), lambda m: setattr(m.tensors[0], "dtype", 9),
+        lambda m: m.tensors[0].shape.extend([1] * 8), lambda m: m.tensors.add(dtype=1, shape=[0, 2**31]),
     ):  # fmt: skip
         broken = Segments.FromString(message.SerializeToString())
         spoil(broken.segments[0])
         with pytest.raises(FrameError, match="bytes of segments, got "):
             unpack_segments(broken.segments, data)
+    for many in ([Segment()] * (MOST_TENSORS + 1), [Segment(tensors=[Tensor(dtype=1, shape=[0])] * MOST_TENSORS)]):
+        with pytest.raises(FrameError, match="expected at most"):
+            unpack_segments(many, data[:0])

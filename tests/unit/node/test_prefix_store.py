@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -12,9 +13,10 @@ import mlx.core as mx
 import pytest
 from blake3 import blake3
 
-from protos.brigade_pb2 import FilePart, Piece, PrefixesRequest
+from protos.brigade_pb2 import DTYPE_FLOAT32, FilePart, Piece, PrefixesRequest, Segment, Tensor
 from worker.errors import ConfigError, FrameError, PrefixLost
 from worker.memory.slot_caches import CacheSegment
+from worker.node.hop import MOST_TENSORS
 from worker.node.prefix_store import (
     PrefixStore,
     file_parts,
@@ -91,6 +93,33 @@ def test_what_is_torn_damaged_or_of_another_piece_is_refused_and_removed(
     with pytest.raises(PrefixLost):
         read(tmp_path)
     assert not own.exists() and read(tmp_path, 2)
+
+
+def made_up(content: bytes, *segments: Segment) -> bytes:
+    """The file of a piece with other segments, which have no bytes, and a digest that fits."""
+    headers = [segment.SerializeToString() for segment in segments]
+    body = b"".join(struct.pack("<IQ", len(header), 0) + header for header in headers)
+    return content[:32] + blake3(body).digest() + body
+
+
+@pytest.mark.parametrize("shape", [[0, 2**32 - 1], [0] * 9])
+def test_a_piece_of_another_node_with_a_shape_of_no_array_is_removed(tmp_path: Path, shape: list[int]) -> None:
+    write(tmp_path, 1)
+    [file] = piece_files(tmp_path)
+    segment = Segment(num_keys=1, tensors=[Tensor(dtype=DTYPE_FLOAT32, shape=shape)])
+    PrefixStore(2, 5, LIMIT, tmp_path).add(file.piece, made_up(file.path.read_bytes(), segment))
+    with pytest.raises(PrefixLost, match="expected tensors in"):
+        read(tmp_path)
+    assert not file.path.exists()
+
+
+def test_a_piece_of_another_node_with_too_many_segments_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    [file] = piece_files(tmp_path)
+    content = made_up(file.path.read_bytes(), *[Segment()] * (MOST_TENSORS + 1))
+    with pytest.raises(FrameError, match="expected at most"):
+        PrefixStore(2, 5, LIMIT, tmp_path).add(file.piece, content)
+    assert read(tmp_path)
 
 
 def test_the_least_recently_used_pieces_give_way(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Results and reports of the last stage: as they were sent and as they were asked for, or refused by its name."""
 
 import zlib
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -75,6 +75,16 @@ def test_no_flipped_bit_of_a_report_with_data_changes_what_it_says(what: Report,
             flipped[at] ^= 1 << bit
             with pytest.raises(FrameError, match=r"^worker last: expected a report as it was sent"):
                 read_report(bytes(flipped), "last")
+
+
+@pytest.mark.parametrize("repeated", [bytes([1 << 3 | 2, 0]), bytes([9 << 3 | 2, 0])], ids=["result", "unknown"])
+def test_a_report_with_a_repeated_field_is_refused(repeated: bytes) -> None:
+    """Each costs time: a message of millions would hold up the coordinator."""
+    for count in (1, 2):
+        content = repeated * count
+        message = content + bytes([3 << 3 | 5]) + zlib.crc32(content).to_bytes(4, "little")
+        with nullcontext() if count == 1 else pytest.raises(FrameError, match=r"^worker last: expected a report, got"):
+            read_report(message, "last")
 
 
 @given(st.binary(max_size=40))
