@@ -29,7 +29,7 @@ from worker.errors import ConfigError, FrameError, StageLost
 from worker.node import network as network_module
 from worker.node import serve as listening_module
 from worker.node.certificates import Role
-from worker.node.hop import Link
+from worker.node.hop import Link, results
 from worker.node.log import worker_log
 from worker.node.network import Network, hop_address
 from worker.node.serve import listening, wait_last_calls
@@ -90,6 +90,18 @@ async def test_a_worker_whose_port_for_hops_is_in_use_says_so_and_leaves_the_oth
             pass
     async with worker(address) as (node, _):
         assert node.listening.addresses == [address]
+
+
+async def test_a_closed_port_for_hops_is_named() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    link = Link(NETWORK, "mini", address, 1, 0)
+    reports = partial(results, NETWORK, "mini", address, 1, "", lambda report, data: None, of_prompts=False)
+    for opening in (link.wait_open, reports):
+        with pytest.raises(
+            StageLost, match=f"^worker mini: nothing answers at {hop_address(address)}, where frames go"
+        ):
+            await opening()
+    await link.close()
 
 
 async def test_a_worker_on_any_port_takes_one_whose_port_for_hops_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

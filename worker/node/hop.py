@@ -143,7 +143,8 @@ class Link:
     def __init__(self, network: Network, node: str, address: str, epoch: int, stage: int, sender: str = "") -> None:
         """`address` is that of the node, `stage` the sender's place in the chain, `sender` its own name."""
         self._node = node
-        self._channel = network.channel(node, hop_address(address))
+        self._address = hop_address(address)
+        self._channel = network.channel(node, self._address)
         self._call = open_relay(self._channel, epoch, stage, sender)
         self._credit = asyncio.Semaphore(0)
         self._is_open = asyncio.Event()
@@ -195,7 +196,7 @@ class Link:
                 for _ in range(credit.frames):
                     self._credit.release()
         except grpc.RpcError as error:
-            raise error_of(error, self._node) from error
+            raise error_of(error, self._node, hops=self._address) from error
         await asyncio.sleep(_IN_ORDER_S)  # no failure if this link is closed meanwhile
         raise StageLost("ended the hop", node=self._node)
 
@@ -232,7 +233,7 @@ async def results(
                 if (until_taken := deliver(*read_report(message, node))) is not None:
                     await until_taken
         except grpc.RpcError as error:
-            raise error_of(error, node) from error
+            raise error_of(error, node, hops="" if of_prompts else address) from error
     raise StageLost("left the chain", node=node)
 
 

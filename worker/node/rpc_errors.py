@@ -81,10 +81,13 @@ def _forget_traces(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def error_of(call: grpc.RpcError, node: str) -> BrigadeError:
+def error_of(call: grpc.RpcError, node: str, hops: str = "") -> BrigadeError:
     """Return the error that ended a call to `node`: the one that it sent, or StageLost.
 
     A ConfigError means that this side could not trust the node, or could not encrypt the connection.
+
+    Args:
+        hops: the address that was called, if that is where the node takes frames.
     """
     details = printable_lines(call.details() or call.code().name)
     metadata: Any = call.trailing_metadata() or ()
@@ -103,6 +106,10 @@ def error_of(call: grpc.RpcError, node: str) -> BrigadeError:
         return NodeSilent("stopped answering (hung, asleep, or cut off)", node=node)
     if any(sign in details for sign in _ENDED):
         return StageLost("closed the connection (its process has ended)", node=node)
+    if is_unconnected(call):
+        advice = "where frames go; if the worker runs, open this port, too, in its firewall"
+        at = f"{hops}, {advice}" if hops else f"its address ({details})"
+        return StageLost(f"nothing answers at {at}", node=node)
     return StageLost(f"connection lost ({details})", node=node)
 
 

@@ -153,6 +153,16 @@ def test_a_web_server_in_a_workers_place_is_told(call: Aborted) -> None:
     assert re.fullmatch("worker mini: what answers there is no worker, .*address and port", str(error_of(call, "mini")))
 
 
+@pytest.mark.parametrize("why", ["Connection refused (111)", "connection attempt timed out before receiving SETTINGS"])
+def test_a_port_that_nothing_answers_at_is_no_lost_connection(why: str) -> None:
+    assert str(error_of(unconnected(why), "mini")).startswith("worker mini: nothing answers at its address (failed to")
+    found = error_of(unconnected(why), "mini", hops="10.0.0.2:60071")
+    assert type(found) is StageLost
+    assert re.fullmatch(r"worker mini: nothing answers at 10\.0\.0\.2:60071, .* open this port, .*", str(found))
+    lost = error_of(Aborted(grpc.StatusCode.UNAVAILABLE, "out of luck"), "mini", hops="10.0.0.2:60071")
+    assert str(lost) == "worker mini: connection lost (out of luck)"
+
+
 def test_a_status_that_no_node_of_ours_gave_is_a_lost_stage_with_a_name_and_a_reason() -> None:
     for code in grpc.StatusCode:
         for details in ("out of luck", "", None):
