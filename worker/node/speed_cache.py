@@ -4,10 +4,9 @@ import hashlib
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from google.protobuf.message import DecodeError
-
-from protos.brigade_pb2 import Speed
+from protos.brigade_pb2 import RowTimes, Speed
 from worker.compute.microbenchmark import measure_speed
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import describe
@@ -16,7 +15,7 @@ from worker.platform.machine import machine_name, memory_budget
 from worker.platform.mlx_memory import memory_held
 from worker.platform.threads import MlxThread, run_in_thread
 
-_FORMAT = 2  # of a kept file
+_FORMAT = 1  # of a kept file
 _COPIES = 3  # of a layer that are in memory while it is made of random numbers
 
 
@@ -61,11 +60,23 @@ def _read(path: Path, key: list[str]) -> Speed | None:
     try:
         if record["format"] != _FORMAT or record["key"] != key:
             return None
-        return Speed.FromString(record["speed"])
-    except (TypeError, KeyError, DecodeError):
+        return Speed(kinds=map(_times, record["kinds"]), head=_times(record["head"]), gbps=record["gbps"])
+    except (ValueError, TypeError, KeyError):
         return None
 
 
 def _write(path: Path, key: list[str], speed: Speed) -> None:
     """Keep a speed. If the folder is read-only it is measured again next time."""
-    write_record(path, {"format": _FORMAT, "key": key, "speed": speed.SerializeToString(deterministic=True)})
+    record: dict[str, Any] = {
+        "format": _FORMAT, "key": key, "kinds": [_pairs(times) for times in speed.kinds], "head": _pairs(speed.head),
+        "gbps": speed.gbps,
+    }  # fmt: skip
+    write_record(path, record)
+
+
+def _pairs(times: RowTimes) -> list[list[float]]:
+    return [[rows, ms] for rows, ms in zip(times.rows, times.ms, strict=True)]
+
+
+def _times(pairs: list[list[float]]) -> RowTimes:
+    return RowTimes(rows=[int(rows) for rows, _ in pairs], ms=[float(ms) for _, ms in pairs])
