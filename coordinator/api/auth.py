@@ -92,7 +92,7 @@ def _require_key(key: str, min_length: int, place: str) -> str:
 
 
 def _read_keys(path: Path, min_length: int) -> dict[str, _Key]:
-    """Read one key per line, as `KEY` or `NAME KEY [at_once=N] [priority=N]`; lines that begin with # are skipped."""
+    """Read one key per line, as `[NAME] KEY [at_once=N] [priority=N]`; lines that begin with # are skipped."""
     try:
         lines = _read(path).decode().splitlines()
     except OSError as error:
@@ -104,12 +104,14 @@ def _read_keys(path: Path, min_length: int) -> dict[str, _Key]:
         place, words = f"{path}, line {number}", line.split()
         if not words or words[0].startswith("#"):
             continue
-        if (limits := _LIMITS.fullmatch("".join(f" {word}" for word in sorted(words[2:])))) is None:
+        has_name = len(words) > 1 and not _LIMITS.fullmatch(f" {words[1]}")
+        limits = _LIMITS.fullmatch("".join(f" {word}" for word in sorted(words[1 + has_name :])))
+        if limits is None or words[has_name].startswith(("#", "at_once", "priority")):
             raise InputError(
                 "api_key_file", f"{place}: expected KEY or NAME KEY, and then at_once=N and priority=N, if any"
             )
         at_once, priority = limits["at_once"], int(limits["priority"] or 0)
-        name, key = words[:2] if len(words) > 1 else (f"key {number}", words[0])
+        name, key = words[:2] if has_name else (f"key {number}", words[0])
         if name in (*keys, KEY_VARIABLE) or key in [each.key for each in keys.values()]:
             expected = f"expected a name and a key that no other line has, and no key named {KEY_VARIABLE}"
             raise InputError("api_key_file", f"{place}: {expected}")

@@ -1,6 +1,7 @@
 """The port, TLS, and the bounds of a connection: uvicorn on the event loop of the process."""
 
 import asyncio
+import re
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator
@@ -17,6 +18,7 @@ from worker.errors import ConfigError, InputError
 
 MAX_HEAD_BYTES = 64 << 10  # of the URL and the headers of a request
 MAX_CONNECTIONS = 1024
+_UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)  # to h2c, say: httptools would skip the body
 _HEAD_S = 60.0  # until the head of a request is whole
 _UNREAD_S = 30.0  # within which a client has to read all that was sent, or at least
 _MIN_READ_BYTES = 48 << 10
@@ -98,6 +100,7 @@ class BoundedProtocol(HttpToolsProtocol):
     A client that does not read is cut off: closing the connection would wait forever for its bytes to be sent.
     """
 
+    _is_in_body = False
     _num_gathered = 0  # bytes that the parser keeps: of an incomplete head, part of a body, or request
     _head_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None  # runs while bytes are unread
@@ -126,12 +129,16 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if not self._is_answering:
             self._start_head_timer()
+        if not self._is_in_body:
+            head, end, rest = data.partition(b"\r\n\r\n")
+            data = _UPGRADE.sub(b"", head) + end + rest
         self._num_gathered += len(data)
         super().data_received(data)
         if self._num_gathered > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
     def on_headers_complete(self) -> None:
+        self._is_in_body = True
         self._num_gathered = 0
         self._stop_head_timer()
         super().on_headers_complete()
@@ -141,6 +148,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._is_in_body = False
         self._num_gathered = 0
         super().on_message_complete()
         if not self._is_answering:  # the answer came before the body: the next request is waited for

@@ -50,7 +50,7 @@ ObjectiveFlag = Annotated[
         "would leave all workers out. (default: cluster.yaml's or latency)",
     ),
 ]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-m", help="The most tokens to generate.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="The most tokens to generate.")]
 DefaultMaxTokens = Annotated[
     int, typer.Option("--max-tokens", "-m", min=1, help="The most tokens of an answer if its request sets no limit.")
 ]

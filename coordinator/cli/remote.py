@@ -19,7 +19,7 @@ from coordinator.cluster.progress import say
 from coordinator.sessions.output import Output, Usage
 from coordinator.sessions.request import Conversation, Prompt
 from worker.errors import BrigadeError, InputError, ServerFailed
-from worker.platform.text import Json
+from worker.platform.text import Json, json_bytes
 
 if TYPE_CHECKING:
     from coordinator.cli.generate import GenerateOptions
@@ -31,6 +31,7 @@ _TIMES = httpx2.Timeout(5.0, read=120.0)  # a stream sends keep-alives every few
 _WRONG_REQUEST = (400, 404, 413, 415, 422)
 _TOO_MANY = 429
 _RETRY_S, _MOST_RETRY_S = 1.0, 60.0  # until a busy server is asked again: if it names no time, and at most
+_JSON = {"Content-Type": "application/json"}
 _DATA, _DONE = "data:", "[DONE]"
 
 
@@ -128,7 +129,7 @@ class RemoteServer:
         """Return the log-probability of each continuation. Raises as `generate`."""
         try:
             asked = {"model": self.name, "prompt": prompt, "continuations": list(continuations)}
-            response = await self._client.post("v1/score", json=asked)
+            response = await self._client.post("v1/score", content=json_bytes(asked), headers=_JSON)
             if response.status_code != 200:
                 raise _refused(response, response.content)
             return [float(each["logprob"]) for each in response.json()["scores"]]
@@ -138,7 +139,7 @@ class RemoteServer:
     async def _events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Json, None]:
         asked = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}, **body}
         try:
-            async with self._client.stream("POST", path, json=asked) as response:
+            async with self._client.stream("POST", path, content=json_bytes(asked), headers=_JSON) as response:
                 if response.status_code != 200:
                     raise _refused(response, await response.aread())
                 async for line in _lines(response):
@@ -166,6 +167,8 @@ async def open_server(given: ServerFlags) -> AsyncIterator[RemoteServer]:
             response = await client.get("v1/models")
             if response.status_code == 401:
                 raise InputError("server", f"{url} wants a key: give --api-key-file, or set BRIGADE_API_KEY")
+            if response.status_code != 200 and (reason := error_text_of(response.content)):
+                raise ServerFailed(f"{url} answers with status {response.status_code}: {reason}")
             response.raise_for_status()
             name = str(response.json()["data"][0]["id"])
         except httpx2.TransportError as error:
@@ -197,6 +200,20 @@ def _event(text: str) -> Json:
     return event
 
 
+def _error_of(body: bytes) -> Any:
+    """Return the `error` field of an answer; None if it has none."""
+    try:
+        return json.loads(body)["error"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+
+
+def error_text_of(body: bytes) -> str:
+    """Return the text of an answer's `error` field; empty if it has none."""
+    error = _error_of(body)
+    return "" if error is None else _error_message(error)
+
+
 def _error_message(error: Any) -> str:
     """Return the text of an `error` field: OpenAI's is an object with a message, other servers send a plain text."""
     return str(error.get("message") or error) if isinstance(error, dict) else str(error)
@@ -216,10 +233,7 @@ def _usage(started: int, usage: Mapping[str, Any], own: Mapping[str, Any]) -> Us
 
 def _refused(response: httpx2.Response, body: bytes) -> BrigadeError:
     status = response.status_code
-    try:
-        error = json.loads(body)["error"]
-    except (ValueError, LookupError, TypeError):
-        error = f"HTTP status {status}"
+    error = _error_of(body) or f"HTTP status {status}"
     message, field = _error_message(error), str(error.get("param") or "") if isinstance(error, dict) else ""
     if status in _WRONG_REQUEST:
         return InputError(field, message.removeprefix(f"{field}: "))

@@ -99,7 +99,7 @@ def ask_server(server: str, key: str | None) -> Json:
     """
     import httpx2
 
-    from coordinator.cli.remote import client_settings, no_answer
+    from coordinator.cli.remote import client_settings, error_text_of, no_answer
 
     otherwise = f"{server} answers, but not as `brigade serve` does"
     try:
@@ -111,8 +111,8 @@ def ask_server(server: str, key: str | None) -> Json:
     except (httpx2.TransportError, UnicodeError) as error:  # a host name that cannot be encoded
         raise no_answer(server, error, "start `brigade serve`, or give --config for its workers") from error
     except httpx2.HTTPStatusError as error:
-        said = f"{server} answers with HTTP status {error.response.status_code}: expected `brigade serve` there"
-        raise BrigadeError(said) from error
+        reason = error_text_of(error.response.content) or "expected `brigade serve` there"
+        raise BrigadeError(f"{server} answers with HTTP status {error.response.status_code}: {reason}") from error
     except httpx2.HTTPError as error:
         raise BrigadeError(otherwise) from error
     try:

@@ -54,12 +54,23 @@ def test_a_key_of_the_environment_counts_beside_the_file(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    "line", ["a 12345678 at_once=0", "a 12345678 at_once=x", "a 12345678 priority", "a 12345678 priority=-", "a b c d"]
+    "line",
+    [
+        *("a 12345678 at_once=0", "a 12345678 at_once=x", "a 12345678 priority", "a 12345678 priority=-", "a b c d"),
+        *("12345678 at_once=x", "12345678 priority", "12345678 #comments", "12345678 at_once=2 priority=x"),
+    ],
 )
 def test_a_wrong_line_is_refused_without_its_key(tmp_path: Path, line: str) -> None:
     with pytest.raises(InputError, match="line 1") as refused:
         keys_of(tmp_path, line)
     assert "12345678" not in str(refused.value)
+
+
+def test_a_key_without_a_name_has_its_limits(tmp_path: Path) -> None:
+    keys = keys_of(tmp_path, f"{SECRET} at_once=2\nkey-of-batch priority=5 at_once=3\nkey-of-all\n")
+    names = [keys.holder(key) for key in (SECRET, "key-of-batch", "key-of-all")]
+    assert names == ["key 1", "key 2", "key 3"] and keys.holder("at_once=2") is keys.holder("priority=5") is None
+    assert keys.most_at_once == {"key 1": 2, "key 2": 3} and keys.best_priority == {"key 1": 0, "key 2": 5, "key 3": 0}
 
 
 class Held(ScriptedModel):

@@ -47,6 +47,39 @@ def connected(state: ServerState) -> tuple[BoundedProtocol, Transport]:
     return protocol, transport
 
 
+@pytest.mark.parametrize("cut", [0, 40, 95, 130])
+async def test_a_client_that_offers_another_protocol_is_answered_in_this_one(cut: int) -> None:
+    """Java's client offers h2c with every request; httptools would take the body for that protocol."""
+    bodies: list[bytes] = []
+
+    async def read(scope: Any, receive: Any, send: Any) -> None:
+        body = b""
+        while (message := await receive())["type"] == "http.request":
+            body += message["body"]
+            if not message["more_body"]:
+                break
+        bodies.append(body)
+        await Response("done")(scope, receive, send)
+
+    config = uvicorn.Config(read, http=BoundedProtocol, ws="none", log_config=None, lifespan="off")
+    config.load()
+    protocol, transport = BoundedProtocol(config, ServerState(), {}), Transport()
+    protocol.connection_made(transport)
+    body = b'{"prompt": "\r\nUpgrade: h2c"}'
+    head = b"POST / HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+    sent = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    for part in (sent[:cut], sent[cut:]):
+        if part:
+            protocol.data_received(part)
+    for number in (1, 2):
+        while len(bodies) < number or b"done" not in transport.written:  # noqa: ASYNC110 - a few turns of the loop
+            await asyncio.sleep(0)
+        transport.written = b""
+        if number == 1:
+            protocol.data_received(sent)  # on the same connection
+    assert bodies == [body, body]
+
+
 @pytest.mark.parametrize(
     ("first", "again"),
     [

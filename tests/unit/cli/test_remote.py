@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import time
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import pytest
 
 from coordinator.cli import status
 from coordinator.cli.eval import read_answer
-from coordinator.cli.remote import NothingAnswers, RemoteServer, ServerBusy, answer_as_json
+from coordinator.cli.flags import ServerFlags
+from coordinator.cli.remote import NothingAnswers, RemoteServer, ServerBusy, answer_as_json, open_server
 from coordinator.sessions.output import Output, Usage
 from tests.unit.cli.conftest import Command
-from worker.errors import InputError, ServerFailed
+from worker.errors import BrigadeError, InputError, ServerFailed
 
 TEXT = {"choices": [{"text": "Hi"}]}
 END = {"choices": [{"text": "", "finish_reason": "stop"}]}
@@ -103,6 +105,45 @@ def test_a_busy_server_is_not_waited_for_at_length() -> None:
         with pytest.raises(ServerBusy) as raised:
             outputs_of({"error": "too many"}, status=429, headers={"Retry-After": said})
         assert raised.value.retry_s == waits_s
+
+
+def test_a_refusal_of_the_server_is_told_and_no_status_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"error": {"message": "expected a Host that this server is known by"}}
+    answers: dict[str, Any] = {"json": said}
+    transport = httpx2.MockTransport(lambda request: httpx2.Response(403, **answers))
+    for client in (httpx2.AsyncClient, httpx2.Client):
+        monkeypatch.setattr(client, "__init__", partialmethod(client.__init__, transport=transport))
+
+    async def opened() -> None:
+        async with open_server(ServerFlags("http://other:9338")):
+            pytest.fail("it is refused")
+
+    for ask in (lambda: asyncio.run(opened()), lambda: status.ask_server("http://other:9338", None)):
+        answers["json"] = said
+        with pytest.raises(
+            BrigadeError, match=r"with (HTTP )?status 403: expected a Host that this server is known by$"
+        ):
+            ask()
+        answers["json"] = {"detail": "no"}
+        with pytest.raises(BrigadeError, match=r"but not as|expected `brigade serve` there"):
+            ask()
+
+
+def test_text_that_is_no_utf8_is_for_the_server_to_refuse() -> None:
+    sent: list[bytes] = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        sent.append(request.content)
+        return httpx2.Response(400, json={"error": {"message": "stop: expected UTF-8 text", "param": "stop"}})
+
+    async def ask() -> None:
+        async with httpx2.AsyncClient(transport=httpx2.MockTransport(answer), base_url="http://other/v1") as client:
+            async for _ in RemoteServer(client, "http://other", "m").generate("a", {"stop": ["\udcff"]}):
+                pass
+
+    with pytest.raises(InputError, match=r"^stop: expected UTF-8 text$"):
+        asyncio.run(ask())
+    assert b'"\\udcff"' in sent[0]
 
 
 def test_a_host_name_that_cannot_be_is_not_taken_for_another_program() -> None:
