@@ -129,8 +129,7 @@ def _print_table(
     console = plain_console()
     console.width = min(columns, console.width) if console.is_terminal else columns
     table = fitting(heads, rows, console.width, num_keys=num_keys, num_left=num_left)
-    shown = legend if console.width == columns else [" ".join(legend)]
-    console.print(title, "", table, "", *remarks, *([""] if remarks else []), *shown, sep="\n")
+    console.print(title, "", table, "", *remarks, *([""] if remarks else []), " ".join(legend), sep="\n")
 
 
 def print_forecasts(forecasts: Sequence[Forecast], times: ForecastTimes) -> None:

@@ -39,6 +39,7 @@ _MAX_WAIT_S = 7 * 86400.0  # for memory: nothing waits for a single answer
 _RETRY_S = 1.0  # between looks at whether the cluster accepts requests again
 _MOST_PROBLEMS = 10  # that are printed
 _BAD_INPUT, _FAILED = 2, 3
+_BEGIN = b'{"id": "batch_req_'  # of an answer's line
 
 
 def batch(
@@ -90,7 +91,7 @@ async def run_batch(options: ClusterOptions, source: Path, target: Path, max_tok
         say(f"{source} has no requests")
     wrong = [entry for entry in requests if entry.problem]
     code = _BAD_INPUT if wrong else 0
-    with open_answers(target, key_and_status) as answers:
+    with open_answers(target, key_and_status, _BEGIN) as answers:
         for entry in wrong[:_MOST_PROBLEMS]:
             say(f"{source}, line {entry.number}: {entry.problem}")
         if len(wrong) > _MOST_PROBLEMS:
@@ -310,12 +311,13 @@ class Answers(Generic[T]):
 
 
 @contextmanager
-def open_answers(path: Path, read: Callable[[Json], tuple[str, T]]) -> Iterator[Answers[T]]:
-    """Open or create the file; an incomplete last line is cut off.
+def open_answers(path: Path, read: Callable[[Json], tuple[str, T]], begin: bytes) -> Iterator[Answers[T]]:
+    """Open or create the file; an incomplete last line of an answer is cut off.
 
     Args:
         read: returns the key of a line, and what is to be known of it; it raises ValueError, LookupError, TypeError or
             AttributeError for what is no answer.
+        begin: of the lines that are written: a torn line alone is cut off only if it begins so.
     Raises:
         InputError: the file cannot be written or locked, another run writes it, or it holds something else.
     """
@@ -330,20 +332,21 @@ def open_answers(path: Path, read: Callable[[Json], tuple[str, T]]) -> Iterator[
             raise InputError("output", f"another run writes {path}") from None
         except OSError as error:
             raise InputError("output", f"cannot lock {path}: {error.strerror}") from error
-        known, end = _known(path, read)
+        known, end = _known(path, read, begin)
         os.ftruncate(descriptor, end)
         yield Answers(path, descriptor, known)
     finally:
         os.close(descriptor)
 
 
-def _known(path: Path, read: Callable[[Json], tuple[str, T]]) -> tuple[dict[str, T], int]:
+def _known(path: Path, read: Callable[[Json], tuple[str, T]], begin: bytes) -> tuple[dict[str, T], int]:
     """Return what is known of all complete lines, by their keys, and the position where these lines end."""
     known: dict[str, T] = {}
     end = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
+            is_ours = number > 1 or line.startswith(begin) or begin.startswith(line)
+            if is_ours and not line.endswith(b"\n"):
                 break
             end += len(line)
             try:

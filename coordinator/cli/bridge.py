@@ -197,7 +197,7 @@ class GenerateBody(OpenAISampled):
     """The body of `generate`: a prompt, as for `brigade generate`, or token ids."""
 
     unsupported: ClassVar[Unsupported] = UNSUPPORTED | {name: OPENAI_ONLY[name] for name in _NOT_GENERATED}
-    prompt: str | None = None
+    prompt: Annotated[str, Field(min_length=1)] | None = None
     prompt_tokens: TokenIds | None = None
     system_prompt: str | None = None
     raw: bool = False

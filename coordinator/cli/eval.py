@@ -341,7 +341,7 @@ async def run_eval(
         known: dict[str, EvalAnswer] = {}
         file: Answers[EvalAnswer] | None = None
         if output is not None:
-            file = stack.enter_context(open_answers(output, _known))
+            file = stack.enter_context(open_answers(output, _known, b'{"key": "'))
             known = dict(file.known)
             line = f"interrupted: the same command continues with the answers that {output} lacks"
             stack.enter_context(telling_interrupts(line))

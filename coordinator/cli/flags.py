@@ -184,7 +184,7 @@ class ServerFlags:
 
 
 _NOT_WITH_SERVER = {
-    ("config", "model", "draft_model", "local", "layers"): "which has its model loaded",
+    (*(field.name for field in fields(ClusterFlags)), "prefill_step_size"): "which has its model loaded",
     ("stats", "trace"): "whose API reports no stages",
     ("journal",): "which keeps no journal for its clients",
     ("logprobs",): "which sends no token ids; its /v1 routes return logprobs by the tokens' text",

@@ -156,7 +156,8 @@ def plan(
     if simulation.measured is not None:
         refuse_flags(ctx, _TIMES, "not expected with --measured, which holds the times")
     if macs is not None:
-        refuse_flags(ctx, ("config", "local", "write"), "not expected with --nodes, which lists the nodes")
+        refused = "config", "local", "write", "measure_again"
+        refuse_flags(ctx, refused, "not expected with --nodes, which lists the nodes")
     options = cluster.options()
     if macs is not None and cluster.layers is None:
         options = options.with_layers(None)  # those of cluster.yaml are for its own nodes

@@ -90,6 +90,13 @@ def no_answer(url: str, error: Exception, advice: str = "start a server by `brig
     )
 
 
+def unauthorised(url: str, key: str | None) -> InputError:
+    """Return the error for a key that a server refuses, or for none."""
+    if key:
+        return InputError("server", f"{url} refuses the key of --api-key-file or BRIGADE_API_KEY: give one of its own")
+    return InputError("server", f"{url} wants a key: give --api-key-file, or set BRIGADE_API_KEY")
+
+
 class RemoteServer:
     """One model of a server. Made by `open_server`."""
 
@@ -166,7 +173,7 @@ async def open_server(given: ServerFlags) -> AsyncIterator[RemoteServer]:
         try:
             response = await client.get("v1/models")
             if response.status_code == 401:
-                raise InputError("server", f"{url} wants a key: give --api-key-file, or set BRIGADE_API_KEY")
+                raise unauthorised(url, key)
             if response.status_code != 200 and (reason := error_text_of(response.content)):
                 raise ServerFailed(f"{url} answers with status {response.status_code}: {reason}")
             response.raise_for_status()

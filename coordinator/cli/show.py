@@ -19,6 +19,7 @@ from coordinator.cluster.progress import say
 
 _REDRAW_S = 0.08
 _FENCES = ("```", "~~~")
+_LINE_END = re.compile(r"(?<=\S)\n(?=.)")
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # C0 without tab and line end, DEL, C1
 
 
@@ -102,7 +103,8 @@ class MarkdownShow:
 
     def _rendered(self, text: str) -> Constrain:
         """Return Markdown in lines so short that what the terminal echoes of an interrupt begins no further line."""
-        return Constrain(Markdown(text), max(1, self._console.width - 2 * len("^C")))
+        lines = _LINE_END.sub("  \n", text)  # as written: Markdown would join lines that no blank one parts
+        return Constrain(Markdown(lines), max(1, self._console.width - 2 * len("^C")))
 
     def _draw(self) -> None:
         self._live.update(self._rendered(self._growing), refresh=True)

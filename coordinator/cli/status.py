@@ -99,14 +99,14 @@ def ask_server(server: str, key: str | None) -> Json:
     """
     import httpx2
 
-    from coordinator.cli.remote import client_settings, error_text_of, no_answer
+    from coordinator.cli.remote import client_settings, error_text_of, no_answer, unauthorised
 
     otherwise = f"{server} answers, but not as `brigade serve` does"
     try:
         with httpx2.Client(**client_settings(server, key), timeout=_SERVER_WITHIN_S) as client:
             reply = client.get("cluster")
         if reply.status_code == 401:
-            raise InputError("server", f"{server} wants a key: give --api-key-file, or set BRIGADE_API_KEY")
+            raise unauthorised(server, key)
         reply.raise_for_status()
     except (httpx2.TransportError, UnicodeError) as error:  # a host name that cannot be encoded
         raise no_answer(server, error, "start `brigade serve`, or give --config for its workers") from error

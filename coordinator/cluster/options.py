@@ -7,7 +7,7 @@ from pathlib import Path
 from coordinator.planning.plan import USUAL_REQUESTS, Goal
 from coordinator.planning.recovery import USUAL, Limits
 from worker.config import ClusterConfig, load_cluster
-from worker.errors import ConfigError
+from worker.errors import ConfigError, InputError
 
 DEFAULT_CONTEXT = 4096  # tokens that a plan reserves cache for by default
 
@@ -82,7 +82,11 @@ def cluster_options(
 
     Raises:
         ConfigError: the file cannot be read, its values contradict each other, or two nodes have the same name.
+        InputError: a model is named by an empty text.
     """
+    for field, given in (("model", model), ("draft_model", draft_model)):
+        if given == "":
+            raise InputError(field, "expected a folder, a hub repository (owner/name) or a name, found nothing")
     cluster = load_cluster(config) if config else ClusterConfig()
     if local is not None:  # the file's layers belong to the file's workers
         cluster = cluster.model_copy(update={"layers": None, "workers": ()})

@@ -147,7 +147,9 @@ def _require_same(path: Path, name: str, role: Role) -> None:
                 f"{spelled[0]!r}, remove that file first, or give another node a name that differs in more than case"
             )
         if roles and role not in roles:
-            raise ConfigError(f"{path} has the role {', '.join(roles)}, not {role}; remove it first if you mean that")
+            how = "with" if role is Role.WORKER else "without"
+            found = f"{path} has the role {', '.join(roles)}, not {role}"
+            raise ConfigError(f"{found}: renew it {how} --coordinator, or remove it first if you mean that")
 
 
 def _builder(

@@ -106,7 +106,7 @@ def test_chat_and_generate_use_a_running_server_and_tell_what_it_refuses(url: st
     assert (raw["text"], raw["finish_reason"], raw["stats"]["num_tokens"]) == (RECITED, "length", NUM_BYTES)
     refused = run_here("chat", "--server", url, "-m", "4", stdin="x" * 50_000)
     assert refused.code == 2 and "shorten it" in refused.err
-    for flag, why in (("--journal", "keeps no journal"), ("--logprobs", "sends no token ids"), ("--local", "loaded")):
+    for flag, why in (("--journal", "keeps no journal"), ("--logprobs", "sends no token ids"), ("--context", "loaded")):
         wrong = run_here("generate", "--server", url, flag, "2", "Hi", "--json")
         assert wrong.code == 2 and re.search(f"error: {flag}: not expected with --server, which .*{why}", wrong.err)
     gone = run_here("chat", "--server", "http://127.0.0.1:9", stdin="Hi\n")

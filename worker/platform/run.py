@@ -73,6 +73,11 @@ def field_of(parameter: Any) -> str:
 def run_command(command: Callable[..., Any] | typer.Typer) -> NoReturn:
     """Parse the process's arguments, run the command, leave with its exit code."""
     _open_standard_streams()
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        _complain("the current folder does not exist any more; change to another one")
+        sys.exit(2)
     if isinstance(command, typer.Typer):
         app = command
     else:

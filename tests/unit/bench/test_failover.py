@@ -49,6 +49,8 @@ def test_the_table_marks_gaps_that_were_too_long_and_other_tokens(capsys: pytest
     print_failover(FailoverReport("a machine", "demo", [4, 4], [ROW, replace(ROW, context=256, is_equal=False)]))
     out = capsys.readouterr().out
     assert "128 killed, restarted 25 50 0.25 0.25 0.88 1.00 1.00 !2.00 1.73" in " ".join(out.split())
+    legend = out[out.index("tokens: known when") :].splitlines()
+    assert len(legend) > 2 and min(map(len, legend[:-1])) > 60, "lines as long as the table, and no others"
     assert "OTHER TOKENS than in the unfailed run: 256 tokens, killed, restarted" in out
 
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, cast
 import pytest
 
 from coordinator.cli import batch as batch_module
+from coordinator.cli.batch import _BEGIN as BEGIN
 from coordinator.cli.batch import BatchEntry, BatchRun, key_and_status, open_answers
 from coordinator.cluster.options import cluster_options
 from coordinator.cluster.progress import telling_interrupts
@@ -71,12 +72,12 @@ def answer_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Br
         entries = [BatchEntry(n, f"r{n}", "POST", "/v1/completions", {}) for n in range(3)]
         monkeypatch.setitem(batch_module.ROUTES, "/v1/completions", engine.answer)
         try:
-            with open_answers(target, key_and_status) as answers:
+            with open_answers(target, key_and_status, BEGIN) as answers:
                 run = BatchRun(cast(Engine, engine), answers, lambda num_done, num_tokens: None)
                 clock.run(run.answer_all(entries))
         finally:
             assert not clock.close()
-        with open_answers(target, key_and_status) as answers:
+        with open_answers(target, key_and_status, BEGIN) as answers:
             return run.num_answered, run.codes, engine.num_tried, answers.known
 
     return answer_with
@@ -120,12 +121,30 @@ def test_a_file_without_requests_is_told_of(tmp_path: Path, capsys: pytest.Captu
     assert f"{source} has no requests\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("content", [b"a note", b'{"a": 1}', b'{"id": "other', b"abc\xff", b"{}\n"])
+def test_a_file_of_something_else_stays_as_it_is_even_without_a_line_end(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "notes"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="line 1: expected the answers"), open_answers(path, key_and_status, BEGIN):
+        pass
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("num_kept", [1, 5, len(BEGIN), len(BEGIN) + 9])
+def test_an_answer_that_was_torn_off_is_cut_off(tmp_path: Path, num_kept: int) -> None:
+    path, line = tmp_path / "answers", b'{"id": "batch_req_5", "custom_id": "a", "response": {"status_code": 200}}\n'
+    path.write_bytes(line + line[:num_kept])
+    with open_answers(path, key_and_status, BEGIN) as answers:
+        assert answers.known == {"a": 200}
+    assert path.read_bytes() == line
+
+
 def test_another_run_is_told_of_only_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "answers.jsonl"
     with (
-        open_answers(path, key_and_status),
+        open_answers(path, key_and_status, BEGIN),
         pytest.raises(InputError, match=r"^output: another run writes"),
-        open_answers(path, key_and_status),
+        open_answers(path, key_and_status, BEGIN),
     ):
         pass
 
@@ -135,7 +154,7 @@ def test_another_run_is_told_of_only_where_there_is_one(tmp_path: Path, monkeypa
     monkeypatch.setattr(fcntl, "flock", refused)
     with (
         pytest.raises(InputError, match=r"^output: cannot lock \S+: No locks available$"),
-        open_answers(path, key_and_status),
+        open_answers(path, key_and_status, BEGIN),
     ):
         pass
 
@@ -146,7 +165,7 @@ def test_answers_are_kept_in_a_file_that_holds_nothing_else(tmp_path: Path) -> N
     for path, why in (
         (Path(os.devnull), "is no file"), (tmp_path / "pipe", "is no file"), (tmp_path / "deep", "found something else")
     ):  # fmt: skip
-        with pytest.raises(InputError, match=f"^output: .*{why}"), open_answers(path, key_and_status):
+        with pytest.raises(InputError, match=f"^output: .*{why}"), open_answers(path, key_and_status, BEGIN):
             pass
 
 
@@ -154,7 +173,7 @@ def test_a_disk_without_room_is_told_by_the_name_of_the_file(tmp_path: Path, mon
     def full(descriptor: int, data: memoryview) -> NoReturn:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with open_answers(tmp_path / "answers", key_and_status) as answers:
+    with open_answers(tmp_path / "answers", key_and_status, BEGIN) as answers:
         monkeypatch.setattr(os, "write", full)
         with pytest.raises(InputError, match=r"^output: cannot write \S+answers: No space left on device$"):
             answers.add({})
@@ -175,7 +194,7 @@ async def test_a_batch_that_is_interrupted_tells_what_is_done(
         return {"usage": {"completion_tokens": 5}}
 
     monkeypatch.setitem(batch_module.ROUTES, "/v1/completions", answer)
-    with open_answers(target, key_and_status) as answers:
+    with open_answers(target, key_and_status, BEGIN) as answers:
         engine = cast(Engine, type("Model", (), {"failure": None}))
         run = BatchRun(engine, answers, lambda num_done, num_tokens: None)
 
@@ -191,6 +210,6 @@ async def test_a_batch_that_is_interrupted_tells_what_is_done(
     said = capsys.readouterr().err
     assert said.startswith(f"interrupted: 3 requests answered, 1 of them with an error in {target}: 10 tokens in ")
     assert said.endswith("the same command continues with the others\n")
-    with open_answers(target, key_and_status) as answers:
+    with open_answers(target, key_and_status, BEGIN) as answers:
         assert answers.known == {"r0": 200, "r1": 200, "r2": 503}
     assert len([json.loads(line) for line in target.read_text().splitlines()]) == 3

@@ -73,7 +73,8 @@ def test_what_does_not_fit_is_printed_and_refused(planned: Any, capsys: pytest.C
     found = json.loads(capsys.readouterr().out)
     assert not found["fits"] and found["advice"].startswith("It does not fit: max lacks")
     for flags, field in (
-        (("--local", "1"), "local"), (("--config", "cluster.yaml"), "config"), (("--simulate", "--stage-ms", "1"), ""),
+        (("--local", "1"), "local"), (("--config", "cluster.yaml"), "config"),
+        (("--measure-again",), "measure_again"), (("--simulate", "--stage-ms", "1"), ""),
     ):  # fmt: skip
         with pytest.raises(InputError, match=r"not expected with --(nodes|simulate)") as refused:
             planned(*flags)

@@ -105,6 +105,15 @@ def test_neither_can_what_is_drawn_as_markdown() -> None:
     assert "\x1b]" not in screen.getvalue() and "\x9b" not in screen.getvalue() and "]0;titletext" in screen.getvalue()
 
 
+def test_markdown_keeps_the_lines_as_they_were_written() -> None:
+    screen = io.StringIO()
+    with showing(Console(file=screen, force_terminal=True, width=60, color_system=None)) as show:
+        show.say("Step 1: 3 + 4\nones 3+4=7\n\n- a\n- b\n\n```\nx = 1\n  y\n```\n")
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).replace("\r", "")
+    assert re.search(r"Step 1: 3 \+ 4 *\nones 3\+4=7 *\n", drawn)
+    assert re.search(r"• a *\n *• b *\n", drawn) and re.search(r" x = 1 *\n +y *\n", drawn)
+
+
 def test_markdown_leaves_room_for_the_echo_of_an_interrupt_and_blank_lines_between_blocks() -> None:
     screen = io.StringIO()
     with showing(Console(file=screen, force_terminal=True, width=20, color_system=None)) as show:

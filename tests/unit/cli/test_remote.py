@@ -14,7 +14,7 @@ import pytest
 from coordinator.cli import status
 from coordinator.cli.eval import read_answer
 from coordinator.cli.flags import ServerFlags
-from coordinator.cli.remote import NothingAnswers, RemoteServer, ServerBusy, answer_as_json, open_server
+from coordinator.cli.remote import NothingAnswers, RemoteServer, ServerBusy, answer_as_json, open_server, unauthorised
 from coordinator.sessions.output import Output, Usage
 from tests.unit.cli.conftest import Command
 from worker.errors import BrigadeError, InputError, ServerFailed
@@ -127,6 +127,11 @@ def test_a_refusal_of_the_server_is_told_and_no_status_alone(monkeypatch: pytest
         answers["json"] = {"detail": "no"}
         with pytest.raises(BrigadeError, match=r"but not as|expected `brigade serve` there"):
             ask()
+
+
+def test_a_refused_key_is_told_from_none() -> None:
+    assert "wants a key" in unauthorised("http://other", None).message
+    assert "refuses the key" in unauthorised("http://other", "wrongwrong").message
 
 
 def test_text_that_is_no_utf8_is_for_the_server_to_refuse() -> None:

@@ -109,7 +109,10 @@ def test_a_name_that_a_certificate_cannot_carry_is_refused(authority: Authority)
 def test_a_renewal_changes_neither_role_nor_case_unnoticed(authority: Authority) -> None:
     path = authority.issue("studio", Role.COORDINATOR)
     before = path.read_bytes()
-    with pytest.raises(ConfigError, match="has the role brigade:coordinator, not brigade:worker; remove it first"):
+    with pytest.raises(
+        ConfigError,
+        match=r"brigade:coordinator, not brigade:worker: renew it with --coordinator",
+    ):
         authority.issue("studio", Role.WORKER)
     with pytest.raises(ConfigError, match=r"studio\.pem belongs to 'studio', and certificates ignore .* of 'STUDIO'"):
         authority.issue("STUDIO", Role.COORDINATOR)

@@ -12,7 +12,7 @@ from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS
 from protos.brigade_pb2 import HelloReply
 from worker.config import ClusterConfig, WorkerConfig
-from worker.errors import ConfigError
+from worker.errors import ConfigError, InputError
 from worker.model.checkpoint import DEMO, open_folder
 from worker.model.describe import BACK, FRONT, describe
 
@@ -81,3 +81,11 @@ def test_a_worker_hears_of_the_digests_of_its_own_layers_only() -> None:
     known = {place: f"{place}" for place in (FRONT, BACK, *range(1, 8))}
     assert set(deployment.load_request(1, digests=known).digests) == {2, 3, 4}
     assert set(deployment.load_request(2, digests=known).digests) == {5, 6, 7, FRONT, BACK}
+
+
+@pytest.mark.parametrize("field", ["model", "draft_model"])
+def test_an_empty_name_of_a_model_is_refused(field: str) -> None:
+    """As of a variable of the shell that is not set."""
+    with pytest.raises(InputError, match="found nothing") as refused:
+        cluster_options(None, **{field: ""})  # type: ignore[arg-type]
+    assert refused.value.field == field

@@ -4,6 +4,7 @@ import errno
 import io
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -40,6 +41,16 @@ def raising(error: BaseException) -> Callable[[], None]:
         raise error
 
     return command
+
+
+def test_a_folder_that_is_gone_is_told(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    code, out, err = run(lambda: print("done"))
+    monkeypatch.chdir(tmp_path)
+    assert (code, out) == (2, "") and "the current folder does not exist any more" in err
 
 
 def test_a_command_that_is_done_says_only_what_it_says_and_may_choose_its_exit_code(run: Run) -> None:
