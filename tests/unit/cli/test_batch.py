@@ -133,10 +133,11 @@ def test_a_file_of_something_else_stays_as_it_is_even_without_a_line_end(tmp_pat
 @pytest.mark.parametrize("num_kept", [1, 5, len(BEGIN), len(BEGIN) + 9])
 def test_an_answer_that_was_torn_off_is_cut_off(tmp_path: Path, num_kept: int) -> None:
     path, line = tmp_path / "answers", b'{"id": "batch_req_5", "custom_id": "a", "response": {"status_code": 200}}\n'
-    path.write_bytes(line + line[:num_kept])
-    with open_answers(path, key_and_status, BEGIN) as answers:
-        assert answers.known == {"a": 200}
-    assert path.read_bytes() == line
+    for whole, known in ((line, {"a": 200}), (b"", {})):
+        path.write_bytes(whole + line[:num_kept])
+        with open_answers(path, key_and_status, BEGIN) as answers:
+            assert answers.known == known
+        assert path.read_bytes() == whole
 
 
 def test_another_run_is_told_of_only_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
