@@ -18,6 +18,7 @@ from typer.exceptions import TyperException
 
 from worker.errors import BrigadeError, InputError, internal_error_text
 from worker.platform.interrupts import INTERRUPTED, find_compiler
+from worker.platform.text import printable
 from worker.platform.threads import calls_are_left
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EAGAIN)  # of a stream
@@ -105,6 +106,10 @@ def _exit_code(app: typer.Typer) -> int:
         context = getattr(error, "ctx", None)
         if message := error.format_message():  # empty if no command was given: its help is printed already
             message = message.replace(": Value error, ", ": ").replace("Input should be", "expected")  # pydantic's
+            cause: Any = error.__cause__
+            given = cause.errors()[0]["input"] if hasattr(cause, "errors") else ""
+            if given != "" and repr(given) not in message:
+                message += f", got {printable(str(given), 60)}"
             _complain(f"{message} (see {context.command_path if context else 'brigade'} --help)")
         return 2
     except (typer.Abort, KeyboardInterrupt):

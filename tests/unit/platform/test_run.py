@@ -177,7 +177,11 @@ def test_a_reader_that_left_is_no_failure(monkeypatch: pytest.MonkeyPatch, capsy
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--count many", "Invalid value for '--count'"),
+        (
+            "--count many",
+            "Invalid value for '--count': expected a valid integer, unable to parse string as an integer, got many",
+        ),
+        ("--count 0", "Invalid value for '--count': expected greater than or equal to 1, got 0 (see"),
         ("--count 1 --goal x", "Invalid value for '--goal': 'x' is not one of 'a', 'b'"),
         ("--size 1", "No such option"),
         ("--count 1 more", "unexpected extra argument"),
