@@ -372,10 +372,10 @@ def _check_interface(
         text += f", at {hop.target} {_interface_text(there)}"
     better = None
     if worst in (MEDIUM_TUNNEL, MEDIUM_WIFI, MEDIUM_ETHERNET) and sender.cable_to(receiver):
-        better = _use(receiver, MEDIUM_THUNDERBOLT)
+        better = _use(sender, receiver, MEDIUM_THUNDERBOLT)
         text += " though a Thunderbolt cable is there"
     elif worst == MEDIUM_WIFI and _share_ethernet(sender, receiver):
-        better = _use(receiver, MEDIUM_ETHERNET)
+        better = _use(sender, receiver, MEDIUM_ETHERNET)
         text += " though both are on one Ethernet"
     advice = {
         MEDIUM_WIFI: "connect them by a Thunderbolt cable, or by Ethernet",
@@ -392,27 +392,30 @@ def _interface_text(end: Interface | None) -> str:
     return medium if end.medium == MEDIUM_LOOPBACK else f"{end.port or medium} ({end.name}, MTU {end.mtu})"
 
 
-def _use(receiver: ExaminedNode, medium: Medium) -> str:
-    """Return how to make the hop take another interface of the receiver."""
+def _use(sender: ExaminedNode, receiver: ExaminedNode, medium: Medium) -> str:
+    """Return how to make the hop take another interface of the receiver: one on a network of the sender, if any is."""
+    near, far = _networks(sender, medium), _networks(receiver, medium)
+    shared = [address for network, address in far.items() if network in near]
     found = [address for each in receiver.interfaces if each.medium == medium for address in each.addresses]
-    if address := next((each for each in found if ":" not in each), None):
+    if address := next((each for each in (*shared, *found) if ":" not in each), None):
         return f"put {address} and the port first in `address:` of {receiver.name} in cluster.yaml, on both nodes"
     return "give both an address on it: System Settings, Network, Thunderbolt Bridge, TCP/IP"
 
 
 def _share_ethernet(sender: ExaminedNode, receiver: ExaminedNode) -> bool:
     """Return whether both have an active Ethernet interface with addresses of one /24."""
-    first, second = (
-        {
-            address.rpartition(".")[0]
-            for each in node.interfaces
-            if each.medium == MEDIUM_ETHERNET and each.is_active
-            for address in each.addresses
-            if ":" not in address
-        }
-        for node in (sender, receiver)
-    )
-    return bool(first & second)
+    return bool(_networks(sender, MEDIUM_ETHERNET).keys() & _networks(receiver, MEDIUM_ETHERNET).keys())
+
+
+def _networks(node: ExaminedNode, medium: Medium) -> dict[str, str]:
+    """Return an IPv4 address of the node in each /24 that its active interfaces of this medium are on."""
+    return {
+        address.rpartition(".")[0]: address
+        for each in node.interfaces
+        if each.medium == medium and each.is_active
+        for address in each.addresses
+        if ":" not in address
+    }
 
 
 def _check_rows(name: str, gbps: Mapping[int, float]) -> Finding:

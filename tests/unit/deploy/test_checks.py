@@ -273,6 +273,21 @@ def test_the_way_off_wifi_is_the_address_of_the_cable_or_of_one_ethernet_or_a_ca
         assert found.level is level and found.fix.startswith("put 192.168.1.8 ") == (level is PROBLEM)
 
 
+def test_of_several_addresses_of_a_medium_the_one_on_a_network_of_the_sender_is_advised() -> None:
+    taken = hop(local=WIFI.addresses[0], remote=FAR_WIFI.addresses[0])
+    cable = bridge("10.99.0.1", name="en3")
+    for near, far, advised, cables in (
+        (LAN, [bridge("10.0.0.8", MEDIUM_ETHERNET), bridge("192.168.1.8", MEDIUM_ETHERNET)], "192.168.1.8", []),
+        (cable, [bridge("10.98.0.2"), bridge("10.99.0.2")], "10.99.0.2", None),
+        (cable, [bridge("10.97.0.2"), bridge("10.98.0.2")], "10.97.0.2", None),  # perhaps they share a wider network
+    ):
+        changed: dict[str, Any] = {} if cables is None else {"thunderbolt": cables}
+        studio = node("studio", STUDIO, interfaces=[WIFI, near], **changed)
+        mini = node(interfaces=[FAR_WIFI, *far], **changed)
+        found = said(judged(known(mini, studio=studio, hops=[taken])), Kind.WIFI)
+        assert found.level is PROBLEM and found.fix.startswith(f"put {advised} and the port first ")
+
+
 def test_a_hop_whose_measurement_failed_is_noted_and_impossible_figures_are_not_believed() -> None:
     failed, closed = hop(), hop()
     failed.reply.lines[0].error = "timed out"
