@@ -84,7 +84,8 @@ class Remote:
                 if word == "phase":
                     self.report(printable(rest))
 
-        await self._feed("/bin/sh -s", self._fed(script, values), within_s, read)
+        fed = b"echo\n" + self._fed(script, values)  # ends a line that the login shell's greeting may have begun
+        await self._feed("/bin/sh -s", fed, within_s, read)
         return found
 
     async def log(self, num_lines: int, read: Read, *, follows: bool = False, since_start: bool = False) -> None:

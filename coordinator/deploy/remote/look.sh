@@ -32,7 +32,6 @@ drop_half_made() { # left by launches that were cut off; an installation holds t
 }
 
 main() {
-    echo # ends a login shell's greeting
     say home "$home"
     say free "$(df -Pk . | tail -n 1)"
     find_uv

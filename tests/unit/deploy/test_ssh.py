@@ -108,6 +108,23 @@ def test_of_what_is_said_without_end_little_is_kept() -> None:
             tracemalloc.stop()
 
 
+def test_a_greeting_without_a_newline_hides_no_line_of_a_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ssh").write_text("#!/bin/sh\nprintf 'Welcome! '\nexec /bin/sh -s\n")
+    (tmp_path / "ssh").chmod(0o755)
+    folder = tmp_path / ".brigade" / "worker-mini"
+    folder.mkdir(parents=True)
+    (folder / "worker.log").write_text("one\ntwo\n")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    remote, lines = Remote("mini", "mini"), list[str]()
+    assert asyncio.run(remote.run("stop", 20.0)) == {"was": ["absent"]}
+    assert asyncio.run(remote.run("look", 20.0))["home"] == [str(tmp_path.resolve())]
+    asyncio.run(remote.log(2, lines.append))
+    assert lines == ["Welcome! one", "two"]  # no empty line is printed
+
+
 def test_a_place_of_ssh_is_only_that(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
 
