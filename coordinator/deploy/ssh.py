@@ -40,7 +40,9 @@ _MAX_LINE = 1 << 20
 _MAX_MARKED = 1 << 18  # characters of all marked lines of a script
 _KEPT_BYTES = 1 << 14  # of the end of standard error
 _MAX_LINES = 4  # of standard error that are shown
-_FIXES = {  # by ssh's message
+_FIXES = {  # by ssh's message; the first that it has
+    "has changed and you have requested strict checking": "its key is another one than before; if that is right: "
+    "ssh-keygen -R 'HOST', with the host as named here, then connect once by hand: ssh {place}",
     "Host key verification failed": "connect once by hand, to accept its key: ssh {place}",
     "Permission denied": "put your key there: ssh-copy-id {place}",
     "Connection refused": "on that Mac: System Settings, General, Sharing, Remote Login",

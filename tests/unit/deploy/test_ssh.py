@@ -38,6 +38,8 @@ def test_files_travel_for_one_user_only() -> None:
         ("anna@mini: Permission denied (publickey,keyboard-interactive).\r\n", "ssh-copy-id anna@mini"),
         ("No ED25519 host key is known for mini and you have requested strict checking.\r\nHost key verification "
          "failed.\r\n", "connect once by hand, to accept its key: ssh anna@mini"),
+        ("Offending ED25519 key in /Users/anna/.ssh/known_hosts:3\r\nHost key for mini has changed and you have "
+         "requested strict checking.\r\nHost key verification failed.\r\n", "ssh-keygen -R"),
         ("ssh: connect to host mini port 22: Connection refused\r\n", "Remote Login"),
         ("ssh: connect to host mini port 22: Operation timed out\r\n", "is it awake"),
         ("ssh: Could not resolve hostname mini: nodename nor servname provided\r\n", "expected USER@HOST"),
