@@ -3,7 +3,6 @@
 The authority's key never leaves its folder.
 """
 
-import contextlib
 import fcntl
 import os
 import secrets
@@ -43,6 +42,7 @@ class Authority:
 
         Raises:
             ConfigError: one exists already and `replace` is not given.
+            OSError: a node's file cannot be read; nothing has changed.
         """
         path = folder / AUTHORITY_FILE
         if path.exists() and not replace:
@@ -59,9 +59,10 @@ class Authority:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except FileExistsError:
             raise ConfigError(f"expected {folder} to be a folder for keys, found a file") from None
-        if replace:
-            _delete_issued(folder)
+        issued = _issued(folder) if replace else []
         _write_private(path, key, certificate)
+        for file in issued:
+            file.unlink()
         return cls(folder, key, certificate)
 
     @classmethod
@@ -122,13 +123,13 @@ def require_certifiable(name: str) -> None:
         raise ConfigError(f"expected a name like that of a host, as certificates carry it, found {name!r}")
 
 
-def _delete_issued(folder: Path) -> None:
-    """Delete the node files that the authority in this folder has issued, unless it is missing or damaged."""
-    with contextlib.suppress(ConfigError):
+def _issued(folder: Path) -> list[Path]:
+    """Return the node files that the authority in this folder has issued; [] if it is missing or damaged."""
+    try:
         authority = Authority.open(folder)
-        for file in folder.glob(file_name("*")):
-            if authority.has_issued(file):
-                file.unlink()
+    except ConfigError:
+        return []
+    return [file for file in folder.glob(file_name("*")) if authority.has_issued(file)]
 
 
 def _require_same(path: Path, name: str, role: Role) -> None:

@@ -1,5 +1,7 @@
 """The authority: what it issues, where its key is, and that a second one is never made by mistake."""
 
+import errno
+import os
 import stat
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -64,6 +66,27 @@ def test_replacing_an_authority_removes_what_it_issued_and_nothing_else(authorit
     renewed = Authority.make(authority.folder, replace=True)
     assert sorted(file.name for file in authority.folder.iterdir()) == ["air.pem", AUTHORITY_FILE, "notes.pem"]
     assert Authority.open(authority.folder).certificate == renewed.certificate != authority.certificate
+
+
+def test_an_authority_that_cannot_be_replaced_keeps_the_certificates_that_it_issued(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("air", "mini"):
+        authority.issue(name, Role.WORKER)
+    before = {file.name: file.read_bytes() for file in authority.folder.iterdir()}
+    unreadable = authority.folder / "folder.pem"
+    unreadable.mkdir()
+    with pytest.raises(IsADirectoryError, match=r"folder\.pem"):
+        Authority.make(authority.folder, replace=True)
+    unreadable.rmdir()
+    monkeypatch.setattr("coordinator.deploy.authority.sync_file", failing)
+    with pytest.raises(ConfigError, match="cannot write"):
+        Authority.make(authority.folder, replace=True)
+    assert {file.name: file.read_bytes() for file in authority.folder.iterdir()} == before
+
+
+def failing(descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_launch_sends_no_certificate_of_an_authority_whose_key_was_lost(authority: Authority) -> None:
