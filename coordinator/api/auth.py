@@ -94,7 +94,7 @@ def _require_key(key: str, min_length: int, place: str) -> str:
 def _read_keys(path: Path, min_length: int) -> dict[str, _Key]:
     """Read one key per line, as `[NAME] KEY [at_once=N] [priority=N]`; lines that begin with # are skipped."""
     try:
-        lines = _read(path).decode().splitlines()
+        lines = _read(path).decode("utf-8-sig").splitlines()  # editors of Windows begin it with a byte order mark
     except OSError as error:
         raise InputError("api_key_file", f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

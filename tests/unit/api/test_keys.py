@@ -53,6 +53,12 @@ def test_a_key_of_the_environment_counts_beside_the_file(tmp_path: Path, monkeyp
         assert short not in str(refused.value)
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    for text in (f"alice {SECRET}\n", f"# keys\nalice {SECRET}\n"):
+        assert keys_of(tmp_path, "\ufeff" + text).holder(SECRET) == "alice"
+    assert keys_of(tmp_path, f"\ufeff{SECRET}\n").holder(SECRET) == "key 1"
+
+
 @pytest.mark.parametrize(
     "line",
     [
