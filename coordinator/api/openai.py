@@ -89,19 +89,22 @@ class Message(Section):
     name: str | None = None
     tool_calls: list[Json] | None = None
     tool_call_id: str | None = None
+    function_call: Json | None = None  # the older form of one call
     reasoning: str | None = None
     reasoning_content: str | None = None
 
     def to_template(self) -> Json:
         """Return the message as chat templates take it. Raises InputError for a call without a function."""
-        message = self.model_dump(exclude_none=True, exclude={"reasoning", "content"})
-        message["role"] = "system" if self.role == "developer" else self.role  # templates do not know developers
+        message = self.model_dump(exclude_none=True, exclude={"reasoning", "content", "tool_calls", "function_call"})
+        # What templates do not know: developers, and the results of older calls.
+        message["role"] = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         parts = self.content or []
         message["content"] = text_of(parts)
         if reasoning := self.reasoning_content or self.reasoning or thoughts_of(parts):
             message["reasoning_content"] = reasoning
-        if self.tool_calls:
-            message["tool_calls"] = [_past_call(call) for call in message["tool_calls"]]
+        older = [] if self.function_call is None else [{"type": "function", "function": self.function_call}]
+        if calls := self.tool_calls or older:
+            message["tool_calls"] = [_past_call(call) for call in calls]
         return message
 
 

@@ -62,6 +62,22 @@ def test_messages_are_told_to_the_template_in_its_own_words() -> None:
     ]
 
 
+def test_calls_of_the_older_form_and_their_results_are_those_of_tools() -> None:
+    call = {"name": "look", "arguments": '{"a": 1}'}
+    result = {"content": "4", "name": "look"}
+    assert messages_of(
+        {"role": "assistant", "content": None, "function_call": call, "tool_calls": None},
+        {"role": "function", **result},
+    ) == [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {"a": 1}}}],
+        },
+        {"role": "tool", **result},
+    ]
+
+
 def test_a_stream_and_a_whole_answer_tell_the_same() -> None:
     deltas = [
         Output("", (Token(1),), 0),
