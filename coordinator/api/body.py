@@ -367,6 +367,10 @@ async def read_body(
     if media != "application/json":
         reason = f"expected content-type application/json, found {media or 'none'}"
         raise HttpError(415, reason, "unsupported_media_type")
+    coding = request.headers.get("content-encoding", "").strip().lower()
+    if coding not in ("", "identity"):
+        reason = f"expected a body without content-encoding, found {coding}; send it uncompressed"
+        raise HttpError(415, reason, "unsupported_media_type", headers={"Accept-Encoding": "identity"})
     too_large = HttpError(413, f"expected a body of at most {max_bytes} bytes", "request_too_large", headers=_CLOSE)
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and (len(length) > 12 or int(length) > max_bytes + _MOST_DISCARDED):
