@@ -171,9 +171,10 @@ class AuthMiddleware:
     def _require_host(self, headers: Headers) -> None:
         host = headers.get("host", "")
         name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
-        if self._hosts and name.lower() not in self._hosts and not _is_address(name):
-            found = headers.get("host", "none")
-            raise HttpError(403, f"expected a Host that this server is known by, found {found!r}", "unknown_host")
+        name = name.lower().removesuffix(".")  # of a name that is written completely
+        if self._hosts and name not in self._hosts and not _is_address(name):
+            reason = f"expected a Host that this server is known by, found {headers.get('host', 'none')!r}"
+            raise HttpError(403, f"{reason}; start the server with --allowed-host and that name", "unknown_host")
 
     def _holder(self, scope: Scope, headers: Headers) -> str:
         """Return the name of the key's holder; empty where no key is needed. Raises HttpError (401) for a wrong key."""

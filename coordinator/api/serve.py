@@ -67,7 +67,7 @@ class ServeOptions:
             return ()
         own = socket.gethostname().lower().partition(".")[0]
         known = ("localhost", socket.gethostname(), own, f"{own}.local", self.host, *self.allowed_hosts)
-        return tuple(name.lower() for name in known)
+        return tuple(name.lower().removesuffix(".") for name in known)
 
     def url(self, port: int) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host

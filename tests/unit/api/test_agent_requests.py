@@ -290,7 +290,7 @@ def test_a_public_server_without_keys_knows_addresses_and_its_own_names(tmp_path
     (tmp_path / "keys").write_text("alice key-of-alice\n")
     keys, own = load_keys(tmp_path / "keys"), socket.gethostname()
     page, hosts = "rebound.example:9338", ["192.168.1.5:9338", "[fe80::1]:9338", "localhost", f"{own.upper()}:1"]
-    for more, refused in (({"insecure": True}, [page]), ({"keys": keys}, []), ({"allowed_hosts": ["me"]}, [page])):
+    for more, refused in (({"insecure": True}, [page]), ({"keys": keys}, []), ({"allowed_hosts": ["me."]}, [page])):
         server = app(hosts=ServeOptions("0.0.0.0", 0, **more).hosts)  # type: ignore[arg-type]
         for host in (*hosts, page, "me" if "allowed_hosts" in more else "localhost"):
             status = ask(server, "GET", "/live", headers={"Host": host}).status_code
