@@ -1,5 +1,6 @@
 """`POST /v1/completions`: OpenAI's legacy completions of raw prompts, several at once."""
 
+from codecs import IncrementalDecoder, getincrementaldecoder
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal, NotRequired
@@ -15,7 +16,6 @@ from coordinator.decoding.decode_options import Decode
 from coordinator.engine.inputs import InputProcessor, numbered, prepare_choices
 from coordinator.sessions.output import Output, Scored, Token
 from coordinator.sessions.request import Request, RequestSpec, most_prompt
-from coordinator.sessions.text import TextParser
 from worker.errors import InputError
 from worker.platform.text import Json
 
@@ -82,22 +82,20 @@ class Choice:
 
     echoed: str = ""
     prompt: tuple[int, ...] = ()  # if its tokens are to be scored
-    parser: TextParser | None = None  # finds the offset of each token in the text
     eos: frozenset[int] = frozenset()
     scores: list[Scored] = field(default_factory=list)
     is_begun: bool = False  # the echoed prompt was sent
     end: int = 0  # of the text so far, in characters
+    decoder: IncrementalDecoder = field(default_factory=lambda: getincrementaldecoder("utf-8")("replace"))
 
     @property
     def is_scored(self) -> bool:
         return len(self.scores) >= len(self.prompt) - 1
 
-    def place(self, token: int) -> int:
-        """Return where the next token begins in the text."""
-        assert self.parser is not None
+    def place(self, spelled: bytes) -> int:
+        """Return where the next token begins in the text, or the character whose next bytes it has."""
         begin = self.end
-        if token not in self.eos:  # they have no text
-            self.end += len(self.parser.push(token))
+        self.end += len(self.decoder.decode(spelled))
         return begin
 
 
@@ -111,10 +109,13 @@ class CompletionAnswer(OpenAIAnswer):
         self._body = body
         self.choices: list[Choice] = []
         self.token_text: Callable[[int], str] = str
+        self.token_bytes: Callable[[int], bytes | None] = lambda token: f"{token},".encode()  # without a tokenizer
 
     async def prepare(self, inputs: InputProcessor) -> Sequence[Request]:
         body = self._body
         self.token_text = inputs.token_text
+        if inputs.tokenizer:
+            self.token_bytes = inputs.token_bytes
         requests: list[Request] = []
         for number, (prompt, spec) in enumerate(zip(body.prompt, body.to_specs(), strict=True)):
             with numbered(number, body.prompt):
@@ -128,15 +129,7 @@ class CompletionAnswer(OpenAIAnswer):
             echoed = ""
             if body.echo:
                 echoed = prompt if isinstance(prompt, str) else await inputs.text_of(prompt)
-            for request in group:
-                choice = Choice(echoed, request.prompt if body.scores_prompts else ())
-                if body.logprobs is not None:
-                    continues = not body.scores_prompts  # or else the prompt's tokens come first
-                    choice.parser = (
-                        inputs.tokenizer.stream(continues_text=continues) if inputs.tokenizer else TextParser()
-                    )
-                    choice.eos = request.eos
-                self.choices.append(choice)
+            self.choices += [Choice(echoed, each.prompt if body.scores_prompts else (), each.eos) for each in group]
             requests += group
         return requests
 
@@ -148,7 +141,8 @@ class CompletionAnswer(OpenAIAnswer):
             if choice.echoed or choice.prompt:
                 yield self._chunk(index, choice.echoed, self._prompt_logprobs(choice), None)
             choice.end = len(choice.echoed)
-        if output.text or output.finish_reason or (choice.parser and output.tokens):
+            choice.decoder.reset()
+        if output.text or output.finish_reason or (self._body.logprobs is not None and output.tokens):
             yield self._chunk(index, output.text, self._logprobs(choice, output.tokens), output.finish_reason)
         self.note(index, output)
 
@@ -166,21 +160,25 @@ class CompletionAnswer(OpenAIAnswer):
         if not choice.prompt:
             return None
         tokens = [score.token for score in choice.scores]
+        begins = [choice.place(self.token_bytes(token) or b"") for token in choice.prompt]
+        # What a tokenizer puts before a text, such as a token that begins it or a space, may not be echoed.
+        unseen = max(0, choice.end - len(choice.echoed))
         return {
             "tokens": [self.token_text(token) for token in choice.prompt],
             "token_logprobs": [None, *(token.logprob for token in tokens)],
             "top_logprobs": [None, *map(self._top, tokens)],
-            "text_offset": [min(choice.place(token), len(choice.echoed)) for token in choice.prompt],
+            "text_offset": [min(max(0, begin - unseen), len(choice.echoed)) for begin in begins],
         }
 
     def _logprobs(self, choice: Choice, tokens: Sequence[Token]) -> TextLogprobs | None:
-        if choice.parser is None:
+        if self._body.logprobs is None:
             return None
+        spelled = [b"" if token.token in choice.eos else self.token_bytes(token.token) or b"" for token in tokens]
         return {
             "tokens": [self.token_text(token.token) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [self._top(token) for token in tokens],
-            "text_offset": [choice.place(token.token) for token in tokens],
+            "text_offset": [choice.place(each) for each in spelled],
         }
 
     def _top(self, token: Token) -> dict[str, float]:

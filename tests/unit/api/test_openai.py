@@ -8,10 +8,13 @@ from coordinator.api.body import read
 from coordinator.api.completions import Choice, CompletionAnswer, CompletionBody
 from coordinator.api.openai import ChatAnswer, ChatBody
 from coordinator.api.sse import DONE, Event, encode
+from coordinator.engine.inputs import InputProcessor
+from coordinator.engine.tokenizer import Tokenizer
 from coordinator.sessions.output import Output, Scored, Token, ToolCall, Usage
 from coordinator.sessions.request import Conversation
 from protos.brigade_pb2 import Alternative, Sample
 from tests.unit.api.fakes import only
+from worker.model.checkpoint import DEMO, open_folder
 
 USAGE = Usage(3, 0, 2, 4, 4, num_generated=4)
 CALL = ToolCall("call_1", "look", '{"a": 1}')
@@ -136,25 +139,7 @@ def test_calls_of_a_stream_are_numbered_on_and_bytes_of_a_part_of_a_character_ar
 
 
 EOS = 9
-LETTERS = {0: "a", 1: "bc", 2: "\ufffd", 3: "\ufffd", EOS: "<eos>"}
-
-
-class Letters:
-    """Two half characters make one; nothing is held back otherwise."""
-
-    stopped_by = None
-
-    def __init__(self) -> None:
-        self._has_half = False
-
-    def push(self, token: int) -> str:
-        if token in (2, 3):
-            self._has_half = not self._has_half
-            return "" if self._has_half else "é"
-        return LETTERS[token]
-
-    def finish(self) -> str:
-        return ""
+LETTERS = {0: b"a", 1: b"bc", 2: b"\xc3", 3: b"\xa9", 4: b" ", 5: b" a", EOS: b"<eos>"}  # 2 and 3 are halves of é
 
 
 def token(number: int, logprob: float = -1.0, *others: tuple[int, float]) -> Token:
@@ -169,7 +154,8 @@ def delta(text: str, *tokens: Token, finish_reason: str | None = None, num_promp
 
 def answer(*choices: Choice, **fields: Any) -> CompletionAnswer:
     made = CompletionAnswer(read(CompletionBody, {"prompt": "a"} | fields), "talker")
-    made.token_text, made.choices = LETTERS.__getitem__, list(choices)
+    made.token_text, made.token_bytes = lambda token: LETTERS[token].decode(errors="replace"), LETTERS.get
+    made.choices = list(choices)
     return made
 
 
@@ -179,23 +165,45 @@ def chunks(answer: CompletionAnswer, *outputs: Output) -> list[Any]:
 
 
 def test_each_token_has_its_place_in_the_text_though_some_make_a_character_together() -> None:
-    deltas = [delta("abc", token(0), token(1)), delta("", token(2)), delta("é", token(3))]
-    deltas.append(delta("a", token(0), token(EOS), finish_reason="stop"))
-    whole = answer(Choice(parser=Letters(), eos=frozenset({EOS}))).whole([deltas])["choices"][0]
-    assert whole["text"] == "abcéa" and whole["logprobs"]
-    assert whole["logprobs"]["text_offset"] == [0, 1, 3, 3, 4, 5]
-    streaming = answer(Choice(parser=Letters(), eos=frozenset({EOS})))
+    deltas = [delta("abc", token(0), token(1)), delta("", token(2)), delta("é", token(3)), delta("", token(4))]
+    deltas.append(delta(" a", token(0), token(EOS), finish_reason="stop"))
+    whole = answer(Choice(eos=frozenset({EOS})), logprobs=0).whole([deltas])["choices"][0]
+    assert whole["text"] == "abcé a" and whole["logprobs"]
+    assert whole["logprobs"]["text_offset"] == [0, 1, 3, 3, 4, 5, 6]
+    streaming = answer(Choice(eos=frozenset({EOS})), logprobs=0)
     offsets = [place for chunk in chunks(streaming, *deltas) for place in chunk["logprobs"]["text_offset"]]
     assert offsets == whole["logprobs"]["text_offset"]
+    answers = CompletionAnswer(read(CompletionBody, {"prompt": [1], "logprobs": 0}), "talker")  # without a tokenizer
+    answers.choices = [Choice()]
+    [whole] = answers.whole([[delta("12", token(12)), delta(",5,0", token(5), token(0), finish_reason="stop")]])[
+        "choices"
+    ]
+    assert whole["text"] == "12,5,0" and whole["logprobs"]["text_offset"] == [0, 3, 5]
+
+
+@pytest.mark.parametrize("text", [" 5- swan ,  2 x \n 3", "naïve ☃🦊 日 5"])
+async def test_a_token_begins_where_its_text_is_in_the_answer_of_a_real_tokenizer(text: str) -> None:
+    checkpoint = open_folder(DEMO)
+    inputs = InputProcessor(checkpoint, tokenizer := Tokenizer(checkpoint))
+    made = CompletionAnswer(read(CompletionBody, {"prompt": [1, 2], "logprobs": 0, "max_tokens": 64}), "talker")
+    [request] = await made.prepare(inputs)
+    ids = tokenizer.encode(text, special=False)
+    output = delta("", *map(token, ids), finish_reason="length")
+    inputs.parser(request).read(output)
+    [whole] = made.whole([[output]])["choices"]
+    offsets, parts = whole["logprobs"]["text_offset"], [tokenizer.token_bytes(each) or b"" for each in ids]
+    assert whole["text"] == text and b"".join(parts) == text.encode()
+    before = [b"".join(parts[:number]).decode(errors="ignore") for number in range(len(parts))]
+    assert offsets == [*map(len, before)] and len({*offsets}) > 8
 
 
 def test_the_token_that_was_taken_is_among_the_likeliest_and_look_alikes_are_told_once() -> None:
     found = delta("a", token(0, -2.0, (1, -0.5), (2, -1.0), (3, -1.5)), finish_reason="length")
-    logprobs: Any = answer(Choice(parser=Letters())).whole([[found]])["choices"][0]["logprobs"]
+    logprobs: Any = answer(Choice(), logprobs=3).whole([[found]])["choices"][0]["logprobs"]
     assert logprobs["top_logprobs"] == [{"bc": -0.5, "\ufffd": -1.0, "a": -2.0}]
     assert logprobs["tokens"] == ["a"] and logprobs["token_logprobs"] == [-2.0]
     never = delta("a", token(0, float("-inf"), (1, float("-inf"))), finish_reason="length")
-    logprobs = answer(Choice(parser=Letters())).whole([[never]])["choices"][0]["logprobs"]
+    logprobs = answer(Choice(), logprobs=3).whole([[never]])["choices"][0]["logprobs"]
     assert logprobs["token_logprobs"] == [-9999.0] and logprobs["top_logprobs"][0]["bc"] == -9999.0
 
 
@@ -207,11 +215,11 @@ def test_usage_counts_each_prompt_once_and_all_that_was_generated() -> None:
 
 
 def test_an_echoed_prompt_comes_first_and_one_that_is_only_scored_has_no_answer() -> None:
-    opening, chunk = chunks(answer(Choice("xyz", parser=Letters())), delta("a", token(0)))
+    opening, chunk = chunks(answer(Choice("xyz"), logprobs=0), delta("a", token(0)))
     assert opening["text"] == "xyz" and chunk["logprobs"]["text_offset"] == [3]
     assert len(chunks(answer(Choice()), delta("a", token(0)))) == 1
     outputs = [scored(token(1, -0.5, (1, -0.5))), delta("", finish_reason="length")]
-    whole = answer(Choice("abc", (0, 1), Letters()), echo=True, logprobs=1).whole([outputs])["choices"][0]
+    whole = answer(Choice("abc", (0, 1)), echo=True, logprobs=1).whole([outputs])["choices"][0]
     assert whole["text"] == "abc" and whole["logprobs"] and whole["logprobs"]["token_logprobs"] == [None, -0.5]
     assert read(CompletionBody, {"prompt": "a", "max_tokens": 0, "echo": True, "logprobs": 1}).scores_prompts
 
@@ -231,9 +239,22 @@ def test_the_tokens_of_an_echoed_prompt_have_log_probabilities_but_for_the_first
         "top_logprobs": [None, {"bc": -0.5}, {"bc": -0.25, "a": -2.0}, {"a": -3.0}],
         "text_offset": [0, 1, 3, 4],
     }
-    choice = Choice("abca", (0, 1, 0), Letters())
+    choice = Choice("abca", (0, 1, 0))
     whole = answer(choice, echo=True, logprobs=1).whole([outputs])["choices"][0]
     assert (whole["text"], whole["logprobs"]) == ("abcaa", expected)
-    opening, chunk = chunks(answer(Choice("abca", (0, 1, 0), Letters()), echo=True, logprobs=1), *outputs)
+    opening, chunk = chunks(answer(Choice("abca", (0, 1, 0)), echo=True, logprobs=1), *outputs)
     assert opening["text"] == "abca" and opening["finish_reason"] is None
     assert {name: [*opening["logprobs"][name], *chunk["logprobs"][name]] for name in expected} == expected
+
+
+def test_what_a_tokenizer_puts_before_an_echoed_prompt_has_no_place_of_its_own() -> None:
+    outputs = [scored(token(5), token(1), token(5)), delta(" a", token(5), finish_reason="length")]
+    made = answer(Choice("abc a", (EOS, 5, 1, 5), frozenset({EOS})), echo=True, logprobs=1)
+    [whole] = made.whole([outputs])["choices"]
+    assert (whole["text"], whole["logprobs"]["text_offset"]) == ("abc a a", [0, 0, 1, 3, 5])
+
+
+def test_an_echoed_prompt_that_ends_within_a_character_leaves_the_answer_its_places() -> None:
+    outputs = [scored(token(2)), delta("aa", token(0), token(0), finish_reason="length")]
+    [whole] = answer(Choice("a\ufffd", (0, 2)), echo=True, logprobs=1).whole([outputs])["choices"]
+    assert (whole["text"], whole["logprobs"]["text_offset"]) == ("a\ufffdaa", [0, 1, 2, 3])
