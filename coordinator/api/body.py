@@ -110,6 +110,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
     unsupported: ClassVar[Unsupported] = {}
+    reasons: ClassVar[Mapping[str, str]] = {}  # of unsupported fields, what is expected, if there is more to say
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -240,7 +241,8 @@ def read(kind: type[Body], body: Mapping[str, Any]) -> Body:
         _require_plain(name, value)
     for name, harmless in getattr(kind, "unsupported", {}).items():
         if body.get(name) is not None and body[name] not in harmless:
-            raise InputError(name, "is not supported by this server, and would change the answer; leave it out")
+            reason = "is not supported by this server, and would change the answer; leave it out"
+            raise InputError(name, getattr(kind, "reasons", {}).get(name, reason))
     try:
         return kind.model_validate(body)
     except ValidationError as error:

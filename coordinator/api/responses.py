@@ -47,12 +47,11 @@ from protos.brigade_pb2 import Sampling
 from worker.errors import InputError
 from worker.platform.text import Json
 
-_FORMAT = {"response_format": "text.format"}
-_NAMES = _FORMAT | {"prompt": "input", "max_tokens": "max_output_tokens"}
+_NAMES = {"response_format": "text.format", "prompt": "input", "max_tokens": "max_output_tokens"}
 _NOTHING_STORED = "expected none: this server stores nothing; send the whole conversation as input"
 _WHERE_LOGPROBS = "/v1/chat/completions and /v1/completions return log-probabilities"
 _NO_LOGPROBS = f"expected none of message.output_text.logprobs: {_WHERE_LOGPROBS}"
-_REFUSED = {
+_REASONS = {
     "previous_response_id": _NOTHING_STORED,
     "conversation": _NOTHING_STORED,
     "prompt": _NOTHING_STORED,
@@ -180,9 +179,10 @@ class TextConfig(Section):
 
 
 class ResponsesBody(Conversing):
-    """The body of `/v1/responses`. `to_spec` refuses its fields that would change the answer and are not supported."""
+    """The body of `/v1/responses`."""
 
-    unsupported: ClassVar[Unsupported] = UNSUPPORTED | OPENAI_ONLY
+    unsupported: ClassVar[Unsupported] = UNSUPPORTED | OPENAI_ONLY | dict.fromkeys(_REASONS, (False, "", [], {}))
+    reasons: ClassVar = _REASONS
     model: ModelName | None = None
     input: Items = Field(min_length=1)
     instructions: str | None = None
@@ -197,18 +197,10 @@ class ResponsesBody(Conversing):
     frequency_penalty: float | None = described("frequency_penalty")
     frequency_context_size: int | None = described("frequency_context_size")
     metadata: dict[str, str] | None = None
-    previous_response_id: str | None = None
-    conversation: Any = None
-    prompt: Any = None
-    background: bool | None = None
-    top_logprobs: int | None = None
     include: list[str] | None = None
 
     def to_spec(self) -> RequestSpec:
         """Return the engine's request. Raises InputError for what is not supported and would change the answer."""
-        for name, why in _REFUSED.items():
-            if getattr(self, name):
-                raise InputError(name, why)
         if "message.output_text.logprobs" in (self.include or ()):
             raise InputError("include", _NO_LOGPROBS)
         return self.make_spec(
@@ -436,10 +428,10 @@ class ResponsesAnswer(BlockAnswer):
         self.answer = body.response(f"resp_{uuid.uuid4().hex}", model, int(time.time()), Sampling())
 
     async def prepare(self, inputs: InputProcessor) -> Sequence[Request]:
-        with renaming(_FORMAT):  # a `prompt` that is refused here is the body's own
+        with renaming(_NAMES):
             spec = self._body.to_spec()
-        with renaming(_NAMES), naming_tools(self._body.tools):
-            request = await inputs.make_request(spec)
+            with naming_tools(self._body.tools):
+                request = await inputs.make_request(spec)
         about = self.answer
         self.answer = self._body.response(about["id"], about["model"], about["created_at"], request.sampling)
         return [request]
