@@ -176,8 +176,11 @@ class MlxThread(CallThread):
     """The only thread of a process that uses MLX: arrays never leave it.
 
     It runs its own event loop with the gRPC streams of hops, so that no other thread has to wake up between a frame and
-    the device. The loop is asyncio's: with gRPC and computation on the loop itself, it is faster than uvloop.
+    the device. The loop is asyncio's: with gRPC and computation on the loop itself, it is faster than uvloop. The next
+    thread takes it over: gRPC keeps every loop that it has seen, with its files, for as long as any channel is open.
     """
+
+    _idle_loops: ClassVar[list[_Loop]] = []
 
     def __init__(self) -> None:
         import mlx.core as mx  # commands that never compute start without it
@@ -186,7 +189,7 @@ class MlxThread(CallThread):
         # it, MLX 0.32 may count a task as active for ever: evaluations beyond the memory limit wait for that task.
         mx.synchronize(mx.default_stream(mx.cpu))
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        self.loop = _Loop()
+        self.loop = self._idle_loops.pop() if self._idle_loops else _Loop()
         self._waiting: set[asyncio.Future[Exception]] = set()  # one per running `call`
         self._given_up: Exception | None = None
         super().__init__("mlx")
@@ -238,3 +241,4 @@ class MlxThread(CallThread):
             task.cancel()
         self.loop.run_until_complete(asyncio.wait(tasks) if tasks else asyncio.sleep(0))
         mx.synchronize()  # a step launched ahead may still be computing
+        self._idle_loops.append(self.loop)

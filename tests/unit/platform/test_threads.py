@@ -309,3 +309,18 @@ def test_evaluations_that_fail_do_not_make_later_ones_beyond_the_memory_limit_wa
     """In a process of its own, where no other thread has computed before."""
     script = [sys.executable, "-W", "error", "-c", FAILURES, str(tmp_path / "cut.safetensors")]
     subprocess.run(script, check=True, timeout=60)
+
+
+def test_a_thread_takes_over_the_loop_of_one_that_has_ended() -> None:
+    """gRPC keeps every loop that it has seen, with its files."""
+    first = MlxThread()
+    first.close()
+    second, third = MlxThread(), MlxThread()
+    assert second.loop is first.loop is not third.loop
+
+    async def call() -> int:
+        return await asyncio.wait_for(second.call(asyncio.sleep(0, 7)), 10)
+
+    assert asyncio.run(call()) == 7
+    second.close()
+    third.close()
