@@ -208,8 +208,8 @@ class KVCache:
             raise CacheMismatch(f"expected {held} rows of a snapshot of {length} tokens, {found}")
         self.length, self.dropped, self._slot = length, dropped, 0
         self._keys, self._values = Rows(1, held), Rows(1, held)
-        self._keys.parts, self._values.parts = keys, values
-        self._move(self._capacity_for(held))
+        self._keys._set(keys)
+        self._values._set(values)
 
     def _capacity_for(self, num_rows: int) -> int:
         return pack_capacity(num_rows) if self.can_be_packed else whole_blocks(num_rows, self.step)

@@ -217,7 +217,9 @@ class Caches:
             if cache.length == segment.length:
                 cache.put_whole(*whole)
                 for other in self.own:  # layers with equal windows share a mask, and so have to hold equal rows
-                    if isinstance(other, KVCache) and other.window and other.dropped < segment.base:
+                    if not isinstance(other, KVCache) or not other.window:
+                        continue
+                    if other is cache or other.dropped < segment.base:
                         other.drop_unseen()
         elif isinstance(cache, KVCache):
             cache.put_segment(segment.base, segment.keys, segment.values)

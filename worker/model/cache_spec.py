@@ -77,7 +77,7 @@ class CacheSpec:
         """The length up to which it can be cut anywhere; None: any. A longer cache can only grow."""
         if self.form is Form.STATE:
             return 0
-        return None if self.window is None else self.keep + self.window
+        return None if self.window is None else self.keep + self.window - 1  # after one more no query sees the first
 
     def snapshot_bytes(self, memory: Memory) -> int:
         """Return the most bytes of a snapshot, which copies whatever a cut cannot restore."""

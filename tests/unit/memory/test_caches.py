@@ -291,6 +291,9 @@ def test_snapshots_of_another_node_take_the_place_of_what_was_not_computed_here(
         for segment in whole.segments(begin, begin + 4, 1 << 20):
             if segment.number >= 2:
                 mx.eval(part.put_segment(segment))
+    window = 2 * H * 5 * K * 4  # bytes
+    copies = [copy for copy in part.snapshots[40] if isinstance(copy, KVCache)]
+    assert [copy.nbytes for copy in copies] == [window] * 3, "as much as is planned for a snapshot"
     for snapshot in (part, part.fork(40)):
         kept = [cache for cache in snapshot.own if isinstance(cache, KVCache)]
         assert [held(cache) for cache in kept if cache.window] == [list(range(35, 40))] * 3
