@@ -54,6 +54,8 @@ async def test_the_same_coordinator_opens_its_chain_again_over_its_own_attachmen
         assert stage is not None
         hops = await stack.enter_async_context(NETWORK.channel(node.name, hop_address(node.address)))
         reports = HopStub(hops).Results(ResultsRequest(epoch=1, coordinator_id=COORDINATOR_ID))
+        await node.thread.run(partial(stage.deliver, HUGE))
+        await reports.read()  # the call has reached the old stage
         for _ in range(unread):
             await node.thread.run(partial(stage.deliver, HUGE))
         async with opened(whole.folder, (2, 2), [node]) as chain:
