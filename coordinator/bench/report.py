@@ -21,8 +21,8 @@ _FAILOVER = (
 )  # fmt: skip
 _FORECAST = ("requests", "tok/s each", "tok/s all", "first token", "next token", "longest wait", "stages busy")
 _LEGEND = (
-    "tok/s all, busy: while all decode. First and next token: medians. extra: per token, to one process.",
-    "Percentiles, busy by stage, bytes and predictions: --wide.",
+    "tok/s all, busy: while all decode. First and next token: medians. extra: per token, to one process. "
+    "Percentiles, busy by stage, bytes and predictions: --wide."
 )
 _WIDE_LEGEND = (
     "tok/s each: the median request, from its first token to its last. tok/s all, busy and bubble: while all requests",
@@ -33,10 +33,10 @@ _WIDE_LEGEND = (
 )
 
 _FAILOVER_LEGEND = (
-    "tokens: known when the worker is lost; it is restarted, or a spare one takes its place. detect: until the loss is",
-    "noticed. reopen: from then to an open chain, process start and load included. replay: from then to the next",
-    "token. prompt: as many tokens as a prompt, before the loss. gap: between two tokens, as the reader sees it;",
-    "wanted: at most detect + start + load + 1.2 x prompt. ! is more than wanted. Medians over the trials.",
+    "tokens: known when the worker is lost; it is restarted, or a spare one takes its place. detect: until the loss is "
+    "noticed. reopen: from then to an open chain, process start and load included. replay: from then to the next "
+    "token. prompt: as many tokens as a prompt, before the loss. gap: between two tokens, as the reader sees it; "
+    "wanted: at most detect + start + load + 1.2 x prompt. ! is more than wanted. Medians over the trials."
 )
 _FORECAST_LEGEND = (
     "tok/s, next token and busy: while all decode, so that requests x tok/s each = tok/s all, and a next token takes "
@@ -120,7 +120,7 @@ def _print_table(
     heads: Sequence[str],
     rows: Sequence[Sequence[str]],
     remarks: Sequence[str],
-    legend: Sequence[str],
+    legend: str,
     columns: int,
     num_keys: int,
     num_left: int | None = None,
@@ -129,7 +129,7 @@ def _print_table(
     console = plain_console()
     console.width = min(columns, console.width) if console.is_terminal else columns
     table = fitting(heads, rows, console.width, num_keys=num_keys, num_left=num_left)
-    console.print(title, "", table, "", *remarks, *([""] if remarks else []), " ".join(legend), sep="\n")
+    console.print(title, "", table, "", *remarks, *([""] if remarks else []), legend, sep="\n")
 
 
 def print_forecasts(forecasts: Sequence[Forecast], times: ForecastTimes) -> None:

@@ -174,7 +174,8 @@ async def open_server(given: ServerFlags) -> AsyncIterator[RemoteServer]:
             response = await client.get("v1/models")
             if response.status_code == 401:
                 raise unauthorised(url, key)
-            if response.status_code != 200 and (reason := error_text_of(response.content)):
+            reason, _ = error_in(response.content)
+            if response.status_code != 200 and reason:
                 raise ServerFailed(f"{url} answers with status {response.status_code}: {reason}")
             response.raise_for_status()
             name = str(response.json()["data"][0]["id"])
@@ -207,18 +208,15 @@ def _event(text: str) -> Json:
     return event
 
 
-def _error_of(body: bytes) -> Any:
-    """Return the `error` field of an answer; None if it has none."""
+def error_in(body: bytes) -> tuple[str, str]:
+    """Return the text of an answer's `error` field, and the field of the request at fault; each empty if unknown."""
     try:
-        return json.loads(body)["error"]
+        error = json.loads(body)["error"]
     except (ValueError, LookupError, TypeError, RecursionError):
-        return None
-
-
-def error_text_of(body: bytes) -> str:
-    """Return the text of an answer's `error` field; empty if it has none."""
-    error = _error_of(body)
-    return "" if error is None else _error_message(error)
+        error = None
+    if not error:
+        return "", ""
+    return _error_message(error), str(error.get("param") or "") if isinstance(error, dict) else ""
 
 
 def _error_message(error: Any) -> str:
@@ -240,8 +238,8 @@ def _usage(started: int, usage: Mapping[str, Any], own: Mapping[str, Any]) -> Us
 
 def _refused(response: httpx2.Response, body: bytes) -> BrigadeError:
     status = response.status_code
-    error = _error_of(body) or f"HTTP status {status}"
-    message, field = _error_message(error), str(error.get("param") or "") if isinstance(error, dict) else ""
+    message, field = error_in(body)
+    message = message or f"HTTP status {status}"
     if status in _WRONG_REQUEST:
         return InputError(field, message.removeprefix(f"{field}: "))
     said = f"the server answers with status {status}: {message}"

@@ -99,7 +99,7 @@ def ask_server(server: str, key: str | None) -> Json:
     """
     import httpx2
 
-    from coordinator.cli.remote import client_settings, error_text_of, no_answer, unauthorised
+    from coordinator.cli.remote import client_settings, error_in, no_answer, unauthorised
 
     otherwise = f"{server} answers, but not as `brigade serve` does"
     try:
@@ -111,8 +111,9 @@ def ask_server(server: str, key: str | None) -> Json:
     except (httpx2.TransportError, UnicodeError) as error:  # a host name that cannot be encoded
         raise no_answer(server, error, "start `brigade serve`, or give --config for its workers") from error
     except httpx2.HTTPStatusError as error:
-        reason = error_text_of(error.response.content) or "expected `brigade serve` there"
-        raise BrigadeError(f"{server} answers with HTTP status {error.response.status_code}: {reason}") from error
+        reason, _ = error_in(error.response.content)
+        said = f"{server} answers with HTTP status {error.response.status_code}"
+        raise BrigadeError(f"{said}: {reason or 'expected `brigade serve` there'}") from error
     except httpx2.HTTPError as error:
         raise BrigadeError(otherwise) from error
     try:
