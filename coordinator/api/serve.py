@@ -29,6 +29,7 @@ from worker.platform.machine import thaw_heap
 from worker.platform.mlx_memory import give_back
 from worker.platform.tasks import background
 
+_HOST_NAME = r"[^\s/:?#@]+"  # without a scheme and a port
 _ORIGIN = r"[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+"  # lower case, without a path or a final slash
 
 
@@ -74,9 +75,12 @@ class ServeOptions:
         return f"{'https' if self.tls else 'http'}://{host}:{port}"
 
     def check(self) -> None:
-        """Raise InputError for names and origins that no request can have, and for a public server without keys."""
+        """Raise InputError for names, hosts and origins no request can have, and for a public server without keys."""
         if "" in [name.strip() for name in self.names]:
             raise InputError("served_model_name", "expected a name, found none")
+        for host in self.allowed_hosts:
+            if not re.fullmatch(_HOST_NAME, host):
+                raise InputError("allowed_host", f"expected a host name such as llm.example.org, got {host!r}")
         for origin in self.cors_origins:
             if origin not in ("*", "null") and not re.fullmatch(_ORIGIN, origin):
                 expected = "expected an origin as browsers write it, such as https://example.org:8080"

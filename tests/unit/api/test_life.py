@@ -135,13 +135,16 @@ def test_the_defaults_of_a_server_are_those_of_its_requests(monkeypatch: pytest.
     assert (given["sampling"], given["max_tokens"]) == ({"temperature": 0.5}, 7)
 
 
-def test_origins_that_no_browser_names_and_empty_names_are_refused() -> None:
+def test_hosts_and_origins_that_no_browser_names_and_empty_names_are_refused() -> None:
     good = ["https://a.example", "http://localhost:3000", "http://[::1]:80", "app://obsidian.md", "null", "*"]
-    ServeOptions("127.0.0.1", 0, cors_origins=good, names=["gpt-4"]).check()
-    bad = [
-        {"cors_origins": [each]} for each in ("nope", "https://a.example/", "https://A.example", "a:80", "https://", "")
-    ]
-    for options in (*bad, *({"names": ["gpt-4", name]} for name in ("", " "))):
+    ServeOptions("127.0.0.1", 0, cors_origins=good, allowed_hosts=["Mini.local", "llm"], names=["gpt-4"]).check()
+    bad = {
+        "cors_origins": ("nope", "https://a.example/", "https://A.example", "a:80", "https://", ""),
+        "allowed_hosts": ("https://a.example", "a.example/", "a.example:8080", ""),
+        "names": ("", " "),
+    }
+    flags = {"cors_origins": "cors_origin", "allowed_hosts": "allowed_host", "names": "served_model_name"}
+    for option, each in ((option, each) for option, values in bad.items() for each in values):
         with pytest.raises(InputError) as refused:
-            ServeOptions("127.0.0.1", 0, **options).check()
-        assert refused.value.field == ("cors_origin" if "cors_origins" in options else "served_model_name")
+            ServeOptions("127.0.0.1", 0, **{option: [each]}).check()
+        assert refused.value.field == flags[option]
