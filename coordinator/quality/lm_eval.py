@@ -145,13 +145,9 @@ def _scored(place: str, doc: Mapping[str, Any], task: _Task, texts: Texts, *, ha
         raise InputError("", "doc_to_choice: expected a list of at least two choices")
     choices = [_field(each, doc, texts) if isinstance(task.doc_to_choice, list) else str(each) for each in listed]
     found = _field(str(task.doc_to_target), doc, texts).strip()
-    right = (
-        int(found)
-        if found.isdecimal() and len(found) < 6
-        else choices.index(found)
-        if found in choices
-        else len(choices)
-    )
+    is_text = isinstance(doc.get(str(task.doc_to_target)), str)  # what a template makes of digits is a number
+    is_number = found.isdecimal() and len(found) < 6 and not is_text
+    right = int(found) if is_number else choices.index(found) if found in choices else len(choices)
     if right >= len(choices):
         raise InputError("", f"doc_to_target: expected a choice or its number from 0, found {found[:40]!r}")
     prompt = task.description + _field(task.doc_to_text, doc, texts)

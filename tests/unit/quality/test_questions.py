@@ -40,7 +40,9 @@ def question(check: Check, *expected: str, **more: Any) -> Question:
             ("so 7, and then 1,234.50.", "$1234.5"),
             ("1234.5 or 3", "none", "-1234.5"),
         ),
-        (question("last-number", "-3"), ("it is -3",), ("5-3", "3")),
+        (question("last-number", "-3"), ("it is -3", "x = \N{MINUS SIGN}3"), ("5-3", "3")),
+        (question("last-number", "0.5"), ("it is .5", "0.50"), ("No.5", "0,5")),
+        (question("last-number", "30"), ("10,20,30",), ("1,030",)),
         (question("exact", "Yes, it is"), (" Yes, it is\n",), ("yes, it is", "Yes, it is.")),
         (question("exact", "a", "b"), ("b",), ("c", "ab")),
         (question("contains", "Vienna", "Wien"), ("in VIENNA.", "Wien"), ("Venice",)),
@@ -173,7 +175,8 @@ metric_list: [{metric: acc_norm}]
     ],
 )
 def test_choices_of_a_task_file_are_scored(texts: Texts, tmp_path: Path, choices: str, target: str) -> None:
-    write(tmp_path / "docs.jsonl", {"question": "Which?", "options": ["a", "long one"], "gold": 1, "name": "long one"})
+    doc = {"question": "Which?", "options": ["a", "long one"], "gold": 1, "name": "long one"}
+    write(tmp_path / "docs.jsonl", doc)
     (tmp_path / "task.yaml").write_text(CHOICES.replace("DOC_TO_CHOICE", choices).replace("DOC_TO_TARGET", target))
     [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
     assert (found.prompt, found.continuations, found.expected) == ("Which?", (" a", " long one"), ("1",))
@@ -185,6 +188,18 @@ def test_choices_of_a_task_file_are_scored(texts: Texts, tmp_path: Path, choices
             continue
         with pytest.raises(InputError, match="line 1: "):
             read_questions(str(tmp_path / "task.yaml"), None, None, texts)
+
+
+def test_a_choice_of_digits_is_told_by_its_text_if_the_target_is_one(texts: Texts, tmp_path: Path) -> None:
+    task = CHOICES.replace("DOC_TO_CHOICE", "options").replace("DOC_TO_TARGET", "gold")
+    (tmp_path / "task.yaml").write_text(task)
+    for gold, expected in (("2", "1"), (2, "2"), ("3", "2")):
+        write(tmp_path / "docs.jsonl", {"question": "Which?", "options": ["1", "2", "3"], "gold": gold})
+        [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
+        assert found.expected == (expected,)
+    write(tmp_path / "docs.jsonl", {"question": "Which?", "options": ["1", "2", "3"], "gold": "0"})
+    with pytest.raises(InputError, match="found '0'"):
+        read_questions(str(tmp_path / "task.yaml"), None, None, texts)
 
 
 @pytest.mark.parametrize(
