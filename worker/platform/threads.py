@@ -218,7 +218,8 @@ class MlxThread(CallThread):
 
     def give_up(self, error: Exception) -> None:
         """Make every `call` raise this error, because the thread hangs. Call it on the loop that awaits them."""
-        self._is_closed, self._given_up = True, error
+        self._given_up = error
+        self.close(0.0)  # should it ever return, it ends
         for waiting in self._waiting:
             if not waiting.done():
                 waiting.set_result(error)

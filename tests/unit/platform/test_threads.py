@@ -207,9 +207,8 @@ async def test_callers_of_a_thread_that_is_given_up_hear_why_and_so_do_later_cal
                 await call
         thread.post(release.set)
         leave.set()
-    thread.loop.call_soon_threadsafe(thread.loop.stop)
     thread.close()
-    assert not release.is_set() and not calls_are_left()
+    assert not release.is_set() and not calls_are_left(), "its step has returned"
 
 
 def test_close_ends_the_thread_after_what_it_was_given_and_later_calls_are_refused_at_once() -> None:
