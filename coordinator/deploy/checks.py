@@ -247,7 +247,8 @@ def _check_sleep(name: str, facts: Facts, *, is_coordinator: bool) -> Iterator[F
     if power.is_on_battery:
         yield note(Kind.SLEEP, name, "runs on battery: it may slow down, and sleeps with its lid", "connect power")
     if power.is_saving:
-        yield note(Kind.SLEEP, name, "low power mode slows it down", "sudo pmset -a lowpowermode 0")
+        fix = "sudo pmset -a lowpowermode 0, or powermode 0 where `pmset -g` shows that"
+        yield note(Kind.SLEEP, name, "low power mode slows it down", fix)
     if not power.HasField("sleep_minutes"):
         if facts.system == "Linux":
             yield ok(Kind.SLEEP, name, "systemd may put it to sleep; its worker joins again after that")

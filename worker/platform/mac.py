@@ -7,7 +7,7 @@ what they do not recognise.
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError
@@ -58,7 +58,7 @@ def _medium(name: str, port: str, flags: Sequence[str]) -> Medium:
         return Medium.MEDIUM_LOOPBACK
     if "POINTOPOINT" in flags or name.startswith("utun"):
         return Medium.MEDIUM_TUNNEL
-    if port == "Wi-Fi":
+    if port in ("Wi-Fi", "WLAN"):  # in German
         return Medium.MEDIUM_WIFI
     if "Ethernet" in port or "LAN" in port:  # an adapter may be called "Thunderbolt Ethernet"
         return Medium.MEDIUM_ETHERNET
@@ -76,6 +76,13 @@ class _Receptacle(BaseModel):
 class _Device(BaseModel):
     name: str = Field("", alias="_name")
     id: str = Field("", alias="domain_uuid_key")  # another computer's port has one, a drive has none
+    behind: list["_Device"] = Field([], alias="_items")  # of a dock or a hub
+
+    @property
+    def all(self) -> Iterator["_Device"]:
+        yield self
+        for device in self.behind:
+            yield from device.all
 
 
 class _Bus(BaseModel):
@@ -98,7 +105,7 @@ def parse_thunderbolt(text: str) -> list[ThunderboltPort]:
     for bus in report.buses:
         if bus.receptacle is None:
             continue
-        peer = next((device for device in bus.devices if device.id), None)
+        peer = next((each for device in bus.devices for each in device.all if each.id), None)
         speed = re.search(r"([0-9]{1,6}(?:\.[0-9]{1,6})?) Gb/s", bus.receptacle.speed)
         found.append(
             ThunderboltPort(
@@ -132,7 +139,8 @@ def parse_settings(text: str) -> Power:
         power.sleep_minutes, power.is_kept_awake = int(minutes), "caffeinate" in note
     if found.get("SleepDisabled", ("0",))[0] == "1":
         power.sleep_minutes = 0
-    power.is_saving = found.get("lowpowermode", ("0",))[0] == "1"
+    # Macs with three energy modes have a `powermode`, of which 1 is low
+    power.is_saving = any(found.get(name, ("0",))[0] == "1" for name in ("lowpowermode", "powermode"))
     return power
 
 

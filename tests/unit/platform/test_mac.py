@@ -1,6 +1,7 @@
 """What tools of macOS print, as others have recorded it, and what it says. Nothing here was run on a Mac."""
 
 import ctypes
+import json
 import sys
 import threading
 from types import SimpleNamespace
@@ -169,11 +170,25 @@ def test_an_ethernet_adapter_is_one_whatever_it_is_plugged_into(port: str) -> No
     assert found.medium == MEDIUM_ETHERNET
 
 
+def test_wifi_is_called_wlan_in_german() -> None:
+    [found] = parse_interfaces("en0: flags=8863<UP,RUNNING> mtu 1500\n", {"en0": "WLAN"})
+    assert found.medium == MEDIUM_WIFI
+
+
+def test_a_mac_behind_a_dock_is_found() -> None:
+    report = json.loads(THUNDERBOLT)
+    [*_, bus] = report["SPThunderboltDataType"]
+    bus["_items"] = [{"_name": "Dock", "_items": [{"_name": "Hub", "_items": bus["_items"]}]}]
+    assert parse_thunderbolt(json.dumps(report)) == parse_thunderbolt(THUNDERBOLT)
+
+
 def test_when_it_falls_asleep_is_not_mistaken_for_other_settings() -> None:
     power = parse_settings(PMSET)
     assert (power.sleep_minutes, power.is_kept_awake, power.is_saving) == (1, True, False)
     without = parse_settings(PMSET.replace(", caffeinate", "").replace("lowpowermode         0", "lowpowermode 1"))
     assert (without.sleep_minutes, without.is_kept_awake, without.is_saving) == (1, False, True)
+    for mode, is_saving in (("0", False), ("1", True), ("2", False)):  # of a MacBook Pro that also has a high one
+        assert parse_settings(PMSET.replace("lowpowermode         0", f"powermode {mode}")).is_saving == is_saving
     assert parse_settings(PMSET.replace("SleepDisabled\t\t0", "SleepDisabled\t\t1")).sleep_minutes == 0
     assert not parse_settings("").HasField("sleep_minutes")
 
