@@ -1,6 +1,6 @@
 """The application: its routes, and the responses to errors."""
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import wraps
 from http import HTTPStatus
 from typing import Any
@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from coordinator.api.anthropic import AnthropicMessage, MessageEvent, count_tokens, messages
-from coordinator.api.auth import AuthMiddleware, Keys
+from coordinator.api.auth import AuthMiddleware, Key
 from coordinator.api.body import read_body
 from coordinator.api.completions import Completion, completions
 from coordinator.api.embeddings import embeddings
@@ -62,7 +62,7 @@ _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
 def make_app(
-    server: Server, *, keys: Keys | None = None, hosts: Collection[str] = (), origins: Collection[str] = ()
+    server: Server, *, keys: Sequence[Key] | None = None, hosts: Collection[str] = (), origins: Collection[str] = ()
 ) -> ASGIApp:
     """Return all routes of a server behind its authentication; web pages of the `origins` may use it too."""
     routes = [Route(each.path, _endpoint(each), methods=[each.method]) for each in OPERATIONS]

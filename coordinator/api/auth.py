@@ -7,11 +7,12 @@ import re
 import stat
 import uuid
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -29,18 +30,22 @@ _LIMITS = re.compile(r"( at_once=(?P<at_once>[1-9][0-9]{0,5}))?( priority=(?P<pr
 
 
 @dataclass(frozen=True)
-class Keys:
-    """SHA-256 digests of keys, and the limits of their requests, by the names of their holders."""
+class Key:
+    """The SHA-256 digest of a key, the name of its holder, and the limits of its requests."""
 
-    digests: Mapping[str, bytes]
-    most_at_once: Mapping[str, int] = field(default_factory=dict)  # no entry: any number
-    best_priority: Mapping[str, int] = field(default_factory=dict)  # no entry: 0
+    holder: str
+    digest: bytes
+    most_at_once: int | None = None  # None: any number
+    best_priority: int = 0
 
-    def holder(self, key: str) -> str | None:
-        """Return the name of the key's holder. Compares all keys, in constant time."""
-        digest = hashlib.sha256(key.encode()).digest()
-        found = [name for name, kept in self.digests.items() if hmac.compare_digest(kept, digest)]
-        return found[0] if found else None
+
+ANYONE = Key("", b"")  # the key of requests that need none
+
+
+def find_key(keys: Sequence[Key], given: str) -> Key | None:
+    """Return the key whose text is given. Compares all keys, in constant time."""
+    digest = hashlib.sha256(given.encode()).digest()
+    return next(iter([key for key in keys if hmac.compare_digest(key.digest, digest)]), None)
 
 
 def is_readable_by_others(path: Path) -> bool:
@@ -48,7 +53,7 @@ def is_readable_by_others(path: Path) -> bool:
     return bool(path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH))
 
 
-def load_keys(path: Path | None) -> Keys | None:
+def load_keys(path: Path | None) -> Sequence[Key] | None:
     """Return the keys that a server accepts, from a file and the environment; None without any.
 
     Raises:
@@ -56,14 +61,8 @@ def load_keys(path: Path | None) -> Keys | None:
     """
     known = _read_keys(path, _MIN_KEY) if path else {}
     if key := os.environ.get(KEY_VARIABLE):
-        known[KEY_VARIABLE] = _Key(_require_key(key, _MIN_KEY, KEY_VARIABLE))
-    if not known:
-        return None
-    return Keys(
-        {name: hashlib.sha256(each.key.encode()).digest() for name, each in known.items()},
-        {name: each.most_at_once for name, each in known.items() if each.most_at_once is not None},
-        {name: each.best_priority for name, each in known.items()},
-    )
+        known.setdefault(key, _make_key(KEY_VARIABLE, key, _MIN_KEY, KEY_VARIABLE))
+    return list(known.values()) or None
 
 
 def first_key(path: Path | None) -> str | None:
@@ -73,25 +72,20 @@ def first_key(path: Path | None) -> str | None:
         InputError: the file cannot be read, or has none.
     """
     if path:
-        return next(iter(_read_keys(path, 1).values())).key
-    key = os.environ.get(KEY_VARIABLE)
-    return _require_key(key, 1, KEY_VARIABLE) if key else None
+        return next(iter(_read_keys(path, 1)))
+    if key := os.environ.get(KEY_VARIABLE):
+        _make_key(KEY_VARIABLE, key, 1, KEY_VARIABLE)
+    return key or None
 
 
-@dataclass(frozen=True)
-class _Key:
-    key: str
-    most_at_once: int | None = None
-    best_priority: int = 0
-
-
-def _require_key(key: str, min_length: int, place: str) -> str:
+def _make_key(holder: str, key: str, min_length: int, place: str, *limits: Any) -> Key:
+    """Raises InputError for a key that is too short or cannot be sent."""
     if not re.fullmatch(rf"[\x21-\x7e]{{{min_length},{_MAX_KEY}}}", key):
         raise InputError("api_key_file", f"{place}: expected {min_length} to {_MAX_KEY} printable ASCII characters")
-    return key
+    return Key(holder, hashlib.sha256(key.encode()).digest(), *limits)
 
 
-def _read_keys(path: Path, min_length: int) -> dict[str, _Key]:
+def _read_keys(path: Path, min_length: int) -> dict[str, Key]:
     """Read one key per line, as `[NAME] KEY [at_once=N] [priority=N]`; lines that begin with # are skipped."""
     try:
         lines = _read(path).decode("utf-8-sig").splitlines()  # editors of Windows begin it with a byte order mark
@@ -99,7 +93,7 @@ def _read_keys(path: Path, min_length: int) -> dict[str, _Key]:
         raise InputError("api_key_file", f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InputError("api_key_file", f"{path}: expected text, found other bytes at {error.start}") from error
-    keys: dict[str, _Key] = {}
+    keys: dict[str, Key] = {}
     for number, line in enumerate(lines, 1):
         place, words = f"{path}, line {number}", line.split()
         if not words or words[0].startswith("#"):
@@ -112,10 +106,10 @@ def _read_keys(path: Path, min_length: int) -> dict[str, _Key]:
             )
         at_once, priority = limits["at_once"], int(limits["priority"] or 0)
         name, key = words[:2] if has_name else (f"key {number}", words[0])
-        if name in (*keys, KEY_VARIABLE) or key in [each.key for each in keys.values()]:
+        if name in (KEY_VARIABLE, *(each.holder for each in keys.values())) or key in keys:
             expected = f"expected a name and a key that no other line has, and no key named {KEY_VARIABLE}"
             raise InputError("api_key_file", f"{place}: {expected}")
-        keys[name] = _Key(_require_key(key, min_length, place), int(at_once) if at_once else None, priority)
+        keys[key] = _make_key(name, key, min_length, place, int(at_once) if at_once else None, priority)
     if not keys:
         raise InputError("api_key_file", f"{path}: expected a key per line, found none")
     return keys
@@ -135,7 +129,7 @@ def _read(path: Path) -> bytes:
 class AuthMiddleware:
     """Checks the Host and the key of every request, and adds a request id to its answer."""
 
-    def __init__(self, app: ASGIApp, *, keys: Keys | None, hosts: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, *, keys: Sequence[Key] | None, hosts: Collection[str]) -> None:
         """`hosts` are the names that a Host header may have beside addresses, against DNS rebinding; none: any name."""
         self._app = app
         self._keys = keys
@@ -159,11 +153,11 @@ class AuthMiddleware:
 
         try:
             self._require_host(headers)
-            holder = self._holder(scope, headers)
-            with self._counted(holder, is_counted=scope["method"] == "POST"):
-                KEY_HOLDER.set(holder)
-                KEY_DIGEST.set(self._keys.digests[holder].hex() if self._keys and holder else "")
-                BEST_PRIORITY.set(self._keys.best_priority.get(holder, 0) if self._keys else 0)
+            key = self._key(scope, headers)
+            with self._counted(key, is_counted=scope["method"] == "POST"):
+                KEY_HOLDER.set(key.holder)
+                KEY_DIGEST.set(key.digest.hex())
+                BEST_PRIORITY.set(key.best_priority)
                 await self._app(scope, receive, send_with_id)
         except HttpError as error:  # the application answers its own
             await error_response(scope["path"], error)(scope, receive, send_with_id)
@@ -176,23 +170,23 @@ class AuthMiddleware:
             reason = f"expected a Host that this server is known by, found {headers.get('host', 'none')!r}"
             raise HttpError(403, f"{reason}; start the server with --allowed-host and that name", "unknown_host")
 
-    def _holder(self, scope: Scope, headers: Headers) -> str:
-        """Return the name of the key's holder; empty where no key is needed. Raises HttpError (401) for a wrong key."""
+    def _key(self, scope: Scope, headers: Headers) -> Key:
+        """Return the key of a request; ANYONE where none is needed. Raises HttpError (401) for a wrong key."""
         if self._keys is None or (scope["path"] in OPEN_PATHS and not scope["query_string"]):
-            return ""
+            return ANYONE
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         given = [bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
-        if holders := [name for name in map(self._keys.holder, given) if name is not None]:
-            return holders[0]
-        found = "another one" if any(given) else "none"
-        reason = f"expected an API key of this server (Authorization: Bearer KEY), found {found}"
+        if found := [key for key in (find_key(self._keys, each) for each in given) if key]:
+            return found[0]
+        reason = "expected an API key of this server (Authorization: Bearer KEY), found "
+        reason += "another one" if any(given) else "none"
         raise HttpError(401, reason, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     @contextmanager
-    def _counted(self, holder: str, *, is_counted: bool) -> Iterator[None]:
+    def _counted(self, key: Key, *, is_counted: bool) -> Iterator[None]:
         """Count a request of this key while it is answered. Raises HttpError (429) beyond the key's limit."""
-        most = self._keys.most_at_once.get(holder) if self._keys and is_counted else None
-        if most is not None and self._at_once[holder] >= most:
+        holder, most = key.holder, key.most_at_once
+        if is_counted and most is not None and self._at_once[holder] >= most:
             reason = f"expected at most {most} requests at once with this key; try again later"
             raise HttpError(429, reason, "rate_limit_exceeded")
         self._at_once[holder] += is_counted

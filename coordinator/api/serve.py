@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.api.app import make_app
-from coordinator.api.auth import Keys
+from coordinator.api.auth import Key
 from coordinator.api.listen import answering, listening_socket
 from coordinator.api.server import RequestLimits, Server
 from coordinator.api.sse import unless
@@ -39,7 +39,7 @@ class ServeOptions:
 
     host: str
     port: int
-    keys: Keys | None = None
+    keys: Sequence[Key] | None = None
     insecure: bool = False
     allowed_hosts: Sequence[str] = ()  # names by which clients may call it, beyond those of this machine
     cors_origins: Sequence[str] = ()  # of web pages that may use it

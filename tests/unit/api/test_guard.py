@@ -1,10 +1,11 @@
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from coordinator.api import auth
-from coordinator.api.auth import Keys, first_key, is_readable_by_others, load_keys
+from coordinator.api.auth import Key, find_key, first_key, is_readable_by_others, load_keys
 from tests.unit.api.fakes import app, ask
 from worker.errors import InputError
 
@@ -12,15 +13,15 @@ PAGE = "https://page.example"
 
 
 @pytest.fixture
-def keys(tmp_path: Path) -> Keys:
+def keys(tmp_path: Path) -> Sequence[Key]:
     path = tmp_path / "keys"
     path.write_text("# comment\n\nalice  key-of-alice\nkey-without-name\n")
     return load_keys(path)
 
 
-def test_keys_have_names_and_fit_as_a_whole(keys: Keys) -> None:
-    assert keys.holder("key-of-alice") == "alice" and keys.holder("key-without-name") == "key 4"
-    assert keys.holder("key-of-alic") is None and keys.holder("") is None
+def test_keys_have_names_and_fit_as_a_whole(keys: Sequence[Key]) -> None:
+    found = [find_key(keys, given) for given in ("key-of-alice", "key-without-name", "key-of-alic", "")]
+    assert [key and key.holder for key in found] == ["alice", "key 4", None, None]
     assert "key-of-alice" not in repr(keys)
 
 
@@ -36,7 +37,7 @@ def test_a_file_without_keys_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         with pytest.raises(InputError, match=r"expected a file|cannot be read"):
             load_keys(other)
     path.write_text("12345678\n")
-    assert load_keys(path).holder("12345678")
+    assert find_key(load_keys(path), "12345678")
     monkeypatch.setattr(auth, "_MAX_FILE_BYTES", 8)
     with pytest.raises(InputError, match="at most 8 bytes"):
         load_keys(path)
@@ -71,7 +72,9 @@ def test_keys_of_other_servers_may_be_shorter_and_files_that_others_can_read_are
         ("/v1/models/gpt", {"Authorization": "Bearer \xff\xfe"}, 401),
     ],
 )
-def test_without_a_key_only_the_state_is_told(keys: Keys, path: str, headers: dict[str, str], status: int) -> None:
+def test_without_a_key_only_the_state_is_told(
+    keys: Sequence[Key], path: str, headers: dict[str, str], status: int
+) -> None:
     encoded = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
     found = ask(app(keys=keys), "GET", path, headers=encoded)
     assert found.status_code == status
@@ -95,7 +98,7 @@ def test_an_answer_has_a_request_id_the_clients_own_if_it_is_one() -> None:
         assert (found == own) is is_kept and (is_kept or found.startswith("req_"))
 
 
-def test_pages_of_other_origins_may_not_read_unless_they_are_named(keys: Keys) -> None:
+def test_pages_of_other_origins_may_not_read_unless_they_are_named(keys: Sequence[Key]) -> None:
     headers = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-api-key"}
     assert "access-control-allow-origin" not in ask(app(), "GET", "/live", headers={"Origin": PAGE}).headers
     assert ask(app(), "OPTIONS", "/v1/chat/completions", headers=headers).status_code == 405

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import httpx2
 import pytest
 
 from coordinator.api.app import make_app
-from coordinator.api.auth import KEY_VARIABLE, Keys, first_key, load_keys
+from coordinator.api.auth import KEY_VARIABLE, Key, find_key, first_key, load_keys
 from coordinator.cluster.log import log_as_json
 from coordinator.engine.stats import KEY_HOLDER, Stats
 from coordinator.engine.status import log_request
@@ -26,20 +27,25 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
 
 
-def keys_of(tmp_path: Path, text: str) -> Keys:
+def keys_of(tmp_path: Path, text: str) -> Sequence[Key]:
     (tmp_path / "keys").write_text(text)
     found = load_keys(tmp_path / "keys")
     assert found is not None
     return found
 
 
+def holder(keys: Sequence[Key], given: str) -> str | None:
+    found = find_key(keys, given)
+    return found and found.holder
+
+
 def test_a_key_of_the_environment_counts_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_keys(None) is None and first_key(None) is None
     monkeypatch.setenv(KEY_VARIABLE, "key-of-the-environment")
     alone = load_keys(None)
-    assert alone and alone.holder("key-of-the-environment") == KEY_VARIABLE
+    assert alone and holder(alone, "key-of-the-environment") == KEY_VARIABLE
     both = keys_of(tmp_path, f"alice {SECRET}\n")
-    assert both.holder(SECRET) == "alice" and both.holder("key-of-the-environment") == KEY_VARIABLE
+    assert holder(both, SECRET) == "alice" and holder(both, "key-of-the-environment") == KEY_VARIABLE
     assert first_key(None) == "key-of-the-environment" and first_key(tmp_path / "keys") == SECRET
     assert ask(app(keys=alone), "GET", "/v1/models/gpt").status_code == 401
     for unsendable in ("schlüssel-der-umgebung", "key-of-a-file\r"):
@@ -55,8 +61,8 @@ def test_a_key_of_the_environment_counts_beside_the_file(tmp_path: Path, monkeyp
 
 def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
     for text in (f"alice {SECRET}\n", f"# keys\nalice {SECRET}\n"):
-        assert keys_of(tmp_path, "\ufeff" + text).holder(SECRET) == "alice"
-    assert keys_of(tmp_path, f"\ufeff{SECRET}\n").holder(SECRET) == "key 1"
+        assert holder(keys_of(tmp_path, "\ufeff" + text), SECRET) == "alice"
+    assert holder(keys_of(tmp_path, f"\ufeff{SECRET}\n"), SECRET) == "key 1"
 
 
 @pytest.mark.parametrize(
@@ -74,9 +80,10 @@ def test_a_wrong_line_is_refused_without_its_key(tmp_path: Path, line: str) -> N
 
 def test_a_key_without_a_name_has_its_limits(tmp_path: Path) -> None:
     keys = keys_of(tmp_path, f"{SECRET} at_once=2\nkey-of-batch priority=5 at_once=3\nkey-of-all\n")
-    names = [keys.holder(key) for key in (SECRET, "key-of-batch", "key-of-all")]
-    assert names == ["key 1", "key 2", "key 3"] and keys.holder("at_once=2") is keys.holder("priority=5") is None
-    assert keys.most_at_once == {"key 1": 2, "key 2": 3} and keys.best_priority == {"key 1": 0, "key 2": 5, "key 3": 0}
+    found = [find_key(keys, key) for key in (SECRET, "key-of-batch", "key-of-all")]
+    assert found == list(keys) and holder(keys, "at_once=2") is holder(keys, "priority=5") is None
+    limits = [(each.holder, each.most_at_once, each.best_priority) for each in keys]
+    assert limits == [("key 1", 2, 0), ("key 2", 3, 5), ("key 3", None, 0)]
 
 
 class Held(ScriptedModel):
@@ -95,7 +102,7 @@ class Held(ScriptedModel):
 
 def test_a_request_goes_before_others_only_as_far_as_its_key_may(tmp_path: Path) -> None:
     keys = keys_of(tmp_path, f"alice {SECRET} priority=-3 at_once=2\nbatch key-of-batch priority=5\nbob key-of-bob\n")
-    assert keys.most_at_once == {"alice": 2}
+    assert [each.most_at_once for each in keys] == [2, None, None]
     for key, priority, found in (
         (SECRET, None, 0), (SECRET, -3, -3), (SECRET, -4, None), (SECRET, 9, 9),
         ("key-of-batch", None, 5), ("key-of-batch", 4, None), ("key-of-bob", None, 0), ("key-of-bob", -1, None),
