@@ -117,14 +117,9 @@ async def _unrouted(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status = error.status_code
     message = f"{HTTPStatus(status).phrase}: {request.method} {request.url.path}"
-    if status == HTTPStatus.NOT_FOUND and (meant := _meant(request.url.path)):
+    meant = f"/v1/{request.url.path.strip('/').removeprefix('v1/').removeprefix('v1/')}"
+    if status == HTTPStatus.NOT_FOUND and meant in [each.path for each in OPERATIONS]:
         message += f"; did you mean {meant}? The base URL may lack /v1, or have it twice"
     return error_response(
         request.url.path, HttpError(status, message, _CODES.get(status), headers=dict(error.headers or {}))
     )
-
-
-def _meant(path: str) -> str | None:
-    """Return the route that a client with another base URL has in mind."""
-    path = f"/v1/{path.strip('/').removeprefix('v1/').removeprefix('v1/')}"
-    return next((each.path for each in OPERATIONS if each.path == path), None)

@@ -88,10 +88,6 @@ class Choice:
     end: int = 0  # of the text so far, in characters
     decoder: IncrementalDecoder = field(default_factory=lambda: getincrementaldecoder("utf-8")("replace"))
 
-    @property
-    def is_scored(self) -> bool:
-        return len(self.scores) >= len(self.prompt) - 1
-
     def place(self, spelled: bytes) -> int:
         """Return where the next token begins in the text, or the character whose next bytes it has."""
         begin = self.end
@@ -136,14 +132,16 @@ class CompletionAnswer(OpenAIAnswer):
     def events(self, index: int, output: Output) -> Iterator[Json]:
         choice = self.choices[index]
         choice.scores += output.scores
-        if not choice.is_begun and choice.is_scored:
+        if not choice.is_begun and len(choice.scores) >= len(choice.prompt) - 1:
             choice.is_begun = True
             if choice.echoed or choice.prompt:
-                yield self._chunk(index, choice.echoed, self._prompt_logprobs(choice), None)
+                logprobs = self._prompt_logprobs(choice)
+                yield self.chunk(index=index, text=choice.echoed, logprobs=logprobs, finish_reason=None)
             choice.end = len(choice.echoed)
             choice.decoder.reset()
         if output.text or output.finish_reason or (self._body.logprobs is not None and output.tokens):
-            yield self._chunk(index, output.text, self._logprobs(choice, output.tokens), output.finish_reason)
+            logprobs = self._logprobs(choice, output.tokens)
+            yield self.chunk(index=index, text=output.text, logprobs=logprobs, finish_reason=output.finish_reason)
         self.note(index, output)
 
     def join(self, choices: Sequence[Json], outputs: Sequence[Output]) -> Json:
@@ -151,9 +149,6 @@ class CompletionAnswer(OpenAIAnswer):
         joined = {name: [each for one in logprobs for each in one[name]] for name in TextLogprobs.__annotations__}
         text = "".join(choice["text"] for choice in choices)
         return choices[-1] | {"text": text, "logprobs": joined if logprobs else None}
-
-    def _chunk(self, index: int, text: str, logprobs: TextLogprobs | None, reason: str | None) -> Json:
-        return self.chunk(index=index, text=text, logprobs=logprobs, finish_reason=reason)
 
     def _prompt_logprobs(self, choice: Choice) -> TextLogprobs | None:
         """Return those of an echoed prompt, if they are wanted."""

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.responses import Response
 
 from coordinator.api.server import Server
@@ -21,12 +22,10 @@ async def metrics(server: Server) -> Response:
 
 def metrics_text(server: Server, now: StatusSnapshot) -> bytes:
     """Return all metrics, each labelled with the model's name."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(server, now))
-    return generate_latest(registry)
+    return generate_latest(_Collector(server, now))
 
 
-class _Collector:
+class _Collector(Collector):
     """The counters and histograms of the statistics, gauges of this moment, and the sums of each stage."""
 
     def __init__(self, server: Server, now: StatusSnapshot) -> None:

@@ -378,7 +378,8 @@ class ChatAnswer(OpenAIAnswer):
     def events(self, index: int, output: Output) -> Iterator[Json]:
         if index not in self._calls:
             self._calls[index] = []
-            yield self._chunk(index, {"role": "assistant", "content": ""})
+            begun = {"role": "assistant", "content": ""}
+            yield self.chunk(index=index, delta=begun, logprobs=None, finish_reason=None)
         delta: ChatDelta = {"content": output.content} if output.content else {}
         if output.reasoning:
             delta["reasoning"] = delta["reasoning_content"] = output.reasoning
@@ -389,7 +390,8 @@ class ChatAnswer(OpenAIAnswer):
         has_news = delta or output.finish_reason or (self._body.logprobs and output.tokens)
         fills = output.fills if self._body.brigade.get("fills") else ()
         if has_news or fills:
-            chunk = self._chunk(index, delta, self._logprobs(output) if has_news else None, output.finish_reason)
+            logprobs = self._logprobs(output) if has_news else None
+            chunk = self.chunk(index=index, delta=delta, logprobs=logprobs, finish_reason=output.finish_reason)
             if fills:
                 chunk["brigade"] = {"fills": [(at, self.token_text(token.token)) for at, token in fills]}
             yield chunk
@@ -420,11 +422,6 @@ class ChatAnswer(OpenAIAnswer):
         known.append(piece.id)
         function: FunctionDelta = {"name": piece.name, "arguments": piece.arguments}
         return {"index": len(known) - 1, "id": piece.id, "type": "function", "function": function}
-
-    def _chunk(
-        self, index: int, delta: ChatDelta, logprobs: ChatLogprobs | None = None, reason: str | None = None
-    ) -> Json:
-        return self.chunk(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)
 
     def _logprobs(self, output: Output) -> ChatLogprobs | None:
         if not self._body.logprobs:

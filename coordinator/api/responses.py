@@ -231,7 +231,7 @@ class ResponsesBody(Conversing):
             "usage": None,
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
-            "tools": [tool.model_dump() | {"strict": False} for tool in self._functions()],
+            "tools": [tool.model_dump() | {"strict": False} for tool in self.tools if isinstance(tool, FunctionTool)],
             "tool_choice": choice.model_dump() if isinstance(choice, ForcedTool) else choice or "auto",
             "parallel_tool_calls": self._calls().is_parallel,
             "text": self.text.model_dump(by_alias=True, exclude_none=True),
@@ -243,10 +243,6 @@ class ResponsesBody(Conversing):
             "metadata": self.metadata or {},
             "top_logprobs": 0,
         }
-
-    def _functions(self) -> list[FunctionTool]:
-        """Return the tools that the model can be offered."""
-        return [tool for tool in self.tools if isinstance(tool, FunctionTool)]
 
     def _conversation(self) -> Conversation:
         tools = offered(self.tools)
