@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +26,7 @@ from coordinator.cluster.progress import say, show_tokens, telling_interrupts
 from coordinator.cluster.tables import fitting, plain_console
 from coordinator.decoding.decode_options import takes
 from coordinator.engine.bounded import TEMPLATES, Texts
-from coordinator.quality.accuracy import AccuracyRow, EvalAnswer, EvalReading, accuracy_row
+from coordinator.quality.accuracy import AccuracyRow, EvalAnswer, accuracy_row, eval_answer
 from coordinator.quality.questions import BUILT_IN, CHECKS, Question, QuestionSet, read_questions
 from coordinator.sessions.output import Output, Usage
 from coordinator.sessions.request import Conversation, RequestSpec
@@ -145,8 +145,7 @@ def eval(
     else:
         bodies = {kind: windows.in_numbers(of_kind) for kind, of_kind in fields.items()}
         model_at = _served(server, {"max_tokens": max_tokens, **chosen, **sampling.tokens()}, bodies)
-    run = EvalRun(sets, kinds, cases, texts)
-    return run_eval(model_at, run, output, concurrency, plot=plot, as_json=as_json)
+    return run_eval(model_at, EvalRun(cases, texts), output, concurrency, plot=plot, as_json=as_json)
 
 
 @dataclass(frozen=True)
@@ -243,17 +242,12 @@ def _chosen(question: Question, logprobs: Sequence[float], began: int) -> Output
 
 
 class EvalRun:
-    """Questions, decoders, and the answers so far."""
+    """Questions for decoders, and which of the answers so far are right."""
 
-    def __init__(
-        self, sets: Sequence[QuestionSet], kinds: Sequence[str], cases: Sequence[EvalCase], texts: Texts
-    ) -> None:
+    def __init__(self, cases: Sequence[EvalCase], texts: Texts) -> None:
         self.cases = cases
-        self._sets = sets
-        self._kinds = kinds
         self._texts = texts
-        self._answers: dict[tuple[str, str], list[EvalAnswer]] = {}
-        self._right: dict[tuple[str, str, str], bool] = {}  # by set, place and decoder
+        self._right: dict[int, bool] = {}  # by the id of a case
 
     async def answer_all(
         self, model: str, ask: Ask, known: dict[str, EvalAnswer], file: Answers[EvalAnswer] | None, concurrency: int
@@ -270,44 +264,40 @@ class EvalRun:
             async def answer_in_turn(waiting: Iterator[tuple[str, EvalCase]]) -> None:
                 for key, case in waiting:
                     known[key] = found = await read_answer(partial(ask, case))
-                    is_right = await run_in_thread(
-                        partial(self._is_right, case.set_name, case.question, case.decoder, found)
-                    )
+                    is_right = await run_in_thread(partial(self._is_right, case, found))
                     about = {"model": model, "question": case.question.place, "decoder": case.decoder}
                     if file is not None:
                         judged = {"expected": case.question.expected, "right": is_right}
-                        file.add({"key": key, **about, **judged, **found.as_json()})
+                        file.add({"key": key, **about, **judged, **asdict(found)})
                     report(1, found.tokens)
 
-            for kind in self._kinds:  # one after another: each has the nodes for itself
+            for kind in dict.fromkeys(case.decoder for case in self.cases):  # each has the nodes for itself
                 waiting = [(key, case) for key, case in left.items() if case.decoder == kind]
                 turns = iter(waiting)
                 await together(*(answer_in_turn(turns) for _ in waiting[:concurrency]))
-        for key, case in zip(keys, self.cases, strict=True):
-            self._answers.setdefault((case.set_name, case.decoder), []).append(known[key])
 
-    def rows(self) -> list[AccuracyRow]:
+    def rows(self, model: str, known: Mapping[str, EvalAnswer]) -> list[AccuracyRow]:
         """Judge the answers: a row per set and decoder."""
+        cases: dict[str, dict[str, list[EvalCase]]] = {}
+        for case in self.cases:
+            cases.setdefault(case.set_name, {}).setdefault(case.decoder, []).append(case)
         rows = []
-        for each in self._sets:
-            by_ar = self._answers.get((each.name, "ar"))
-            for kind in self._kinds:
-                answers = self._answers[each.name, kind]
-                pairs = zip(each.questions, answers, strict=True)
-                right = [self._is_right(each.name, question, kind, answer) for question, answer in pairs]
-                rows.append(accuracy_row(each.name, kind, answers, right, by_ar))
+        for name, by_kind in cases.items():
+            answers = {kind: [known[case.key(model)] for case in of_kind] for kind, of_kind in by_kind.items()}
+            for kind, of_kind in by_kind.items():
+                right = list(map(self._is_right, of_kind, answers[kind]))
+                rows.append(accuracy_row(name, kind, answers[kind], right, answers.get("ar")))
         return rows
 
-    def _is_right(self, set_name: str, question: Question, decoder: str, answer: EvalAnswer) -> bool:
+    def _is_right(self, case: EvalCase, answer: EvalAnswer) -> bool:
         """Return whether an answer is right. It may take seconds, but only once."""
-        place = set_name, question.place, decoder
-        if place not in self._right:
+        if id(case) not in self._right:
             try:
-                self._right[place] = question.is_right(answer.text, self._texts)
+                self._right[id(case)] = case.question.is_right(answer.text, self._texts)
             except InputError as error:
-                say(f"{question.place}: {error.message}; its answer counts as wrong")
-                self._right[place] = False
-        return self._right[place]
+                say(f"{case.question.place}: {error.message}; its answer counts as wrong")
+                self._right[id(case)] = False
+        return self._right[id(case)]
 
 
 async def read_answer(ask: Callable[[], AsyncGenerator[Output, None]]) -> EvalAnswer:
@@ -315,16 +305,11 @@ async def read_answer(ask: Callable[[], AsyncGenerator[Output, None]]) -> EvalAn
     from coordinator.cli.remote import ServerBusy
 
     while True:
-        reading, last = EvalReading(), None
         try:
             async with aclosing(ask()) as outputs:
-                async for last in outputs:
-                    reading.add(last)
-            break
+                return eval_answer([output async for output in outputs])
         except ServerBusy as error:
             await asyncio.sleep(error.retry_s)
-    assert last is not None and last.usage is not None and last.finish_reason is not None
-    return reading.answer(last.finish_reason, last.usage)
 
 
 async def run_eval(
@@ -347,7 +332,7 @@ async def run_eval(
             stack.enter_context(telling_interrupts(line))
         async with model_at as (model, ask):
             await run.answer_all(model, ask, known, file, concurrency)
-    rows = await run_in_thread(run.rows)
+    rows = await run_in_thread(partial(run.rows, model, known))
     if as_json:
         print(to_json({"model": model, "rows": [row.as_json() for row in rows]}), flush=True)
     else:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from coordinator.sessions.output import Output, Usage
+from coordinator.sessions.output import Output
 
 _Z = 1.959964  # of 95 %
 
@@ -21,26 +21,16 @@ class EvalAnswer:
     rows: int  # after those of the prompt
     ms: float  # from the request to the last token: a window may hold a whole answer
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-class EvalReading:
-    """Adds up the outputs of one answer."""
-
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._last_at: int | None = None  # nanoseconds, of the last output with tokens or text
-
-    def add(self, output: Output) -> None:
-        self._texts.append(output.content)
-        if output.tokens or output.text:
-            self._last_at = output.at
-
-    def answer(self, finish_reason: str, usage: Usage) -> EvalAnswer:
-        ms = 0.0 if self._last_at is None else (self._last_at - usage.started) / 1e6
-        rows = max(0, usage.num_rows - (usage.num_prompt - usage.num_reused))
-        return EvalAnswer("".join(self._texts), finish_reason, usage.num_generated, usage.num_steps, rows, ms)
+def eval_answer(outputs: Sequence[Output]) -> EvalAnswer:
+    """Return what all outputs of one answer add up to."""
+    usage, reason = outputs[-1].usage, outputs[-1].finish_reason
+    assert usage is not None and reason is not None
+    times = [output.at for output in outputs if output.tokens or output.text]  # nanoseconds
+    ms = (times[-1] - usage.started) / 1e6 if times else 0.0
+    rows = max(0, usage.num_rows - (usage.num_prompt - usage.num_reused))
+    text = "".join(output.content for output in outputs)
+    return EvalAnswer(text, reason, usage.num_generated, usage.num_steps, rows, ms)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator.engine.bounded import Bounds, Texts
-from coordinator.quality.accuracy import EvalAnswer, EvalReading, accuracy_row, wilson
+from coordinator.quality.accuracy import EvalAnswer, accuracy_row, eval_answer, wilson
 from coordinator.quality.questions import BUILT_IN, Check, Question, read_questions
 from coordinator.sessions.output import Output, Token, Usage
 from worker.errors import InputError
@@ -239,11 +239,9 @@ def test_the_interval_is_wilsons() -> None:
 
 
 def test_rows_are_those_after_the_prompt_and_times_those_of_the_whole_request() -> None:
-    reading = EvalReading()
-    reading.add(Output("ab", [Token(1)], 1_000_000, content="b"))
-    reading.add(Output("c", [Token(2), Token(3)], 9_000_000, content="c"))
     usage = Usage(num_prompt=10, started=1_000_000, num_reused=4, num_steps=2, num_rows=14, num_generated=3)
-    found = reading.answer("stop", usage)
+    first = Output("ab", [Token(1)], 1_000_000, content="b")
+    found = eval_answer([first, Output("c", [Token(2), Token(3)], 9_000_000, "stop", usage, content="c")])
     assert found == EvalAnswer("bc", "stop", tokens=3, steps=2, rows=8, ms=8.0)
     other = EvalAnswer("x", "stop", tokens=1, steps=1, rows=0, ms=0.0)
     row = accuracy_row("q", "diffusion", [found, other], [True, False], [other, other])
