@@ -84,7 +84,15 @@ def quantize(
     kept = [name.strip() for name in (keep or "").split(",") if name.strip()]
     options = quantize_options(q_mode, q_bits, q_group_size, kept)
     if method is not None:
-        _quantize_by(method, model, out, options, recipe, target_bpw, calibration, as_json=as_json)
+        from coordinator.quality.methods import MethodRun, require_method
+
+        require_method(method, options, recipe, target_bpw)
+        require_new(out)
+        text = read_text(calibration)
+        checkpoint = open_checkpoint(model)
+        run = MethodRun(checkpoint, method, options, target_bpw, text)
+        _fetch(checkpoint)
+        _tell(out, *run.run(out), parts=[], as_json=as_json)
         return
     if recipe is None and (target_bpw, calibration) != (None, None):
         field = "calibration" if target_bpw is None else "target_bpw"
@@ -117,33 +125,19 @@ def quantize(
     found = QuantizedModel(checkpoint, options)
     with show_bytes("quantised", found.nbytes) as report:
         write_model(found, checkpoint, out, state, report)
+    _tell(out, found.nbytes, found.bits_per_weight, parts, as_json=as_json)
+
+
+def _tell(out: Path, nbytes: int, bits_per_weight: float, parts: list[Json], *, as_json: bool) -> None:
     if as_json:
-        print(to_json({"bytes": found.nbytes, "bits_per_weight": found.bits_per_weight, "parts": parts}), flush=True)
+        print(to_json({"bytes": nbytes, "bits_per_weight": bits_per_weight, "parts": parts}), flush=True)
     elif parts:
-        _print_parts(parts)
-    say(f"{out}: {format_bytes(found.nbytes)}, {found.bits_per_weight:.2f} bits per weight")
-
-
-def _quantize_by(
-    method: str, model: str, out: Path, options: QuantizeOptions, recipe: str | None, target_bpw: float | None,
-    calibration: Path | None, *, as_json: bool,
-) -> None:  # fmt: skip
-    """Quantise by a method of mlx_lm."""
-    from coordinator.quality.methods import MethodRun, require_method
-    from coordinator.quality.quantize import require_new
-    from coordinator.quality.sensitivity import read_text
-    from worker.node.loading import open_checkpoint
-
-    require_method(method, options, recipe, target_bpw)
-    require_new(out)
-    text = read_text(calibration)
-    checkpoint = open_checkpoint(model)
-    run = MethodRun(checkpoint, method, options, target_bpw, text)
-    _fetch(checkpoint)
-    found = run.run(out)
-    if as_json:
-        print(to_json({"bytes": found.nbytes, "bits_per_weight": found.bits_per_weight, "parts": []}), flush=True)
-    say(f"{out}: {format_bytes(found.nbytes)}, {found.bits_per_weight:.2f} bits per weight")
+        table = plain_table("part", "weights", "loss, nats", "drafts lost", "bits", gap=2)
+        for part in parts:
+            lost = "not measured" if part["drafts_lost"] is None else f"{part['drafts_lost']:+.3f}"
+            table.add_row(part["part"], f"{part['weights']:,}", f"{part['loss']:+.4f}", lost, str(part["bits"]))
+        plain_console().print(table)
+    say(f"{out}: {format_bytes(nbytes)}, {bits_per_weight:.2f} bits per weight")
 
 
 def _fetch(checkpoint: Checkpoint) -> None:
@@ -167,11 +161,3 @@ def _measured_parts(checkpoint: Checkpoint, options: QuantizeOptions, text: str,
         }
         for each in sorted(found, key=lambda each: -each.loss)
     ]  # fmt: skip
-
-
-def _print_parts(parts: list[Json]) -> None:
-    table = plain_table("part", "weights", "loss, nats", "drafts lost", "bits", gap=2)
-    for part in parts:
-        lost = "not measured" if part["drafts_lost"] is None else f"{part['drafts_lost']:+.3f}"
-        table.add_row(part["part"], f"{part['weights']:,}", f"{part['loss']:+.4f}", lost, str(part["bits"]))
-    plain_console().print(table)

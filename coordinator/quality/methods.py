@@ -9,7 +9,6 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -52,14 +51,6 @@ _GPTQ_FALLBACK_BITS = 6
 _BATCH = {"gptq": 8, "dynamic": 4}  # sequences at once, by mlx_lm's code
 _AWQ_SEQUENCES = 128  # as mlx_lm's own command: AWQ holds what a block makes of all of them
 _EXPERTS = 8  # that take a row, at most
-
-
-@dataclass(frozen=True)
-class Written:
-    """What a method has made."""
-
-    nbytes: int
-    bits_per_weight: float
 
 
 def require_method(method: str, options: QuantizeOptions, recipe: str | None, target_bpw: float | None) -> None:
@@ -113,9 +104,11 @@ class MethodRun:
             expected = f"expected {format_bytes(needed)} of memory for {method}, found {format_bytes(budget)}"
             raise InputError("method", f"{expected}; without --method one tensor at a time is enough")
 
-    def run(self, out: Path) -> Written:
+    def run(self, out: Path) -> tuple[int, float]:
         """Quantise the model and write the folder, which is there only once it is whole.
 
+        Returns:
+            The bytes of its weights, and their bits per weight.
         Raises:
             InputError: the folder holds something or its disk is too full. ModelError: mlx_lm's code fails on this
             model. BrigadeError: the folder cannot be written.
@@ -132,7 +125,7 @@ class MethodRun:
         except OSError as error:
             raise BrigadeError(f"cannot write {out}: {error.strerror}") from error
 
-    def _write(self, folder: Path, out: Path) -> Written:
+    def _write(self, folder: Path, out: Path) -> tuple[int, float]:
         checkpoint = self._checkpoint
         model: Any = build(checkpoint, TensorReader(checkpoint, list(checkpoint.tensors)))
         functions: Any = _FUNCTIONS[self._method]
@@ -155,7 +148,7 @@ class MethodRun:
             raise BrigadeError(f"cannot write {out}: {first_line(error)}") from error
         nbytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         os.replace(folder, out)
-        return Written(nbytes, bits_per_weight)
+        return nbytes, bits_per_weight
 
     def _awq(self, model: Any, config: Any) -> tuple[Any, Any]:
         bits, size = self._options.bits, self._options.group_size
