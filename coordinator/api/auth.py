@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from coordinator.api.errors import HttpError, error_response
 from coordinator.engine.stats import BEST_PRIORITY, KEY_DIGEST, KEY_HOLDER, REQUEST_ID
 from worker.errors import InputError
+from worker.platform.files import reading
 
 OPEN_PATHS = ("/health", "/live", "/")  # no key needed, unless a query makes them cost a step of the chain
 _MIN_KEY, _MAX_KEY = 8, 512  # characters; the keys that a client sends to other servers may be shorter
@@ -87,12 +88,8 @@ def _make_key(holder: str, key: str, min_length: int, place: str, *limits: Any) 
 
 def _read_keys(path: Path, min_length: int) -> dict[str, Key]:
     """Read one key per line, as `[NAME] KEY [at_once=N] [priority=N]`; lines that begin with # are skipped."""
-    try:
+    with reading("api_key_file", path):
         lines = _read(path).decode("utf-8-sig").splitlines()  # editors of Windows begin it with a byte order mark
-    except OSError as error:
-        raise InputError("api_key_file", f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InputError("api_key_file", f"{path}: expected text, found other bytes at {error.start}") from error
     keys: dict[str, Key] = {}
     for number, line in enumerate(lines, 1):
         place, words = f"{path}, line {number}", line.split()

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from worker.errors import ConfigError, InputError
+from worker.platform.files import reading
 
 MAX_HEAD_BYTES = 64 << 10  # of the URL and the headers of a request
 MAX_CONNECTIONS = 1024
@@ -47,10 +48,8 @@ def listening_socket(host: str, port: int) -> Iterator[socket.socket]:
 def load_tls(cert: Path, key: Path) -> ssl.SSLContext:
     """Return the context of an HTTPS server. Raises InputError if a file is unreadable, or the key does not match."""
     for field, path in (("tls_cert", cert), ("tls_key", key)):
-        try:
+        with reading(field, path):
             path.read_bytes()
-        except OSError as error:
-            raise InputError(field, f"{path} cannot be read: {error.strerror}") from error
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(cert, key, password="")  # otherwise OpenSSL would ask at the terminal

@@ -11,6 +11,7 @@ from coordinator.bench.forecast import Forecast, ForecastTimes
 from coordinator.bench.results import CLUSTER, Bench, BenchRow, fastest_splits, system_name
 from coordinator.cluster.tables import fitting, plain_console
 from worker.errors import InputError
+from worker.platform.files import writing
 
 _IMAGES = (".png", ".svg", ".pdf")
 _COLUMNS = 100
@@ -200,10 +201,8 @@ def write_plot(bench: Bench, path: Path) -> None:
         axes.grid(alpha=0.3)
     throughput.legend(fontsize=8)
     figure.suptitle(f"{bench.model} on {bench.machine}", fontsize=9)
-    try:
+    with writing("plot", path):
         figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise InputError("plot", f"cannot write {path}: {error.strerror}") from error
 
 
 def _failover_cells(row: FailoverRow) -> list[str]:
@@ -272,6 +271,5 @@ def _winners(bench: Bench) -> list[str]:
             if (other.system, other.concurrency) == (CLUSTER, row.concurrency) and other.layers != row.layers
         )
         gain = f", {row.tokens_per_s / next_best - 1:.0%} more than the next" if next_best else ""
-        requests = f"{row.concurrency} request" + ("s" if row.concurrency > 1 else "")
-        lines.append(f"* fastest with {requests}: {name}, {row.tokens_per_s:.1f} tok/s{gain}")
+        lines.append(f"* fastest with {_requests(row.concurrency)}: {name}, {row.tokens_per_s:.1f} tok/s{gain}")
     return lines

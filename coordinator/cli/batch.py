@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 import typer
 
 from coordinator.cli import flags
-from coordinator.cli.report import writing
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import TokenReport, say, show_tokens, telling_interrupts
 from coordinator.engine.bounded import TEMPLATES
 from worker.errors import BrigadeError, InputError, NodeBusy, PoisonRequest, QueueFull, StageLost
+from worker.platform.files import reading, writing
 from worker.platform.text import Json, json_bytes, json_problem
 
 if TYPE_CHECKING:
@@ -254,18 +254,15 @@ class BatchEntry:
 def read_requests(path: Path) -> list[BatchEntry]:
     """Return the entries of all lines that are not empty. Raises InputError if the file cannot be read."""
     entries: dict[str, BatchEntry] = {}
-    try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                entry = _entry(number, line)
-                if first := entries.get(entry.key):
-                    said = f"custom_id {entry.custom_id!r} is that of line {first.number} already"
-                    entry = _wrong_entry(number, line, said)
-                entries[entry.key] = entry
-    except OSError as error:
-        raise InputError("", f"{path} cannot be read: {error.strerror}") from error
+    with reading("", path), open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            entry = _entry(number, line)
+            if first := entries.get(entry.key):
+                said = f"custom_id {entry.custom_id!r} is that of line {first.number} already"
+                entry = _wrong_entry(number, line, said)
+            entries[entry.key] = entry
     return [*entries.values()]
 
 

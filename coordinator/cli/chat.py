@@ -21,7 +21,6 @@ import typer
 from rich.console import Console
 
 from coordinator.cli import flags
-from coordinator.cli.report import writing
 from coordinator.cli.run import TakeFlags
 from coordinator.cli.show import showing
 from coordinator.cluster.options import ClusterOptions
@@ -30,6 +29,7 @@ from coordinator.engine.bounded import TEMPLATES
 from coordinator.sessions.output import Output, Usage
 from coordinator.sessions.request import Conversation, RequestSpec, require_text
 from worker.errors import BrigadeError, InputError
+from worker.platform.files import reading, writing
 from worker.platform.interrupts import INTERRUPTED
 from worker.platform.tasks import cancel_all
 from worker.platform.text import to_json
@@ -363,12 +363,10 @@ def _save(chat: Chat, rest: str) -> None:
 
 def _load(chat: Chat, rest: str) -> None:
     path = Path(os.path.expanduser(rest))
+    with reading("", path):
+        text = path.read_text(encoding="utf-8")
     try:
-        chat.dialogue = Dialogue.of(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError("", f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InputError("", f"{path}: expected UTF-8 text, found other bytes at {error.start}") from error
+        chat.dialogue = Dialogue.of(text)
     except InputError as error:
         raise InputError("", f"{path}: {error.message}") from error
     say(f"loaded {len(chat.dialogue.messages())} messages from {path}")

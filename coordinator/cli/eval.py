@@ -31,6 +31,7 @@ from coordinator.quality.questions import BUILT_IN, CHECKS, Question, QuestionSe
 from coordinator.sessions.output import Output, Usage
 from coordinator.sessions.request import Conversation, RequestSpec
 from worker.errors import InputError
+from worker.platform.files import writing
 from worker.platform.text import Json, to_json
 from worker.platform.threads import run_in_thread
 
@@ -376,7 +377,5 @@ def _write_plot(model: str, rows: Sequence[AccuracyRow], path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1)
     axes.set_xlabel(f"share of right answers of {model}, with its interval of 95 %")
-    try:
+    with writing("plot", path):
         figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise InputError("plot", f"cannot write {path}: {error.strerror}") from error

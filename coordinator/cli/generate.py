@@ -21,7 +21,6 @@ from coordinator.cli.report import (
     require_writable,
     stages_of,
     stats_of,
-    writing,
 )
 from coordinator.cli.show import Printer
 from coordinator.cli.trace import trace_events
@@ -45,6 +44,7 @@ from coordinator.sessions.request import (
 )
 from protos.brigade_pb2 import CacheKind, Contents, Sampling
 from worker.errors import BrigadeError, InputError, ModelError
+from worker.platform.files import writing
 from worker.platform.threads import run_in_thread
 
 if TYPE_CHECKING:

@@ -1,7 +1,6 @@
 """Statistics of a request: two lines or tables (--stats) on standard error, and JSON."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from coordinator.planning.plan import Plan
 from coordinator.sessions.output import Answer, Token
 from coordinator.sessions.waterfall import StageTime, Waterfall
 from protos.brigade_pb2 import StatusReply
-from worker.errors import InputError
+from worker.platform.files import writing
 from worker.platform.text import format_bytes
 
 _WATERFALL_COLUMNS = 40  # the most columns of the bars
@@ -129,15 +128,6 @@ def require_writable(name: str, path: Path) -> None:
         path.open("a").close()
         if is_new:
             path.unlink()
-
-
-@contextmanager
-def writing(name: str, path: Path) -> Iterator[None]:
-    """Raise InputError, which names the parameter and the file, if the body cannot write it."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(name, f"cannot write {path}: {error.strerror}") from error
 
 
 def _waterfall_table(waterfall: Waterfall, width: int) -> Table:

@@ -18,6 +18,7 @@ from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say, show_tokens
 from coordinator.sessions.output import Scored
 from worker.errors import InputError
+from worker.platform.files import reading
 
 
 def score(
@@ -41,15 +42,11 @@ def score(
 
 def _read(file: str) -> str:
     """Raises InputError for a file that is missing or not UTF-8."""
-    try:
+    with reading("", file):
         if file == "-":
             return sys.stdin.buffer.read().decode()
         with open(file, encoding="utf-8", newline="") as stream:
             return stream.read()
-    except UnicodeDecodeError as error:
-        raise InputError("", f"{file}: expected UTF-8 text, found other bytes at {error.start}") from error
-    except OSError as error:
-        raise InputError("", f"{file} cannot be read: {error.strerror}") from error
 
 
 async def run_score(options: ClusterOptions, text: str, *, as_json: bool) -> None:

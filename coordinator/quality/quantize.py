@@ -33,7 +33,7 @@ from worker.errors import BrigadeError, InputError, first_line
 from worker.model.build import MLX_DTYPES, build
 from worker.model.checkpoint import SMALL_FILES, Checkpoint
 from worker.model.quantisation import MISFITS, misfit, quantisation_of
-from worker.platform.files import sync_file
+from worker.platform.files import sync_file, writing
 from worker.platform.text import format_bytes
 
 Mode = Literal["affine", "mxfp4", "mxfp8", "nvfp4"]
@@ -263,11 +263,9 @@ def _opened(folder: Path, state: Mapping[str, Any]) -> Iterator[None]:
     path, wanted = folder / _STATE, json.dumps(state, sort_keys=True)
     if not path.exists():
         require_new(folder)
-    try:
+    with writing("", folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = path.open("a+", encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise InputError("", f"cannot write {folder}: {error.strerror}") from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -20,6 +20,7 @@ from worker.errors import InputError
 from worker.model.build import build, tensors_of_module
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import describe
+from worker.platform.files import reading
 from worker.platform.machine import memory_budget
 from worker.platform.text import format_bytes
 
@@ -71,11 +72,8 @@ class MixedBits:
 
 def read_text(path: Path | None) -> str:
     """Return the text of a file; ours without one. Raises InputError if it cannot be read."""
-    try:
+    with reading("calibration", path or _TEXT):
         return (path or _TEXT).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
-        raise InputError("calibration", f"cannot read {path}: {reason}") from error
 
 
 def read_sequences(checkpoint: Checkpoint, text: str) -> mx.array:

@@ -1,8 +1,32 @@
-"""Files that outlast a failure of the power."""
+"""Files of the user, which may be unreadable, and files that outlast a failure of the power."""
 
 import contextlib
 import fcntl
 import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from worker.errors import InputError
+
+
+@contextlib.contextmanager
+def reading(name: str, path: Path | str) -> Iterator[None]:
+    """Raise InputError, which names the parameter and the file, if the body cannot read it or its text is not UTF-8."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(name, f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(name, f"{path}: expected UTF-8 text, found other bytes at {error.start}") from error
+
+
+@contextlib.contextmanager
+def writing(name: str, path: Path) -> Iterator[None]:
+    """Raise InputError, which names the parameter and the file, if the body cannot write it."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(name, f"cannot write {path}: {error.strerror}") from error
 
 
 def sync_file(descriptor: int) -> None:
