@@ -5,7 +5,7 @@ import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -281,9 +281,6 @@ class _Run:
     thread: MlxThread
     bench: Bench
 
-    def _open_chain(self, options: ClusterOptions) -> AbstractAsyncContextManager[Chain]:
-        return open_chain(options, self.checkpoint, self.thread)
-
     async def open_alone(self, stack: AsyncExitStack) -> list[System]:
         """Open one process of this code and of mlx_lm, if both fit beside this node's part of the cluster."""
         own = replace(self.options.with_layers(None), local=0, by_speed=False, objective="latency")
@@ -299,7 +296,7 @@ class _Run:
                 "its part of the cluster at once"
             )
             return []
-        chain = await stack.enter_async_context(self._open_chain(own))
+        chain = await stack.enter_async_context(open_chain(own, self.checkpoint, self.thread))
         systems: list[System] = [OnChain(ONE_PROCESS, chain)]
         if all(decode.kind != "ar" for decode in self.workload.decodes):  # mlx_lm has no other
             return systems
@@ -320,7 +317,8 @@ class _Run:
         async with AsyncExitStack() as stack:
             opened = []
             try:
-                chain = await stack.enter_async_context(self._open_chain(self.options.with_layers(split)))
+                options = self.options.with_layers(split)
+                chain = await stack.enter_async_context(open_chain(options, self.checkpoint, self.thread))
                 opened = [OnChain(name, chain)]
             except ConfigError as error:
                 if is_only and len(self.workload.splits) == 1:

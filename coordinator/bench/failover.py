@@ -52,15 +52,15 @@ CASES = [Case(loss, place) for loss in (KILLED, STOPPED) for place in (RESTARTED
 class LossTimes:
     """The parts of one loss, or medians of several. Seconds; None where there is nothing to measure."""
 
-    detect_s: float | None
-    reopen_s: float | None  # from then to an open chain: find_s + load_s + join_s
-    find_s: float | None  # until there were enough nodes, start_s included
+    detect_s: float
+    reopen_s: float  # from then to an open chain: find_s + load_s + join_s
+    find_s: float  # until there were enough nodes, start_s included
     start_s: float | None  # of another process
-    load_s: float | None
-    join_s: float | None
+    load_s: float
+    join_s: float
     replay_s: float | None  # from the open chain to the next token
     gap_s: float | None  # between two tokens
-    prefill_s: float | None  # of as many tokens as a prompt, before the loss
+    prefill_s: float  # of as many tokens as a prompt, before the loss
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,9 @@ class FailoverRow:
         return _DETECT_S[self.loss]
 
     @property
-    def wanted_gap_s(self) -> float | None:
+    def wanted_gap_s(self) -> float:
         """The sum of detection, start of a process if there was one, load, and 1.2 times the prefill."""
         times = self.times
-        if times.detect_s is None or times.load_s is None or times.prefill_s is None:
-            return None
         return times.detect_s + (times.start_s or 0.0) + times.load_s + _PREFILL * times.prefill_s
 
     def as_json(self) -> dict[str, Any]:
@@ -137,7 +135,8 @@ def middle(trials: Sequence[LossTimes]) -> LossTimes:
     """Return the median of each part, over the trials that have it."""
     columns = zip(*(astuple(each) for each in trials), strict=True)
     known = ([value for value in column if value is not None] for column in columns)
-    return LossTimes(*(median(column) if column else None for column in known))
+    medians: list[Any] = [median(column) if column else None for column in known]
+    return LossTimes(*medians)
 
 
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
@@ -219,7 +218,7 @@ class _Place:
     @asynccontextmanager
     async def _open(self, case: Case, context: int) -> AsyncIterator[tuple[Cluster, LocalWorker]]:
         """Open a cluster; yield it with its last worker."""
-        has_spare = case.place == SPARE
+        has_spare, tell_nobody = case.place == SPARE, lambda line: None  # the table lists all losses
         options = replace(self.options, limits=_AT_ONCE if has_spare else USUAL, context=context)
         async with AsyncExitStack() as stack:
             names = [f"worker-{i + 1}" for i in range(options.num_workers + has_spare)]
@@ -230,11 +229,9 @@ class _Place:
             peers = [Peer(worker.name, [worker.address], network) for worker in workers]
             nodes = await stack.enter_async_context(Nodes(peers, options.cluster))
             if case.place == RESTARTED:
-                nodes.keep(workers, network, _say_nothing)
+                nodes.keep(workers, network, tell_nobody)
             opening = cluster_over(
-                *(nodes, peers[: len(chained)], options, self.checkpoint),
-                say=_say_nothing,
-                thread=self.thread,
+                *(nodes, peers[: len(chained)], options, self.checkpoint), say=tell_nobody, thread=self.thread
             )
             yield await stack.enter_async_context(opening), chained[-1]
 
@@ -252,7 +249,3 @@ async def _strike(engine: Engine, request: Request, worker: LocalWorker, case: C
     if struck is None:
         raise BrigadeError(f"expected an answer of {request.max_tokens} tokens, it ended after {len(answer.tokens)}")
     return struck, answer
-
-
-def _say_nothing(line: str) -> None:
-    """Replace `say`: the table lists all losses."""

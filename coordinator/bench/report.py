@@ -214,10 +214,10 @@ def _failover_cells(row: FailoverRow) -> list[str]:
     return [
         str(row.context),
         f"{row.loss}, {row.place}",
-        text(times.detect_s and 1e3 * times.detect_s, 1e3 * detect_s, ".0f"),
+        text(1e3 * times.detect_s, 1e3 * detect_s, ".0f"),
         f"{1e3 * detect_s:.0f}",
         *map(text, (times.start_s, times.load_s, times.reopen_s, times.replay_s, times.prefill_s)),
-        text(times.gap_s, math.inf if row.wanted_gap_s is None else row.wanted_gap_s),
+        text(times.gap_s, row.wanted_gap_s),
         text(row.wanted_gap_s),
     ]
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 from coordinator.planning.speeds import NodeSpeed
 from protos.brigade_pb2 import Configuration, Facts, Interface, LinkReply, Medium, ThunderboltPort, Way
@@ -72,16 +73,7 @@ class Finding:
             object.__setattr__(self, name, printable(getattr(self, name)))
 
 
-def ok(kind: Kind, about: str, text: str) -> Finding:
-    return Finding(Level.OK, kind, about, text)
-
-
-def note(kind: Kind, about: str, text: str, fix: str = "") -> Finding:
-    return Finding(Level.NOTE, kind, about, text, fix)
-
-
-def problem(kind: Kind, about: str, text: str, fix: str) -> Finding:
-    return Finding(Level.PROBLEM, kind, about, text, fix)
+ok, note, problem = (partial(Finding, level) for level in Level)
 
 
 def graded(kind: Kind, about: str, text: str, fix: str, *, is_problem: bool = False, is_note: bool = False) -> Finding:

@@ -33,7 +33,6 @@ def test_what_did_not_happen_is_unknown() -> None:
     assert (found.start_s, found.replay_s, found.gap_s) == (None, None, None)
     row: dict[str, Any] = FailoverRow("stopped", "spare", 128, found, is_equal=True).as_json()
     assert row["start_s"] is None and row["gap_s"] is None
-    assert FailoverRow("stopped", "spare", 128, replace(found, load_s=None), is_equal=True).wanted_gap_s is None
 
 
 def test_the_gap_that_is_wanted_is_made_of_what_could_not_be_avoided() -> None:
