@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing, closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, ClassVar, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -76,17 +76,23 @@ async def run_bridge(options: ClusterOptions) -> None:
     inputs = await InputProcessor.read(options, needs_text=False, max_tokens=_CHAT_TOKENS)
     async with open_engine(inputs, options, max_waiting=MOST_WAITING) as engine:
         say(f"{engine.name} is loaded: a JSON object per line")
-        with LineWriter(sys.stdout) as writer:
+        with closing(CallThread("standard output")) as thread:  # a slow reader does not block the event loop
+
+            async def write(line: Json) -> None:
+                text = to_json(line) + "\n"
+                await thread.run(lambda: (sys.stdout.write(text), sys.stdout.flush()))
+
             async with aclosing(read_lines(sys.stdin.buffer)) as lines:
-                await Bridge(engine, writer).run(lines)
+                await Bridge(engine, write).run(lines)
 
 
 class Bridge:
     """The running requests, by their ids."""
 
-    def __init__(self, engine: Engine, writer: LineWriter) -> None:
+    def __init__(self, engine: Engine, write: Callable[[Json], Awaitable[None]]) -> None:
+        """`write` writes a line of standard output. It raises BrokenPipeError if that was closed."""
         self._engine = engine
-        self._writer = writer
+        self._write = write
         self._running: dict[Id, asyncio.Task[None]] = {}
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -114,14 +120,14 @@ class Bridge:
                     return
                 await self._begin(line)
             except Unreadable as error:
-                await self._writer.write(error_line(error.id, error))
+                await self._write(error_line(error.id, error))
         await asyncio.gather(*self._running.values())
 
     async def _begin(self, line: Line) -> None:
         """Raises Unreadable for an id that is running already, or for a `cancel` of one that is not."""
         running = self._running.get(line.id)
         if line.op == "info":
-            await self._writer.write({"id": line.id, "info": self._info()})
+            await self._write({"id": line.id, "info": self._info()})
         elif line.op == "cancel":
             if running is None:
                 raise Unreadable("id", "expected the id of a request under way, which is to be cancelled", line.id)
@@ -151,13 +157,13 @@ class Bridge:
             async with aclosing(self._engine.generate(request)) as outputs:
                 async for output in outputs:
                     if piece := reply.add(output):
-                        await self._writer.write(piece)
+                        await self._write(piece)
             told = reply.last_line(output.finish_reason, _stats(reply.answer))
         except BrigadeError as error:
             told = error_line(line.id, error)
         except asyncio.CancelledError:
             told = reply.last_line("cancelled", None)
-        await self._writer.write(told)
+        await self._write(told)
 
     def _spec(self, line: Line) -> RequestSpec:
         """Raises InputError for a wrong body, or for messages if the model has no chat template."""
@@ -320,22 +326,3 @@ async def read_lines(stream: BinaryIO) -> AsyncGenerator[bytes, None]:
             yield line.rstrip(b"\r\n")
     finally:
         thread.close(timeout_s=0)  # it may wait for a line that never comes
-
-
-class LineWriter:
-    """Writes JSON objects, a line each, on a thread: a slow reader does not block the event loop. A context manager."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._thread = CallThread("standard output")
-
-    def __enter__(self) -> LineWriter:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._thread.close()
-
-    async def write(self, line: Json) -> None:
-        """Write a line. Raises BrokenPipeError if standard output was closed."""
-        text = to_json(line) + "\n"
-        await self._thread.run(lambda: (self._stream.write(text), self._stream.flush()))

@@ -96,13 +96,8 @@ async def run_calibrate(
     as_json: bool,
 ) -> int:
     """Answer, print a row per kind of task, and write the file. Return the exit code: 1 if no kind reaches it."""
-    cases = {
-        kind: [
-            questions.case(each, question, "diffusion", replace(spec, stops=question.stops, decode=Decode("diffusion")))
-            for question in each.questions
-        ]
-        for kind, each in sets.items()
-    }
+    spec = replace(spec, decode=Decode("diffusion"))
+    cases = {kind: questions.cases(each, "diffusion", spec) for kind, each in sets.items()}
     asked = [case for of_set in cases.values() for case in of_set]
     found: dict[str, Calibration | None] = {}
     num_guesses: dict[str, int] = {}

@@ -76,9 +76,12 @@ class QuestionFlags:
         sources = dict.fromkeys(self.questions)
         return [read_questions(source, self.check, self.limit, texts) for source in sources]
 
-    def case(self, of_set: QuestionSet, question: Question, decoder: str, spec: RequestSpec) -> EvalCase:
-        """Return one of the questions for one decoder; `spec` has no prompt."""
-        return EvalCase(of_set.name, question, decoder, spec, self.system_prompt, self.raw)
+    def cases(self, of_set: QuestionSet, decoder: str, spec: RequestSpec) -> list[EvalCase]:
+        """Return the questions of a set for one decoder; `spec` has no prompt."""
+        return [
+            EvalCase(of_set.name, each, decoder, replace(spec, stops=each.stops), self.system_prompt, self.raw)
+            for each in of_set.questions
+        ]
 
 
 def eval(
@@ -134,10 +137,10 @@ def eval(
     chosen = {"temperature": 0.0, "seed": 0} | sampling.chosen()  # of any model: a run can be continued
     spec = RequestSpec((), max_tokens, chosen, **sampling.tokens())
     cases = [
-        questions.case(each, question, kind, replace(spec, stops=question.stops, decode=decoders[kind]))
+        case
         for kind in kinds
         for each in sets
-        for question in each.questions
+        for case in questions.cases(each, kind, replace(spec, decode=decoders[kind]))
     ]
     model_at: AbstractAsyncContextManager[tuple[str, Ask]]
     if server.server is None:

@@ -91,17 +91,8 @@ class ModelInUse:
         """Bytes of hidden state per token; 0 if the model is unknown."""
         return self.spec.row_bytes if self.spec else 0
 
-    def plan_by_memory(self, nodes: Sequence[Node]) -> Plan:
-        """Return the plan over all these nodes in this order. Raises ConfigError as `plan` does."""
-        return self._plan(nodes, NO_SPEEDS)
-
-    def plan_over_some(self, nodes: Sequence[Node]) -> Plan:
-        """Return a plan over any of these nodes, as if they were equally fast. Raises ConfigError as `plan` does."""
-        assert self.spec is not None
-        speed = NodeSpeed.assumed(self.spec, gbps=100)
-        return self._plan(nodes, Survey({node.name: speed for node in nodes}))
-
-    def _plan(self, nodes: Sequence[Node], speeds: Survey) -> Plan:
+    def plan_over(self, nodes: Sequence[Node], speeds: Survey = NO_SPEEDS) -> Plan:
+        """Return the plan over all these nodes in order; with speeds over any of them. Raises ConfigError as `plan`."""
         assert self.spec is not None
         objective = Objective(self.context, layers=self.layers, is_order_fixed=self.is_order_fixed)
         return plan(self.spec, nodes, speeds, objective)
@@ -491,13 +482,14 @@ def _check_plan(spec: ModelSpec, nodes: Sequence[ExaminedNode], model: ModelInUs
     """Yield whether the model fits, by memory alone."""
     offers = offers_of(nodes)
     try:
-        found = model.plan_by_memory(offers)
+        found = model.plan_over(offers)
     except ConfigError as error:
         fix = "correct `layers:` or the number of workers in cluster.yaml"
         yield problem(Kind.PLAN, "all nodes", error.message, fix)
         return
     is_by_speed = not all(node.is_here for node in nodes[1:])  # else nodes keep this order
-    if not found.fits and is_by_speed and (other := model.plan_over_some(offers)).fits:
+    equally_fast = Survey(dict.fromkeys((node.name for node in nodes), NodeSpeed.assumed(spec, gbps=100)))
+    if not found.fits and is_by_speed and (other := model.plan_over(offers, equally_fast)).fits:
         found = other
     with_context = f"{spec.name} with {model.context:,} tokens of context"
     if found.fits and found.names == [node.name for node in nodes]:
@@ -512,7 +504,7 @@ def _check_plan(spec: ModelSpec, nodes: Sequence[ExaminedNode], model: ModelInUs
         now if is_shared else Node(now.name, max(now.memory_bytes, _raised_budget(node)))
         for node, now, is_shared in zip(nodes, offers, shares_machine, strict=True)
     ]
-    wider = model.plan_by_memory(raised)
+    wider = model.plan_over(raised)
     if wider.fits:
         yield from _raised_limits(wider, offers, nodes)
         return

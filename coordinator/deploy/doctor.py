@@ -104,7 +104,7 @@ async def try_answer(options: ClusterOptions, found: Examination) -> Examination
         return found
     trial, about, needed, free = None, "all nodes", 0, psutil.virtual_memory().available
     if found.model.spec is not None:
-        plan = found.model.plan_by_memory(offers_of(found.cluster.nodes))
+        plan = found.model.plan_over(offers_of(found.cluster.nodes))
         if not plan.fits or len(plan.names) < len(found.cluster.nodes):  # a finding tells of it
             return found
         needed = plan.assignments[0].needed_bytes
