@@ -78,8 +78,6 @@ class Completion(OpenAIObject):
 
 @dataclass
 class Choice:
-    """One choice so far."""
-
     echoed: str = ""
     prompt: tuple[int, ...] = ()  # if its tokens are to be scored
     eos: frozenset[int] = frozenset()

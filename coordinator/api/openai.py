@@ -326,7 +326,6 @@ class OpenAIAnswer(ApiAnswer):
             self._lasts[index] = output
 
     def chunk(self, **choice: Any) -> Json:
-        """Return an event with one choice."""
         return {**self._about, "object": self.chunk_kind, "choices": [choice]}
 
     def end(self) -> Iterator[Event]:

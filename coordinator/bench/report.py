@@ -11,7 +11,7 @@ from coordinator.bench.forecast import Forecast, ForecastTimes
 from coordinator.bench.results import CLUSTER, Bench, BenchRow, fastest_splits, system_name
 from coordinator.cluster.tables import fitting, plain_console
 from worker.errors import InputError
-from worker.platform.files import writing
+from worker.platform.files import require_writable, writing
 
 _IMAGES = (".png", ".svg", ".pdf")
 _COLUMNS = 100
@@ -166,7 +166,7 @@ def to_markdown(bench: Bench) -> str:
 
 
 def check_plot(path: Path) -> None:
-    """Raise InputError if a picture could not be drawn after the measurement."""
+    """Raise InputError if a picture could not be drawn to this file after the measurement."""
     if path.suffix not in _IMAGES:
         raise InputError("plot", f"expected a file ending in {', '.join(_IMAGES)}, got {str(path)!r}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -174,6 +174,7 @@ def check_plot(path: Path) -> None:
             "plot",
             f"drawing needs matplotlib, which is not installed: uv pip install --python {sys.executable} matplotlib",
         )
+    require_writable("plot", path)
 
 
 def write_plot(bench: Bench, path: Path) -> None:

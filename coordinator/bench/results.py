@@ -115,8 +115,6 @@ class PromptRow:
 
 @dataclass
 class Bench:
-    """The results of one run."""
-
     machine: str
     model: str
     num_prompt: int  # tokens per request

@@ -12,7 +12,6 @@ import typer
 
 from coordinator.cli import flags
 from coordinator.cli.eval import Ask, EvalCase, QuestionFlags, loaded
-from coordinator.cli.report import require_writable
 from coordinator.cli.run import TakeFlags
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import TokenReport, say, show_tokens
@@ -23,7 +22,7 @@ from coordinator.quality.calibrate import Calibration, Guess, TaughtFill, find_t
 from coordinator.quality.questions import QuestionSet
 from coordinator.sessions.request import RequestSpec
 from worker.errors import InputError
-from worker.platform.files import writing
+from worker.platform.files import require_writable, writing
 from worker.platform.text import to_json
 from worker.platform.threads import run_in_thread
 

@@ -187,7 +187,6 @@ class Typed:
         return self._end("") if self.is_open else None
 
     def drop(self) -> None:
-        """Discard the lines so far."""
         self._lines, self._is_quoted = [], False
 
     def _end(self, line: str) -> str:
@@ -197,8 +196,6 @@ class Typed:
 
 
 class Chat:
-    """One conversation."""
-
     def __init__(self, name: str, stream: Stream, keyboard: Keyboard, dialogue: Dialogue) -> None:
         self.dialogue = dialogue
         self.stats = "no answer yet"
@@ -316,8 +313,6 @@ class Leave(Exception):
 
 
 class Command(NamedTuple):
-    """A command of the chat."""
-
     expects: str
     help: str
     run: Callable[[Chat, str], None]

@@ -18,7 +18,6 @@ from coordinator.cli.report import (
     print_stats,
     print_summary,
     report_logprobs,
-    require_writable,
     stages_of,
     stats_of,
 )
@@ -44,7 +43,7 @@ from coordinator.sessions.request import (
 )
 from protos.brigade_pb2 import CacheKind, Contents, Sampling
 from worker.errors import BrigadeError, InputError, ModelError
-from worker.platform.files import writing
+from worker.platform.files import require_writable, writing
 from worker.platform.threads import run_in_thread
 
 if TYPE_CHECKING:

@@ -101,7 +101,6 @@ class SimulationFlags:
     ] = None
 
     def counts(self) -> tuple[int, ...]:
-        """Return the numbers of requests at once."""
         default = "1,2,4,8,16" if self.simulate else "8"
         return parse_counts("concurrency", self.concurrency or default, most=MOST_WAITING)
 

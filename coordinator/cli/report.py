@@ -1,7 +1,6 @@
 """Statistics of a request: two lines or tables (--stats) on standard error, and JSON."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -13,7 +12,6 @@ from coordinator.planning.plan import Plan
 from coordinator.sessions.output import Answer, Token
 from coordinator.sessions.waterfall import StageTime, Waterfall
 from protos.brigade_pb2 import StatusReply
-from worker.platform.files import writing
 from worker.platform.text import format_bytes
 
 _WATERFALL_COLUMNS = 40  # the most columns of the bars
@@ -119,15 +117,6 @@ def print_stats(answer: Answer, plan: Plan, waterfall: Waterfall, *, with_legend
     console.print(_waterfall_table(waterfall, console.width))
     if with_legend:
         console.print(_WATERFALL_LEGEND, style="dim")
-
-
-def require_writable(name: str, path: Path) -> None:
-    """Raise InputError now if a file cannot be written later; leave no empty file behind."""
-    is_new = not path.exists()
-    with writing(name, path):
-        path.open("a").close()
-        if is_new:
-            path.unlink()
 
 
 def _waterfall_table(waterfall: Waterfall, width: int) -> Table:

@@ -144,7 +144,6 @@ class Printer:
         self._num_tokens += num_tokens
 
     def write(self, text: str) -> None:
-        """Print final text."""
         if self._show is not None:
             self._show.say(text)
 

@@ -191,7 +191,6 @@ class Steps:
 
     @property
     def summary(self) -> str:
-        """A summary for a table."""
         started = "restarted" if self.was_alive else "started"
         done = {"installed": self.installs, "new certificate": "key.pem" in self.files, started: self.restarts}
         return ", ".join(what for what, is_done in done.items() if is_done) or "unchanged"

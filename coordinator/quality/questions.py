@@ -75,8 +75,6 @@ class Question:
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """The questions of one file."""
-
     name: str
     questions: tuple[Question, ...]
 

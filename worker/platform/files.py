@@ -29,6 +29,15 @@ def writing(name: str, path: Path) -> Iterator[None]:
         raise InputError(name, f"cannot write {path}: {error.strerror}") from error
 
 
+def require_writable(name: str, path: Path) -> None:
+    """Raise InputError now if a file cannot be written later; leave no empty file behind."""
+    is_new = not path.exists()
+    with writing(name, path):
+        path.open("a").close()
+        if is_new:
+            path.unlink()
+
+
 def sync_file(descriptor: int) -> None:
     """Have what was written to a file on its disk, also if the power fails. Raises OSError.
 
