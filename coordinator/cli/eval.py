@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -199,13 +199,13 @@ async def loaded(
     options = replace(options, context=max(options.context, longest))
     async with open_engine(inputs, options, max_waiting=concurrency, max_wait_s=_MAX_WAIT_S) as engine:
 
+        async def score(prompt: str, continuations: Sequence[str]) -> list[float]:
+            scores = await score_continuations(engine, prompt, continuations)
+            return [math.fsum(each.token.logprob for each in continuation) for continuation in scores]
+
         async def ask(case: EvalCase) -> AsyncGenerator[Output, None]:
-            question = case.question
-            if question.continuations:
-                began = time.monotonic_ns()
-                scores = await score_continuations(engine, question.prompt, question.continuations)
-                logprobs = [math.fsum(each.token.logprob for each in continuation) for continuation in scores]
-                yield _chosen(question, logprobs, began)
+            if case.question.continuations:
+                yield await _chosen(case.question, score)
                 return
             spec = replace(case.spec, prompt=case.prompt(has_template=has_template))
             async with aclosing(engine.generate(await engine.prepare(spec))) as outputs:
@@ -223,12 +223,10 @@ async def _served(given: flags.ServerFlags, body: Json, fields: Mapping[str, Jso
     async with open_server(given) as server:
 
         async def ask(case: EvalCase) -> AsyncGenerator[Output, None]:
-            question = case.question
-            if question.continuations:
-                began = time.monotonic_ns()
-                yield _chosen(question, await server.score(question.prompt, question.continuations), began)
+            if case.question.continuations:
+                yield await _chosen(case.question, server.score)
                 return
-            stop = {"stop": list(question.stops)} if question.stops else {}
+            stop = {"stop": list(case.question.stops)} if case.question.stops else {}
             asked = {**body, **fields[case.decoder], **stop, "decode": case.decoder}
             async with aclosing(server.generate(case.prompt(), asked)) as outputs:
                 async for output in outputs:
@@ -237,9 +235,10 @@ async def _served(given: flags.ServerFlags, body: Json, fields: Mapping[str, Jso
         yield server.name, ask
 
 
-def _chosen(question: Question, logprobs: Sequence[float], began: int) -> Output:
-    """Return the output that answers a question by its likeliest choice; `began` in nanoseconds."""
-    best = str(question.best(logprobs))
+async def _chosen(question: Question, score: Callable[[str, Sequence[str]], Awaitable[list[float]]]) -> Output:
+    """Return the output that answers a question by its likeliest choice; `score` returns their log-probabilities."""
+    began = time.monotonic_ns()
+    best = str(question.best(await score(question.prompt, question.continuations)))
     return Output(best, (), time.monotonic_ns(), "stop", Usage(0, began, 0, 0, 0), content=best)
 
 

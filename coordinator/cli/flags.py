@@ -29,6 +29,7 @@ _cluster = partial(typer.Option, rich_help_panel=CLUSTER)
 _recovery = partial(typer.Option, rich_help_panel="Recovery")
 _windows = partial(typer.Option, rich_help_panel="Windows")
 _output = partial(typer.Option, rich_help_panel="Output")
+_draws = partial(typer.Option, rich_help_panel="Sampling")
 _server = partial(typer.Option, rich_help_panel="Server")
 
 Config = Annotated[
@@ -200,7 +201,7 @@ MODELS_OWN = ("temp", "top_p", "top_k", "min_p", "repetition_penalty")  # fields
 def _sampling(name: str, default: str = "", **settings: Any) -> Any:
     """Return the option of a sampling parameter, as `SamplingParams` describes it."""
     help = f"{sampling_field(name).description} {default and f'(default: {default})'}".rstrip()
-    return typer.Option(help=help, rich_help_panel="Sampling", **settings)
+    return _draws(help=help, **settings)
 
 
 @dataclass(frozen=True)
@@ -226,17 +227,15 @@ class SamplingFlags:
     dry_penalty_last_n: Annotated[int | None, _sampling("dry_penalty_last_n", "all")] = None
     dry_sequence_breaker: Annotated[
         list[str] | None,
-        typer.Option(
+        _draws(
             help="DRY: no repetition goes beyond this text's last token; repeatable. (default: newline, colon, quote, "
-            "asterisk)",
-            rich_help_panel="Sampling",
+            "asterisk)"
         ),
     ] = None
     min_tokens: Annotated[int, _sampling("min_tokens")] = 0
-    stop_token_ids: Annotated[
-        str | None,
-        typer.Option(metavar="1,2,3", help="End the answer with any of these tokens.", rich_help_panel="Sampling"),
-    ] = None
+    stop_token_ids: Annotated[str | None, _draws(metavar="1,2,3", help="End the answer with any of these tokens.")] = (
+        None
+    )
     logit_bias: Annotated[str | None, _sampling("logit_bias", metavar="ID:BIAS,...")] = None
     seed: Annotated[int | None, _sampling("seed", "random", min=0, max=2**64 - 1)] = None
 

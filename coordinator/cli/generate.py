@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from coordinator.engine.inputs import InputProcessor
     from worker.model.checkpoint import Checkpoint
 
+_cache = partial(typer.Option, rich_help_panel="Cache")
 _PROMPTS = {"text": "the argument", "prompt": "--prompt", "prompt_tokens": "--prompt-tokens"}
 _SERVER_FIELDS = ("max_tokens", "stop", "ignore_eos", *flags.WINDOWS, "repeat_guard", "kv", "max_kv_size", "kv_keep")
 
@@ -73,23 +74,19 @@ def generate(
     ] = 0,
     kv: Annotated[
         str,
-        typer.Option(
+        _cache(
             metavar="full|rotating|int8|int4",
             help="The KV cache: every token; the first and the latest, --max-kv-size in all; every token in 8 or 4 "
             "bits, in about 0.55 or 0.3 of the bytes.",
-            rich_help_panel="Cache",
         ),
     ] = "full",
-    max_kv_size: Annotated[
-        int | None, typer.Option(min=1, help="Tokens that a rotating cache keeps.", rich_help_panel="Cache")
-    ] = None,
+    max_kv_size: Annotated[int | None, _cache(min=1, help="Tokens that a rotating cache keeps.")] = None,
     kv_keep: Annotated[
         str | None,
-        typer.Option(
+        _cache(
             metavar="N|system",
             help="Tokens at the beginning that a rotating cache never drops (attention sinks): a number, or as many as "
             "the system prompt has. (default: 4)",
-            rich_help_panel="Cache",
         ),
     ] = None,
     output: flags.OutputFlags,
