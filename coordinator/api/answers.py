@@ -95,8 +95,7 @@ class BlockAnswer(ApiAnswer):
         self._block: Block | None = None  # the open one
         self._num_blocks = 0
         self._run: BlockKind | None = None  # the kind of the latest output
-        self._held = ""  # white space that the run began with, while it has nothing else
-        self._is_blank = True  # the run has only white space
+        self._held: str | None = ""  # the white space of a run that has nothing else
         self._has_called = False
 
     @abstractmethod
@@ -148,11 +147,11 @@ class BlockAnswer(ApiAnswer):
         if not text:
             return
         if kind != self._run:
-            self._run, self._held, self._is_blank = kind, "", True
-        text = self._held + text
-        self._is_blank = self._is_blank and text.isspace()
-        self._held = text if self._is_blank else ""
-        if not self._is_blank:
+            self._run, self._held = kind, ""
+        if self._held is not None:
+            text = self._held + text
+            self._held = text if text.isspace() else None
+        if self._held is None:
             yield from self._add(kind, text)
 
     def _add(self, kind: BlockKind, text: str, call: ToolCall | None = None) -> Iterator[Event]:

@@ -164,8 +164,7 @@ class _Run:
         )
         self._pipeline = pipeline
         num_tokens = _ENDLESS if load.goes_on else load.num_tokens
-        self._goes_on = load.goes_on
-        self._wanted = load.num_tokens
+        self._load = load
         self._most_steps = load.canvas[1] if load.canvas else 1  # of a canvas
         lanes = LaneChooser(num_stages, pipeline.stages_s, pipeline.hops_s)
         self._costs = costs
@@ -234,13 +233,13 @@ class _Run:
             self._token_times[session] += [now] * len(known)
             if session.finish_reason is not None:
                 self._scheduler.close(session)
-        if self._goes_on:
+        if self._load.goes_on:
             self._simulated.together = self._span_of_all(now)
 
     def _span_of_all(self, now: float) -> tuple[float, float] | None:
         """Return the span from the latest first token until now once all have made enough tokens in it."""
         times = self._simulated.token_times
-        if min(map(len, times)) <= self._wanted:
+        if min(map(len, times)) <= self._load.num_tokens:
             return None
         begin = max(each[0] for each in times)
-        return (begin, now) if all(each[-self._wanted] > begin for each in times) else None
+        return (begin, now) if all(each[-self._load.num_tokens] > begin for each in times) else None

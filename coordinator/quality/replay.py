@@ -5,7 +5,7 @@ The reference always reads the cluster's tokens, so positions after a difference
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -66,8 +66,7 @@ class Replay:
         self._expected: list[int] = []
         self._smallest = math.inf  # margin so far
         self._logits: dict[int, mx.array] = {}  # [1, V] by row, where the reference draws another token
-        self._margins: dict[int, float] = {}  # by the same rows
-        self._measured: dict[int, float] = {}  # by the same rows
+        self._roundings: dict[int, Rounding] = {}  # by the same rows
 
     def decode_pass(self) -> ForcedPass:
         """Return the pass of one-token decoding: the prompt in chunks, then the answer token by token."""
@@ -85,10 +84,7 @@ class Replay:
 
     def case(self) -> ComparedAnswer:
         """Return the comparison; call it after the passes."""
-        roundings = {
-            row - self._num_prompt + 1: Rounding(self._margins[row], measured)
-            for row, measured in self._measured.items()
-        }
+        roundings = {row - self._num_prompt + 1: rounding for row, rounding in self._roundings.items()}
         smallest = self._smallest if self._expected else None
         return ComparedAnswer(self.name, self._expected, self._found, smallest, roundings)
 
@@ -100,13 +96,15 @@ class Replay:
         self._smallest = min(self._smallest, self._margin(row, logits, expected, second, self._smallest))
         if at < len(self._found) and self._found[at] != expected and len(self._logits) < _MAX_MEASURED:
             self._logits[row] = logits
-            self._margins[row] = self._margin(row, logits, expected, self._found[at])
+            self._roundings[row] = Rounding(self._margin(row, logits, expected, self._found[at]), measured=0.0)
 
     def _measure(self, row: int, logits: mx.array) -> None:
         """Note the largest difference to the logits of decoding; equal infinities do not differ."""
         kept = self._logits[row]
         distance = mx.where(kept == logits, 0.0, mx.abs(kept - logits)).max()
-        self._measured[row] = max(self._measured.get(row, 0.0), float(distance.item()))  # type: ignore[arg-type]
+        found = self._roundings[row]
+        measured = max(found.measured, float(distance.item()))  # type: ignore[arg-type]
+        self._roundings[row] = replace(found, measured=measured)
 
     def _margin(self, row: int, logits: mx.array, expected: int, found: int, most: float = _MAX_MARGIN) -> float:
         return find_margin(lambda shifted: self._draw(row, shifted), logits, expected, found, min(most, _MAX_MARGIN))
