@@ -132,21 +132,21 @@ class QuantizedModel:
         self.num_parameters = int(get_total_parameters(model))
         self.bits_per_weight = float(compute_bits_per_weight(model))
         self.keeps_vision = "vision_tower" in getattr(model, "model", {})
-        self._files = [Shard.of(part) for part in make_shards(dict(tree_flatten(model.parameters())))]
-        self.nbytes = sum(file.nbytes for file in self._files)
-
-    @property
-    def files(self) -> dict[str, "Shard"]:
-        """The weight files, by the names that mlx-lm gives them."""
-        num = len(self._files)
+        shards = list(map(Shard, make_shards(dict(tree_flatten(model.parameters())))))
+        num = len(shards)
         names = [f"model-{number:05d}-of-{num:05d}.safetensors" for number in range(1, num + 1)]
-        return dict(zip(names if num > 1 else ["model.safetensors"], self._files, strict=True))
+        # by the names that mlx-lm gives them
+        self.files = dict(zip(names if num > 1 else ["model.safetensors"], shards, strict=True))
+        self.nbytes = sum(file.nbytes for file in shards)
 
 
 class Shard:
     """The tensors of a weight file, in their order. Each is let go of once it is written or known to be."""
 
-    def __init__(self, arrays: list[tuple[str, mx.array]]) -> None:
+    def __init__(self, tensors: dict[str, mx.array]) -> None:
+        """Take the tensors out of this mapping, so that nothing else holds them."""
+        arrays = list(tensors.items())
+        tensors.clear()
         self.names = [name for name, _ in arrays]
         self.ends: list[int] = []
         entries: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
@@ -162,13 +162,6 @@ class Shard:
         text += b" " * (-len(text) % 8)
         self.header = len(text).to_bytes(8, "little") + text
         self._arrays: list[mx.array | None] = [array for _, array in arrays]
-
-    @classmethod
-    def of(cls, tensors: dict[str, mx.array]) -> "Shard":
-        """Take the tensors out of this mapping, so that nothing else holds them."""
-        arrays = list(tensors.items())
-        tensors.clear()
-        return cls(arrays)
 
     @property
     def nbytes(self) -> int:

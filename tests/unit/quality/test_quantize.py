@@ -13,7 +13,7 @@ from coordinator.quality.quantize import Shard
 )
 def test_a_tensor_counts_as_written_once_its_last_byte_is_there(tmp_path: Path, num_bytes: int, num_whole: int) -> None:
     tensors = {"a": mx.zeros((10,)), "b": mx.zeros((2, 6), mx.bfloat16), "c": mx.zeros((32,), mx.uint32)}
-    shard = Shard.of(tensors)
+    shard = Shard(tensors)
     path = tmp_path / "model.safetensors.part"
     path.write_bytes(shard.header + bytes(num_bytes))
     assert shard.whole_tensors(path) == num_whole and shard.nbytes == len(shard.header) + 192
