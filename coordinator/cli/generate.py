@@ -14,13 +14,7 @@ import typer
 
 from coordinator.cli import flags
 from coordinator.cli.flags import given_flags, refuse_flags
-from coordinator.cli.report import (
-    print_stats,
-    print_summary,
-    report_logprobs,
-    stages_of,
-    stats_of,
-)
+from coordinator.cli.report import print_stats, print_summary, stages_of, stats_of
 from coordinator.cli.show import Printer
 from coordinator.cli.trace import trace_events
 from coordinator.cluster.options import ClusterOptions
@@ -336,12 +330,20 @@ def _print_json(
     request: Request, tokens: Sequence[Token], finish_reason: str | None, text: str, **figures: Any
 ) -> None:
     """Print the object of `--json`; without `figures` it has no statistics."""
+    logprobs = [
+        {
+            "token": token.token,
+            "logprob": token.logprob,
+            "top": [[other.token, other.logprob] for other in token.alternatives],
+        }
+        for token in tokens
+    ]
     found = {
         "text": text,
         "tokens": [token.token for token in tokens],
         "prompt_tokens": len(request.prompt),
         "finish_reason": finish_reason,
-        "logprobs": report_logprobs(tokens) if request.sampling.logprobs else None,
+        "logprobs": logprobs if request.sampling.logprobs else None,
         "seed": request.sampling.seed,
     }
     print(json.dumps({**found, "stats": None, "stages": [], "waterfall": None, **figures}), flush=True)

@@ -1,6 +1,6 @@
 """Statistics of a request: two lines or tables (--stats) on standard error, and JSON."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from rich.table import Table
@@ -9,7 +9,7 @@ from rich.text import Text
 from coordinator.cluster.progress import say
 from coordinator.cluster.tables import plain_console, plain_table
 from coordinator.planning.plan import Plan
-from coordinator.sessions.output import Answer, Token
+from coordinator.sessions.output import Answer
 from coordinator.sessions.waterfall import StageTime, Waterfall
 from protos.brigade_pb2 import StatusReply
 from worker.platform.text import format_bytes
@@ -62,17 +62,6 @@ def _with_statuses(answer: Answer, plan: Plan, waterfall: Waterfall) -> Iterator
     held = {node.name: status for node, status in zip(plan.assignments, answer.statuses, strict=True)}
     for time in waterfall.stages:
         yield time, None if time.is_lost else held[time.node.name]
-
-
-def report_logprobs(samples: Sequence[Token]) -> list[dict[str, Any]]:
-    return [
-        {
-            "token": sample.token,
-            "logprob": sample.logprob,
-            "top": [[other.token, other.logprob] for other in sample.alternatives],
-        }
-        for sample in samples
-    ]
 
 
 def print_summary(answer: Answer, ended: str, drawn: str = "") -> None:
