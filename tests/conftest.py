@@ -9,6 +9,9 @@ import mlx.core as mx
 import pytest
 
 import worker  # noqa: F401 - before any test imports gRPC, which takes part in forks unless it is told not to
+from worker.platform.machine import freeze_heap
+
+_unfreeze = gc.unfreeze
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,6 +26,22 @@ def streams() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mx, "clear_streams", clear_elsewhere)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def left_frozen() -> Iterator[None]:
+    """A cluster that ends thaws the heap: to look for garbage among the modules of all tests takes a second each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield
+
+
+@pytest.fixture
+def thawed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what is let go of: as in a process that has loaded nothing."""
+    monkeypatch.setattr(gc, "unfreeze", _unfreeze)
+    freeze_heap.cache_clear()
+    gc.collect()
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,6 @@ from tests.cluster.servers import PATIENCE_S, TEXTS, served, wait_health
 from tools.worker_process import free_port
 from worker.compute.shard import Shard
 from worker.config import ClusterConfig, load_cluster
-from worker.platform.machine import freeze_heap
 from worker.platform.tasks import Use
 
 SHORT: dict[str, Any] = {"prompt": "the", "max_tokens": 4}
@@ -177,7 +176,7 @@ async def test_a_bug_of_the_engine_ends_its_requests_and_not_the_server(
         assert (await client.post(TEXTS, json=SHORT)).json()["choices"] == first
 
 
-@pytest.mark.usefixtures("without_collector")
+@pytest.mark.usefixtures("without_collector", "thawed")
 async def test_an_unused_model_is_unloaded_on_all_nodes_and_loaded_again_for_the_next_request(
     talker: Path, worker_file: Path, last: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,7 +191,6 @@ async def test_an_unused_model_is_unloaded_on_all_nodes_and_loaded_again_for_the
         return shard
 
     monkeypatch.setattr(deployment, "load_shard", load_and_note)
-    freeze_heap.cache_clear()  # as in a process that has loaded nothing
 
     options, often = options_of(talker, load_cluster(worker_file)), RequestLimits(heartbeat_s=0.001)
     async with served(options, keep_alive_s=0.1, max_waiting=2, limits=often) as (client, _):

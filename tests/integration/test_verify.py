@@ -1,7 +1,6 @@
 """`verify`, on chains that are the model and not quite, against a reference in memory or read layer by layer."""
 
 import asyncio
-import gc
 import io
 import json
 import sys
@@ -38,7 +37,6 @@ from worker.config import ClusterConfig, WorkerConfig
 from worker.errors import InputError
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
-from worker.platform.machine import freeze_heap
 
 PROMPT = tuple((5 * i + i * i) % VOCAB for i in range(2 * CHUNK + 5))
 NUM_TOKENS = 8
@@ -155,7 +153,9 @@ def in_this_process(whole: Whole) -> ClusterOptions:
 
 @pytest.fixture
 def cluster(models: Models) -> ClusterOptions:
-    return in_this_process(models("qwen3", **MASKED))
+    """Its context is short, as the prompts are then."""
+    config = MASKED["config"] | {"max_position_embeddings": 24}
+    return in_this_process(models("qwen3", **MASKED | {"config": config}))
 
 
 @pytest.fixture
@@ -255,11 +255,9 @@ async def test_an_interrupted_verify_says_how_far_it_was(
 
 
 async def test_the_cluster_is_let_go_of_before_the_reference_is_read(
-    cluster: ClusterOptions, size: int, built: list[tuple[int, int]]
+    cluster: ClusterOptions, size: int, thawed: None, built: list[tuple[int, int]]
 ) -> None:
     """Here it is the whole model: a coordinator may be full of its own layers."""
-    freeze_heap.cache_clear()  # as in a process that has loaded nothing
-    gc.collect()
     assert (await verify(cluster, Decode(), max_tokens=2, seed=0, stream=True)).holds
     before, *layers = (held for _, held in built)
     assert len(layers) == 4 and max(layers) - before < size / 4
@@ -345,8 +343,9 @@ async def test_verify_shows_how_far_it_is_and_ends_with_its_verdict(
 
 async def test_verify_tells_which_drafts_of_a_good_and_of_a_bad_drafter_held(models: Models) -> None:
     """The tokens are equal with either."""
-    target = models("qwen3").folder
-    for drafter, is_good in ((target, True), (models("qwen3", seed=7).folder, False)):
+    short = {"config": {"max_position_embeddings": 24}}
+    target = models("qwen3", **short).folder
+    for drafter, is_good in ((target, True), (models("qwen3", seed=7, **short).folder, False)):
         options = cluster_options(None, str(target), 0, draft_model=str(drafter))
         report = await verify(options, Decode("draft", num_drafts=3), max_tokens=5, seed=0)
         assert report.holds and len(report.drafts_held) == 3
