@@ -5,7 +5,6 @@ Limits are cut to few tokens: the model has random weights and never ends an ans
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,32 +27,20 @@ RECORDED = {path.stem: json.loads(path.read_text()) for path in sorted(Path(__fi
 EACH = pytest.mark.parametrize("client", RECORDED)
 WHOLE = {"cline": "tool_calls", "codex": "tool_calls", "claude_code": "tool_use"}  # a client of each API: 0.2 to 1 s
 CALLING = pytest.mark.parametrize("client", [name for name, found in RECORDED.items() if found["first"].get("tools")])
-IMAGES = {
-    "/v1/chat/completions": {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}},
-    "/v1/responses": {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="},
-    "/v1/messages": {
-        "type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
-    },
-}  # fmt: skip
 LIMITS = {"/v1/chat/completions": "max_tokens", "/v1/responses": "max_output_tokens", "/v1/messages": "max_tokens"}
 MANY = {"/v1/chat/completions": "required", "/v1/responses": "required", "/v1/messages": {"type": "any"}}
-
-
-@contextmanager
-def serving(folder: Path, settings: dict[str, Any]) -> Iterator[Server]:
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-    with starting() as start:
-        running = start.brigade("serve", "--model", folder, "--port", "0", "--local", "0", "--context", "16000")
-        found = running.err.wait_match(r"serving .* at (\S+), up to \d+ tokens", 120)
-        yield Server(running, found[1])
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = make_caller(tmp_path_factory.mktemp("clients") / "model", thinks=False)
-    with serving(folder, {"chat_template": TEMPLATE, "tool_parser_type": "json_tools"}) as running:
-        yield running
+    path = folder / "tokenizer_config.json"
+    settings = {"chat_template": TEMPLATE, "tool_parser_type": "json_tools"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    with starting() as start:
+        running = start.brigade("serve", "--model", folder, "--port", "0", "--local", "0", "--context", "16000")
+        found = running.err.wait_match(r"serving .* at (\S+), up to \d+ tokens", 120)
+        yield Server(running, found[1])
 
 
 @dataclass
@@ -169,55 +156,6 @@ def test_a_call_streams_with_its_name_and_its_arguments_or_as_far_as_it_went(ser
             assert told.reason == WHOLE[client] and isinstance(json.loads(arguments), dict)
         else:
             assert told.reason in ("length", "incomplete", "max_tokens") and arguments.startswith("{")
-
-
-def test_a_model_whose_template_knows_no_tools_calls_them_by_every_api(tmp_path: Path) -> None:
-    """Its roles have to alternate, and it has no system messages."""
-    alternating = (
-        "{% for m in messages %}{% if m.role != ['user', 'assistant'][loop.index0 % 2] %}"
-        "{{ raise_exception('roles have to alternate') }}{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    )
-    folder = make_caller(tmp_path / "model", thinks=False, knows_tools=False, num_hidden_layers=1)
-    with serving(folder, {"chat_template": alternating}) as plain:
-        for client in WHOLE:
-            few = {"tools": turn(client, "first")["tools"][:1]}  # the prompt describes them
-            choice = {"tool_choice": MANY[path_of(client)], "temperature": 1.0, "parallel_tool_calls": False}
-            told = asked(plain, client, turn(client, "first", limit=40, **few, **choice, seed=3))
-            assert set(told.names.values()) <= names_in(few) and len(told.names) == 1
-            assert asked(plain, client, turn(client, "result", **few)).reason
-
-
-@EACH
-def test_an_image_does_not_end_a_conversation(server: Server, client: str) -> None:
-    message = {"role": "user", "content": [IMAGES[path_of(client)]]}
-    body = followed(client, turn(client, "result"), message)
-    assert "image" in asked(server, client, body).left_out
-    assert asked(server, client, followed(client, body, {"role": "user", "content": "Go on."})).reason
-
-
-@EACH
-def test_a_prompt_that_is_too_long_is_refused_as_the_client_expects(server: Server, client: str) -> None:
-    body = followed(client, turn(client, "first"), {"role": "user", "content": "too long " * 8_000})
-    found = httpx2.post(f"{server.url}{RECORDED[client]['path']}", json=body, timeout=100)
-    assert found.status_code == 400
-    error = found.json()["error"]
-    if path_of(client) == "/v1/messages":
-        assert error["message"].startswith("prompt is too long: ") and " maximum" in error["message"]
-    else:
-        assert error["code"] == "context_length_exceeded" and "maximum context length is" in error["message"]
-        assert error["param"] == ("messages" if path_of(client) == "/v1/chat/completions" else "input")
-
-
-@EACH
-def test_a_stream_that_a_client_cancels_leaves_no_request(server: Server, client: str) -> None:
-    body = turn(client, "first", limit=8000)
-    with httpx2.stream("POST", f"{server.url}{RECORDED[client]['path']}", json=body, timeout=100) as response:
-        assert response.status_code == 200
-        next(response.iter_lines())
-    for _ in range(200):
-        if not server.get("/cluster").json()["requests"]:
-            return
-    pytest.fail("the request goes on")
 
 
 def test_what_codex_offers_and_no_model_can_call_is_named(server: Server) -> None:

@@ -254,17 +254,21 @@ def test_the_switches_of_reasoning_mean_the_same(api: str, fields: dict[str, Any
 # --- errors, names and keys -------------------------------------------------------------------------------------------
 
 
+@EVERY
 @pytest.mark.parametrize("streamed", [True, False])
-def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_look_for(streamed: bool) -> None:
+def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_look_for(api: str, streamed: bool) -> None:
     class Full(Listening):
         async def make_request(self, ask: RequestSpec) -> Any:
             raise ContextExceeded("prompt", "expected less", num_tokens=210, most=200)
 
-    found = posted("messages", {"stream": streamed}, Full())
+    found = posted(api, {"stream": streamed}, Full())
+    error = found.json()["error"]
     assert found.status_code == 400
-    assert found.json()["error"]["message"].startswith("prompt is too long: 210 tokens > 200 maximum")
-    error = posted("chat", {"stream": streamed}, Full()).json()["error"]
-    assert error["code"] == "context_length_exceeded" and "maximum context length is 200 tokens" in error["message"]
+    if api == "messages":
+        assert error["message"].startswith("prompt is too long: 210 tokens > 200 maximum")
+    else:
+        assert error["code"] == "context_length_exceeded" and "maximum context length is 200 tokens" in error["message"]
+        assert error["param"] == ("messages" if api == "chat" else "input")
 
 
 @EVERY
