@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from coordinator.cluster import cluster as cluster_module
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.deployment import Deployment
 from coordinator.cluster.open import with_drafter
@@ -173,12 +174,31 @@ async def deployed(
         yield Deployment(checkpoint, plan(spec, memory, NO_SPEEDS, Objective(128, layers=layers, goal=goal)), peers)
 
 
+@contextmanager
+def warmed_by_a_row() -> Iterator[None]:
+    """Have chains opened as after a loss, while requests wait: one row warms them up, a third of an opening's time."""
+
+    def unmeasured(*arguments: Any, **more: Any) -> Chain:
+        return Chain(*arguments, **more | {"is_awaited": True})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster_module, "Chain", unmeasured)
+        yield
+
+
 @asynccontextmanager
 async def opened(
-    folder: Path, layers: Sequence[int], nodes: Sequence[RunningNode], *where: Network, **more: Any
+    folder: Path,
+    layers: Sequence[int],
+    nodes: Sequence[RunningNode],
+    *where: Network,
+    is_measured: bool = False,
+    **more: Any,
 ) -> AsyncIterator[Chain]:
-    """The same joined and warm."""
-    async with deployed(folder, layers, nodes, *where, **more) as deployment, joined(deployment) as chain:
+    """The same joined and warm, by frames that measure costs if `is_measured`."""
+    async with deployed(folder, layers, nodes, *where, **more) as deployment, AsyncExitStack() as stack:
+        with nullcontext() if is_measured else warmed_by_a_row():
+            chain = await stack.enter_async_context(joined(deployment))
         yield chain
 
 

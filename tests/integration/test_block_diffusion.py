@@ -18,7 +18,6 @@ from coordinator.cluster.options import cluster_options
 from coordinator.decoding.decode_options import Decode, suit
 from coordinator.deploy.trial import NUM_TOKENS, try_cluster
 from coordinator.engine.engine import Engine, generate_once
-from coordinator.quality.verify import verify
 from coordinator.sessions.request import Request, check_request
 from protos.brigade_pb2 import Cache, Grammar, Sampling
 from tests.integration.conftest import CHUNK, Pass, running
@@ -225,13 +224,6 @@ async def test_a_lost_worker_changes_no_canvas(name: str, folders: dict[str, Pat
         assert rig.cluster.num_recoveries == 1
 
 
-@few
-async def test_a_chain_of_canvases_is_verified_against_one_process(name: str, folders: dict[str, Path]) -> None:
-    options = cluster_options(None, str(folders[name]), 0)
-    report = await verify(options, Decode("canvas"), max_tokens=4, seed=0)
-    assert report.holds and {case.verdict for case in report.cases} == {"equal"}
-
-
 async def test_the_trial_of_doctor_decodes_as_the_model_can(folders: dict[str, Path]) -> None:
     found = await try_cluster(cluster_options(None, str(folders["Fast_dLLM_Qwen"]), 1))
     assert found.first.tokens == found.second.tokens and len(found.first.tokens) == NUM_TOKENS
@@ -298,7 +290,7 @@ async def test_kept_rows_are_reused_in_whole_blocks_with_equal_tokens(name: str,
 
 @types
 async def test_a_chain_of_any_grid_warms_up_all_stages(name: str, folders: dict[str, Path], passes: list[Pass]) -> None:
-    async with running(folders[name], (1, 3)):
+    async with running(folders[name], (1, 3), is_measured=True):
         assert {each.start for each in passes} == {0, 1}
         rows = {each.rows for each in passes}
         assert len(rows) == 2 and all(count % describe(open_folder(folders[name])).canvas.grid == 0 for [count] in rows)  # type: ignore[union-attr]

@@ -227,7 +227,7 @@ async def test_prompt_chunks_shrink_as_attention_takes_more_memory(models: Model
     folder = models("qwen3", config=config).folder
     asked, peaks, found = request(tokens_of(600), 2, cache=cache), [], []
     for memory_bytes in (1 << 40, 8 << 20):
-        async with running(folder, (1, 1)) as chain:
+        async with running(folder, (1, 1), is_measured=True) as chain:
             nodes = [replace(node, memory_bytes=memory_bytes) for node in chain.plan.assignments]
             chain.plan = replace(chain.plan, assignments=nodes)
             async with Engine(chain) as engine:

@@ -67,7 +67,7 @@ async def test_turns_and_requests_side_by_side_get_the_tokens_of_one_node(
         text = (*first.prompt, *alone[0].tokens, *tokens_of(7, 5))
         follow_up = request(text, 9, cache=cache)
         again = await solo(chain, [follow_up], chunk=64)
-    async with running(folder, layers, goal="prompt") as chain:
+    async with running(folder, layers, goal="prompt", is_measured=True) as chain:
         assert chain.answers_alone
         few, many = map(chain.costs.stages_s, (1, 64))  # both were measured: longer chunks are judged by these
         assert all(one != other for one, other in zip(few, many, strict=True))
