@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import psutil
 import pytest
-from anthropic import Anthropic, BadRequestError, NotFoundError
+from anthropic import Anthropic
 
 from tests.cluster.commands import answer_here
 from tests.cluster.processes import START_S, Starter
@@ -94,12 +94,6 @@ def test_messages_and_responses_are_those_of_chat_completions_streamed_or_not(se
             for usage in (message.usage, stream.get_final_message().usage):
                 assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == counted > 4
                 assert usage.output_tokens > 1
-        too_long: Any = [{"role": "user", "content": "x" * 50_000}]
-        with pytest.raises(BadRequestError, match="prompt is too long: "):
-            client.messages.create(**greedy, max_tokens=1, messages=too_long)
-        with pytest.raises(NotFoundError) as unknown:
-            client.messages.create(model="claude", max_tokens=1, messages=HELLO)
-        assert unknown.value.type == "not_found_error" and unknown.value.request_id
 
         # Claude Code asks for `?beta=true`, with fields and headers that change nothing here, and for the models.
         cached: Any = {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}
