@@ -100,16 +100,16 @@ async def run_calibrate(
     asked = [case for of_set in cases.values() for case in of_set]
     found: dict[str, Calibration | None] = {}
     num_guesses: dict[str, int] = {}
-    async with loaded(options, [*asked, *(_taught(case, TaughtFill()) for case in asked)], concurrency) as (model, ask):
+    async with loaded(options, [*asked, *(_taught(case, TaughtFill()) for case in asked)], concurrency) as model:
         with show_tokens("answered", len(asked)) as report:
-            guesses = await _answer_all(asked, ask, concurrency, report)
+            guesses = await _answer_all(asked, model.ask, concurrency, report)
     for name, of_set in cases.items():
         fitted, held_out = ([guess for case in of_set[half::2] for guess in guesses[id(case)]] for half in (0, 1))
         num_guesses[name] = len(fitted) + len(held_out)
         found[name] = await run_in_thread(partial(find_thresholds, fitted, held_out, agreement))
     reached = {name: each.as_json() for name, each in found.items() if each}
     if as_json:
-        print(to_json({"model": model, "agreement": agreement, "kinds": {**dict.fromkeys(found), **reached}}))
+        print(to_json({"model": model.name, "agreement": agreement, "kinds": {**dict.fromkeys(found), **reached}}))
     else:
         rows = [_cells(name, num_guesses[name], each) for name, each in found.items()]
         console = plain_console()
@@ -118,7 +118,7 @@ async def run_calibrate(
         say(f"no threshold reaches {agreement:g} for {', '.join(lacking)}; give more questions, or ask for less")
     if not reached:
         return 1
-    content = json.dumps({"model": model, "agreement": agreement, "kinds": reached}, indent=1)
+    content = json.dumps({"model": model.name, "agreement": agreement, "kinds": reached}, indent=1)
     with writing("output", output):
         await run_in_thread(partial(output.write_text, f"{content}\n", encoding="utf-8"))
     say(f"{output} has the thresholds: --decode diffusion-fast --entropy-threshold {output}:{next(iter(reached))}")

@@ -140,7 +140,7 @@ def eval(
         for each in sets
         for case in questions.cases(each, kind, replace(spec, decode=decoders[kind]))
     ]
-    model_at: AbstractAsyncContextManager[tuple[str, Ask]]
+    model_at: AbstractAsyncContextManager[EvalModel]
     if server.server is None:
         TEMPLATES.start()  # in parallel to imports that take a second
         model_at = loaded(cluster.options(), cases, concurrency)
@@ -165,19 +165,27 @@ class EvalCase:
         is_raw = self.raw or not has_template or bool(self.question.continuations)
         return self.question.prompt if is_raw else Conversation.of(self.question.prompt, self.system)
 
-    def key(self, model: str) -> str:
+    def key(self, model: EvalModel) -> str:
         """Return what tells this answer from others in a file: all that the answer depends on."""
         spec, prompt = self.spec, (self.question.prompt, self.question.continuations, self.question.lengths)
-        about: list[Any] = [model, prompt, self.system, self.raw, spec.max_tokens]
+        about: list[Any] = [model.name, prompt, self.system, self.raw, spec.max_tokens]
         about += [dict(spec.sampling), repr(spec.decode), spec.stops, spec.stop_token_ids, spec.dry_sequence_breakers]
+        about += model.files
         return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
+@dataclass(frozen=True)
+class EvalModel:
+    """A model that answers."""
+
+    name: str
+    ask: Ask
+    files: Sequence[Any] = ()  # what tells its files from others of that name; those of a server are unknown
+
+
 @asynccontextmanager
-async def loaded(
-    options: ClusterOptions, cases: Sequence[EvalCase], concurrency: int
-) -> AsyncIterator[tuple[str, Ask]]:
-    """Load a model over a cluster; yield its name and a function that answers.
+async def loaded(options: ClusterOptions, cases: Sequence[EvalCase], concurrency: int) -> AsyncIterator[EvalModel]:
+    """Load a model over a cluster.
 
     Raises:
         InputError: the model cannot serve one of the cases. BrigadeError: it cannot be loaded.
@@ -186,6 +194,7 @@ async def loaded(
     from coordinator.engine.inputs import InputProcessor
     from coordinator.engine.scores import score_continuations
     from coordinator.sessions.request import most_rows
+    from worker.model.contents import contents_of
 
     inputs = await InputProcessor.read(options)
     has_template = inputs.has_chat_template
@@ -212,12 +221,14 @@ async def loaded(
                 async for output in outputs:
                     yield output
 
-        yield inputs.checkpoint.name, ask
+        model = inputs.checkpoint
+        weights = sorted(model.hub_hashes.items()) or (await run_in_thread(partial(contents_of, model))).marks.hex()
+        yield EvalModel(model.name, ask, (model.description, model.fingerprint.tokenizer, weights))
 
 
 @asynccontextmanager
-async def _served(given: flags.ServerFlags, body: Json, fields: Mapping[str, Json]) -> AsyncIterator[tuple[str, Ask]]:
-    """Connect to a server; yield its model's name and a function that answers. `fields` are those of each decoder."""
+async def _served(given: flags.ServerFlags, body: Json, fields: Mapping[str, Json]) -> AsyncIterator[EvalModel]:
+    """Connect to a server. `fields` are those of each decoder."""
     from coordinator.cli.remote import open_server
 
     async with open_server(given) as server:
@@ -232,7 +243,7 @@ async def _served(given: flags.ServerFlags, body: Json, fields: Mapping[str, Jso
                 async for output in outputs:
                     yield output
 
-        yield server.name, ask
+        yield EvalModel(server.name, ask)
 
 
 async def _chosen(question: Question, score: Callable[[str, Sequence[str]], Awaitable[list[float]]]) -> Output:
@@ -251,7 +262,7 @@ class EvalRun:
         self._right: dict[int, bool] = {}  # by the id of a case
 
     async def answer_all(
-        self, model: str, ask: Ask, known: dict[str, EvalAnswer], file: Answers[EvalAnswer] | None, concurrency: int
+        self, model: EvalModel, known: dict[str, EvalAnswer], file: Answers[EvalAnswer] | None, concurrency: int
     ) -> None:
         """Answer every case that has no answer in `known`, which takes the others, as the file does."""
         from worker.platform.tasks import together
@@ -264,9 +275,9 @@ class EvalRun:
 
             async def answer_in_turn(waiting: Iterator[tuple[str, EvalCase]]) -> None:
                 for key, case in waiting:
-                    known[key] = found = await read_answer(partial(ask, case))
+                    known[key] = found = await read_answer(partial(model.ask, case))
                     is_right = await run_in_thread(partial(self._is_right, case, found))
-                    about = {"model": model, "question": case.question.place, "decoder": case.decoder}
+                    about = {"model": model.name, "question": case.question.place, "decoder": case.decoder}
                     if file is not None:
                         judged = {"expected": case.question.expected, "right": is_right}
                         file.add({"key": key, **about, **judged, **asdict(found)})
@@ -277,7 +288,7 @@ class EvalRun:
                 turns = iter(waiting)
                 await together(*(answer_in_turn(turns) for _ in waiting[:concurrency]))
 
-    def rows(self, model: str, known: Mapping[str, EvalAnswer]) -> list[AccuracyRow]:
+    def rows(self, model: EvalModel, known: Mapping[str, EvalAnswer]) -> list[AccuracyRow]:
         """Judge the answers: a row per set and decoder."""
         cases: dict[str, dict[str, list[EvalCase]]] = {}
         for case in self.cases:
@@ -314,7 +325,7 @@ async def read_answer(ask: Callable[[], AsyncGenerator[Output, None]]) -> EvalAn
 
 
 async def run_eval(
-    model_at: AbstractAsyncContextManager[tuple[str, Ask]],
+    model_at: AbstractAsyncContextManager[EvalModel],
     run: EvalRun,
     output: Path | None,
     concurrency: int,
@@ -331,16 +342,16 @@ async def run_eval(
             known = dict(file.known)
             line = f"interrupted: the same command continues with the answers that {output} lacks"
             stack.enter_context(telling_interrupts(line))
-        async with model_at as (model, ask):
-            await run.answer_all(model, ask, known, file, concurrency)
+        async with model_at as model:
+            await run.answer_all(model, known, file, concurrency)
     rows = await run_in_thread(partial(run.rows, model, known))
     if as_json:
-        print(to_json({"model": model, "rows": [row.as_json() for row in rows]}), flush=True)
+        print(to_json({"model": model.name, "rows": [row.as_json() for row in rows]}), flush=True)
     else:
         console = plain_console()
         console.print(fitting(_HEADS, list(map(_cells, rows)), console.width, num_keys=2))
     if plot is not None:
-        _write_plot(model, rows, plot)
+        _write_plot(model.name, rows, plot)
 
 
 def _known(line: Json) -> tuple[str, EvalAnswer]:

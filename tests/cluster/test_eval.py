@@ -55,3 +55,10 @@ def test_a_killed_evaluation_goes_on_to_the_same_table(start: Starter, reciter: 
     assert sorted(judged) == sorted([(["no"], False), ([RECITED[:3]], True)] * 8)
     table = run_here(*asked, "-o", target)
     assert table.code == 0 and "50.0%" in table.out and "16 of 16 answers are known" in table.err
+    [weights] = reciter.glob("*.safetensors")
+    held = weights.read_bytes()
+    weights.write_bytes(held[: len(held) // 2] + bytes(len(held) - len(held) // 2))  # another model in its folder
+    try:
+        assert "are known" not in run_here(*asked, "-o", target).err
+    finally:
+        weights.write_bytes(held)
