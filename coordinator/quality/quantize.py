@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import mlx.core as mx
+from mlx import nn
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.convert import MODEL_CONVERSION_DTYPES
 from mlx_lm.utils import (
@@ -92,11 +93,13 @@ def require_new(folder: Path) -> None:
 def quantised_modules(model: Any, options: QuantizeOptions) -> Callable[[str, Any], Any]:
     """Return what says of a module, by its path, whether it is quantised, or how if otherwise than most."""
     own_choice = getattr(model, "quant_predicate", None)
+    is_tied = not any(path.split(".")[-1] == _HEAD for path, _ in model.named_modules())
+    keeps_embedding = is_tied and _HEAD in options.keep
 
     def choose(path: str, module: Any) -> Any:
         if not hasattr(module, "to_quantized") or module.weight.shape[-1] % options.group_size:
             return False
-        if set(path.split(".")) & set(options.keep):
+        if set(path.split(".")) & set(options.keep) or (keeps_embedding and isinstance(module, nn.Embedding)):
             return False
         bits = options.bits_of.get(path, options.bits)
         if bits != options.bits:

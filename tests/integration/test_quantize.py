@@ -33,10 +33,10 @@ UNEQUAL = {  # mlx-lm's code cannot build or quantise the first ones here, and B
 }  # fmt: skip
 
 
-def make(folder: Path, family: str) -> Path:
+def make(folder: Path, family: str, *, tied: bool = False) -> Path:
     """A tiny model: in bf16, in three files; some as they are published, with each expert by itself, one in fp32."""
     config = config_of(family, unit=32) | {"torch_dtype": "bfloat16"}
-    config |= {"tie_word_embeddings": False} if family in FAMILIES else {}
+    config |= {"tie_word_embeddings": tied} if family in FAMILIES else {}
     code = importlib.import_module(f"mlx_lm.models.{family.partition(':')[0]}")
     mx.random.seed(3)
     weights: dict[str, mx.array] = {}
@@ -133,6 +133,14 @@ def test_the_files_are_those_of_mlx_lms_convert_and_mlx_lm_loads_them(
         assert all(mx.array_equal(names[name], source[name]) for name in same)
     model, _ = load_model(tmp_path / "ours")
     assert model(mx.array([[1, 2, 3]])).shape[:2] == (1, 3)
+
+
+def test_the_head_that_is_to_be_kept_is_the_embedding_where_both_are_one(tmp_path: Path) -> None:
+    checkpoint = open_folder(make(tmp_path / "tied", "llama", tied=True))
+    kept = QuantizedModel(checkpoint, quantize_options("affine", 4, None, ["lm_head"]))
+    names = [name for file in kept.files.values() for name in file.names]
+    assert "model.embed_tokens.weight" in names and "model.embed_tokens.scales" not in names
+    assert "model.layers.0.mlp.up_proj.scales" in names
 
 
 @MATRIX
