@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from worker.config import NO_DRAFTER, ClusterConfig, TlsConfig, is_node_name, load_cluster, split_address
+from worker.config import CONFIG, NO_DRAFTER, ClusterConfig, TlsConfig, is_node_name, load_cluster, split_address
 from worker.errors import ConfigError, InputError
 from worker.model.repository import require_model
 from worker.platform.installation import skip_init
@@ -17,6 +17,10 @@ DEFAULT_BIND = "127.0.0.1:50070"
 _MODEL = (
     "This node's copy of the model, whatever name a coordinator gives it. (default: `model:` of its entry, or of "
     "cluster.yaml; the bundled model is always there)"
+)
+_CONFIG = (
+    "cluster.yaml; --name is this node's entry in it. (default with --name: cluster.yaml of this folder, if it exists "
+    "and neither --bind nor --keys is given)"
 )
 _KEYS = "Without --config: the folder of the certificate NAME.pem that `brigade keys issue NAME` made."
 _DRAFT_MODEL = "A copy of the model or head that drafts. (default: the coordinator sends it)"
@@ -40,7 +44,7 @@ KeepAlive = Annotated[
 
 
 def worker(
-    config: Annotated[Path | None, typer.Option(help="cluster.yaml; --name is this node's entry in it.")] = None,
+    config: Annotated[Path | None, typer.Option(help=_CONFIG)] = None,
     name: Annotated[str | None, typer.Option(help="This node's name.")] = None,
     bind: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where to listen.")] = None,
     keys: Annotated[Path | None, typer.Option(metavar="FOLDER", help=_KEYS)] = None,
@@ -63,6 +67,9 @@ def worker(
     which go to a cache (`brigade cache ls`). With `pull: hub` it downloads them from the hub instead, with `pull: none`
     it does neither.
     """
+    if not config and name and not bind and not keys and CONFIG.is_file():
+        print(f"using ./{CONFIG} (--config names another)", file=sys.stderr, flush=True)
+        config = CONFIG
     cluster = load_cluster(config) if config else _without_config(name, keys)
     if config and keys:
         raise InputError("keys", "not expected with --config: its `tls:` names the folder")

@@ -15,14 +15,13 @@ from coordinator.decoding.decode_options import Decode, make_decode
 from coordinator.planning.plan import USUAL_REQUESTS, Goal
 from coordinator.planning.recovery import USUAL, Limits
 from coordinator.sessions.request import make_sampling, sampling_field
-from worker.config import NO_DRAFTER
+from worker.config import CONFIG, NO_DRAFTER
 from worker.errors import InputError
 from worker.platform.run import field_of
 
 T = TypeVar("T")
 Number = TypeVar("Number", int, float)
 
-CONFIG = Path("cluster.yaml")  # used where it exists, unless --config names another
 CLUSTER, LOAD = "Cluster", "Load"
 
 _cluster = partial(typer.Option, rich_help_panel=CLUSTER)
@@ -45,6 +44,7 @@ ObjectiveFlag = Annotated[
     Goal | None,
     _cluster(
         "--objective",
+        metavar="GOAL",
         help="What the plan minimises where the nodes' speeds are known: `latency`, one request's time per token; "
         f"`throughput`, that of {USUAL_REQUESTS} requests at once, or of --concurrency; `prompt`: this "
         "machine holds the whole model and makes answers, while all compute prompts; `auto`: `prompt` where `latency` "
@@ -237,7 +237,7 @@ class SamplingFlags:
         None
     )
     logit_bias: Annotated[str | None, _sampling("logit_bias", metavar="ID:BIAS,...")] = None
-    seed: Annotated[int | None, _sampling("seed", "random", min=0, max=2**64 - 1)] = None
+    seed: Annotated[int | None, _sampling("seed", "random")] = None
 
     def chosen(self) -> dict[str, Any]:
         """Return the parameters that differ from their defaults, by their names in a request.
@@ -276,7 +276,7 @@ class DecodeFlags:
         str,
         _windows(
             "--decode",
-            metavar="auto|ar|ngram|draft|diffusion|diffusion-fast|canvas",
+            metavar="KIND",
             help="`ar`: one token per step. `ngram`: drafts from the text so far, `draft`: by --draft-model, and "
             "`diffusion`: from diffusion windows, all verified: the tokens of `ar`, several per step. "
             "`diffusion-fast`: WeDLM's decoder, lossy. `canvas`: block diffusion, for models trained so. `auto`: "

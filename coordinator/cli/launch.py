@@ -13,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.cli import flags
-from coordinator.cli.flags import CONFIG, find_config, given_flags
+from coordinator.cli.flags import find_config, given_flags
 from coordinator.cluster.progress import say, show_progress, telling_interrupts
 from coordinator.cluster.tables import plain_console
 from protos.brigade_pb2 import LoadProgress
-from worker.config import ClusterConfig, WorkerConfig, load_cluster, read_yaml
+from worker.config import CONFIG, ClusterConfig, WorkerConfig, load_cluster, read_yaml
 from worker.errors import BrigadeError, ConfigError, InputError
 from worker.platform.text import printable_lines
 from worker.platform.threads import run_in_thread

@@ -10,11 +10,11 @@ import typer
 from rich.console import Group
 
 from coordinator.cli import flags
-from coordinator.cli.flags import CONFIG, find_config
+from coordinator.cli.flags import find_config
 from coordinator.cli.run import run_async
 from coordinator.cluster.progress import say
 from coordinator.cluster.tables import fitting, plain_console
-from worker.config import CoordinatorConfig, load_cluster
+from worker.config import CONFIG, CoordinatorConfig, load_cluster
 from worker.errors import InputError, StageLost
 from worker.model.repository import require_model
 

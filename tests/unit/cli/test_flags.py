@@ -222,7 +222,9 @@ def test_the_cluster_file_of_this_folder_is_taken_unless_another_is_named(
     assert options.model == "demo" and not options.cluster.workers, "the bundled model"
 
 
-@pytest.mark.parametrize("command", ["launch", "logs mini", "keys issue Mini", "status", "nodes"])
+@pytest.mark.parametrize(
+    "command", ["launch", "logs mini", "keys issue Mini", "status", "nodes", "worker --name other"]
+)
 def test_commands_that_open_no_cluster_take_it_too(
     brigade: Command, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
