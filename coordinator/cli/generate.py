@@ -380,7 +380,7 @@ async def _resume(asked: GenerateOptions, options: ClusterOptions, journal: Jour
     for name, value, kept in _pairs(asked, request, prompt):
         if value != kept:
             found = "another one" if name == "prompt" else f"{_shortened(str(kept))}, not {_shortened(str(value))}"
-            raise InputError(name, f"the journal's request has {found}; leave it out")
+            raise InputError(name, f"the journal's request has {found}; leave it out, or give another --journal")
     check_request(request, replace(inputs.spec, cache=request.cache))
     return Prepared(inputs, request, {})
 

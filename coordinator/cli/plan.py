@@ -201,7 +201,9 @@ def _check_simulation(ctx: typer.Context, given: SimulationFlags, config: Path |
         raise InputError("canvas_steps", f"{expected}, got {given.canvas_steps}")
     has_times = given.stage_ms is not None, given.measured is not None
     if not any(has_times) and config is not None:
-        refuse_flags(ctx, ("local", *_TIMES), "not expected with --simulate --config, whose nodes measure themselves")
+        refuse_flags(
+            ctx, ("local", *_TIMES), f"not expected with --simulate over {config}, whose nodes measure themselves"
+        )
         return
     refuse_flags(
         ctx, ("local", "layers", "context"), "not expected with --simulate, which asks no nodes but those of --config"
