@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from worker.compute.drafting import DraftRequest, draw_drafts
+from worker.compute.drafting import DraftRequest, draft_in_turn
 from worker.drafters.draft_head import HeadDrafter, HeadModule, ReadRows, project
 from worker.memory.layer_cache import KVCache
 from worker.model.model_spec import DraftHead
@@ -119,13 +119,9 @@ class DFlashDrafter(HeadDrafter):
         drafted = [start + place for start, length in zip(starts, lengths, strict=True) for place in range(1, length)]
         logits = self._logits(h[:, mx.array(drafted)])
         firsts = [start - at for at, start in enumerate(starts)]  # of each slot's rows of logits
-        drafts: list[list[mx.array]] = [[] for _ in requests]
-        for place in range(max(request.count for request in requests)):
-            some = [at for at, request in enumerate(requests) if request.count > place]
-            rows = logits[mx.array([firsts[at] + place for at in some])]
-            drawn = draw_drafts(
-                [requests[at] for at in some], [texts[at].guide for at in some], [drafts[at] for at in some], rows
-            )
-            for at, token in zip(some, drawn.split(len(some)), strict=True):
-                drafts[at].append(token)
-        return [mx.concatenate(tokens) for tokens in drafts]
+
+        def feed(number: int, active: Sequence[int], ids: mx.array, h: mx.array) -> mx.array:
+            return logits[None, mx.array([firsts[at] + number + 1 for at in active])]  # they do not depend on drafts
+
+        guides = [text.guide for text in texts]
+        return draft_in_turn(requests, guides, logits[None, mx.array(firsts)], lambda h: h[0], feed)
