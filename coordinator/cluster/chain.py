@@ -137,6 +137,7 @@ class Chain:
                     self._stack.callback(peer.detach)
                     await peer.attach(self._attach_request(stage))
                     self.clock_offsets[stage] = await peer.clock_offset()
+                joining = ""
                 limit = self.deployment.prefix_bytes
                 store = PrefixStore(*self.plan.answer_parts[0], limit) if limit else None
                 await self._start(store)
@@ -145,7 +146,8 @@ class Chain:
                 await self.thread.call(self._warm_up(progress))
         except TimeoutError:
             if self._stage is None:
-                raise EngineHung(f"did not join the chain within {within_s:.1f} s", node=joining) from None
+                cause = "did not join" if joining else "this process's engine is at a long step and did not join"
+                raise EngineHung(f"{cause} the chain within {within_s:.1f} s", node=joining) from None
             await self._diagnose(self._flight, within_s or 0.0, allowed_s=0.0)
             raise StageLost(f"the chain was not ready within {within_s:.1f} s") from None
         self._is_warm = True

@@ -1,11 +1,11 @@
-"""A chain of fake stages and peers: its clocks over hours, and which node is named if it does not open in time."""
+"""A chain of fake stages and peers: its clocks over hours, and which node is named if it opens or answers late."""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -19,35 +19,54 @@ from worker.errors import BrigadeError, EngineHung, NodeSilent, StageLost
 from worker.node.framing import PLAIN
 from worker.node.stage import Work
 
+T = TypeVar("T")
 DRIFT = 20e-6  # what cheap quartzes differ by
 OFF_NS = 1_500_000  # what may be wrong of an offset: the drift of little more than a minute
 
 
+class BusyThread(SameThread):
+    """An MLX thread that is at a step until a time."""
+
+    free_at = 0.0
+
+    async def run(self, call: Callable[[], T]) -> T:
+        await asyncio.sleep(max(0.0, self.free_at - time.monotonic()))
+        return call()
+
+
 class FakeStage:
-    """Stage 0 and all others: answers at once, or never."""
+    """Stage 0 and all others: answers as soon as the thread is free, or never."""
 
     answers, busy_s, last_step = True, 0.0, 0
 
     def __init__(self, executor: Any, epoch: int, wire: Any) -> None:
         self._results: list[Result] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._failure: BaseException | None = None
 
     async def start(self, thread: SameThread, connect: Callable[[], None], *watched: Work) -> None:
         connect()
+        self._thread = thread
         self._tasks = [asyncio.create_task(each()) for each in watched]
 
     async def wait_ended(self) -> None:
         await asyncio.Event().wait()
 
     def submit(self, frame: Frame) -> None:
-        samples = [Sample(slot=window.slot) for window in frame.windows]
-        timings = [Timing(stage=stage) for stage in range(3)]
+        samples = [Sample(slot=window.slot) for window in frame.windows if window.wanted]
+        timings = [Timing(stage=stage) for stage in range(1 if frame.stays else 3)]
         self._results.append(Result(epoch=frame.epoch, step=frame.step, samples=samples, timings=timings))
 
     async def next_result(self) -> Result:
         if not self.answers:
             await asyncio.Event().wait()
+        await self._thread.run(lambda: None)
+        if self._failure:
+            raise self._failure
         return self._results.pop(0)
+
+    def fail(self, error: BaseException) -> None:
+        self._failure = error
 
     def deliver(self, result: Result) -> None:
         raise AssertionError
@@ -95,7 +114,7 @@ class FakePeer:
     def link(self, epoch: int, stage: int, sender: str) -> None:
         pass
 
-    async def results(self, epoch: int, deliver: Callable[[Result], None]) -> None:
+    async def results(self, epoch: int, deliver: Callable[[Result], None], *, of_prompts: bool = False) -> None:
         await asyncio.Event().wait()
 
     async def watch(self, on_draining: Callable[[], None]) -> None:
@@ -126,7 +145,7 @@ async def chain_over(peers: Sequence[FakePeer]) -> AsyncIterator[Chain]:
         drafter_request=lambda stage: None,
     )
     shard = SimpleNamespace(tap=lambda *_: None)
-    own: Any = SimpleNamespace(shard=shard, part=None, slots={}, drop_part=lambda: None, thread=SameThread())
+    own: Any = SimpleNamespace(shard=shard, part=None, slots={}, drop_part=lambda: None, thread=BusyThread())
     async with Chain(own, deployment) as found:
         yield found
 
@@ -172,5 +191,18 @@ def test_the_node_that_holds_up_the_opening_is_named(
             with pytest.raises(kind) as caught:
                 await found.open(within_s=3.0)
         assert (type(caught.value), caught.value.node) == (kind, node) and virtual.now - began == pytest.approx(3.0)
+
+    virtual.run(run())
+
+
+def test_no_worker_is_named_while_the_engine_of_this_process_is_at_a_long_step(virtual: VirtualTime) -> None:
+    """Every worker has joined: it would be ended, or left out, for what this process does."""
+
+    async def run() -> None:
+        async with chain_over([FakePeer("a"), FakePeer("b")]) as found:
+            found.thread.free_at = virtual.now + 20  # type: ignore[attr-defined]
+            with pytest.raises(EngineHung) as caught:
+                await found.open(within_s=15.0)
+        assert caught.value.node == ""
 
     virtual.run(run())
