@@ -8,7 +8,7 @@ for too long.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import NoReturn, Self
@@ -101,7 +101,7 @@ class Chain:
         self._own = own
         self._say = say
         self._suspends = SuspendWatch()
-        self._flight = Flight(costs or ChainCosts(self.num_stages), self._suspends)
+        self._flight = Flight(costs or ChainCosts(self.num_stages), self._suspends, self.peers)
         # Of the frames that stay on the first node, if that makes answers alone: they and prompts overtake each other.
         self._own_flight = self._flight if self.plan.prompt_end is None else Flight(ChainCosts(1), self._suspends)
         self._missing: dict[int, set[str]] = {}  # by step of a prompt: the nodes whose segments have not all come
@@ -206,6 +206,9 @@ class Chain:
     def _flights(self) -> list[Flight]:
         return [self._flight, *([self._own_flight] if self.answers_alone else [])]
 
+    def _flight_of(self, *, stays: bool) -> Flight:
+        return self._own_flight if stays else self._flight
+
     @property
     def num_stages(self) -> int:
         return 1 + len(self.peers)
@@ -257,7 +260,7 @@ class Chain:
         self.last_step = frame.step
         for flight in self._flights:
             flight.open(frame)
-        (self._own_flight if frame.stays else self._flight).send(frame)
+        self._flight_of(stays=frame.stays).send(frame)
         if self.answers_alone and not frame.stays:
             self._missing[frame.step] = {peer.name for peer in self.peers}
         self._stage.submit(frame)
@@ -279,7 +282,7 @@ class Chain:
 
     def learn(self, arrival: ArrivedResult) -> None:
         """Learn the costs of frames from this one. Call it for each result, once the next frame is on its way."""
-        (self._flight if len(arrival.result.timings) == self.num_stages else self._own_flight).learn(arrival)
+        self._flight_of(stays=len(arrival.result.timings) == 1).learn(arrival)
 
     # On the main loop
 
@@ -291,7 +294,7 @@ class Chain:
     async def statuses(self) -> list[StatusReply]:
         """Return the memory and work of every stage, stage 0 first; zeros for a worker that does not answer."""
         assert self._stage is not None
-        replies = await self._worker_statuses()
+        replies = await _statuses(self.peers)
         theirs = [reply if isinstance(reply, StatusReply) else StatusReply() for reply in replies]
         return [self._stage.status(), *theirs]
 
@@ -308,9 +311,6 @@ class Chain:
         except (TimeoutError, BrigadeError) as error:
             self._say(f"no prefixes are read from disks: {error or 'a worker does not list them'}")
 
-    async def _worker_statuses(self) -> list[StatusReply | BaseException]:
-        return await asyncio.gather(*(peer.status(_PROBE_S) for peer in self.peers), return_exceptions=True)
-
     async def digests(self) -> dict[str, str]:
         """Return a digest per tensor that stage 0 holds."""
         assert self._own.shard is not None
@@ -326,11 +326,11 @@ class Chain:
 
     def _arrived(self, result: Result) -> ArrivedResult:
         """Check and note a result. Raises FrameError if it does not answer the oldest frame."""
-        stays = self.answers_alone and len(result.timings) == 1
-        flight, num_stages = (self._own_flight, 1) if stays else (self._flight, self.num_stages)
+        flight = self._flight_of(stays=len(result.timings) == 1)
+        num_stages = 1 + len(flight.peers)
         found = result.epoch, [timing.stage for timing in result.timings[: num_stages + 1]]
         expected = self.epoch, list(range(num_stages))
-        node = self.peers[-1].name if self.peers and not stays else ""
+        node = flight.peers[-1].name if flight.peers else ""
         if result.step != flight.oldest_step or found != expected:
             raise FrameError(
                 f"expected a result of a step in flight, the oldest, (epoch, stages passed) {expected}, "
@@ -338,7 +338,7 @@ class Chain:
                 node=node,
             )
         sent = flight.take(result.step)
-        if self.answers_alone and not stays and sent.num_rows:
+        if self.answers_alone and flight.peers and sent.num_rows:
             self._observe_return(result, sent.num_rows)
         check_result(result, sent.asked, self.spec, node)
         if result.drafter_failure and not self._has_lost_drafter:
@@ -486,7 +486,7 @@ class Chain:
             self.learn(await self.receive())
 
     async def _diagnose(self, flight: Flight, waited_s: float, allowed_s: float) -> None:
-        """Ask every node, since a stage that waits for a result cannot know the cause.
+        """Ask every node that these frames pass, since a stage that waits for a result cannot know the cause.
 
         An engine that has been at its step for less than `allowed_s` is left the rest of that time.
 
@@ -495,11 +495,11 @@ class Chain:
         """
         assert self._stage is not None
         oldest = flight.awaited
-        replies = await self._worker_statuses()
+        replies = await _statuses(flight.peers)
         if flight.awaited != oldest:  # a result arrived in the meantime
             return
         busy = [("", self._stage.busy_s)]
-        for peer, reply in zip(self.peers, replies, strict=True):
+        for peer, reply in zip(flight.peers, replies, strict=True):
             if isinstance(reply, BaseException):
                 found = f"no answer at {peer.address} after {waited_s:.1f} s without a result"
                 raise NodeSilent(f"{found} (stopped, hung, or cut off)", node=peer.name)
@@ -551,6 +551,10 @@ class Chain:
         if drafter := self.deployment.drafter_request(stage):
             request.drafter.CopyFrom(drafter)
         return request
+
+
+async def _statuses(peers: Sequence[Peer]) -> list[StatusReply | BaseException]:
+    return await asyncio.gather(*(peer.status(_PROBE_S) for peer in peers), return_exceptions=True)
 
 
 async def _stop(stage: Stage) -> None:

@@ -2,10 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from coordinator.cluster.peer import Peer
 from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import Frame, Opening, Result, Sampling
 from worker.compute.header import Asked, num_rows
@@ -159,9 +160,10 @@ class Flight:
     `send`, `take` and `learn` are for the loop of the chain's results; the rest only reads what they publish.
     """
 
-    def __init__(self, costs: ChainCosts, suspends: SuspendWatch) -> None:
-        """`costs` learn from each result; `suspends` knows when this process did not run."""
+    def __init__(self, costs: ChainCosts, suspends: SuspendWatch, peers: Sequence[Peer] = ()) -> None:
+        """`costs` learn from each result; `suspends` knows when this process did not run; frames pass the `peers`."""
         self.costs = costs
+        self.peers = peers
         self.awaited: Awaited | None = None
         self._suspends = suspends
         self._timeouts = StepTimeouts()

@@ -12,7 +12,7 @@ import pytest
 from coordinator.cluster import chain
 from coordinator.cluster.chain import Chain
 from coordinator.planning.plan import Assignment, Plan
-from protos.brigade_pb2 import Frame, Result, Sample, StatusReply, Timing
+from protos.brigade_pb2 import Frame, Result, Sample, StatusReply, Timing, Window
 from tests.unit.cluster.fake_network import SPEC
 from tests.unit.virtual_time import SameThread, VirtualTime
 from worker.errors import BrigadeError, EngineHung, NodeSilent, StageLost
@@ -131,9 +131,10 @@ def virtual(monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualTime]:
 
 
 @asynccontextmanager
-async def chain_over(peers: Sequence[FakePeer]) -> AsyncIterator[Chain]:
+async def chain_over(peers: Sequence[FakePeer], *, answers_alone: bool = False) -> AsyncIterator[Chain]:
     """A chain that is not open yet, over this node and two workers with a layer each."""
-    plan = Plan(tuple(Assignment(name, at, at + 1, 0, 0, 0) for at, name in enumerate(("here", "a", "b"))), 100)
+    assignments = tuple(Assignment(name, at, at + 1, 0, 0, 0) for at, name in enumerate(("here", "a", "b")))
+    plan = Plan(assignments, 100, prompt_end=1 if answers_alone else None)
     deployment: Any = SimpleNamespace(
         plan=plan,
         peers=peers,
@@ -204,5 +205,25 @@ def test_no_worker_is_named_while_the_engine_of_this_process_is_at_a_long_step(v
             with pytest.raises(EngineHung) as caught:
                 await found.open(within_s=15.0)
         assert caught.value.node == ""
+
+    virtual.run(run())
+
+
+def test_an_answer_behind_a_chunk_of_the_first_node_blames_no_worker_that_computes_one(
+    virtual: VirtualTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunk, the first of its size, may take a minute, the answer 6 s; it passes the first node alone."""
+
+    async def run() -> None:
+        async with chain_over([FakePeer("a", busy_s=9.1), FakePeer("b", busy_s=9.1)], answers_alone=True) as found:
+            await found.open()
+            monkeypatch.setattr(FakeStage, "busy_s", 9.0)
+            found.thread.free_at = virtual.now + 20  # type: ignore[attr-defined]
+            found.send(Frame(epoch=1, step=101, windows=[Window(tokens=[0] * 128)]))
+            found.send(Frame(epoch=1, step=102, windows=[Window(tokens=[0], wanted=1)], stays=True))
+            for step in (101, 102):
+                arrival = await found.receive()
+                assert arrival.result.step == step
+                found.learn(arrival)
 
     virtual.run(run())
