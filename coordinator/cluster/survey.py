@@ -141,4 +141,7 @@ def _times(times: RowTimes) -> TimesByRows:
 
 
 def _link(reply: LinkReply | None) -> LinkSpeed:
-    return LinkSpeed(reply.rtt_ms, reply.bytes_per_s) if reply else UNMEASURED
+    """Return the speed of a link, `UNMEASURED` if it makes no sense: a peer may send anything."""
+    if reply is None or not (0 <= reply.rtt_ms < inf and 0 < reply.bytes_per_s < inf):
+        return UNMEASURED
+    return LinkSpeed(reply.rtt_ms, reply.bytes_per_s)
