@@ -53,6 +53,7 @@ from worker.errors import (
     StageLost,
     error_text,
 )
+from worker.platform.machine import is_overloaded
 
 _ASK_S, _LONGEST_ASK_S = 0.3, 1.0
 _LEAST_TRY_S = 5.0  # for one try to open the next chain; at most half of the time that is left, if that is longer
@@ -508,7 +509,7 @@ class Cluster:
     async def _note_loss(self, worker: ClusterNode, error: BrigadeError) -> None:
         """Enter in the record of a worker that the chain was lost because of it."""
         if isinstance(error, StageLost) and not isinstance(error, EngineHung):
-            if isinstance(error, NodeSilent):
+            if isinstance(error, NodeSilent) and not is_overloaded():  # else it may only lack CPU time: ask it first
                 worker.kill()
             if not self._limits.rejoin_s and worker.peer and await worker.peer.is_elsewhere(_ASK_S):
                 return

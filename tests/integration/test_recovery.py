@@ -612,6 +612,7 @@ async def test_our_silent_worker_is_ended_before_any_is_asked(folder: Path, monk
         await ask(nodes, *arguments)
 
     async with supervised(folder, COMES_BACK) as rig:
+        monkeypatch.setattr("coordinator.cluster.cluster.is_overloaded", lambda: False)
         monkeypatch.setattr(Nodes, "ask", note)
         monkeypatch.setattr(ClusterNode, "kill", lambda worker: done.append(worker.name))
         await rig.cluster.reopen(NodeSilent("stopped answering", node="node-2"))

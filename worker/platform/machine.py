@@ -91,6 +91,11 @@ def machine_name() -> str:
     return f"{device}, {psutil.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.machine()}"
 
 
+def is_overloaded() -> bool:
+    """Return whether more threads than CPUs were ready to run, on average of the last minute."""
+    return os.getloadavg()[0] > (os.cpu_count() or 1)
+
+
 def asleep_s() -> float:
     """Return the seconds that this machine has slept since it booted, independent of changes to its date."""
     return asleep_by(platform.system(), lambda name: time.clock_gettime(getattr(time, name)))

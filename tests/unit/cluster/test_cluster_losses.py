@@ -11,7 +11,7 @@ from coordinator.planning.recovery import Limits, NodeState
 from coordinator.sessions.request import Request
 from tests.unit.cluster import fake_network
 from tests.unit.cluster.test_cluster_states import Cluster3
-from worker.errors import BrigadeError, StageLost
+from worker.errors import BrigadeError, NodeSilent, StageLost
 from worker.node.rpc_errors import error_named
 
 WHOLE = ["coordinator", "a", "b", "c"]
@@ -176,6 +176,20 @@ def test_a_process_of_our_own_that_hangs_before_it_joins_is_ended_and_started_ag
     cluster.wait(15)
     assert place.num_starts == 4 and cluster.members == WHOLE
     cluster.end()
+
+
+@pytest.mark.parametrize(
+    ("is_overloaded", "is_stopped", "num_starts"), [(False, False, 2), (True, False, 1), (True, True, 2)]
+)
+def test_a_silent_process_of_our_own_is_ended_at_once_unless_it_may_lack_cpu_time(
+    cluster: Cluster3, monkeypatch: pytest.MonkeyPatch, is_overloaded: bool, is_stopped: bool, num_starts: int
+) -> None:
+    """Then it has three seconds more to answer."""
+    place, chain = cluster.world.places["c"], cluster.cluster.chain
+    monkeypatch.setattr("coordinator.cluster.cluster.is_overloaded", lambda: is_overloaded)
+    place.is_stopped = is_stopped
+    cluster.act(chain.lose, NodeSilent("stopped answering", node="c"), wait_s=30)  # type: ignore[attr-defined]
+    assert place.num_starts == num_starts and cluster.members == WHOLE
 
 
 def test_a_process_of_our_own_that_refuses_is_left_to_the_user(cluster: Cluster3) -> None:

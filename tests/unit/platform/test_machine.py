@@ -1,8 +1,9 @@
+import os
 import resource
 
 import pytest
 
-from worker.platform.machine import allow_connections, budget_from
+from worker.platform.machine import allow_connections, budget_from, is_overloaded
 
 GIB = 2**30
 
@@ -56,3 +57,12 @@ def test_as_many_connections_are_allowed_as_the_system_lets_one_ask_for(
     monkeypatch.setattr(resource, "setrlimit", lambda what, pair: limits.append(pair))
     allow_connections(1000)
     assert limits[-1] == after
+
+
+@pytest.mark.parametrize(("load", "expected"), [(0.3, False), (8.0, False), (8.5, True)])
+def test_a_machine_is_overloaded_if_more_threads_than_cpus_wait(
+    monkeypatch: pytest.MonkeyPatch, load: float, expected: bool
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 99.0))
+    assert is_overloaded() == expected
