@@ -43,7 +43,6 @@ PROGRAMS = [
     program("bench_tls", "--hidden-size 8 --steps 1 --chunks 1 --tokens 24", r"TLS adds .* ms", mark=MATRIX),
     program("check_clients", "llm", r"\| `llm` \| .* (passed|not run)", mark=MATRIX),  # not run without a registry
     program("compare_checkouts", ". . --rounds 1 -- -c print('{\"tokens_per_s\":1}')", r"tokens_per_s .* 1\.000"),
-    program("count_objects", "", r"from POST to first token: \d", mark=MATRIX),
     program("eval_canvas", "--from docs/canvas.json --json @canvas.json --markdown @canvas.md"),
     program("eval_demo", "--limit 1 --probes 1 --json @demo.json", r"\| arithmetic +\| 1 ", mark=MATRIX),
     program(
