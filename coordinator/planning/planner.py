@@ -410,7 +410,7 @@ class _Search:
             carried = [frame.occupied[pair] for pair in pairwise(chain.members)]
             return _Chain(max(chain.cost, lanes * max(computed + carried)), chain.members, chain.ends)
 
-        if shortest(math.inf).cost >= known.cost:
+        if shortest(known.cost).cost >= known.cost:
             return known
         limits = lanes * frame.times
         at = _first(len(limits), lambda i: shortest(limits[i]).cost <= limits[i])
