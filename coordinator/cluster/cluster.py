@@ -52,6 +52,7 @@ from worker.errors import (
     SamplingError,
     StageLost,
     error_text,
+    without_trace,
 )
 from worker.platform.machine import is_overloaded
 
@@ -440,16 +441,12 @@ class Cluster:
 
     async def _load_one(
         self, deployment: Deployment, stage: int, copy: "asyncio.Task[OwnCopy] | None", progress: NodeProgress
-    ) -> BrigadeError | None:
-        """Load one node's shard; return the error that it failed with, if any."""
-        try:
-            if copy is None or stage == 0:
-                await self._own.load(deployment, progress)
-            else:
-                await load_worker(deployment, stage, await asyncio.shield(copy), progress)
-        except BrigadeError as error:
-            return error
-        return None
+    ) -> None:
+        """Load one node's shard."""
+        if copy is None or stage == 0:
+            await self._own.load(deployment, progress)
+        else:
+            await load_worker(deployment, stage, await asyncio.shield(copy), progress)
 
     async def _note_loads(self, recovery: Recovery | None) -> None:
         """Enter the loads that have ended. Raises an error that would occur again, before the first chain."""
@@ -457,14 +454,17 @@ class Cluster:
             if record.load is None or not record.load.done():
                 continue
             load, record.load = record.load, None
-            if load.cancelled():
+            if load.cancelled():  # by gRPC, as the connection was closed
+                if record.state is NodeState.LOADING:
+                    record.fail(time.monotonic(), has_chain=recovery is None)
                 continue
-            if (error := load.result()) is None:
+            if (failure := load.exception()) is None:
                 if record.state is NodeState.LOADING:
                     record.meet(NodeEvent.LOADED, time.monotonic())
                 continue
+            error = without_trace(failure)
             if recovery is None:
-                self._say(f"{error}; the chain goes on without it")
+                self._say(f"{error}; the chain goes on without {record.name}")
             else:
                 await self._begin_or_raise(error, recovery)
             self._note_failure(record, error, has_chain=recovery is None)

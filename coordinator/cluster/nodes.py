@@ -31,7 +31,7 @@ class ClusterNode(NodeRecord):
 
     peer: Peer | None = None  # None while its process is being started again
     local: LocalWorker | None = None  # the process, if it is our own and runs
-    load: asyncio.Task[BrigadeError | None] | None = None  # until its outcome was entered
+    load: asyncio.Task[None] | None = None  # until its outcome was entered
     offered_bytes: int = 0  # memory, as it answered
     trouble: BrigadeError | None = None  # why it did not answer the last question
     silent_since: float | None = None  # the first question that its process has not answered

@@ -60,6 +60,27 @@ def test_a_load_that_fails_beside_others_ends_none_of_them(cluster: Cluster3) ->
     assert cluster.members == WHOLE and places["b"].num_loads == loads + 1
 
 
+@pytest.mark.parametrize("error", [RuntimeError("odd"), asyncio.CancelledError()])  # gRPC cancels what it closes
+def test_a_load_that_ends_by_an_unknown_error_or_is_cancelled_is_begun_again(
+    cluster: Cluster3, error: BaseException
+) -> None:
+    errors = [error]
+
+    async def load(*arguments: Any) -> None:
+        if errors:
+            raise errors.pop()
+        await fake_network.load_worker(*arguments)
+
+    a = cluster.world.places["a"]
+    cluster.act(a.end, wait_s=30)
+    cluster.patch.setattr("coordinator.cluster.cluster.load_worker", load)
+    cluster.act(a.start, wait_s=30)
+    assert not errors and cluster.members == WHOLE
+    assert sum("internal error: RuntimeError('odd')" in line for line in cluster.said) == isinstance(
+        error, RuntimeError
+    )
+
+
 def test_a_recovery_is_bounded_by_stalls_and_not_by_the_length_of_a_load(cluster: Cluster3) -> None:
     """All nodes are started again, as after a power cut, and the model takes three minutes to be read."""
     cluster.submit(Request((1, 2, 3), 60), wait_s=1)
