@@ -336,7 +336,8 @@ class Cluster:
                 case Measure():
                     assert self._measure is not None
                     peers = self.nodes.peers(action.names)
-                    self._planner.speeds = await self._measure(peers, self._planner.speeds)
+                    speeds = await self._measure(peers, self._planner.speeds)
+                    self._planner = replace(self._planner, speeds=speeds)
                     for name in action.names:
                         self.nodes.workers[name].is_measured = True
                 case LeaveOut():
@@ -383,7 +384,7 @@ class Cluster:
     def _take_over(self, action: TakeOver) -> None:
         """Have the chain end. The engine then asks for the next one, which is opened by this plan."""
         if not self.missing or len(self.missing) == len(action.joined):
-            self._planner.whole = action.better or action.plan
+            self._planner = replace(self._planner, whole=action.better or action.plan)
         self._better = action.better
         self._planned = action.plan
         names = " and ".join(action.joined)

@@ -4,6 +4,7 @@ import math
 from bisect import bisect, bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import accumulate, combinations, pairwise
 
 import numpy as np
@@ -31,6 +32,7 @@ PROMPT_ROWS = 512  # rows of the prompt frame by which plans are compared
 _MOST_CHUNKS = 32  # such frames of the long prompt by which the nodes that share prompts are chosen
 _GRAIN = 256  # tokens by which caches grow
 _MOST_IN_ANY_ORDER = 9  # nodes; more of them keep the order in which they are given
+_MOST_REMEMBERED = 64  # plans: budgets may differ with every answer of a node
 _CLEARLY = 1 - 1e-9  # factor by which a longer chain has to be cheaper than a shorter one, against rounding
 
 Floats = NDArray[np.float64]
@@ -224,9 +226,9 @@ def _rows_ms(spec: ModelSpec, node: Node, speeds: Survey, objective: Objective, 
     return speeds.speeds[node.name].ms_up_to(spec, num_rows, 0, objective.context)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Planner:
-    """Splits one model over the nodes that are there at the moment."""
+    """Splits one model over the nodes that are there at the moment. It remembers the latest plans."""
 
     spec: ModelSpec
     speeds: Survey
@@ -236,6 +238,14 @@ class Planner:
 
     def best(self, nodes: Sequence[Node]) -> Plan | None:
         """Return the best plan over these nodes, without the drafter if it fits only so, or None if none fits."""
+        return self._remembered(tuple(nodes))
+
+    @cached_property
+    def _remembered(self) -> Callable[[tuple[Node, ...]], Plan | None]:
+        """The latest plans: a search takes a second, and decisions follow each other. Any thread may ask."""
+        return lru_cache(_MOST_REMEMBERED)(self._found)
+
+    def _found(self, nodes: tuple[Node, ...]) -> Plan | None:
         if {node.name for node in nodes} == set(self.whole.names):
             return self.whole
         if len(nodes) > self.spec.num_layers:

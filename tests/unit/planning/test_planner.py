@@ -305,6 +305,24 @@ def test_a_drafter_that_does_not_fit_on_what_is_left_is_left_out(last: int, fits
         assert found is None or (found.has_drafter == has_drafter and found.layers == list(layers or found.layers))
 
 
+def test_a_planner_searches_once_for_the_same_nodes_and_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decisions follow each other while a node is awaited or loads, and block the event loop."""
+    searched: list[Sequence[Node]] = []
+
+    def counted(spec: ModelSpec, where: Sequence[Node], speeds: Survey, objective: Objective) -> Plan:
+        searched.append(where)
+        return plan(spec, where, speeds, objective)
+
+    planner = Planner(SPEC, SURVEY, Objective(100), plan(SPEC, nodes(ROOMY, ROOMY, ROOMY), SURVEY, Objective(100)))
+    monkeypatch.setattr("coordinator.planning.planner.plan", counted)
+    for where in (nodes(ROOMY, ROOMY), nodes(3 * GB, 2 * GB), nodes(GB, GB)):
+        assert planner.best(where) == planner.best(where)
+    assert len(searched) == 3 and planner.best(nodes(GB, GB)) is None
+    for each, layers in ((planner, [4]), (replace(planner, speeds=surveyed(SPEC, 1, 400)), [1, 3])):
+        found = each.best(nodes(ROOMY, ROOMY))
+        assert found and found.layers == layers
+
+
 def test_a_drafter_lies_on_the_node_that_makes_answers_alone() -> None:
     """Nodes that compute prompts need no memory for it, and are not asked to load it."""
     spec = replace(model([GB] * 4), drafter=model([3 * GB]))
