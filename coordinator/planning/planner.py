@@ -246,7 +246,9 @@ class Planner:
         return lru_cache(_MOST_REMEMBERED)(self._found)
 
     def _found(self, nodes: tuple[Node, ...]) -> Plan | None:
-        if {node.name for node in nodes} == set(self.whole.names):
+        budgets = {node.name: node.memory_bytes for node in nodes}
+        needed = {each.name: each.needed_bytes for each in self.whole.assignments}
+        if budgets.keys() == needed.keys() and all(needed[name] <= budgets[name] for name in needed):
             return self.whole
         if len(nodes) > self.spec.num_layers:
             return None

@@ -350,8 +350,11 @@ def _plan_for_next(nodes: Sequence[NodeRecord], now: Situation, limits: Limits, 
     if now.target and {each.name for each in sound} >= set(now.target.names):
         return now.target
     for candidates in (sound, usable):
-        if {each.name for each in candidates} == set(expected):
-            return now.plan  # nothing has to be loaded then
+        by_name = {each.name: each for each in candidates}
+        if by_name.keys() == set(expected) and all(
+            by_name[a.name].holds(a) or a.needed_bytes <= by_name[a.name].memory_bytes for a in now.plan.assignments
+        ):
+            return now.plan  # only nodes that were started anew have to load then
         if found := planner.best([each.node for each in candidates]):
             return found
     return None

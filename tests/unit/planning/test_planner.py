@@ -323,6 +323,15 @@ def test_a_planner_searches_once_for_the_same_nodes_and_speeds(monkeypatch: pyte
         assert found and found.layers == layers
 
 
+def test_the_whole_plan_is_kept_while_each_of_its_nodes_has_memory_for_its_part() -> None:
+    whole = plan(SPEC, nodes(3 * GB, 3 * GB), NO_SPEEDS, Objective(100))
+    planner = Planner(SPEC, NO_SPEEDS, Objective(100), whole)
+    assert whole.layers == [2, 2] and planner.best(nodes(4 * GB, 5 * GB // 2)) == whole
+    found = planner.best(nodes(4 * GB, 3 * GB // 2))
+    assert found and found.fits and found.layers == [3, 1]
+    assert planner.best(nodes(3 * GB, GB // 2)) is None
+
+
 def test_a_drafter_lies_on_the_node_that_makes_answers_alone() -> None:
     """Nodes that compute prompts need no memory for it, and are not asked to load it."""
     spec = replace(model([GB] * 4), drafter=model([3 * GB]))

@@ -276,3 +276,13 @@ def test_the_lost_chain_s_plan_is_kept_for_the_same_nodes_and_a_shard_of_another
     assert decide(there, lost(), LIMITS, Splits(always=grown(ALL))) == Open(WHOLE)
     there[2].shard = replace(WHOLE.assignments[2], memory_bytes=9)
     assert decide(there, lost(), LIMITS, Splits()) == Load(WHOLE, ("air",))
+
+
+def test_the_lost_chain_s_plan_is_kept_unless_a_node_came_back_with_too_little_memory_for_its_part() -> None:
+    there, best = nodes(LD, LD, LD, plan=WHOLE), grown(ALL)
+    there[2].memory_bytes = 1
+    assert decide(there, lost(), LIMITS, Splits(always=best)) == Open(WHOLE), "it holds its part"
+    there[2].shard = None
+    assert decide(there, lost(), LIMITS, Splits(always=best)) == Load(best, ALL)
+    there[2].memory_bytes = WHOLE.assignments[2].needed_bytes
+    assert decide(there, lost(), LIMITS, Splits(always=best)) == Load(WHOLE, ("air",))
