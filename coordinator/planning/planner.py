@@ -234,7 +234,7 @@ class Planner:
     speeds: Survey
     objective: Objective
     whole: Plan  # the plan over all configured nodes, as far as they have answered
-    layers: Sequence[int] | None = None  # that the user gave, for the plan over all configured nodes
+    layers: Sequence[int] | None = None  # that the user gave, for the plan over all configured nodes if they fit
 
     def best(self, nodes: Sequence[Node]) -> Plan | None:
         """Return the best plan over these nodes, without the drafter if it fits only so, or None if none fits."""
@@ -252,8 +252,11 @@ class Planner:
             return self.whole
         if len(nodes) > self.spec.num_layers:
             return None
-        layers = self.layers if self.layers is not None and len(self.layers) == len(nodes) else None
-        return self._fitting(nodes, self.speeds, replace(self.objective, layers=layers))
+        if self.layers is not None and len(self.layers) == len(nodes):
+            given = replace(self.objective, layers=self.layers)
+            if (found := self._fitting(nodes, self.speeds, given)) is not None:
+                return found
+        return self._fitting(nodes, self.speeds, replace(self.objective, layers=None))
 
     def _fitting(self, nodes: Sequence[Node], speeds: Survey, objective: Objective) -> Plan | None:
         specs = [self.spec, replace(self.spec, drafter=None)] if self.spec.drafter else [self.spec]

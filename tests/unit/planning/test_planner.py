@@ -323,6 +323,16 @@ def test_a_planner_searches_once_for_the_same_nodes_and_speeds(monkeypatch: pyte
         assert found and found.layers == layers
 
 
+@pytest.mark.parametrize(("layers", "expected"), [((2, 1, 1), [2, 1, 1]), ((1, 2, 1), [1, 1, 2])])
+def test_a_returned_node_gets_the_given_layers_or_others_if_those_do_not_fit(
+    layers: Sequence[int], expected: list[int]
+) -> None:
+    """It was missing at first, so that nothing refused them."""
+    whole = plan(SPEC, nodes(3 * GB, 3 * GB), NO_SPEEDS, Objective(100))
+    found = Planner(SPEC, NO_SPEEDS, Objective(100), whole, layers).best(nodes(3 * GB, 3 * GB // 2, 3 * GB))
+    assert found and found.layers == expected
+
+
 def test_the_whole_plan_is_kept_while_each_of_its_nodes_has_memory_for_its_part() -> None:
     whole = plan(SPEC, nodes(3 * GB, 3 * GB), NO_SPEEDS, Objective(100))
     planner = Planner(SPEC, NO_SPEEDS, Objective(100), whole)
