@@ -343,6 +343,8 @@ class Cluster:
                 case LeaveOut():
                     for name in action.names:
                         self.nodes.workers[name].is_spare = True
+                    names = " and ".join(action.names)
+                    self._say(f"going on without {names}, {action.why}: `brigade plan` has the figures")
                 case Wait():
                     await self.nodes.pause(action.for_s)
 

@@ -247,9 +247,10 @@ class TakeOver:
 
 @dataclass(frozen=True)
 class LeaveOut:
-    """Make these nodes spare: the best plan leaves them out."""
+    """Make these nodes spare: the best plan leaves them out. `why` is for the user."""
 
     names: tuple[str, ...]
+    why: str
 
 
 @dataclass(frozen=True)
@@ -389,10 +390,12 @@ def _improve(nodes: Sequence[NodeRecord], now: Situation, planner: Planner) -> A
         return Wait(_LOOK_S, "a better split of the layers waits for an idle moment")
     if unmeasured := tuple(each.name for each in ready if not each.is_measured):
         return Measure(unmeasured)
-    best = planner.best([each.node for each in nodes if each.name in members or each in ready])
+    candidates = [each.node for each in nodes if each.name in members or each in ready]
+    best = planner.best(candidates)
     left_out = tuple(each.name for each in ready if best is None or each.name not in best.names)
     if best is None or left_out:
-        return LeaveOut(left_out)
+        is_by_speed = best is not None and planner.speeds.covers(each.name for each in candidates)
+        return LeaveOut(left_out, "which would not make it faster" if is_by_speed else "for lack of memory")
     gentle = best if not _grows(now.plan, best) else planner.without_growth(now.plan, best)
     plan = gentle or best
     newcomers = tuple(each.name for each in ready)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.cluster.deployment import OwnCopy
-from coordinator.planning.recovery import Limits, NodeState
+from coordinator.planning.recovery import Action, LeaveOut, Limits, Load, NodeState, decide
 from coordinator.sessions.request import Request
 from tests.unit.cluster import fake_network
 from tests.unit.cluster.test_cluster_states import Cluster3
@@ -233,6 +233,21 @@ def test_a_node_that_comes_back_with_a_certificate_of_another_authority_is_repor
     assert cluster.said.count(told[0]) == 1
     cluster.act(setattr, a, "is_foreign", False, wait_s=10)
     assert cluster.members == WHOLE
+
+
+def test_a_returned_node_that_is_left_out_is_reported_with_the_reason(
+    cluster: Cluster3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def left_out(*arguments: Any) -> Action:
+        action = decide(*arguments)
+        return LeaveOut(action.names, "for lack of memory") if isinstance(action, Load) else action
+
+    a = cluster.world.places["a"]
+    cluster.act(a.end, wait_s=30)
+    monkeypatch.setattr("coordinator.cluster.cluster.decide", left_out)
+    cluster.act(a.start, wait_s=30)
+    assert cluster.said[-1] == "going on without a, for lack of memory: `brigade plan` has the figures"
+    assert cluster.cluster.nodes.workers["a"].is_spare and "a" not in cluster.members
 
 
 def test_an_error_beside_an_open_chain_keeps_no_node_out(cluster: Cluster3, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from coordinator.planning.recovery import (
     Wait,
     decide,
 )
+from coordinator.planning.speeds import NO_SPEEDS, NodeSpeed, Survey
 
 ALL = ("max", "mini", "air")
 LIMITS = Limits(rejoin_s=5, recovery_s=60)
@@ -41,6 +42,7 @@ class Splits:
     least: int = 1
     meanwhile: Plan | None = None
     always: Plan | None = None  # the best one, whatever nodes there are
+    speeds: Survey = NO_SPEEDS
 
     def best(self, nodes: Sequence[Node]) -> Plan | None:
         if self.always is not None:
@@ -254,7 +256,14 @@ def test_where_another_node_would_grow_a_split_without_growth_is_taken_or_an_idl
 
 def test_a_node_that_makes_nothing_better_is_left_out() -> None:
     there = [*nodes(AT, AT, P, plan=PAIR)[:2], record("air", P)]
-    assert decide(there, opened(PAIR), LIMITS, Splits(always=PAIR)) == LeaveOut(("air",))
+    known = Survey(dict.fromkeys(ALL, NodeSpeed((), (), 1.0)))
+    memory, speed = LeaveOut(("air",), "for lack of memory"), LeaveOut(("air",), "which would not make it faster")
+    for splits, action in (
+        (Splits(always=PAIR), memory),
+        (Splits(always=PAIR, speeds=known), speed),
+        (Splits(least=4, speeds=known), memory),
+    ):
+        assert decide(there, opened(PAIR), LIMITS, splits) == action
     there[2].is_spare = True
     assert decide(there, opened(PAIR), LIMITS, Splits(always=PAIR)) == Wait(2.0)
 
