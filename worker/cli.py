@@ -58,7 +58,7 @@ def worker(
 
     On another Mac a name and a certificate are enough: brigade worker --name mini --bind 0.0.0.0:50070 --keys keys
 
-    Or a copy of cluster.yaml: brigade worker --config cluster.yaml --name mini
+    Or beside a copy of cluster.yaml: brigade worker --name mini
 
     If copies differ, the coordinator's counts, and it warns. Without one the node listens on 127.0.0.1:50070 only.
 

@@ -163,7 +163,7 @@ class AuthMiddleware:
         host = headers.get("host", "")
         name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
         name = name.lower().removesuffix(".")  # of a name that is written completely
-        if self._hosts and name not in self._hosts and not _is_address(name):
+        if self._hosts and name not in self._hosts and not is_address(name):
             reason = f"expected a Host that this server is known by, found {headers.get('host', 'none')!r}"
             raise HttpError(403, f"{reason}; start the server with --allowed-host and that name", "unknown_host")
 
@@ -193,7 +193,7 @@ class AuthMiddleware:
             self._at_once[holder] -= is_counted
 
 
-def _is_address(host: str) -> bool:
+def is_address(host: str) -> bool:
     """Return whether a Host is an IP address, which no page can rebind."""
     try:
         return bool(ip_address(host))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.api.app import make_app
-from coordinator.api.auth import Key
+from coordinator.api.auth import Key, is_address
 from coordinator.api.listen import answering, listening_socket
 from coordinator.api.server import RequestLimits, Server
 from coordinator.api.sse import unless
@@ -29,7 +29,7 @@ from worker.platform.machine import thaw_heap
 from worker.platform.mlx_memory import give_back
 from worker.platform.tasks import background
 
-_HOST_NAME = r"[^\s/:?#@]+"  # without a scheme and a port
+_HOST_NAME = r"[\w.-]+"  # without a scheme and a port
 _ORIGIN = r"[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+"  # lower case, without a path or a final slash
 
 
@@ -79,7 +79,7 @@ class ServeOptions:
         if "" in [name.strip() for name in self.names]:
             raise InputError("served_model_name", "expected a name, found none")
         for host in self.allowed_hosts:
-            if not re.fullmatch(_HOST_NAME, host):
+            if not (re.fullmatch(_HOST_NAME, host) or is_address(host.strip("[]"))):
                 raise InputError("allowed_host", f"expected a host name such as llm.example.org, got {host!r}")
         for origin in self.cors_origins:
             if origin not in ("*", "null") and not re.fullmatch(_ORIGIN, origin):

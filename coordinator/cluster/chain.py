@@ -126,7 +126,7 @@ class Chain:
         """Join the stages last to first, and run some rows through them.
 
         Raises:
-            EngineHung: it took longer than `within_s` because of the node that the error names.
+            EngineHung: it took longer than `within_s` because of the node that the error names, or of this process.
             BrigadeError: what the first node that cannot take part says.
         """
         joining = ""

@@ -344,7 +344,7 @@ class Cluster:
                     for name in action.names:
                         self.nodes.workers[name].is_spare = True
                     names = " and ".join(action.names)
-                    self._say(f"going on without {names}, {action.why}: `brigade plan` has the figures")
+                    self._say(f"going on without {names}, which has no part of the best plan: see `brigade plan`")
                 case Wait():
                     await self.nodes.pause(action.for_s)
 

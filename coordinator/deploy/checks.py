@@ -92,7 +92,11 @@ class ModelInUse:
         return self.spec.row_bytes if self.spec else 0
 
     def plan_over(self, nodes: Sequence[Node], speeds: Survey = NO_SPEEDS) -> Plan:
-        """Return the plan over all these nodes in order; with speeds over any of them. Raises ConfigError as `plan`."""
+        """Return the plan over all these nodes in this order, or with speeds over the best of them.
+
+        Raises:
+            ConfigError: as `plan` does.
+        """
         assert self.spec is not None
         objective = Objective(self.context, layers=self.layers, is_order_fixed=self.is_order_fixed)
         return plan(self.spec, nodes, speeds, objective)

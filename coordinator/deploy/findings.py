@@ -73,7 +73,11 @@ class Finding:
             object.__setattr__(self, name, printable(getattr(self, name)))
 
 
-ok, note, problem = (partial(Finding, level) for level in Level)
+ok, note = partial(Finding, Level.OK), partial(Finding, Level.NOTE)
+
+
+def problem(kind: Kind, about: str, text: str, fix: str) -> Finding:
+    return Finding(Level.PROBLEM, kind, about, text, fix)
 
 
 def graded(kind: Kind, about: str, text: str, fix: str, *, is_problem: bool = False, is_note: bool = False) -> Finding:

@@ -234,7 +234,7 @@ class Planner:
     speeds: Survey
     objective: Objective
     whole: Plan  # the plan over all configured nodes, as far as they have answered
-    layers: Sequence[int] | None = None  # that the user gave, for the plan over all configured nodes if they fit
+    layers: Sequence[int] | None = None  # that the user gave: for as many nodes, if these layers fit
 
     def best(self, nodes: Sequence[Node]) -> Plan | None:
         """Return the best plan over these nodes, without the drafter if it fits only so, or None if none fits."""

@@ -247,10 +247,9 @@ class TakeOver:
 
 @dataclass(frozen=True)
 class LeaveOut:
-    """Make these nodes spare: the best plan leaves them out. `why` is for the user."""
+    """Make these nodes spare: the best plan leaves them out."""
 
     names: tuple[str, ...]
-    why: str
 
 
 @dataclass(frozen=True)
@@ -390,12 +389,10 @@ def _improve(nodes: Sequence[NodeRecord], now: Situation, planner: Planner) -> A
         return Wait(_LOOK_S, "a better split of the layers waits for an idle moment")
     if unmeasured := tuple(each.name for each in ready if not each.is_measured):
         return Measure(unmeasured)
-    candidates = [each.node for each in nodes if each.name in members or each in ready]
-    best = planner.best(candidates)
+    best = planner.best([each.node for each in nodes if each.name in members or each in ready])
     left_out = tuple(each.name for each in ready if best is None or each.name not in best.names)
     if best is None or left_out:
-        is_by_speed = best is not None and planner.speeds.covers(each.name for each in candidates)
-        return LeaveOut(left_out, "which would not make it faster" if is_by_speed else "for lack of memory")
+        return LeaveOut(left_out)
     gentle = best if not _grows(now.plan, best) else planner.without_growth(now.plan, best)
     plan = gentle or best
     newcomers = tuple(each.name for each in ready)

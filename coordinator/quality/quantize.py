@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import mlx.core as mx
-from mlx import nn
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.convert import MODEL_CONVERSION_DTYPES
 from mlx_lm.utils import (
@@ -44,7 +43,6 @@ _FIXED = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}  # bits, weights
 
 _STATE = "quantize.json"  # in the folder until it is whole: which conversion it is of
 _INDEX = "model.safetensors.index.json"
-_HEAD = "lm_head"  # which is the embedding in some models
 _PART = ".part"  # ends the names of files that are not whole
 _OWN_FILES = ("config.json", _INDEX, "hf_quant_config.json")  # of the source, which are written anew
 _DTYPES = {dtype: name for name, dtype in reversed(MLX_DTYPES.items()) if not name.startswith("F8")}
@@ -93,13 +91,11 @@ def require_new(folder: Path) -> None:
 def quantised_modules(model: Any, options: QuantizeOptions) -> Callable[[str, Any], Any]:
     """Return what says of a module, by its path, whether it is quantised, or how if otherwise than most."""
     own_choice = getattr(model, "quant_predicate", None)
-    is_tied = not any(path.split(".")[-1] == _HEAD for path, _ in model.named_modules())
-    keeps_embedding = is_tied and _HEAD in options.keep
 
     def choose(path: str, module: Any) -> Any:
         if not hasattr(module, "to_quantized") or module.weight.shape[-1] % options.group_size:
             return False
-        if set(path.split(".")) & set(options.keep) or (keeps_embedding and isinstance(module, nn.Embedding)):
+        if set(path.split(".")) & set(options.keep):
             return False
         bits = options.bits_of.get(path, options.bits)
         if bits != options.bits:
@@ -122,7 +118,7 @@ class QuantizedModel:
         config = load_config(checkpoint.folder)
         cast(model, config)
         known = {step for path, _ in model.named_modules() for step in path.split(".")}
-        if unknown := [name for name in options.keep if name not in known | {_HEAD}]:
+        if unknown := [name for name in options.keep if name not in known]:
             named = ", ".join(sorted(name for name in known if name and not name.isdigit()))
             raise InputError("keep", f"expected names of modules ({named}), found {unknown[0]!r}")
         choose = quantised_modules(model, options)

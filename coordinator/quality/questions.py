@@ -21,7 +21,7 @@ _SETS = Path(__file__).with_name("sets")
 _MOST_BYTES = 64 << 20  # of a file
 _MOST_PROBLEMS = 10  # that an error names
 _MOST_CHOICES = 26
-_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)")
+_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:(?:(?<!\d,)\d{1,3}(?:,\d{3})+(?!\d|,\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)")
 _LETTER = re.compile(r"\b([A-Z])\b")
 _ANSWER = re.compile(r"(?i:answer)(?:\s+(?i:is))?[\s:=*_(\"']+([A-Z])\b")
 _GSM8K = "####"  # before the result, at the end of GSM8K's worked answers
@@ -179,7 +179,7 @@ def _as_text(value: Any) -> str:
 
 
 def _numbers(text: str) -> list[Decimal]:
-    """Return the numbers of a text: `1,234.50` and `.5` are one each, and so is the -3 of `is -3`, but not of `5-3`."""
+    """Return the numbers of a text: `1,234.50` and `.5` are one each, and the -3 of `is -3`, but not that of `5-3`."""
     found = []
     for each in _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-")):
         try:

@@ -137,10 +137,12 @@ def test_the_defaults_of_a_server_are_those_of_its_requests(monkeypatch: pytest.
 
 def test_hosts_and_origins_that_no_browser_names_and_empty_names_are_refused() -> None:
     good = ["https://a.example", "http://localhost:3000", "http://[::1]:80", "app://obsidian.md", "null", "*"]
-    ServeOptions("127.0.0.1", 0, cors_origins=good, allowed_hosts=["Mini.local", "llm"], names=["gpt-4"]).check()
+    ServeOptions(
+        "127.0.0.1", 0, cors_origins=good, allowed_hosts=["Mini.local", "::1", "[::1]"], names=["gpt-4"]
+    ).check()
     bad = {
         "cors_origins": ("nope", "https://a.example/", "https://A.example", "a:80", "https://", ""),
-        "allowed_hosts": ("https://a.example", "a.example/", "a.example:8080", ""),
+        "allowed_hosts": ("https://a.example", "a.example/", "a.example:8080", "*", ""),
         "names": ("", " "),
     }
     flags = {"cors_origins": "cors_origin", "allowed_hosts": "allowed_host", "names": "served_model_name"}

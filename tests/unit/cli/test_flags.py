@@ -32,7 +32,7 @@ from coordinator.cluster.options import ClusterOptions
 from coordinator.deploy import discovery
 from tests.unit.cli.conftest import Command
 from worker.config import ClusterConfig
-from worker.errors import ConfigError, InputError, StageLost
+from worker.errors import BrigadeError, ConfigError, InputError, StageLost
 
 COMMANDS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 USING = "using ./cluster.yaml"
@@ -244,6 +244,23 @@ def test_commands_that_open_no_cluster_take_it_too(
         with pytest.raises((ConfigError, StageLost), match=r"mini|cluster\.yaml"):
             brigade(*command.split())
     assert capsys.readouterr().err.count(USING) == 1
+
+
+@pytest.mark.parametrize("flags", [["--bind", "127.0.0.1:1"], ["--keys", "keys"]])
+def test_a_worker_that_is_told_where_to_listen_or_who_it_is_takes_none(
+    brigade: Command,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+) -> None:
+    def reached(*_: object) -> None:
+        raise BrigadeError("its configuration was read")
+
+    monkeypatch.setattr("worker.cli.split_address", reached)
+    with pytest.raises(BrigadeError, match="was read"):
+        brigade("worker", "--name", "other", *flags)
+    assert USING not in capsys.readouterr().err
 
 
 def test_a_server_gets_the_zeros_that_were_given(brigade: Command, monkeypatch: pytest.MonkeyPatch) -> None:

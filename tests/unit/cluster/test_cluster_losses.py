@@ -235,18 +235,16 @@ def test_a_node_that_comes_back_with_a_certificate_of_another_authority_is_repor
     assert cluster.members == WHOLE
 
 
-def test_a_returned_node_that_is_left_out_is_reported_with_the_reason(
-    cluster: Cluster3, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_returned_node_that_is_left_out_is_reported(cluster: Cluster3, monkeypatch: pytest.MonkeyPatch) -> None:
     def left_out(*arguments: Any) -> Action:
         action = decide(*arguments)
-        return LeaveOut(action.names, "for lack of memory") if isinstance(action, Load) else action
+        return LeaveOut(action.names) if isinstance(action, Load) else action
 
     a = cluster.world.places["a"]
     cluster.act(a.end, wait_s=30)
     monkeypatch.setattr("coordinator.cluster.cluster.decide", left_out)
     cluster.act(a.start, wait_s=30)
-    assert cluster.said[-1] == "going on without a, for lack of memory: `brigade plan` has the figures"
+    assert cluster.said[-1].startswith("going on without a, ")
     assert cluster.cluster.nodes.workers["a"].is_spare and "a" not in cluster.members
 
 

@@ -24,7 +24,7 @@ from coordinator.planning.recovery import (
     Wait,
     decide,
 )
-from coordinator.planning.speeds import NO_SPEEDS, NodeSpeed, Survey
+from coordinator.planning.speeds import NO_SPEEDS, Survey
 
 ALL = ("max", "mini", "air")
 LIMITS = Limits(rejoin_s=5, recovery_s=60)
@@ -256,14 +256,8 @@ def test_where_another_node_would_grow_a_split_without_growth_is_taken_or_an_idl
 
 def test_a_node_that_makes_nothing_better_is_left_out() -> None:
     there = [*nodes(AT, AT, P, plan=PAIR)[:2], record("air", P)]
-    known = Survey(dict.fromkeys(ALL, NodeSpeed((), (), 1.0)))
-    memory, speed = LeaveOut(("air",), "for lack of memory"), LeaveOut(("air",), "which would not make it faster")
-    for splits, action in (
-        (Splits(always=PAIR), memory),
-        (Splits(always=PAIR, speeds=known), speed),
-        (Splits(least=4, speeds=known), memory),
-    ):
-        assert decide(there, opened(PAIR), LIMITS, splits) == action
+    for splits in (Splits(always=PAIR), Splits(least=4)):
+        assert decide(there, opened(PAIR), LIMITS, splits) == LeaveOut(("air",))
     there[2].is_spare = True
     assert decide(there, opened(PAIR), LIMITS, Splits(always=PAIR)) == Wait(2.0)
 

@@ -43,6 +43,7 @@ def question(check: Check, *expected: str, **more: Any) -> Question:
         (question("last-number", "-3"), ("it is -3", "x = \N{MINUS SIGN}3"), ("5-3", "3")),
         (question("last-number", "0.5"), ("it is .5", "0.50"), ("No.5", "0,5")),
         (question("last-number", "30"), ("10,20,30",), ("1,030",)),
+        (question("last-number", "100"), ("8,9,100", "8, 9, 100"), ("9,100",)),
         (question("exact", "Yes, it is"), (" Yes, it is\n",), ("yes, it is", "Yes, it is.")),
         (question("exact", "a", "b"), ("b",), ("c", "ab")),
         (question("contains", "Vienna", "Wien"), ("in VIENNA.", "Wien"), ("Venice",)),
