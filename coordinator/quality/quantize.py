@@ -118,6 +118,8 @@ class QuantizedModel:
         config = load_config(checkpoint.folder)
         cast(model, config)
         known = {step for path, _ in model.named_modules() for step in path.split(".")}
+        if "embed_tokens" in options.keep:
+            known.add("lm_head")  # which is the embedding in some models
         if unknown := [name for name in options.keep if name not in known]:
             named = ", ".join(sorted(name for name in known if name and not name.isdigit()))
             raise InputError("keep", f"expected names of modules ({named}), found {unknown[0]!r}")
