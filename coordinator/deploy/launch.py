@@ -23,7 +23,7 @@ from coordinator.deploy.install import (
 from coordinator.deploy.package import Package
 from coordinator.deploy.ssh import Remote
 from worker.config import WorkerConfig
-from worker.errors import BrigadeError, StageLost, Unanswered
+from worker.errors import BrigadeError, ConfigError, StageLost, Unanswered
 from worker.node.network import Network
 from worker.platform.tasks import cancel_all, together
 from worker.platform.text import printable
@@ -139,7 +139,7 @@ async def wait_answer(worker: WorkerConfig, network: Network, remote: Remote, be
     Args:
         before: the incarnation that answered there before the start, and thus belongs to another process.
     Raises:
-        BrigadeError: the worker ended or does not answer, or another process answers.
+        BrigadeError: the worker ended or does not answer, or another process answers. ConfigError: TLS fails.
     """
     watching = asyncio.create_task(remote.run("watch", 2 * _ANSWER_S))
     asking = asyncio.create_task(_ask(worker, network, _ANSWER_S, waits=True))
@@ -155,6 +155,9 @@ async def wait_answer(worker: WorkerConfig, network: Network, remote: Remote, be
             fix = "is that its address, and may it accept connections (System Settings, Network, Firewall)?"
             why = f"{error.found}: {fix}"
         raise BrigadeError(f"runs, but {why} Its log: {await _last_lines(remote)}") from None
+    except ConfigError as error:  # though its certificate and its configuration were just written
+        why = f"{error.message}; or another process answers at its address."
+        raise ConfigError(f"{why} Its log: {await _last_lines(remote)}") from None
     finally:
         await cancel_all(watching, asking)
     if node != worker.name or incarnation == before:

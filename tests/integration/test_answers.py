@@ -1,6 +1,7 @@
 """Why a worker that was launched is not reached, as `brigade launch` tells it."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +9,10 @@ import pytest
 from coordinator.deploy import launch
 from coordinator.deploy.launch import wait_answer
 from coordinator.deploy.ssh import Read, Remote
+from tests.integration.certificates import Certificates
+from tests.integration.conftest import serving
 from worker.config import WorkerConfig
-from worker.errors import BrigadeError
+from worker.errors import BrigadeError, ConfigError
 from worker.node.network import Network
 
 
@@ -41,3 +44,11 @@ async def test_the_reason_is_told(within_s: float, address: str, why: str, monke
     worker = WorkerConfig(name="mini", address=address, ssh="mac")
     with pytest.raises(BrigadeError, match=f"^runs, but {why} Its log: it listens$"):
         await wait_answer(worker, Network(insecure=True), Running("mini", "mac"), "")
+
+
+async def test_where_tls_fails_another_process_may_answer_in_its_place(tmp_path: Path) -> None:
+    async with serving(1) as [node]:
+        worker = WorkerConfig(name="mini", address=node.address, ssh="mac")
+        why = r"^it does not encrypt; .*; or another process answers at its address\. Its log: it listens$"
+        with pytest.raises(ConfigError, match=why):
+            await wait_answer(worker, Certificates(tmp_path).coordinator(), Running("mini", "mac"), "")

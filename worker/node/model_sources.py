@@ -226,6 +226,6 @@ def check_model(request: LoadRequest, checkpoint: Checkpoint) -> None:
         here, there = getattr(ours, part), getattr(theirs, part)
         if here != there:
             raise ModelError(
-                f"its {what} of {checkpoint.name} (sha256 {here[:12]}) differ from the coordinator's ({there[:12]}); "
+                f"its {what} of {checkpoint.name} (sha256 {here[:12]}) and the coordinator's ({there[:12]}) differ; "
                 "copy the same model to both nodes"
             )
