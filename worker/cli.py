@@ -8,7 +8,16 @@ from typing import Annotated
 
 import typer
 
-from worker.config import CONFIG, NO_DRAFTER, ClusterConfig, TlsConfig, is_node_name, load_cluster, split_address
+from worker.config import (
+    CONFIG,
+    NO_DRAFTER,
+    USING_CONFIG,
+    ClusterConfig,
+    TlsConfig,
+    is_node_name,
+    load_cluster,
+    split_address,
+)
 from worker.errors import ConfigError, InputError
 from worker.model.repository import require_model
 from worker.platform.installation import skip_init
@@ -68,7 +77,7 @@ def worker(
     it does neither.
     """
     if not config and name and not bind and not keys and CONFIG.is_file():
-        print(f"using ./{CONFIG} (--config names another)", file=sys.stderr, flush=True)
+        print(USING_CONFIG, file=sys.stderr, flush=True)
         config = CONFIG
     cluster = load_cluster(config) if config else _without_config(name, keys)
     if config and keys:

@@ -170,6 +170,7 @@ Size = Annotated[int, BeforeValidator(_parse_size)]
 Count = Annotated[int, Field(gt=0, le=_LARGEST)]
 ModelPlace = Annotated[str, Field(min_length=1)]
 CONFIG = Path("cluster.yaml")  # used where it exists, unless --config names another
+USING_CONFIG = f"using ./{CONFIG} (--config names another)"
 NO_DRAFTER = "none"  # as `draft_model`: not even the head in the model's own folder drafts
 _Folder = Annotated[str, Field(min_length=1), AfterValidator(_from_cluster_file)]
 _FromList = Field(strict=False)  # a tuple, which YAML gives as a list

@@ -15,7 +15,7 @@ from coordinator.decoding.decode_options import Decode, make_decode
 from coordinator.planning.plan import USUAL_REQUESTS, Goal
 from coordinator.planning.recovery import USUAL, Limits
 from coordinator.sessions.request import make_sampling, sampling_field
-from worker.config import CONFIG, NO_DRAFTER
+from worker.config import CONFIG, NO_DRAFTER, USING_CONFIG
 from worker.errors import InputError
 from worker.platform.run import field_of
 
@@ -28,7 +28,7 @@ _cluster = partial(typer.Option, rich_help_panel=CLUSTER)
 _recovery = partial(typer.Option, rich_help_panel="Recovery")
 _windows = partial(typer.Option, rich_help_panel="Windows")
 _output = partial(typer.Option, rich_help_panel="Output")
-_draws = partial(typer.Option, rich_help_panel="Sampling")
+_sampler = partial(typer.Option, rich_help_panel="Sampling")
 _server = partial(typer.Option, rich_help_panel="Server")
 
 Config = Annotated[
@@ -201,7 +201,7 @@ MODELS_OWN = ("temp", "top_p", "top_k", "min_p", "repetition_penalty")  # fields
 def _sampling(name: str, default: str = "", **settings: Any) -> Any:
     """Return the option of a sampling parameter, as `SamplingParams` describes it."""
     help = f"{sampling_field(name).description} {default and f'(default: {default})'}".rstrip()
-    return _draws(help=help, **settings)
+    return _sampler(help=help, **settings)
 
 
 @dataclass(frozen=True)
@@ -227,15 +227,16 @@ class SamplingFlags:
     dry_penalty_last_n: Annotated[int | None, _sampling("dry_penalty_last_n", "all")] = None
     dry_sequence_breaker: Annotated[
         list[str] | None,
-        _draws(
+        _sampler(
             help="DRY: no repetition goes beyond this text's last token; repeatable. (default: newline, colon, quote, "
             "asterisk)"
         ),
     ] = None
     min_tokens: Annotated[int, _sampling("min_tokens")] = 0
-    stop_token_ids: Annotated[str | None, _draws(metavar="1,2,3", help="End the answer with any of these tokens.")] = (
-        None
-    )
+    stop_token_ids: Annotated[
+        str | None,
+        _sampler(metavar="1,2,3", help="End the answer with any of these tokens."),
+    ] = None
     logit_bias: Annotated[str | None, _sampling("logit_bias", metavar="ID:BIAS,...")] = None
     seed: Annotated[int | None, _sampling("seed", "random")] = None
 
@@ -422,7 +423,7 @@ WINDOWS = tuple(each.name for each in fields(DecodeFlags))
 def find_config(config: Path | None) -> Path | None:
     """Return the file that --config names, else ./cluster.yaml if it exists, with a line on standard error."""
     if config is None and CONFIG.is_file():
-        say(f"using ./{CONFIG} (--config names another)")
+        say(USING_CONFIG)
         return CONFIG
     return config
 
