@@ -8,8 +8,8 @@ StagesSeconds = Callable[[int], Sequence[float]]  # seconds of each stage by a f
 
 _MOST_LANES = 32  # in flight: stages take 64 frames, those of prompts included
 _RECHECK = 16  # choices after which the costs are looked at again
-LEAST_CHUNK = 32  # rows
-_CHUNKS = (LEAST_CHUNK, 128, 512, 2048)  # rows: far apart, so that noise does not decide and runs are reproducible
+_CHUNKS = (32, 128, 512, 2048)  # rows: far apart, so that noise does not decide and runs are reproducible
+_LEAST_ROWS = 4  # of a chunk where memory is short: a few times what each token of the answer takes anyway
 _CHUNK_GAIN = 1.1  # factor by which a larger chunk has to be faster
 _TRIED = 512  # rows: a size up to which costs are tried, since the rows of a mixture of experts share their weights
 _BESIDE_STREAMS_S = 0.5  # for a chunk of more than 32 rows through the whole chain, beside streams
@@ -177,13 +177,13 @@ class ScratchCosts:
         self._row_bytes.setdefault(kind, {})[_rounded(length)] = num_bytes / num_rows
 
     def most_rows(self, kind: int, num_before: int, num_bytes: int) -> int:
-        """Return how many rows after so many tokens fit in half of these bytes: a power of two, at least LEAST_CHUNK.
+        """Return how many rows after so many tokens fit in half of these bytes: a power of two, at least _LEAST_ROWS.
 
         Beyond the known lengths all of the memory may grow as the length does.
         """
         usual = next(iter(self._row_bytes.values()), {})  # of the warm-up, while nothing is known of this kind
         known, rows = sorted(self._row_bytes.get(kind, usual).items()), _CHUNKS[-1]
-        while known and rows > LEAST_CHUNK:
+        while known and rows > _LEAST_ROWS:
             length = num_before + rows
             longest, row_bytes = known[-1]
             row_bytes = on_lines(known, length) if length < longest else row_bytes * length / longest
