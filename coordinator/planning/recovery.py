@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -305,10 +305,10 @@ def _reopen(nodes: Sequence[NodeRecord], now: Situation, limits: Limits, planner
         return Ask(asked, max(_ASK_AGAIN_S, min(within_s, left_s)))
     if plan is None:
         return Wait(min([left_s if left_s > 0 else _LOOK_S, *waits_s, _ASK_AGAIN_S]))
-    step = _load_for(plan, nodes, now)
+    step = _load_for(plan, nodes, now, plan.names)
     answered_alone = bool(now.lost_at) and now.plan.prompt_end is not None
     alone = planner.best([nodes[0].node]) if step and answered_alone else None
-    if alone and _load_for(alone, nodes, now) is None:
+    if alone and _load_for(alone, nodes, now, alone.names) is None:
         plan, step = alone, None  # the other nodes load while the first one goes on
     if isinstance(step, Wait) and not is_loading:
         return Wait(min(step.for_s, left_s))  # for the pause of a node that has failed
@@ -360,10 +360,10 @@ def _plan_for_next(nodes: Sequence[NodeRecord], now: Situation, limits: Limits, 
     return None
 
 
-def _load_for(plan: Plan, nodes: Sequence[NodeRecord], now: Situation) -> Load | Wait | None:
-    """Have nodes load what they lack of this plan; None once each holds its part. A load is never interrupted."""
+def _load_for(plan: Plan, nodes: Sequence[NodeRecord], now: Situation, names: Collection[str]) -> Load | Wait | None:
+    """Have these nodes load what they lack of a plan; None once each holds its part. A load is never interrupted."""
     by_name = {each.name: each for each in nodes}
-    lacking = [by_name[a.name] for a in plan.assignments if not by_name[a.name].holds(a)]
+    lacking = [by_name[a.name] for a in plan.assignments if a.name in names and not by_name[a.name].holds(a)]
     if not lacking:
         return None
     resting = [each for each in lacking if each.state is not NodeState.LOADING]
@@ -396,9 +396,8 @@ def _improve(nodes: Sequence[NodeRecord], now: Situation, planner: Planner) -> A
     gentle = best if not _grows(now.plan, best) else planner.without_growth(now.plan, best)
     plan = gentle or best
     newcomers = tuple(each.name for each in ready)
-    of_newcomers = replace(plan, assignments=tuple(a for a in plan.assignments if a.name in newcomers))
-    if (step := _load_for(of_newcomers, nodes, now)) is not None:
-        return Load(plan, step.names) if isinstance(step, Load) else step
+    if step := _load_for(plan, nodes, now, newcomers):
+        return step
     if gentle is None and now.idle_s < _IDLE_S:
         names = " and ".join(newcomers)
         return Wait(
