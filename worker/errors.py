@@ -1,7 +1,9 @@
 """The exceptions and their exit codes. Other modules decide how errors are sent and printed."""
 
 import traceback
-from typing import Self
+from typing import Self, TypeVar
+
+E = TypeVar("E", bound=BaseException)
 
 
 class BrigadeError(Exception):
@@ -19,13 +21,6 @@ class BrigadeError(Exception):
         """Set the worker's name unless the error has one, and return the error."""
         self.node = self.node or node
         return self
-
-    def again(self) -> Self:
-        """Return a copy to raise: an object that is raised in several places collects all their tracebacks."""
-        other = type(self).__new__(type(self), *self.args)
-        other.__dict__.update(self.__dict__)
-        other.__cause__ = self.__cause__
-        return other
 
     def __str__(self) -> str:
         return f"worker {self.node}: {self.message}" if self.node else self.message
@@ -198,10 +193,23 @@ def first_line(error: BaseException) -> str:
     return line.rstrip(".") or type(error).__name__
 
 
+def again(error: E) -> E:
+    """Return a copy of an error of ours to raise: an object raised in several places collects all their tracebacks.
+
+    Other errors are returned as they are.
+    """
+    if not isinstance(error, BrigadeError):
+        return error
+    other = type(error).__new__(type(error), *error.args)
+    other.__dict__.update(error.__dict__)
+    other.__cause__ = error.__cause__
+    return other
+
+
 def without_trace(error: BaseException) -> BrigadeError:
     """Return the error without its traceback, which would keep frames alive, to be raised later."""
     if not isinstance(error, BrigadeError):
         return InternalError(internal_error_text(error))
-    kept = error.again()
+    kept = again(error)
     kept.__cause__ = None
     return kept

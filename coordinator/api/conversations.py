@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from coordinator.api.body import Sampled, Section, shown, text_or_list
 from coordinator.api.left_out import leave_out
-from worker.errors import InputError
+from worker.errors import InputError, again
 from worker.platform.text import Json
 
 _TEXT = ("text", "input_text", "output_text", "summary_text")
@@ -182,7 +182,7 @@ def naming_tools(tools: Sequence[OfferedTool | OtherTool]) -> Iterator[None]:
         if name != "tools" or not number:
             raise
         at, tool = [(at, tool) for at, tool in enumerate(tools) if isinstance(tool, OfferedTool)][int(number)]
-        renamed = error.again()
+        renamed = again(error)
         renamed.field = f"tools.{at}.{tool.names.get(field, field)}"
         raise renamed from error
 

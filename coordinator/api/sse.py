@@ -19,7 +19,7 @@ from coordinator.engine.inputs import InputProcessor
 from coordinator.engine.stats import REQUEST_ID
 from coordinator.sessions.output import Output
 from coordinator.sessions.request import Request as EngineRequest
-from worker.errors import BrigadeError, InputError, internal_error_kind
+from worker.errors import BrigadeError, InputError, again, internal_error_kind
 from worker.platform.tasks import cancel_all
 from worker.platform.text import json_bytes
 
@@ -77,7 +77,7 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        renamed = error.again()
+        renamed = again(error)
         name, dot, item = error.field.partition(".")
         renamed.field = names.get(name, name) + dot + item
         raise renamed from error

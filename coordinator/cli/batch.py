@@ -24,7 +24,7 @@ from coordinator.cli import flags
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import TokenReport, say, show_tokens, telling_interrupts
 from coordinator.engine.bounded import TEMPLATES
-from worker.errors import BrigadeError, InputError, NodeBusy, PoisonRequest, QueueFull, StageLost
+from worker.errors import BrigadeError, InputError, NodeBusy, PoisonRequest, QueueFull, StageLost, again
 from worker.platform.files import reading, writing
 from worker.platform.text import Json, json_bytes, json_problem
 
@@ -161,7 +161,7 @@ class BatchRun:
         """Raise the engine's failure, if it failed: it ends all requests, and another run may answer them."""
         failure = self.engine.failure
         if failure is not None:
-            raise failure.again() if isinstance(failure, BrigadeError) else failure
+            raise again(failure)
 
     async def _answer(self, entry: BatchEntry) -> Json:
         """Return the body of the answer. Raises an error of the request, or the engine's failure."""

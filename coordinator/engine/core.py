@@ -39,6 +39,7 @@ from worker.errors import (
     ReaderLost,
     StageLost,
     WaitedTooLong,
+    again,
 )
 from worker.model.cache_spec import MOST_SNAPSHOT_BYTES
 from worker.node.framing import most_chunk_rows, most_lane_rows
@@ -169,14 +170,14 @@ class EngineCore:
         error = None if task.cancelled() else task.exception()
         self.failure = error or StageLost("the engine has shut down")
         for session in list(self.sessions):
-            session.put(self.failure.again() if isinstance(self.failure, BrigadeError) else self.failure)
+            session.put(again(self.failure))
 
     # From here on the MLX thread's loop
 
     async def _submit(self, session: Session) -> None:
         await self._bring(self.chain, [session], self.scheduler.slots.num_shared)
         if self.failure is not None:
-            raise self.failure.again() if isinstance(self.failure, BrigadeError) else self.failure
+            raise again(self.failure)
         if self._is_closing:
             raise StageLost("the engine has shut down")
         if draining := self.chain.draining:
@@ -257,7 +258,7 @@ class EngineCore:
 
     def _fail(self, session: Session, error: BaseException) -> None:
         if session in self.sessions:
-            session.put(error.again() if isinstance(error, BrigadeError) else error)
+            session.put(again(error))
             self._close(session, keep=False)
 
     def _close(self, session: Session, *, keep: bool) -> None:
@@ -438,7 +439,7 @@ class EngineCore:
         if (draining := chain.draining) is None:
             return  # requests can go on without that node by now
         for session in [session for session in self.sessions if session.state is SessionState.WAITING]:
-            session.put(draining.again())
+            session.put(again(draining))
             self._forget(session, keep=False)
         self.scheduler.slots.forget_kept()
         self._send_all()

@@ -45,7 +45,7 @@ from coordinator.sessions.text import Markers, TextParser
 from protos.brigade_pb2 import Grammar, Sampling
 from worker.compute.grammar import Grammars
 from worker.compute.header import check_grammar, common_prefix
-from worker.errors import BrigadeError, FrameError, InputError, ModelError, QueueFull, SamplingError
+from worker.errors import BrigadeError, FrameError, InputError, ModelError, QueueFull, SamplingError, again
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import describe
 
@@ -394,7 +394,7 @@ def numbered(number: int, prompts: Sequence[Any]) -> Iterator[None]:
     except InputError as error:
         if error.field != "prompt" or len(prompts) < 2:
             raise
-        named = error.again()
+        named = again(error)
         named.field = f"prompt.{number}"
         raise named from error
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Protocol
 from protos.brigade_pb2 import Credit, Frame, Result, StatusReply
 from worker.compute.ahead import StepOutputs
 from worker.compute.executor import Executor, Step
-from worker.errors import BrigadeError, ChainReplaced, FrameError, StageLost, without_trace
+from worker.errors import BrigadeError, ChainReplaced, FrameError, StageLost, again, without_trace
 from worker.node.framing import PLAIN, Arrival, FrameAssembler, Wire
 from worker.node.hop import pack, pack_segments, unpack
 from worker.platform.mlx_memory import forget_peak, memory_errors_named, memory_held
@@ -206,7 +206,8 @@ class Stage:
         finally:
             self.end()
             await cancel_all(*tasks)
-        raise self.failure.again()  # type: ignore[union-attr]
+        assert self.failure is not None
+        raise again(self.failure)
 
     def end(self) -> None:
         """Leave the chain and free all slots; the step in progress has ended, since this runs on its thread.
@@ -405,7 +406,7 @@ class Stage:
 
     def _raise_failure(self) -> None:
         if self.failure is not None:
-            raise self.failure.again()
+            raise again(self.failure)
 
 
 def _unless_closed(note: Callable[[], object]) -> None:

@@ -28,6 +28,7 @@ from worker.errors import (
     QueueFull,
     StageLost,
     WaitedTooLong,
+    again,
 )
 
 
@@ -56,9 +57,9 @@ class Draining:
     async def answer(self, engine: Engine, body: dict[str, Any]) -> dict[str, Any]:
         self.num_tried += 1
         if not self.is_over:
-            raise self._error.again()
+            raise again(self._error)
         if self.failure is not None:
-            raise self.failure.again()
+            raise again(self.failure)
         return {"usage": {"completion_tokens": 5}}
 
 

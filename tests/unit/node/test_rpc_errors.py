@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from worker import errors
-from worker.errors import BrigadeError, InputError, NodeSilent, QueueFull, ReaderLost, ServerFailed, StageLost
+from worker.errors import BrigadeError, InputError, NodeSilent, QueueFull, ReaderLost, ServerFailed, StageLost, again
 from worker.node.rpc_errors import abort, closed_before_reply, error_of, is_unconnected, unresolved_name
 
 KINDS = sorted(BrigadeError.__subclasses__(), key=lambda kind: kind.__name__)
@@ -184,6 +184,6 @@ def test_an_error_for_several_places_is_one_object_per_place(kind: type[BrigadeE
     error.__cause__ = KeyError("x")
     with pytest.raises(kind):
         raise error
-    other = error.again()
+    other = again(error)
     assert other is not error and other.__traceback__ is None
     assert (type(other), str(other), vars(other), other.__cause__) == (kind, str(error), vars(error), error.__cause__)
