@@ -71,7 +71,8 @@ class _Dated(io.TextIOBase, TextIO):
         return len(text)
 
     def flush(self) -> None:
-        self._out.flush()
+        if not self._out.closed:  # since Python 3.13 an error of the flush at this object's end is reported
+            self._out.flush()
 
     def fileno(self) -> int:
         return self._out.fileno()
