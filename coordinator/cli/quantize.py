@@ -77,22 +77,33 @@ def quantize(
 
     brigade quantize Qwen/Qwen3-8B qwen3-8b-awq --method awq --calibration texts.txt
     """
-    from coordinator.quality.quantize import QuantizedModel, begun_parts, quantize_options, require_new, write_model
+    from coordinator.quality.quantize import (
+        QuantizedModel,
+        begun_parts,
+        opened,
+        quantize_options,
+        require_new,
+        require_new_or_unfinished,
+        write_model,
+    )
     from coordinator.quality.sensitivity import HIGH_BITS, read_text
     from worker.node.loading import open_checkpoint
 
     kept = [name.strip() for name in (keep or "").split(",") if name.strip()]
     options = quantize_options(q_mode, q_bits, q_group_size, kept)
+    require_new_or_unfinished(out)
     if method is not None:
         from coordinator.quality.methods import MethodRun, require_method
 
         require_method(method, options, recipe, target_bpw)
-        require_new(out)
         text = read_text(calibration)
         checkpoint = open_checkpoint(model)
         run = MethodRun(checkpoint, method, options, target_bpw, text)
         _fetch(checkpoint)
-        _tell(out, *run.run(out), parts=[], as_json=as_json)
+        state = {**_state(checkpoint, options), "method": [method, target_bpw, _hash(text)]}
+        with opened(out, state):
+            nbytes, bits_per_weight = run.write(out)
+        _tell(out, nbytes, bits_per_weight, parts=[], as_json=as_json)
         return
     if recipe is None and (target_bpw, calibration) != (None, None):
         field = "calibration" if target_bpw is None else "target_bpw"
@@ -106,15 +117,9 @@ def quantize(
     text = read_text(calibration) if recipe else ""
     checkpoint = open_checkpoint(model)
     _fetch(checkpoint)
-    state: dict[str, Any] = {
-        "model": checkpoint.fingerprint.tensors,
-        "config": checkpoint.fingerprint.config,
-        "files": [list(pair) for pair in checkpoint.stamp()],
-        "options": [options.mode, options.bits, options.group_size, list(options.keep)],
-    }
-    parts = list[Json]()
+    state, parts = _state(checkpoint, options), list[Json]()
     if target_bpw is not None:
-        state["recipe"] = [target_bpw, hashlib.sha256(text.encode()).hexdigest()]
+        state["recipe"] = [target_bpw, _hash(text)]
         parts = begun_parts(out, state)
         if not parts:
             require_new(out)
@@ -126,6 +131,20 @@ def quantize(
     with show_bytes("quantised", found.nbytes) as report:
         write_model(found, checkpoint, out, state, report)
     _tell(out, found.nbytes, found.bits_per_weight, parts, as_json=as_json)
+
+
+def _state(checkpoint: Checkpoint, options: QuantizeOptions) -> dict[str, Any]:
+    """Return the identity of a conversion."""
+    return {
+        "model": checkpoint.fingerprint.tensors,
+        "config": checkpoint.fingerprint.config,
+        "files": [list(pair) for pair in checkpoint.stamp()],
+        "options": [options.mode, options.bits, options.group_size, list(options.keep)],
+    }
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _tell(out: Path, nbytes: int, bits_per_weight: float, parts: list[Json], *, as_json: bool) -> None:

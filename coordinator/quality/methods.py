@@ -4,14 +4,12 @@ The model is whole in memory. MLX thread only.
 """
 
 import math
-import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -26,7 +24,6 @@ from coordinator.quality.quantize import (
     AFFINE_BITS,
     QuantizeOptions,
     copy_small_files,
-    require_new,
     require_unquantised,
 )
 from coordinator.quality.sensitivity import HIGH_BITS, Group, Sensitivity, choose_bits, read_sequences
@@ -104,28 +101,21 @@ class MethodRun:
             expected = f"expected {format_bytes(needed)} of memory for {method}, found {format_bytes(budget)}"
             raise InputError("method", f"{expected}; without --method one tensor at a time is enough")
 
-    def run(self, out: Path) -> tuple[int, float]:
-        """Quantise the model and write the folder, which is there only once it is whole.
+    def write(self, out: Path) -> tuple[int, float]:
+        """Quantise the model and write it into this folder.
 
         Returns:
             The bytes of its weights, and their bits per weight.
         Raises:
-            InputError: the folder holds something or its disk is too full. ModelError: mlx_lm's code fails on this
-            model. BrigadeError: the folder cannot be written.
+            InputError: the disk is too full. ModelError: mlx_lm's code fails on this model. BrigadeError: the folder
+            cannot be written.
         """
-        require_new(out)
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as place:
-                needed = int(self._num * (self._target or self._options.bits + 1) / 8)  # 1: scales and biases
-                if needed > (free := shutil.disk_usage(place).free):
-                    found = f"found {format_bytes(free)}; make room"
-                    raise InputError("", f"expected {format_bytes(needed)} of free disk at {out.parent}, {found}")
-                return self._write(Path(place) / "model", out)
-        except OSError as error:
-            raise BrigadeError(f"cannot write {out}: {error.strerror}") from error
-
-    def _write(self, folder: Path, out: Path) -> tuple[int, float]:
+        for path in out.glob("*.safetensors"):
+            path.unlink()  # of an interrupted run
+        needed = int(self._num * (self._target or self._options.bits + 1) / 8)  # 1: scales and biases
+        if needed > (free := shutil.disk_usage(out).free):
+            found = f"found {format_bytes(free)}; make room"
+            raise InputError("", f"expected {format_bytes(needed)} of free disk at {out}, {found}")
         checkpoint = self._checkpoint
         model: Any = build(checkpoint, TensorReader(checkpoint, list(checkpoint.tensors)))
         functions: Any = _FUNCTIONS[self._method]
@@ -143,12 +133,12 @@ class MethodRun:
         bits_per_weight = float(compute_bits_per_weight(model))
         tokenizer: Any = SimpleNamespace(save_pretrained=partial(copy_small_files, checkpoint))  # as it is
         try:
-            save(folder, checkpoint.folder, model, tokenizer, config)
+            save(out, checkpoint.folder, model, tokenizer, config)
+        except OSError as error:
+            raise BrigadeError(f"cannot write {out}: {error.strerror}; the same command begins anew") from error
         except RuntimeError as error:
-            raise BrigadeError(f"cannot write {out}: {first_line(error)}") from error
-        nbytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        os.replace(folder, out)
-        return nbytes, bits_per_weight
+            raise BrigadeError(f"cannot write {out}: {first_line(error)}; the same command begins anew") from error
+        return sum(path.stat().st_size for path in out.glob("*.safetensors")), bits_per_weight
 
     def _awq(self, model: Any, config: Any) -> tuple[Any, Any]:
         bits, size = self._options.bits, self._options.group_size

@@ -88,6 +88,12 @@ def require_new(folder: Path) -> None:
         raise InputError("", f"{folder} exists already; give another folder")
 
 
+def require_new_or_unfinished(folder: Path) -> None:
+    """Raise InputError if the folder holds anything but an unfinished conversion."""
+    if not (folder / _STATE).exists():
+        require_new(folder)
+
+
 def quantised_modules(model: Any, options: QuantizeOptions) -> Callable[[str, Any], Any]:
     """Return what says of a module, by its path, whether it is quantised, or how if otherwise than most."""
     own_choice = getattr(model, "quant_predicate", None)
@@ -214,7 +220,7 @@ def write_model(
         InputError: the folder holds something else, another run writes it, or there is not enough room.
         BrigadeError: it cannot be written.
     """
-    with _opened(folder, state):
+    with opened(folder, state):
         files = model.files
         held = [*(folder / name for name in files), *(folder / f"{name}{_PART}" for name in files)]
         missing = model.nbytes - sum(path.stat().st_size for path in held if path.exists())
@@ -252,11 +258,14 @@ def begun_parts(folder: Path, state: Mapping[str, Any]) -> list[Any]:
 
 
 @contextmanager
-def _opened(folder: Path, state: Mapping[str, Any]) -> Iterator[None]:
-    """Hold the folder for this conversion, and mark it as whole in the end."""
+def opened(folder: Path, state: Mapping[str, Any]) -> Iterator[None]:
+    """Hold the folder for the conversion that `state` identifies, and mark it as whole in the end.
+
+    Raises:
+        InputError: the folder holds something else, or another run writes it. BrigadeError: it cannot be written.
+    """
     path, wanted = folder / _STATE, json.dumps(state, sort_keys=True)
-    if not path.exists():
-        require_new(folder)
+    require_new_or_unfinished(folder)
     with writing("", folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = path.open("a+", encoding="utf-8", errors="replace")
@@ -266,14 +275,19 @@ def _opened(folder: Path, state: Mapping[str, Any]) -> Iterator[None]:
         except OSError as error:
             raise InputError("", f"another run writes {folder}") from error
         file.seek(0)
-        if (found := file.read()) not in ("", wanted):
+        if not wanted.startswith(found := file.read()):  # a full disk may have left its beginning only
             raise InputError("", f"{folder} holds a part of another conversion; give another folder, or remove it")
-        if not found:
-            file.write(wanted)
-            file.flush()
-            sync_file(file.fileno())
-        yield
-        path.unlink()
+        is_whole = False
+        try:
+            if found != wanted:
+                with writing("", folder):
+                    path.write_text(wanted, encoding="utf-8")
+                    sync_file(file.fileno())
+            yield
+            is_whole = True
+        finally:
+            if is_whole or [each.name for each in folder.iterdir()] == [_STATE]:  # nothing was written
+                path.unlink()
 
 
 def _write_rest(model: QuantizedModel, checkpoint: Checkpoint, folder: Path) -> None:

@@ -101,17 +101,27 @@ def test_what_a_method_does_not_take_is_refused_at_once(tmp_path: Path, monkeypa
     assert not out.parent.exists()
 
 
-def test_a_failed_run_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_is_begun_anew_in_its_folder_and_a_failed_one_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, out = make(tmp_path / "model"), tmp_path / "new" / "out"
+    (tmp_path / "new" / "disk").mkdir(parents=True)
+    out.symlink_to("disk", target_is_directory=True)  # as of a volume: no folder can be moved there
+    with monkeypatch.context() as failing:
+        failing.setattr(mx.linalg, "cholesky_inv", lambda matrix: matrix * mx.nan)  # one without an inverse
+        with pytest.raises(ModelError, match="no longer gives numbers"):
+            by_method(source, out, "gptq")
+    assert not list(out.iterdir())
 
     def fail(folder: Path, *_: Any) -> None:
-        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as once, pytest.raises(KeyboardInterrupt):
         once.setattr(methods, "save", fail)
         by_method(source, out, "gptq")
-    monkeypatch.setattr(mx.linalg, "cholesky_inv", lambda matrix: matrix * mx.nan)  # one without an inverse
-    with pytest.raises(ModelError, match="no longer gives numbers"):
-        by_method(source, out, "gptq")
-    assert not list(out.parent.iterdir())
+    with pytest.raises(InputError, match="a part of another conversion"):
+        by_method(source, out, "dynamic")
+    by_method(source, out, "gptq")
+    assert open_checkpoint(str(out)).tensors.keys() > open_checkpoint(str(source)).tensors.keys()
+    assert not (out / "quantize.json").exists() and [each.name for each in out.parent.iterdir()] == ["disk", "out"]

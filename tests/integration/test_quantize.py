@@ -202,20 +202,13 @@ def test_what_cannot_be_written_or_meant_is_refused_before_anything_is(
         with pytest.raises(InputError, match="free disk"):
             quantise(source, tmp_path / "a", options)
         assert not list((tmp_path / "a").glob("model*"))
-    with pytest.raises(InputError, match="another conversion"):
-        write_model(
-            QuantizedModel(open_folder(source), options),
-            open_folder(source),
-            tmp_path / "a",
-            {"model": "n"},
-            lambda *more: None,
-        )
-    for number, content in enumerate((b"[]", b"\xff\xfe")):  # a file of ours by its name only
+    for number, content in enumerate((b"[]", b"\xff\xfe", b'{"model": "n"}')):
         (foreign := tmp_path / f"foreign-{number}").mkdir()
         (foreign / "quantize.json").write_bytes(content)
         assert begun_parts(foreign, {}) == []
         with pytest.raises(InputError, match="another conversion"):
             quantise(source, foreign, options)
+    (tmp_path / "a" / "quantize.json").write_bytes(b'{"')  # as of a full disk
     quantise(source, tmp_path / "a", options)
     for folder in (tmp_path / "a", source):
         with pytest.raises(InputError, match="exists already"):
