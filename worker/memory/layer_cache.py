@@ -83,8 +83,8 @@ class KVCache:
         self._keys, self._values = Rows(), Rows()
         self._slot = 0  # its index in these buffers, which other slots' caches may share
 
-    def _encode(self, rows: mx.array) -> Parts:
-        return (rows,)
+    def _encode(self, keys: mx.array, values: mx.array) -> tuple[Parts, Parts]:
+        return (keys,), (values,)
 
     @property
     def offset(self) -> int | mx.array:
@@ -189,16 +189,18 @@ class KVCache:
         return keys, values
 
     def put_segment(self, begin: int, keys: Parts, values: Parts) -> None:
-        """Overwrite keys and values from token `begin` on. Raises CacheMismatch unless the cache has those tokens."""
-        for rows, parts in ((self._keys, keys), (self._values, values)):
-            ends = {begin + part.shape[2] for part in parts if part.ndim == 4}
-            if self.dropped or len(ends) != 1 or max(ends) > self.length:
-                found = f"got {[list(part.shape) for part in parts]} from {begin}"
-                raise CacheMismatch(f"expected keys and values of the {self.length} tokens held, {found}")
-            try:
-                rows.write(parts, self._slot, begin)
-            except ValueError as error:
-                raise CacheMismatch(f"expected a segment like the cache: {error}") from error
+        """Overwrite keys and values [1, H, L, ...] from token `begin` on.
+
+        Raises CacheMismatch unless the cache has those tokens.
+        """
+        end = begin + keys[0].shape[2]
+        if self.dropped or end > self.length:
+            raise CacheMismatch(f"expected rows of the {self.length} tokens held, got [{begin}, {end})")
+        try:
+            self._keys.write(keys, self._slot, begin)
+            self._values.write(values, self._slot, begin)
+        except ValueError as error:
+            raise CacheMismatch(f"expected a segment like the cache: {error}") from error
 
     def put_whole(self, length: int, dropped: int, keys: Parts, values: Parts) -> None:
         """Take the place of a snapshot of `length` tokens, of which `dropped` are not among its keys and values."""
@@ -281,8 +283,8 @@ class KVCache:
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Append [1, H, L, K]."""
         here = self.length - self.dropped
-        self._keys.write(self._encode(keys), self._slot, here)
-        self._values.write(self._encode(values), self._slot, here)
+        for rows, parts in zip((self._keys, self._values), self._encode(keys, values), strict=True):
+            rows.write(parts, self._slot, here)
         self.length += keys.shape[2]
 
     def fetch(self) -> tuple[mx.array | Parts, mx.array | Parts]:
@@ -316,8 +318,9 @@ class QuantisedCache(KVCache):
         super().__init__(window)
         self.bits = bits
 
-    def _encode(self, rows: mx.array) -> Parts:
-        return tuple(mx.quantize(rows, group_size=group_size(rows.shape[-1]), bits=self.bits))
+    def _encode(self, keys: mx.array, values: mx.array) -> tuple[Parts, Parts]:
+        size = group_size(keys.shape[-1], values.shape[-1])
+        return tuple(mx.quantize(keys, size, self.bits)), tuple(mx.quantize(values, size, self.bits))
 
     @property
     def group_size(self) -> int:

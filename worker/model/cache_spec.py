@@ -48,9 +48,9 @@ class Form(Enum):
     STATE = "a state, which has no rows"
 
 
-def group_size(head_size: int) -> int:
-    """Return how many numbers of a head share a scale when quantised."""
-    return 64 if head_size % 64 == 0 else 32
+def group_size(key_size: int, value_size: int) -> int:
+    """Return how many numbers of a head share a scale when quantised; mlx-lm's attention takes one size for both."""
+    return 64 if key_size % 64 == value_size % 64 == 0 else 32
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,9 @@ class CacheSpec:
         """Return the bytes of one token; quantised groups have a scale and a bias in the model's dtype."""
         if self.form is not Form.QUANTISED:
             return memory.row_bytes
-        sizes = (memory.key_size, memory.value_size)
-        return memory.heads * sum(size * self.bits // 8 + size // group_size(size) * 2 * memory.item for size in sizes)
+        group = group_size(memory.key_size, memory.value_size)
+        numbers = memory.key_size + memory.value_size
+        return memory.heads * (numbers * self.bits // 8 + numbers // group * 2 * memory.item)
 
     def read_bytes(self, memory: Memory, num_rows: int) -> int:
         """Return the bytes that one step reads after `num_rows` have been written: everything that a query sees."""

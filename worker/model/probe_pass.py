@@ -220,7 +220,9 @@ def _quantised_refusal(model: Any, info: ModelInfo) -> str:
     sizes = {size for memory in memories for size in (memory.key_size, memory.value_size)}
     if odd := sorted(size for size in sizes if size == 0 or size % 32):
         return f"quantised rows need heads of a multiple of 32 numbers, but they have {odd[0]}"
-    refusal = _trial(model, info, lambda memory: QuantizedKVCache(group_size(memory.value_size), bits=8))
+    refusal = _trial(
+        model, info, lambda memory: QuantizedKVCache(group_size(memory.key_size, memory.value_size), bits=8)
+    )
     return refusal or ("" if attends_quantised() else "MLX cannot multiply by quantised rows on this device")
 
 

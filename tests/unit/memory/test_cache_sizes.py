@@ -11,7 +11,7 @@ from tests.tiny import make_model
 from worker.compute.batching import LaneWindow
 from worker.compute.shard import Shard
 from worker.errors import CacheMismatch
-from worker.memory.layer_cache import KVCache, LayerCache, join, make_cache
+from worker.memory.layer_cache import KVCache, LayerCache, QuantisedCache, join, make_cache
 from worker.model.cache_spec import MOST_CANVAS, ROW_BLOCK, Memory, cache_spec, pack_capacity
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
@@ -80,6 +80,15 @@ def test_a_cache_that_is_never_packed_comes_to_hold_just_what_is_reserved(
     monkeypatch.setattr("worker.model.cache_spec.WINDOW_CHUNK", max(chunk, ROW_BLOCK))  # the longest of this session
     reserved = cache_spec(kept, choice).nbytes(memory(), num_rows)
     assert most_held(make_cache(kept, choice), num_rows, chunk) == reserved
+
+
+def test_keys_and_values_of_two_sizes_are_quantised_in_groups_of_one() -> None:
+    kept = Memory(None, H, 96, 64, 2)
+    cache = make_cache(kept, INT8)
+    assert isinstance(cache, QuantisedCache)
+    cache.reserve(1, None)
+    cache.update_and_fetch(mx.zeros((1, H, 1, 96), mx.bfloat16), mx.zeros((1, H, 1, 64), mx.bfloat16))
+    assert cache.group_size == 32 and cache.nbytes == cache_spec(kept, INT8).nbytes(kept, 1)
 
 
 @pytest.mark.parametrize(("kept", "choice"), [(memory(window=128), FULL), (memory(window=128), INT8)])

@@ -229,6 +229,7 @@ def test_a_refusal_of_caches_is_one_whatever_the_model_raises() -> None:
     ("name", "unit", "said"),
     [
         ("qwen3", 32, ""),
+        ("minicpm3", 64, ""),  # keys of 96 numbers and values of 64
         ("qwen3", 16, "quantised rows need heads of a multiple of 32 numbers, but they have 16"),
         ("mamba2", 32, "it has no keys and values"),
         ("falcon_h1", 32, "a layer of it has several"),
