@@ -196,11 +196,8 @@ class KVCache:
         end = begin + keys[0].shape[2]
         if self.dropped or end > self.length:
             raise CacheMismatch(f"expected rows of the {self.length} tokens held, got [{begin}, {end})")
-        try:
-            self._keys.write(keys, self._slot, begin)
-            self._values.write(values, self._slot, begin)
-        except ValueError as error:
-            raise CacheMismatch(f"expected a segment like the cache: {error}") from error
+        self._keys.write(keys, self._slot, begin)
+        self._values.write(values, self._slot, begin)
 
     def put_whole(self, length: int, dropped: int, keys: Parts, values: Parts) -> None:
         """Take the place of a snapshot of `length` tokens, of which `dropped` are not among its keys and values."""

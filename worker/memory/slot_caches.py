@@ -26,7 +26,7 @@ from worker.memory.layer_cache import (
     join,
     make_cache,
 )
-from worker.model.cache_spec import pack_capacity
+from worker.model.cache_spec import Memory, cache_spec, pack_capacity
 from worker.model.probe_pass import Entry
 
 Listed = LayerCache | tuple[LayerCache, ...]  # a layer with several caches indexes them by number
@@ -50,6 +50,12 @@ class CacheSegment:
     def arrays(self) -> Parts:
         return (*self.keys, *self.values)
 
+    @property
+    def num_rows(self) -> int | None:
+        """L of all arrays; None if there are none, or they differ."""
+        found = {array.shape[2] if array.ndim == 4 else None for array in self.arrays}
+        return found.pop() if len(found) == 1 else None
+
 
 class Caches:
     """One slot's caches: `listed` as the model expects them, and those that are its `own`, without nesting."""
@@ -72,6 +78,8 @@ class Caches:
         for number, listed in own.items():
             alike.setdefault(_kind(self._entries[number]), listed)
         self.own = [cache for listed in own.values() for cache in members(listed)]
+        entries = [self._entries[number] for number in own]
+        self._memories = [each for entry in entries for each in (entry if isinstance(entry, tuple) else (entry,))]
         self._counting: list[LayerCache] = []
         self.listed: list[Listed] = []
         for number, entry in enumerate(self._entries):
@@ -210,6 +218,7 @@ class Caches:
             raise CacheMismatch(f"expected a segment of one of its caches, got one of {segment.number}")
         index = places.index(place)
         cache = self.own[index]
+        self._require_planned(segment, self._memories[index])
         if segment.length:
             whole = (segment.length, segment.base, segment.keys, segment.values)
             if segment.length in self.snapshots and (snapshot := self.snapshots[segment.length][index]):
@@ -226,6 +235,24 @@ class Caches:
         else:
             raise CacheMismatch(f"expected a whole state of cache {segment.number}, got rows")
         return cache.arrays()
+
+    def _require_planned(self, segment: CacheSegment, memory: Memory) -> None:
+        """Raise CacheMismatch unless a segment's arrays have the shapes, and take the bytes, that are planned for them.
+
+        Of a recurrent state only the most bytes are known; some layers remember nothing.
+        """
+        spec, found = (
+            cache_spec(memory, self._cache),
+            [[array.shape for array in parts] for parts in (segment.keys, segment.values)],
+        )
+        num_bytes = sum(array.nbytes for array in segment.arrays)
+        fits = num_bytes <= memory.state_bytes
+        if memory.heads:
+            L = segment.num_rows or 0
+            shapes = [[(1, memory.heads, L, width) for width in widths] for widths in spec.widths(memory)]
+            fits = found == shapes and num_bytes == L * spec.row_bytes(memory)
+        if not fits:
+            raise CacheMismatch(f"expected what is planned for cache {segment.number}, got {found}, {num_bytes} bytes")
 
     def stored(self, begin: int, end: int) -> list[CacheSegment]:
         """Return what a slot needs of tokens [begin, end) to continue at `end`, for `put_stored`.
@@ -259,7 +286,7 @@ class Caches:
             if segment.length not in (0, end):
                 raise CacheMismatch(f"expected a snapshot of {end} tokens, got one of {segment.length}")
             if not segment.length:
-                if segment.base != begin or not {part.shape[2] for part in segment.arrays} <= {end - begin}:
+                if segment.base != begin or (segment.arrays and segment.num_rows != end - begin):
                     raise CacheMismatch(f"expected rows [{begin}, {end}), got others from {segment.base} on")
                 cache.cut(begin)
         self.reserve(end - begin, None)

@@ -95,6 +95,14 @@ class CacheSpec:
             return whole_blocks(num_rows)
         return min(whole_blocks(num_rows), whole_blocks(self.keep + self.window - 1 + WINDOW_CHUNK))
 
+    def widths(self, memory: Memory) -> list[tuple[int, ...]]:
+        """Return the last dimension of each stored array of keys, and of values: packed words, scales and biases."""
+        sizes = (memory.key_size, memory.value_size)
+        if self.form is not Form.QUANTISED:
+            return [(size,) for size in sizes]
+        group = group_size(*sizes)
+        return [(size * self.bits // 32, size // group, size // group) for size in sizes]
+
     def row_bytes(self, memory: Memory) -> int:
         """Return the bytes of one token; quantised groups have a scale and a bias in the model's dtype."""
         if self.form is not Form.QUANTISED:

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, Cache, CacheKind
+from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, CACHE_ROTATING, Cache, CacheKind
 from worker.errors import CacheMismatch
 from worker.memory.layer_cache import KVCache, QuantisedCache, RecurrentState
 from worker.memory.slot_caches import Caches, CacheSegment, members
@@ -15,7 +15,7 @@ from worker.model.cache_spec import Memory
 from worker.model.probe_pass import Entry
 
 H, K = 2, 4
-FULL, WINDOW, STATE = Memory(None, H, K, K, 4), Memory(6, H, K, K, 4), Memory(state_arrays=2)
+FULL, WINDOW, STATE = Memory(None, H, K, K, 4), Memory(6, H, K, K, 4), Memory(state_arrays=2, state_bytes=24)
 ENTRIES: tuple[Entry, ...] = (WINDOW, FULL, FULL, WINDOW, STATE, (FULL, WINDOW))
 
 
@@ -211,16 +211,25 @@ def test_what_one_node_holds_of_some_tokens_another_one_goes_on_with(kind: Cache
         assert all(mx.array_equal(a[:, :, :300], b[:, :, :300]) for a, b in pairs)
 
 
+PLANNED = "expected what is planned for cache"
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"number": 0}, "expected a segment of one of its caches, got one of 0"),
         ({"part": 1}, "expected a segment of one of its caches"),
-        ({"number": 4}, "expected a whole state of cache 4, got rows"),
-        ({"base": 1}, "expected keys and values of the 9 tokens held"),
-        ({"keys": ()}, "expected keys and values of the 9 tokens held"),
-        ({"values": (mx.zeros((1, H + 1, 9, K)),)}, "expected a segment like the cache"),
-        ({"values": (mx.zeros((9, K)),)}, "expected keys and values"),
+        ({"number": 4, "keys": (mx.zeros(2),), "values": ()}, "expected a whole state of cache 4, got rows"),
+        ({"base": 1}, "expected rows of the 9 tokens held"),
+        ({"keys": ()}, PLANNED),
+        ({"keys": (), "values": (mx.zeros((1, H, 9, 2 * K)),)}, PLANNED),
+        ({"values": (mx.zeros((1, H + 1, 9, K)),)}, PLANNED),
+        ({"values": (mx.zeros((1, H, 9, 1)),)}, PLANNED),  # which MLX would spread
+        ({"keys": (mx.zeros((1, H, 0, 2**30)),), "values": (mx.zeros((1, H, 0, 2**30)),)}, PLANNED),
+        ({"values": (mx.zeros((1, K, 9, H)),)}, PLANNED),
+        ({"values": (mx.zeros((9, K)),)}, PLANNED),
+        ({"values": (mx.zeros((1, H, 9, K), mx.bfloat16),)}, PLANNED),
+        ({"number": 4, "length": 9, "values": ()}, PLANNED),  # a state of more bytes
     ],
 )
 def test_a_segment_that_fits_no_cache_is_refused(changes: dict[str, Any], said: str) -> None:
@@ -331,3 +340,15 @@ def test_stored_rows_and_snapshots_make_another_slot_the_same() -> None:
         other.put_stored(one.stored(300, 340)[1:], 300, 340)
     with pytest.raises(CacheMismatch, match=r"expected rows \[20, 340\)"):
         other.put_stored(one.stored(300, 340), 20, 340)
+
+
+def test_a_layer_that_remembers_nothing_is_stored_beside_one_that_drops_tokens() -> None:
+    one, other = (Caches([FULL, Memory()], [0, 1], Cache(kind=CACHE_ROTATING, size=8, keep=2)) for _ in range(2))
+    for at in range(0, 60, 4):
+        one.begin()
+        one.reserve(4, None)
+        one.own[0].update_and_fetch(rows(range(at, at + 4)), -rows(range(at, at + 4)))  # type: ignore[union-attr]
+        one.settle(at + 4)
+    one.take_snapshot()
+    mx.eval(other.put_stored(one.stored(0, 60), 0, 60))
+    assert lengths(other) == {60} and held(other.own[0])[-5:] == held(one.own[0])[-5:]
