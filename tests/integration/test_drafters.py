@@ -35,6 +35,7 @@ from worker.errors import FrameError, InputError
 from worker.memory.history import History
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
+from worker.node import lifecycle
 from worker.node.model_sources import ModelSources
 from worker.node.weights_cache import WeightsCache
 
@@ -190,8 +191,12 @@ async def test_a_conversation_goes_on_with_what_its_drafter_has_read(models: Mod
                 assert each.usage.num_steps == least_steps(10, 7)
 
 
-async def test_a_drafter_is_sent_kept_on_disk_and_released_by_a_chain_without(models: Models, tmp_path: Path) -> None:
+async def test_a_drafter_is_sent_kept_on_disk_and_released_by_a_chain_without(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As where a node was lost and took its drafter along: the chain goes on without, step by step."""
+    limited = list[int]()
+    monkeypatch.setattr(lifecycle, "keep_within", lambda memory_bytes, weight_bytes: limited.append(weight_bytes))
     folder, small = model_of(models, "qwen3"), foreign(models)
     store, draft, weights = WeightsCache(tmp_path), Decode("draft", num_drafts=3), list[int]()
     async with serving(1, ModelSources(str(folder)), store_of=lambda name: store) as nodes:
@@ -201,6 +206,7 @@ async def test_a_drafter_is_sent_kept_on_disk_and_released_by_a_chain_without(mo
                 assert found.tokens == expected.tokens and bool(found.usage.drafts_held) is bool(drafter)
                 weights.append((await chain.statuses())[1].weight_bytes)
                 assert weights[-1] == chain.plan.assignments[1].weight_bytes
+                assert not drafter or limited[-1] == weights[-1], "MLX's limits leave room for all of them"
         assert nodes[0].service.worker.status().weight_bytes == weights[2] < weights[1]
 
 

@@ -125,6 +125,10 @@ class Worker:
         return [held for held in (self._held, self._drafter) if held]
 
     @property
+    def _weight_bytes(self) -> int:
+        return sum(held.shard.nbytes for held in self._all_held if held.shard)
+
+    @property
     def stage(self) -> Stage | None:
         return self.attachment.stage if self.attachment else None
 
@@ -141,7 +145,7 @@ class Worker:
         return StatusReply(
             clock=time.monotonic_ns(),
             busy_s=self._left_behind(),
-            weight_bytes=sum(held.shard.nbytes for held in self._all_held if held.shard),
+            weight_bytes=self._weight_bytes,
             peak_memory_bytes=memory.peak,
             active_memory_bytes=memory.active,
             cached_memory_bytes=memory.cached,
@@ -397,7 +401,7 @@ class Worker:
         if held and held.shard and (held.request, held.stamp) == (wanted, stamp):
             self._hold(request, replace(held, lease=lease))
             self._log.info("kept %s", _name_of(request))
-            await self._thread.run(partial(keep_within, request.memory_bytes, held.shard.nbytes))
+            await self._thread.run(partial(keep_within, request.memory_bytes, self._weight_bytes))
             await report(LoadProgress(phase="kept", done=held.shard.nbytes, total=held.shard.nbytes))
             return
         tensors: dict[str, mx.array] = {}  # that can be kept

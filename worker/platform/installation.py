@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import secrets
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -66,11 +67,14 @@ def read_record(path: Path) -> Any:
 
 def write_record(path: Path, record: Any) -> None:
     """Store a record atomically. Do nothing if the folder is not writable: records are only caches."""
-    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished = path.with_suffix(f".{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_bytes(msgpack.packb(record))
-        unfinished.replace(path)
+        try:
+            unfinished.write_bytes(msgpack.packb(record))
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
 
 def skip_init(package: str) -> None:

@@ -27,6 +27,10 @@ def test_a_refusing_cache_is_no_error(tmp_path: Path, monkeypatch: pytest.Monkey
         raise refusal
 
     path = tmp_path / "a.msgpack"
+    with monkeypatch.context() as full:
+        full.setattr(Path, "replace", refuse)
+        write_record(path, {})
+    assert not list(tmp_path.iterdir())
     for action in ("read_bytes", "write_bytes"):
         monkeypatch.setattr(Path, action, refuse)
     write_record(path, {})
