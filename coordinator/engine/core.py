@@ -176,6 +176,8 @@ class EngineCore:
 
     async def _submit(self, session: Session) -> None:
         await self._bring(self.chain, [session], self.scheduler.slots.num_shared)
+        if session.state is SessionState.FINISHED:
+            return  # it was closed meanwhile: its reader has left
         if self.failure is not None:
             raise again(self.failure)
         if self._is_closing:
@@ -265,6 +267,8 @@ class EngineCore:
         if session in self.sessions:
             self._forget(session, keep=keep)
             self._send_all()
+        elif session.state is not SessionState.FINISHED:
+            session.finish()  # `_submit` of a reader that has left may still come
 
     def _forget(self, session: Session, *, keep: bool) -> None:
         """Remove a session; call `_send_all` afterwards. No slot is kept while a node drains."""

@@ -197,6 +197,22 @@ async def test_many_cancels_at_once_free_all_their_slots_and_leave_the_others(mo
         assert {type(outcome) for outcome in outcomes} == {asyncio.CancelledError}
 
 
+async def test_a_request_whose_reader_leaves_before_the_mlx_thread_sees_it_never_runs(folder: Path) -> None:
+    """The thread is at a step, and finds the request and its end at once."""
+    release = threading.Event()
+    async with running(folder, (4,)) as chain, Engine(chain) as engine:
+        held = asyncio.create_task(chain.thread.run(lambda: release.wait(8)))
+        leaving = Live(engine, request(tokens_of(9), FOREVER))
+        while not engine.stats.under_way:  # noqa: ASYNC110 - a few turns of the loop
+            await asyncio.sleep(0)
+        leaving.task.cancel()
+        await asyncio.wait([leaving.task])
+        release.set()
+        await held
+        await engine.answer(request(tokens_of(3), 4))
+        assert not engine.sessions
+
+
 async def test_a_slot_that_was_freed_serves_the_next_request_rightly(folder: Path, frames: Frames) -> None:
     """Cancelled with chunks still on their way: late results belong to no request."""
     asked = request(tokens_of(20, 5), 8)
