@@ -80,13 +80,14 @@ async def score_continuations(
         InputError: the prompt has no token, or a continuation has none.
     """
     inputs = engine.inputs
-    begin = await inputs.prompt_ids(prompt)
     specs = []
-    for continuation in continuations:
-        if isinstance(prompt, str) and isinstance(continuation, str):
-            whole = await inputs.prompt_ids(prompt + continuation)
-        else:
-            whole = begin + await inputs.prompt_ids(continuation, special=False)
-        specs.append(scoring(whole, max(1, common_prefix(begin, whole)) if begin else 0))
-    answers = await collect(engine, [await engine.prepare(spec) for spec in specs])
+    with engine.use.using():  # an idle model would be unloaded while many texts are tokenized
+        begin = await inputs.prompt_ids(prompt)
+        for continuation in continuations:
+            if isinstance(prompt, str) and isinstance(continuation, str):
+                whole = await inputs.prompt_ids(prompt + continuation)
+            else:
+                whole = begin + await inputs.prompt_ids(continuation, special=False)
+            specs.append(scoring(whole, max(1, common_prefix(begin, whole)) if begin else 0))
+        answers = await collect(engine, [await engine.prepare(spec) for spec in specs])
     return [[score for output in answer for score in output.scores] for answer in answers]
