@@ -48,10 +48,11 @@ async def embeddings(server: Server, body: EmbeddingsBody) -> Embeddings:
     data: list[Embedding] = []
     num_tokens = 0
     with renaming({"prompt": "input"}):
-        async for vector, num_here in embed(await server.wake_engine(), body.input, pooling, body.dimensions):
-            is_text = body.encoding_format == "base64"
-            found = base64.b64encode(vector.astype("<f4").tobytes()).decode() if is_text else vector.tolist()
-            data.append({"object": "embedding", "index": len(data), "embedding": found})
-            num_tokens += num_here
+        embedded = await embed(await server.wake_engine(), body.input, pooling, body.dimensions)
+    for index, (vector, num_here) in enumerate(embedded):
+        is_text = body.encoding_format == "base64"
+        found = base64.b64encode(vector.astype("<f4").tobytes()).decode() if is_text else vector.tolist()
+        data.append({"object": "embedding", "index": index, "embedding": found})
+        num_tokens += num_here
     usage: EmbeddingsUsage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return {"object": "list", "data": data, "model": name, "usage": usage}

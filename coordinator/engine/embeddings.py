@@ -1,6 +1,6 @@
 """Embeddings: the states behind the final norm, pooled over a text's tokens, by the model's own configuration."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,20 +85,21 @@ def _kind_of(config: Any) -> PoolingKind:
 
 async def embed(
     engine: Engine, texts: Sequence[str | tuple[int, ...]], pooling: Pooling, dimensions: int | None = None
-) -> AsyncIterator[tuple[Vector, int]]:
-    """Yield the embedding of each text and its number of tokens.
+) -> list[tuple[Vector, int]]:
+    """Return the embedding of each text and its number of tokens.
 
     Raises:
         InputError: a text has no tokens, or too many; of several it names `prompt.NUMBER`.
         ModelError: a state is not finite.
     """
-    for first in range(0, len(texts), _AT_ONCE):
-        requests = []
-        for number, text in enumerate(texts[first : first + _AT_ONCE], first):
-            spec = RequestSpec(text, 0, {"temperature": 0.0}, Decode("ar"), ignore_eos=True, pooling=pooling.kind)
-            with numbered(number, texts):
-                requests.append(await engine.prepare(spec))
-        for request, outputs in zip(requests, await collect(engine, requests), strict=True):
-            sums = [np.frombuffer(each, "<f4") for output in outputs for each in output.pooled]
-            num_rows = len(request.prompt) - (request.pool_from or 0)
-            yield pooling.finish(np.sum(sums, axis=0), num_rows, dimensions), len(request.prompt)
+    requests = []
+    for number, text in enumerate(texts):
+        spec = RequestSpec(text, 0, {"temperature": 0.0}, Decode("ar"), ignore_eos=True, pooling=pooling.kind)
+        with numbered(number, texts):
+            requests.append(await engine.prepare(spec))
+    found = []
+    for request, outputs in zip(requests, await collect(engine, requests, at_once=_AT_ONCE), strict=True):
+        sums = [np.frombuffer(each, "<f4") for output in outputs for each in output.pooled]
+        num_rows = len(request.prompt) - (request.pool_from or 0)
+        found.append((pooling.finish(np.sum(sums, axis=0), num_rows, dimensions), len(request.prompt)))
+    return found

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import sys
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -188,16 +189,19 @@ class Engine:
                 yield output
 
     async def generate_all(
-        self, requests: Sequence[Request], *, traced: bool = False
+        self, requests: Sequence[Request], *, traced: bool = False, at_once: int = sys.maxsize
     ) -> AsyncGenerator[tuple[int, Output], None]:
         """Every answer's outputs as they come, with the request's number.
 
         Of requests that share a prompt the first one feeds it; the others begin once it has.
 
+        Args:
+            at_once: the most requests that are answered, or wait for memory, at the same time.
         Raises:
             What the first answer that fails raises; the others end with it, as they do when the iterator is closed.
         """
-        async with aclosing(self._generate(requests, None, None, traced=traced, counted=True)) as outputs:
+        answers = self._generate(requests, None, None, traced=traced, counted=True, at_once=at_once)
+        async with aclosing(answers) as outputs:
             async for number, output in outputs:
                 yield number, output
 
@@ -248,7 +252,14 @@ class Engine:
     # --- a reader's side --------------------------------------------------------------------------------------------
 
     async def _generate(
-        self, requests: Sequence[Request], parser: TextParser | None, chunk: int | None, *, traced: bool, counted: bool
+        self,
+        requests: Sequence[Request],
+        parser: TextParser | None,
+        chunk: int | None,
+        *,
+        traced: bool,
+        counted: bool,
+        at_once: int = sys.maxsize,
     ) -> AsyncGenerator[tuple[int, Output], None]:
         """Yield the outputs of all sessions of one call, which share one queue."""
         self._require_open()
@@ -257,24 +268,26 @@ class Engine:
         parsers: dict[int, TextParser] = {}
         watched: dict[int, RequestStats] = {}
         later = _by_prompt(requests)
+        ready = deque(later)
         at_work = 0
 
-        async def submit(number: int) -> None:
+        async def submit_ready() -> None:
             nonlocal at_work
-            at_work, request = number, requests[number]
-            parsers[number] = parser or self._parser(request)
-            if counted:
-                watched[number] = self.stats.begin(request)
-            session = self.core.session(request, queue, chunk, traced=traced)
-            numbers[session] = number  # before it starts: an abort closes it
-            await self.core.submit(session)
+            while ready and len(numbers) < at_once:
+                at_work = number = ready.popleft()
+                request = requests[number]
+                parsers[number] = parser or self._parser(request)
+                if counted:
+                    watched[number] = self.stats.begin(request)
+                session = self.core.session(request, queue, chunk, traced=traced)
+                numbers[session] = number  # before it starts: an abort closes it
+                await self.core.submit(session)
 
         with self._readers.using(), self.use.using() if counted else contextlib.nullcontext():
             try:
                 for grammar in {request.sampling.grammar.text: request.sampling for request in requests}.values():
                     await self._compile(grammar)
-                for first in list(later):
-                    await submit(first)
+                await submit_ready()
                 num_left = len(requests)
                 while num_left:
                     session, output = await queue.get()
@@ -294,8 +307,8 @@ class Engine:
                         self.core.close(session, keep=True)
                         if counted:
                             watched.pop(number).end()
-                    for other in later.pop(number, ()):
-                        await submit(other)
+                    ready.extendleft(reversed(later.pop(number, ())))  # while their prompt's slot is kept
+                    await submit_ready()
                     yield number, output
             finally:
                 for session in numbers:
@@ -321,10 +334,12 @@ class Engine:
             raise NodeBusy("this server is shutting down and takes no new request")
 
 
-async def collect(engine: Engine, requests: Sequence[Request], *, traced: bool = False) -> list[list[Output]]:
-    """Return all outputs of each answer."""
+async def collect(
+    engine: Engine, requests: Sequence[Request], *, traced: bool = False, at_once: int = sys.maxsize
+) -> list[list[Output]]:
+    """Return all outputs of each answer; the arguments are those of `Engine.generate_all`."""
     answers: list[list[Output]] = [[] for _ in requests]
-    async with aclosing(engine.generate_all(requests, traced=traced)) as outputs:
+    async with aclosing(engine.generate_all(requests, traced=traced, at_once=at_once)) as outputs:
         async for number, output in outputs:
             answers[number].append(output)
     return answers

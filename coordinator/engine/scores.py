@@ -1,6 +1,5 @@
 """Scores: the logprobs of given texts. Prompts are fed, and one token is generated and dropped."""
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -57,15 +56,12 @@ async def score_text(
         await engine.prepare(scoring(tuple(tokens[window.begin : window.end]), window.scored - window.begin))
         for window in windows
     ]
-    scores: list[Scored] = []
-    for first in range(0, len(requests), _AT_ONCE):
-        answers: dict[int, list[Scored]] = defaultdict(list)
-        async with aclosing(engine.generate_all(requests[first : first + _AT_ONCE])) as outputs:
-            async for number, output in outputs:
-                answers[number] += output.scores
-                report(len(output.scores))
-        scores += [score for number in sorted(answers) for score in answers[number]]
-    return scores
+    answers: list[list[Scored]] = [[] for _ in requests]
+    async with aclosing(engine.generate_all(requests, at_once=_AT_ONCE)) as outputs:
+        async for number, output in outputs:
+            answers[number] += output.scores
+            report(len(output.scores))
+    return [score for answer in answers for score in answer]
 
 
 async def score_continuations(

@@ -1,5 +1,6 @@
 """Embeddings: the states behind the final norm are the whole model's, however it is split, beside streams, by HTTP."""
 
+import asyncio
 import base64
 import json
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from coordinator.engine.embeddings import read_pooling
+from coordinator.engine.embeddings import Pooling, embed, read_pooling
 from coordinator.engine.engine import Engine
 from coordinator.sessions.output import Output
 from coordinator.sessions.request import Request
@@ -19,7 +20,7 @@ from tests.cluster.models import make_talker
 from tests.integration.conftest import Models, Whole, running
 from tests.integration.many import request, tokens_of
 from tests.integration.test_epochs import loaded
-from tests.integration.test_scores import served
+from tests.integration.test_scores import resident, served
 from worker.errors import InputError, StageLost
 from worker.model.checkpoint import open_folder
 
@@ -100,6 +101,16 @@ def write_pooling(folder: Path, modes: dict[str, Any] | None, *types: str, **con
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
     return folder
+
+
+async def test_all_texts_of_a_request_are_embedded_though_the_engine_drains(models: Models) -> None:
+    texts = [tokens_of(3 + number % 8, number) for number in range(20)]  # more than go at once
+    async with resident(models("qwen3").folder, (4,)) as engine:
+        embedding = asyncio.create_task(embed(engine, texts, Pooling("mean")))
+        while not engine.sessions:  # noqa: ASYNC110 - a few turns of the loop
+            await asyncio.sleep(0)
+        assert await engine.drain(60)
+        assert [count for _, count in await embedding] == [len(text) for text in texts]
 
 
 async def test_embeddings_by_http_follow_the_models_own_files(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class FakeEngine:
         raise NotImplementedError
 
     async def generate_all(
-        self, requests: Sequence[Any], *, traced: bool = False
+        self, requests: Sequence[Any], *, traced: bool = False, at_once: int = 1
     ) -> AsyncGenerator[tuple[int, Output], None]:
         for number, request in enumerate(requests):
             async with aclosing(self.generate(request, traced=traced)) as outputs:

@@ -245,6 +245,21 @@ def test_answers_of_one_call_share_a_queue_and_begin_after_the_first_of_their_pr
     run(clock, Chains(WIDE), work)
 
 
+def test_answers_of_one_call_are_so_many_at_once_and_all_come_though_the_engine_drains(clock: VirtualTime) -> None:
+    requests = [Request((number // 4, 2, 3), 4) for number in range(12)]  # each prompt four times
+
+    async def work(engine: Engine) -> None:
+        found: dict[int, list[int]] = {number: [] for number in range(12)}
+        draining: list[asyncio.Task[bool]] = []
+        async for number, output in engine.generate_all(requests, at_once=2):
+            draining = draining or [asyncio.create_task(engine.drain(100.0))]
+            assert len(engine.sessions) <= 2
+            found[number] += [token.token for token in output.tokens]
+        assert list(found.values()) == [expected(request) for request in requests] and await draining[0]
+
+    run(clock, Chains(WIDE), work)
+
+
 def test_a_reader_that_catches_up_at_a_pause_is_seen(clock: VirtualTime, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of a prompt chunk puts no output, so the reader would not look again and never see the pause."""
     asked = Request((1, 2, 3) * 8, 5)
