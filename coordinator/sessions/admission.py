@@ -10,7 +10,7 @@ from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count, repeat
 from operator import add, sub
 
@@ -405,13 +405,11 @@ class Slots:
         needed = self._bytes_of(session, rows)
         worse = (each for each in reversed(self.active) if each.session.request.priority > session.request.priority)
         takeable = [*kept, *(each for each in worse if each.session.may_be_preempted)]
-        room = make_room(
-            needed,
-            self.unreserved,
-            [each.promised for each in takeable],
-            kept.index(source) if source else None,
-            extends=source is not None and shared == source.session.fed,
-        )
+        promised = [each.promised for each in takeable]
+        own = kept.index(source) if source else None
+        extends = source is not None and shared == source.session.fed
+        fit = partial(make_room, needed, self.unreserved, source=own, extends=extends)
+        room = fit(promised[: len(kept)]) or fit(promised)  # no session loses its slot while kept ones are enough
         if room is None:
             return False
         for place in room.evicted:

@@ -282,6 +282,16 @@ def test_the_slot_that_a_session_copies_goes_last_and_then_becomes_its_own() -> 
     rig.end()
 
 
+def test_a_slot_with_the_prefix_is_taken_over_before_a_session_of_the_background_loses_its_own() -> None:
+    rig = kept_three(budget=400)
+    other = rig.submit(prompt_of(50, seed=9), 100, priority=1)
+    rig.step_until(lambda: other.num_generated)
+    better = rig.submit([*prompt_of(40, seed=1)[:30], 1], 200)  # fits beside the other one, but not beside slot 1
+    assert other.slot is not None and better.slot == 1 and better.num_reused == 30
+    rig.run(other, better)
+    rig.end()
+
+
 def test_a_cancel_before_the_first_frame_frees_a_slot_that_was_taken_over() -> None:
     rig = Rig(keep=True, chunk=64)
     first = rig.answer(prompt_of(40), 5)
