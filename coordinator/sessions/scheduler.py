@@ -91,10 +91,11 @@ class Scheduler:
         return (None if self._retires else self._next_frame()) or self._next_store()
 
     def _next_frame(self) -> Frame | None:
-        active = self.slots.with_room()
+        # Paused sessions count neither for lanes nor as streams.
+        active = [slot for slot in self.slots.with_room() if not slot.session.is_paused]
         if not self.slots.closed and not any(slot.session.is_ready for slot in active):
             return None
-        best = min((slot.session.request.priority for slot in active if not slot.session.is_paused), default=0)
+        best = min((slot.session.request.priority for slot in active), default=0)
         others = [slot for slot in active if slot.session.request.priority > best]
         (chosen, chunk), in_flight = self._next_background(others), self._background
         if not chosen:

@@ -109,6 +109,21 @@ def test_streams_share_as_many_lanes_as_the_chooser_says_or_there_are_stages(
     assert not num_lanes or asked[-1] == num_sessions
 
 
+def test_sessions_that_are_paused_for_their_readers_count_neither_for_lanes_nor_as_streams() -> None:
+    rig = Rig(num_stages=2)
+    sessions = streaming(rig, 8)
+    for session in sessions[2:]:
+        session.is_paused = True
+    rig.send_all()
+    assert [len(lane) for lane in rig.chain.lanes_in_flight] == [1, 1], "both stages are at work"
+    for session in sessions[:2]:
+        rig.scheduler.close(session)
+    rig.drain()
+    rig.submit(prompt_of(100, seed=9))
+    rig.send_all()
+    assert len(rig.chain.in_flight) == 3, "a prompt fills the pipe"
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_whoever_comes_and_goes_lanes_are_few_and_equal_and_nobody_waits_while_another_steps_twice(seed: int) -> None:
     numbers = random.Random(seed)
