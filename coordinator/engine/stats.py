@@ -320,7 +320,7 @@ class StageTimes:
         self._now: list[StageTotals] = []  # of the present chain
         self._route: Route | None = None
         self._until = 0  # everything before is in the parts
-        self._marks: deque[tuple[int, list[int]]] = deque()  # moments, and each stage's `busy` then
+        self._marks: deque[tuple[int, list[tuple[StageTotals, int]]]] = deque()  # moments, and stages' `busy` then
 
     @property
     def totals(self) -> list[StageTotals]:
@@ -350,14 +350,11 @@ class StageTimes:
 
     def utilisation(self, now: int) -> dict[str, float]:
         """Return by worker of the present chain the busy share of the last ten seconds, 0 to 1."""
-        since = [mark for mark in self._marks if mark[0] >= now - _WINDOW_NS]
+        since = [mark for mark in list(self._marks) if mark[0] >= now - _WINDOW_NS]
         if not since or now <= since[0][0]:
             return {totals.worker: 0.0 for totals in self._now}
         began, busy = since[0]
-        return {
-            totals.worker: min(1.0, (totals.busy - before) / (now - began))
-            for totals, before in zip(self._now, busy, strict=True)
-        }
+        return {totals.worker: min(1.0, (totals.busy - before) / (now - began)) for totals, before in busy}
 
     def _begin_chain(self, route: Route) -> None:
         self._route = route
@@ -373,6 +370,6 @@ class StageTimes:
 
     def _mark(self, now: int) -> None:
         if not self._marks or now - self._marks[-1][0] >= _MARK_NS:
-            self._marks.append((now, [totals.busy for totals in self._now]))
+            self._marks.append((now, [(totals, totals.busy) for totals in self._now]))
         while len(self._marks) > 1 and self._marks[0][0] < now - _WINDOW_NS:
             self._marks.popleft()
