@@ -8,7 +8,7 @@ Shapes: B slots, D hidden, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -220,16 +220,21 @@ class StepsAhead:
 def looks_at_numbers(shard: Shard, dtype: mx.Dtype) -> bool:
     """Return whether the forward reads computed values and so cannot be built ahead, like mlx-lm's dbrx.
 
-    MLX refuses such reads while it traces a function.
+    MLX refuses such reads while it traces a function. Where it traces none, as on a CPU without a C++ compiler, any
+    forward may be one.
     """
     ids = mx.zeros((1, 1), mx.int32)
     x = ids if shard.is_first else mx.zeros((1, 1, shard.row_size), dtype)
     place = LaneWindow(shard.make_caches(Cache()), 0, 1)
-    try:
-        mx.compile(lambda x, ids: shard(x, [place], ids))(x, ids)
-    except (RuntimeError, ValueError):
-        return True
-    return False
+
+    def is_refused(function: Callable[[mx.array, mx.array], Any]) -> bool:
+        try:
+            mx.compile(function)(x, ids)
+        except (RuntimeError, ValueError):
+            return True
+        return False
+
+    return is_refused(lambda x, ids: shard(x, [place], ids)) or not is_refused(lambda x, ids: ids.tolist())
 
 
 def is_one_token(window: Window) -> bool:
