@@ -175,7 +175,8 @@ async def test_an_older_version_of_tls_is_refused(certificates: Certificates) ->
         with pytest.raises(ConfigError, match=r"^worker node-1: expected .* TLSv1\.3, got one by TLSv1\.2"):
             await peer.measure_link()
     own = certificates.network("node-1").tls_context(server=True)
-    async with await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0, ssl=own) as server:
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0, ssl=own)
+    with closing(server):
         connect = partial(asyncio.open_connection, *server.sockets[0].getsockname(), server_hostname="node-1")
         with pytest.raises(OSError):
             await connect(ssl=context)

@@ -1,5 +1,6 @@
 """Facts about a Linux machine, from sysfs, psutil and systemd if they exist. READINGS are like those of mac.py."""
 
+import contextlib
 import os
 import re
 import socket
@@ -60,7 +61,10 @@ def _text(file: Path) -> str:
 
 def read_power(ask: RunProgram) -> Power:
     power = parse_targets(ask("systemctl", "is-enabled", "sleep.target", "suspend.target"))
-    battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
+    battery = None
+    if hasattr(psutil, "sensors_battery"):
+        with contextlib.suppress(FileNotFoundError):  # a kernel without power supplies
+            battery = psutil.sensors_battery()
     power.is_on_battery = battery is not None and battery.power_plugged is False
     return power
 

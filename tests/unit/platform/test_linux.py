@@ -3,6 +3,7 @@
 import socket
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -81,9 +82,16 @@ def test_a_firewall_is_on_if_one_of_its_services_is_active() -> None:
     assert {text: parse_services(text) for text in services} == services
 
 
-@pytest.mark.parametrize("plugged", [True, False, None])
-def test_a_machine_that_is_unplugged_is_on_battery(monkeypatch: pytest.MonkeyPatch, plugged: bool | None) -> None:
-    monkeypatch.setattr(psutil, "sensors_battery", lambda: SimpleNamespace(power_plugged=plugged), raising=False)
+@pytest.mark.parametrize("plugged", [True, False, None, FileNotFoundError])
+def test_an_unplugged_machine_is_on_battery_if_its_kernel_knows_power_supplies(
+    monkeypatch: pytest.MonkeyPatch, plugged: Any
+) -> None:
+    def sensors_battery() -> Any:
+        if plugged is FileNotFoundError:
+            raise plugged
+        return SimpleNamespace(power_plugged=plugged)
+
+    monkeypatch.setattr(psutil, "sensors_battery", sensors_battery, raising=False)
     facts = Facts()
     for reading in READINGS:
         facts.MergeFrom(reading(lambda *command: ""))
