@@ -18,7 +18,7 @@ from coordinator.cli.run import TakeFlags
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
 from coordinator.cluster.tables import plain_console, plain_table
-from coordinator.planning.plan import Objective, Plan, misfit
+from coordinator.planning.plan import PROMPTS, Objective, Plan, misfit
 from coordinator.planning.speeds import Survey, format_ms
 from coordinator.sessions.admission import MOST_WAITING
 from worker.config import ClusterConfig
@@ -31,7 +31,6 @@ if TYPE_CHECKING:  # they import numpy or mlx, for which --help should not wait
     from coordinator.bench.forecast import Assumed
     from coordinator.planning.prediction import PlanReport, PredictedPlan, Prediction
 
-_PROMPTS = (2000, 16000, 64000)  # tokens of prompts for which times are predicted
 _COLUMNS = 16  # of the bar that shows a node's layers
 _USUAL_COLUMNS = 80
 _TIMES = ("row_ms", "hop_ms", "gbps")
@@ -391,7 +390,7 @@ class _PlanView:
         is_measured = all(self.speeds.speeds[name].is_measured for name in chosen.names)
         least = "" if is_measured else "at least "  # several rows may cost less than assumed
         several = ", ".join(f"{least}{times.tokens_per_s(n) or 0.0:.1f} of {n} at once" for n in self.counts if n > 1)
-        known = [(num, took) for num in _PROMPTS if (took := times.prefill_s(num)) is not None]
+        known = [(num, took) for num in PROMPTS if (took := times.prefill_s(num)) is not None]
         prompts = ", ".join(f"{num} tokens in {took:.1f} s ({num / took:.0f} tok/s)" for num, took in known)
         each = f"{format_ms(times.ms_per_token or 0.0)} per token after {chosen.context} tokens"
         return f"{each}: {times.tokens_per_s():.1f} tok/s of one request{several and f', {several}'}" + (
@@ -401,13 +400,13 @@ class _PlanView:
     @property
     def _prompts(self) -> list[int]:
         """The prompts that the model has room for."""
-        return [num for num in _PROMPTS if num <= self.spec.context]
+        return [num for num in PROMPTS if num <= self.spec.context]
 
     def _alternatives(self) -> Table:
         """Return a row per alternative: its times for one request or several, and whether it fits."""
         most = self.objective.requests_at_once
         several = [f"tok/s of {most}"] if most > 1 else []
-        heads = [f"{'prompt ' * (num == _PROMPTS[0])}{num // 1000}k" for num in self._prompts]
+        heads = [f"{'prompt ' * (num == PROMPTS[0])}{num // 1000}k" for num in self._prompts]
         table = plain_table("instead", "layers", "per token", *several, *heads, "fits", gap=2)
         alike: dict[Plan, list[PredictedPlan]] = defaultdict(list)
         for each in self.report.alternatives:
@@ -423,4 +422,4 @@ class _PlanView:
 
 
 def _prefills(times: "Prediction") -> dict[str, float | None]:
-    return {f"prefill_s_{num}": times.prefill_s(num) for num in _PROMPTS}
+    return {f"prefill_s_{num}": times.prefill_s(num) for num in PROMPTS}

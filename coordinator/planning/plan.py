@@ -15,6 +15,7 @@ from worker.platform.text import format_bytes
 # One request's tokens, many requests' tokens, their prompts, or latency first and then prompts.
 Goal = Literal["latency", "throughput", "prompt", "auto"]
 USUAL_REQUESTS = 8  # at once, for throughput, by default
+PROMPTS = (2000, 16_000, 64_000)  # tokens of the prompts for which times are predicted
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from coordinator.planning.costs import chunk_size
-from coordinator.planning.plan import Node, Objective, Plan
+from coordinator.planning.plan import PROMPTS, Node, Objective, Plan
 from coordinator.planning.planner import LATENCY_SLACK, plan, why_not_shared
 from coordinator.planning.speeds import LinkSpeed, Survey, format_ms
 from worker.errors import ConfigError
@@ -14,7 +14,6 @@ from worker.model.model_spec import ModelSpec
 from worker.platform.text import format_bytes
 
 _MOST_SAMPLED = 64  # rows of the longest frame in which every row is sampled
-_PROMPT = 2000  # tokens of the prompt by which advice is given
 _LONG_HOPS = 0.1  # of a token's time: longer hops are worth a line of advice
 
 
@@ -28,6 +27,9 @@ class Prediction:
             self.links = [speeds.link(*pair) for pair in zip(names, [*names[1:], names[0]], strict=True)]
         self._spec = spec
         self._plan = plan
+        self._alone: Prediction | None = None  # of the first node, if it holds the model and shares only prompts
+        if plan.prompt_end is not None:
+            self._alone = Prediction(spec, replace(plan, assignments=plan.assignments[:1], prompt_end=None), speeds)
         self._speeds = [speeds.speeds.get(name) for name in names]
 
     @property
@@ -72,16 +74,22 @@ class Prediction:
         return 1e3 * num_requests / min(known) if known else None
 
     def prefill_s(self, num_prompt: int) -> float | None:
-        """Return the seconds from a prompt of so many tokens to its first token; None if unknown or too long."""
+        """Return the seconds from a prompt of so many tokens to its first token; None if unknown or too long.
+
+        Prompts that the first node computes sooner alone are not shared.
+        """
         if num_prompt > self._spec.context or not self._know(num_prompt):
             return None
         stages_ms = partial(self._stages_ms, of_prompt=True)
         chunk = min(num_prompt, chunk_size(num_prompt, lambda rows: [ms / 1e3 for ms in stages_ms(rows, 0)]))
         *befores, last = range(0, num_prompt, chunk)
         last_ms = sum(stages_ms(chunk, 1, num_before=last)) + sum(self._prompt_hops_ms(chunk))
-        if self._plan.prompt_end is not None:  # and then the last token on the first node
-            last_ms += self._stages_ms(1, 1)[0]
-        return (sum(self.slowest_ms(chunk, of_prompt=True, num_before=n) for n in befores) + last_ms) / 1e3
+        whole_s = (sum(self.slowest_ms(chunk, of_prompt=True, num_before=n) for n in befores) + last_ms) / 1e3
+        if self._alone is None:
+            return whole_s
+        alone_s = self._alone.prefill_s(num_prompt)
+        assert alone_s is not None
+        return min(alone_s, whole_s + self._stages_ms(1, 1)[0] / 1e3)  # the last token is the first node's
 
     def slowest_ms(self, num_rows: int, num_sampled: int = 0, *, of_prompt: bool = False, num_before: int = 0) -> float:
         """Return the longest time of a stage or link, each of which does one frame at a time, if they are known."""
@@ -192,7 +200,8 @@ def _alternatives(
         yield f"{node.name} alone", plan(spec, [node], speeds, replace(objective, layers=[spec.num_layers]))
     if speeds.covers(node.name for node in nodes):
         with suppress(ConfigError):  # no chain fits, and there are more nodes than layers
-            several = plan(spec, nodes, speeds, replace(free, may_be_alone=False))
+            chains = replace(free, goal="latency") if objective.goal == "prompt" else free
+            several = plan(spec, nodes, speeds, replace(chains, may_be_alone=False))
             if several.fits:
                 yield " + ".join(several.names), several
         slowest = max(nodes, key=lambda node: speeds.speeds[node.name].ms_up_to(spec, 1)[-1])
@@ -244,19 +253,30 @@ def _advice(report: PlanReport, objective: Objective, first: str) -> Iterator[st
     apart = [each for each in (chosen, *report.alternatives) if each.plan.prompt_end is not None]
     with_alone = [each for each in alone if each.plan.names[0] == first and each.plan.fits]
     if apart and with_alone:
-        alone_s, apart_s = (each.times.prefill_s(_PROMPT) or 0.0 for each in (with_alone[0], apart[0]))
-        if apart_s and alone_s / apart_s > LATENCY_SLACK:
-            how = f"{alone_s / apart_s:.1f} x faster than by {first} alone, and answers as fast as there"
-            names = " and ".join(apart[0].plan.names)
-            if apart[0] is chosen:
-                yield f"Prompts of {_PROMPT} tokens are computed by {names}, {how}."
-            else:
-                yield f"With --objective prompt, those of {_PROMPT} tokens would be computed by {names}, {how}."
+        yield from _advice_on_prompts(apart[0], with_alone[0], first, is_chosen=apart[0] is chosen)
     whole, hops = chosen.times.ms_per_token, [ms or 0.0 for ms in chosen.times.hop_ms]
     if whole and sum(hops) > _LONG_HOPS * whole:
         longest = hops.index(max(hops))
         sender, receiver = chosen.plan.names[longest], [*chosen.plan.names, chosen.plan.names[0]][longest + 1]
         yield f"Hops take {sum(hops) / whole:.0%} of a token's time, most of it from {sender} to {receiver}."
+
+
+def _advice_on_prompts(apart: PredictedPlan, alone: PredictedPlan, first: str, *, is_chosen: bool) -> Iterator[str]:
+    """Tell of the shortest prompts that nodes share, as they are computed sooner than by the first node alone."""
+    names = " and ".join(apart.plan.names)
+    known = [(num, alone.times.prefill_s(num), apart.times.prefill_s(num)) for num in PROMPTS]
+    shared = [(num, one_s / several_s) for num, one_s, several_s in known if one_s and several_s]
+    num, gain = next(((num, gain) for num, gain in shared if gain > LATENCY_SLACK), (0, 1.0))
+    how = f"{gain:.1f} x faster than by {first} alone, and answers as fast as there"
+    if num:
+        what = (
+            f"Prompts of {num} tokens are"
+            if is_chosen
+            else f"With --objective prompt, prompts of {num} tokens would be"
+        )
+        yield f"{what} computed by {names}, {how}."
+    elif is_chosen and shared:
+        yield f"Prompts of up to {shared[-1][0]} tokens are computed by {first} alone: {names} would take longer."
 
 
 def _rate(predicted: PredictedPlan, objective: Objective) -> float:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.planning.plan import Goal, Node, Objective, Plan
+from coordinator.planning.plan import PROMPTS, Goal, Node, Objective, Plan
 from coordinator.planning.planner import plan, why_not_shared
 from coordinator.planning.prediction import Prediction, report_plan
 from coordinator.planning.speeds import NO_SPEEDS, LinkSpeed, NodeSpeed, Survey
@@ -135,6 +135,23 @@ def test_prompts_are_computed_by_all_where_that_is_faster_and_answers_by_the_fir
     report = report_plan(spec, where, survey, Objective(1))
     assert "--objective prompt" in {each.name for each in report.alternatives}
     assert ("With --objective prompt" in report.advice) == (layers == [4, 4])  # else not for 2,000 tokens
+
+
+def test_prompts_that_would_take_longer_over_all_nodes_are_told_as_those_of_the_first_one_alone() -> None:
+    spec = replace(model([GB] * 8, per_token=1000), context=65_536)
+    where = [Node(f"n{i}", ROOMY) for i in range(2)]
+    for rtt_ms, layers, shared in ((800.0, None, 16_000), (1e6, (4, 4), None)):
+        survey = Survey({"n0": MEASURED, "n1": MEASURED}, {"n1": LinkSpeed(rtt_ms=rtt_ms, bytes_per_s=1e9)})
+        alone = Prediction(spec, plan(spec, where[:1], survey, Objective(1)), survey)
+        report = report_plan(spec, where, survey, Objective(1, goal="prompt", layers=layers))
+        assert report.chosen.plan.prompt_end
+        pairs = [(alone.prefill_s(num) or 0.0, report.chosen.times.prefill_s(num) or 0.0) for num in PROMPTS]
+        assert [one > several for one, several in pairs] == [False, bool(shared), bool(shared)]
+        assert pairs[0][0] == pairs[0][1]
+        said = f"Prompts of {shared} tokens are computed by n0 and n1" if shared else "computed by n0 alone"
+        assert said in report.advice
+        [chain] = [each.plan for each in report.alternatives if each.name == "n0 + n1"]
+        assert chain.prompt_end is None
 
 
 def test_an_automatic_objective_gives_prompts_to_nodes_that_make_tokens_no_faster() -> None:
