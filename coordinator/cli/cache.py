@@ -140,7 +140,7 @@ async def _show_prompts(config: Path | None, *, as_json: bool, remove: bool) -> 
                 "node": name,
                 "pieces": len({piece.name for piece in reply.pieces}),
                 "bytes": reply.bytes,
-                "used": reply.used,
+                "used": reply.used or None,
             }
             for name, reply in replied.items()
         ]

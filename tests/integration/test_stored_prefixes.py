@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -198,7 +199,9 @@ async def test_a_node_gives_and_takes_only_whole_pieces_and_takes_them_only_as_p
             assert files_of(folder) and await peer.export_piece(last) == content
 
 
-async def test_the_oldest_pieces_give_way_and_a_full_disk_takes_none(models: Models, folder: Path) -> None:
+async def test_the_oldest_pieces_give_way_and_a_full_disk_takes_none(
+    models: Models, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = models("qwen3", **{"config": MASKED["config"] | LONG}).folder
     asked = [request(tokens_of(275, seed), 3) for seed in range(3)]
     await kept(model, (1, 3), asked[0])
@@ -209,8 +212,12 @@ async def test_the_oldest_pieces_give_way_and_a_full_disk_takes_none(models: Mod
     [found] = await kept(model, (1, 3), asked[2])
     assert found.usage.num_reused >= PIECE
     before = files_of(folder)
-    await kept(model, (1, 3), asked[1], most=100)
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10**12, free=0))
+        await kept(model, (1, 3), asked[1])
     assert files_of(folder) == before
+    await kept(model, (1, 3), asked[1], most=100)
+    assert not bytes_of(folder)
 
 
 async def test_pieces_are_written_and_read_beside_streams_and_in_windows(models: Models) -> None:

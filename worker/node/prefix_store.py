@@ -29,6 +29,7 @@ from worker.errors import ConfigError, FrameError, PrefixLost
 from worker.memory.slot_caches import CacheSegment
 from worker.node.hop import MOST_TENSORS, bytes_of, can_pack, segment_header, unpack_segments
 from worker.platform.installation import cache_folder
+from worker.platform.text import format_bytes
 
 _log = logging.getLogger("brigade.prefixes")
 
@@ -115,7 +116,7 @@ def list_prefixes(request: PrefixesRequest, folder: Path | None = None) -> Prefi
     wait(list(_being_written), _WRITE_S * _MOST_WAITING)
     files = piece_files(folder or prefix_folder())
     if request.remove:
-        _remove([*(file.path for file in files), (folder or prefix_folder()) / _SECRET])
+        _remove(file.path for file in files)  # not the secret, by which a running coordinator goes on
     used = int(max((file.used for file in files), default=0))
     return PrefixesReply(pieces=[file.piece for file in files], bytes=sum(file.nbytes for file in files), used=used)
 
@@ -162,6 +163,7 @@ class PrefixStore:
         self._writing: list[Future[None]] = []
         self._ahead: dict[bytes, Future[list[PackedSegment]]] = {}  # pieces that are read ahead
         self._can_write = True
+        self._lacked_room = False
 
     def put(self, piece: Piece, segments: Sequence[CacheSegment]) -> bool:
         """Have a piece written; return whether it will be, or the disk is too slow for it or takes nothing more.
@@ -280,8 +282,14 @@ class PrefixStore:
         """Write the file of a piece; return False if there is no room, or others use the folder for too long."""
         _make_private(self._folder)
         with _locked(self._folder) as is_locked:
-            if has_room := is_locked and self._make_room(sum(map(len, blocks)), piece.end):
+            if has_room := is_locked and self._make_room(num_bytes := sum(map(len, blocks)), piece.end):
                 self._write_blocks(self._folder / _file_name(piece), blocks)
+            elif is_locked and not self._lacked_room:
+                self._lacked_room = True  # once is enough
+                _log.warning(
+                    "kept nothing of a prompt: expected room for %s within `cache_disk` and the disk's free space",
+                    format_bytes(num_bytes),
+                )
         return has_room
 
     def _write_blocks(self, path: Path, blocks: Sequence[bytes | memoryview]) -> None:
@@ -299,17 +307,19 @@ class PrefixStore:
         _remove(filter(_is_abandoned, self._folder.glob("*.part")))
         files = piece_files(self._folder)
         disk = shutil.disk_usage(self._folder)
-        room = min(self._limit - sum(file.nbytes for file in files), disk.free - disk.total // _SPARE)
+        within_limit = self._limit - sum(file.nbytes for file in files)
+        room = min(within_limit, disk.free - disk.total // _SPARE)
         now = time.time()  # a date that is ahead of it is of a clock that was set back
         older = [file for file in files if file.used < _used_now(end) or file.used > now + 1]  # not its own beginning
-        if room + sum(file.nbytes for file in older) < nbytes:
-            return False
+        fits = room + sum(file.nbytes for file in older) >= nbytes
+        if not fits:  # then a limit that was lowered holds all the same
+            older, room, nbytes = files, within_limit, 0
         for file in older:
             if room >= nbytes:
                 break
             file.path.unlink(missing_ok=True)
             room += file.nbytes
-        return True
+        return fits
 
 
 def _file_name(piece: Piece) -> str:

@@ -122,7 +122,7 @@ def test_a_piece_of_another_node_with_too_many_segments_is_refused(tmp_path: Pat
     assert read(tmp_path)
 
 
-def test_the_least_recently_used_pieces_give_way(tmp_path: Path) -> None:
+def test_the_least_recently_used_pieces_give_way(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, 1)
     [size] = [file.nbytes for file in piece_files(tmp_path)]
     write(tmp_path, 2, 3, limit=3 * size)
@@ -131,8 +131,13 @@ def test_the_least_recently_used_pieces_give_way(tmp_path: Path) -> None:
     read(tmp_path, 1)
     write(tmp_path, 4, 5, limit=3 * size)
     assert {file.piece.name for file in piece_files(tmp_path)} == set(map(name_of, (1, 4, 5)))
-    write(tmp_path, 6, limit=size - 1)  # which is more than all of it
-    assert len(piece_files(tmp_path)) == 3
+    store = PrefixStore(2, 5, size - 1, tmp_path)  # a limit that was lowered, below a single piece
+    for number in (6, 7):
+        store.put(Piece(name=name_of(number), begin=4, end=7 + number), SEGMENTS)
+    store._threads.shutdown()
+    assert not piece_files(tmp_path)
+    [told] = caplog.records
+    assert "expected room for" in told.message
 
 
 def test_pieces_that_are_written_at_once_do_not_take_the_same_room(
@@ -204,12 +209,13 @@ def test_pieces_are_listed_with_their_layers_and_removed(tmp_path: Path) -> None
     write(tmp_path, 1, 2, layers=(5, 8))
     (tmp_path / "something.rows").write_bytes(b"else")
     (tmp_path / f"{name_of(3).hex()}-0-512-0-8.rows").mkdir()
-    naming_secret(tmp_path)
+    secret = naming_secret(tmp_path)
     found = list_prefixes(PrefixesRequest(remove=True), tmp_path)
     listed = {(p.name, p.begin, p.end, p.first_layer, p.last_layer) for p in found.pieces}
     assert listed == {(name_of(1), 4, 8, 2, 5), (name_of(1), 4, 8, 5, 8), (name_of(2), 4, 9, 5, 8)}
     assert found.bytes > 0 < found.used
-    assert len(list(tmp_path.iterdir())) == 2 and (tmp_path / "something.rows").exists()
+    assert len(list(tmp_path.iterdir())) == 3 and (tmp_path / "something.rows").exists()
+    assert naming_secret(tmp_path) == secret, "a coordinator that runs goes on with it"
     assert not list_prefixes(PrefixesRequest(), tmp_path / "absent").pieces
 
 
