@@ -1,11 +1,13 @@
 """Quantising from disk gives the files of mlx-lm's `convert`, also after it was cut off."""
 
+import errno
 import importlib
 import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
@@ -202,6 +204,11 @@ def test_what_cannot_be_written_or_meant_is_refused_before_anything_is(
         with pytest.raises(InputError, match="free disk"):
             quantise(source, tmp_path / "a", options)
         assert not list((tmp_path / "a").glob("model*"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(InputError, match=f"cannot write {tmp_path / 'a'}: No space left"):
+            quantise(source, tmp_path / "a", options)
+        assert not list((tmp_path / "a").iterdir())
     for number, content in enumerate((b"[]", b"\xff\xfe", b'{"model": "n"}')):
         (foreign := tmp_path / f"foreign-{number}").mkdir()
         (foreign / "quantize.json").write_bytes(content)
