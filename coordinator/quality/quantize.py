@@ -286,7 +286,8 @@ def opened(folder: Path, state: Mapping[str, Any]) -> Iterator[None]:
             yield
             is_whole = True
         finally:
-            if is_whole or [each.name for each in folder.iterdir()] == [_STATE]:  # nothing was written
+            is_empty = "parts" not in state and [each.name for each in folder.iterdir()] == [_STATE]
+            if is_whole or is_empty:  # measured parts are kept for the next run
                 path.unlink()
 
 
