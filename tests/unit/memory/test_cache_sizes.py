@@ -82,12 +82,13 @@ def test_a_cache_that_is_never_packed_comes_to_hold_just_what_is_reserved(
     assert most_held(make_cache(kept, choice), num_rows, chunk) == reserved
 
 
-def test_keys_and_values_of_two_sizes_are_quantised_in_groups_of_one() -> None:
-    kept = Memory(None, H, 96, 64, 2)
+@pytest.mark.parametrize(("key_size", "value_size"), [(96, 64), (64, 32)])
+def test_keys_and_values_of_two_sizes_are_quantised_in_groups_of_one(key_size: int, value_size: int) -> None:
+    kept = Memory(None, H, key_size, value_size, ITEM)
     cache = make_cache(kept, INT8)
     assert isinstance(cache, QuantisedCache)
     cache.reserve(1, None)
-    cache.update_and_fetch(mx.zeros((1, H, 1, 96), mx.bfloat16), mx.zeros((1, H, 1, 64), mx.bfloat16))
+    cache.update_and_fetch(*(mx.zeros((1, H, 1, size), mx.bfloat16) for size in (key_size, value_size)))
     assert cache.group_size == 32 and cache.nbytes == cache_spec(kept, INT8).nbytes(kept, 1)
 
 
