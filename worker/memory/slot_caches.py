@@ -241,14 +241,11 @@ class Caches:
 
         Of a recurrent state only the most bytes are known; some layers remember nothing.
         """
-        spec, found = (
-            cache_spec(memory, self._cache),
-            [[array.shape for array in parts] for parts in (segment.keys, segment.values)],
-        )
+        found = [[array.shape for array in parts] for parts in (segment.keys, segment.values)]
         num_bytes = sum(array.nbytes for array in segment.arrays)
         fits = num_bytes <= memory.state_bytes
         if memory.heads:
-            L = segment.num_rows or 0
+            spec, L = cache_spec(memory, self._cache), segment.num_rows or 0
             shapes = [[(1, memory.heads, L, width) for width in widths] for widths in spec.widths(memory)]
             fits = found == shapes and num_bytes == L * spec.row_bytes(memory)
         if not fits:

@@ -107,9 +107,8 @@ class CacheSpec:
         """Return the bytes of one token; quantised groups have a scale and a bias in the model's dtype."""
         if self.form is not Form.QUANTISED:
             return memory.row_bytes
-        group = group_size(memory.key_size, memory.value_size)
-        numbers = memory.key_size + memory.value_size
-        return memory.heads * (numbers * self.bits // 8 + numbers // group * 2 * memory.item)
+        widths = self.widths(memory)
+        return memory.heads * sum(words * 4 + (scales + biases) * memory.item for words, scales, biases in widths)
 
     def read_bytes(self, memory: Memory, num_rows: int) -> int:
         """Return the bytes that one step reads after `num_rows` have been written: everything that a query sees."""
