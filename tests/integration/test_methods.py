@@ -114,7 +114,7 @@ def test_an_interrupted_run_is_begun_anew_in_its_folder_and_a_failed_one_leaves_
     assert not list(out.iterdir())
 
     def fail(folder: Path, *_: Any) -> None:
-        (folder / "model.safetensors").write_bytes(b"half")
+        (folder / "model-00001-of-00002.safetensors").write_bytes(b"half")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as once, pytest.raises(KeyboardInterrupt):
@@ -124,4 +124,5 @@ def test_an_interrupted_run_is_begun_anew_in_its_folder_and_a_failed_one_leaves_
         by_method(source, out, "dynamic")
     by_method(source, out, "gptq")
     assert open_checkpoint(str(out)).tensors.keys() > open_checkpoint(str(source)).tensors.keys()
+    assert [each.name for each in out.glob("*.safetensors")] == ["model.safetensors"]
     assert not (out / "quantize.json").exists() and [each.name for each in out.parent.iterdir()] == ["disk", "out"]

@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit.cli.conftest import Command
 from worker.errors import BrigadeError, InputError
+from worker.node.prefix_store import prefix_folder
 from worker.node.weights_cache import Lease, WeightsCache
 
 KEYS = ("ab12" * 8, "cd34" * 8)
@@ -99,6 +100,22 @@ def test_the_cached_models_are_shown(brigade: Command, kept: Path, capsys: pytes
     assert found["folder"] == str(kept) and first.pop("used") > 1e9
     expected = {"model": "owner/first@1234", "layers": [3, 4, 5, 7], "bytes": 5 << 20, "in_use": False}
     assert first == {"key": KEYS[0]} | expected
+
+
+def test_what_this_node_keeps_of_prompts_is_shown_and_removed(
+    brigade: Command, kept: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(kept)  # without a configuration
+    prompts = prefix_folder()
+    prompts.mkdir(parents=True)
+    (prompts / f"{KEYS[0][:32]}-0-512-0-8.rows").write_bytes(bytes(9))
+    found = []
+    for arguments in (("ls",), ("rm", "--all"), ("ls",)):
+        assert not brigade("cache", *arguments, "--kind", "prompts", "--json")
+        [rows] = json.loads(capsys.readouterr().out).values()
+        found += rows
+    assert [(row["pieces"], row["bytes"]) for row in found] == [(1, 9), (1, 9), (0, 0)]
+    assert found[0]["used"] > 1e9 and found[2]["used"] is None
 
 
 @pytest.mark.parametrize("arguments", [(), ("x", "--all"), ("cd3",), ("elsewhere",)])

@@ -2,6 +2,7 @@
 
 import asyncio
 import types
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -249,13 +250,14 @@ def test_answers_of_one_call_are_so_many_at_once_and_all_come_though_the_engine_
     requests = [Request((number // 4, 2, 3), 4) for number in range(12)]  # each prompt four times
 
     async def work(engine: Engine) -> None:
-        found: dict[int, list[int]] = {number: [] for number in range(12)}
+        found = defaultdict[int, list[int]](list)
         draining: list[asyncio.Task[bool]] = []
         async for number, output in engine.generate_all(requests, at_once=2):
             draining = draining or [asyncio.create_task(engine.drain(100.0))]
             assert len(engine.sessions) <= 2
             found[number] += [token.token for token in output.tokens]
-        assert list(found.values()) == [expected(request) for request in requests] and await draining[0]
+        assert dict(found) == {number: expected(request) for number, request in enumerate(requests)}
+        assert list(found)[8] == 8 and await draining[0], "a prompt waits for those of earlier ones, which are kept"
 
     run(clock, Chains(WIDE), work)
 
