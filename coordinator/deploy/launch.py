@@ -1,6 +1,7 @@
 """Bringing workers up and down over ssh, all nodes at once; a failure of one node does not stop the others."""
 
 import asyncio
+import re
 import sys
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -35,6 +36,7 @@ _SETTLE_S = 90.0
 _ANSWER_S = 60.0
 _LOG_LINES = 3
 _PYTHON = sys.version_info[:2]
+_IMPORT_FAILED = re.compile(r"ModuleNotFoundError|ImportError|No module named")  # of a damaged installation
 
 SayOf = Callable[[str, str], None]  # takes a node and its present phase
 
@@ -147,7 +149,9 @@ async def wait_answer(worker: WorkerConfig, network: Network, remote: Remote, be
         await asyncio.wait({watching, asking}, return_when=asyncio.FIRST_COMPLETED)
         if not asking.done():
             await watching  # raises if watching failed; else the worker has ended
-            raise BrigadeError(f"ended when it was started; its log: {await _last_lines(remote)}")
+            log = await _last_lines(remote)
+            fix = "; brigade launch --update installs it anew" if _IMPORT_FAILED.search(log) else ""
+            raise BrigadeError(f"ended when it was started; its log: {log}{fix}")
         address, incarnation, node = await asking
     except StageLost as error:
         why = f"{error.message}."

@@ -52,3 +52,16 @@ async def test_where_tls_fails_another_process_may_answer_in_its_place(tmp_path:
         why = r"^it does not encrypt; .*; or another process answers at its address\. Its log: it listens$"
         with pytest.raises(ConfigError, match=why):
             await wait_answer(worker, Certificates(tmp_path).coordinator(), Running("mini", "mac"), "")
+
+
+async def test_a_damaged_installation_is_to_be_made_anew() -> None:
+    class Ended(Running):
+        async def run(self, *given: Any, **more: Any) -> dict[str, list[str]]:
+            return {}
+
+        async def log(self, num_lines: int, read: Read, **how: bool) -> None:
+            read("ModuleNotFoundError: No module named 'yaml'")
+
+    worker = WorkerConfig(name="mini", address="127.0.0.1:1", ssh="mac")
+    with pytest.raises(BrigadeError, match=r"its log: Module.* 'yaml'; brigade launch --update installs it anew$"):
+        await wait_answer(worker, Network(insecure=True), Ended("mini", "mac"), "")
