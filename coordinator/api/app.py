@@ -38,7 +38,7 @@ async def openapi(server: Server, request: Request) -> Response:
 
 
 OPERATIONS = (
-    Operation("/health", health, Health, errors=(Health, Error), statuses=(429, 500, 503)),
+    Operation("/health", health, Health, errors=(Health, Error), statuses=(400, 429, 500, 503)),
     Operation("/live", live),
     Operation("/version", versions),
     Operation("/v1/models", models),

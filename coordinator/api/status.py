@@ -12,9 +12,11 @@ from typing import Any, Literal, NotRequired
 from starlette.responses import HTMLResponse, Response
 from typing_extensions import TypedDict
 
+from coordinator.api.body import shown
 from coordinator.api.errors import JSONResponse
 from coordinator.api.server import Server
 from coordinator.engine.status import StatusSnapshot
+from worker.errors import InputError
 from worker.platform.installation import version_of
 
 _PAGE = (files("coordinator.api") / "page.html").read_text(encoding="utf-8")
@@ -61,6 +63,8 @@ async def live(server: Server) -> Health:
 
 async def health(server: Server, deep: str = "") -> Response:
     """Whether requests are answered now; with `?deep=1` one token goes through all stages first, if it is awake."""
+    if deep not in ("", "0", "1"):
+        raise InputError("deep", f"expected 1 or 0, found {shown(deep)}")
     if server.answers_now and deep == "1":
         await server.probe()
     body: Health = {"status": server.state.word, "why": server.why}

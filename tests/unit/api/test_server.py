@@ -160,6 +160,11 @@ def test_a_deep_check_goes_as_requests_with_a_deadline(monkeypatch: pytest.Monke
     assert ask(app, "GET", "/live").status_code == 200
 
 
+def test_a_health_check_that_may_be_meant_as_a_deep_one_is_refused() -> None:
+    found = ask(make_app(served()), "GET", "/health?deep=true")
+    assert found.status_code == 400 and found.json()["error"]["param"] == "deep"
+
+
 async def test_one_deep_look_is_taken_at_a_time() -> None:
     stuck = Stuck()
     shared = served(model=stuck)
