@@ -74,6 +74,7 @@ class Chain:
         epoch: int = 1,
         *,
         costs: ChainCosts | None = None,
+        answer_costs: ChainCosts | None = None,
         is_awaited: bool = False,
         can_spare: Callable[[str], bool] = lambda name: False,
         say: Callable[[str], None] = lambda line: None,
@@ -82,6 +83,7 @@ class Chain:
 
         Args:
             costs: what frames are expected to cost before any result.
+            answer_costs: likewise those that stay on the first node, if that makes answers alone.
             is_awaited: whether requests wait: their replay warms this one up.
             can_spare: whether requests can go on without a worker that is shutting down.
         """
@@ -103,7 +105,9 @@ class Chain:
         self._suspends = SuspendWatch()
         self._flight = Flight(costs or ChainCosts(self.num_stages), self._suspends, self.peers)
         # Of the frames that stay on the first node, if that makes answers alone: they and prompts overtake each other.
-        self._own_flight = self._flight if self.plan.prompt_end is None else Flight(ChainCosts(1), self._suspends)
+        self._own_flight = self._flight
+        if self.answers_alone:
+            self._own_flight = Flight(answer_costs or ChainCosts(1), self._suspends)
         self._missing: dict[int, set[str]] = {}  # by step of a prompt: the nodes whose segments have not all come
         self._held_back: dict[int, Result] = {}  # and its result
         self._reports = asyncio.Queue[tuple[Peer, Report, memoryview]]()  # of prompts, for the MLX thread

@@ -250,14 +250,17 @@ class Cluster:
             within_s = max(_LEAST_TRY_S, left_s / 2)
             if not any(record.state is NodeState.LOADING for record in self.nodes.records):
                 within_s = min(left_s, within_s)
-        costs = ChainCosts(len(plan.assignments), Prediction(deployment.spec, plan, self._planner.speeds).chunks_s)
-        is_awaited = recovery.still_since is not None and self.chain.num_stages == len(plan.assignments)
+        predicted = Prediction(deployment.spec, plan, self._planner.speeds)
+        costs = ChainCosts(len(plan.assignments), predicted.chunks_s)
+        answer_costs = ChainCosts(1, predicted.of_answers.chunks_s)
+        is_awaited = recovery.still_since is not None and _is_alike(self.chain.plan, plan)
         if is_awaited:
-            costs = self.chain.costs
+            costs, answer_costs = self.chain.costs, self.chain.answer_costs
         async with AsyncExitStack() as stack:
             chain = Chain(
                 *(self._own, deployment, self._epoch),
                 costs=costs,
+                answer_costs=answer_costs,
                 is_awaited=is_awaited,
                 can_spare=self._can_spare,
                 say=self._say,
@@ -563,3 +566,8 @@ class Cluster:
         before = worker.incarnation
         await self.nodes.ask([worker.name], _ASK_S)
         return worker.incarnation == before
+
+
+def _is_alike(one: Plan, other: Plan) -> bool:
+    """Return whether frames pass as many nodes in both plans, so that what one has learned holds in the other."""
+    return len(one.assignments) == len(other.assignments) and (one.prompt_end is None) == (other.prompt_end is None)

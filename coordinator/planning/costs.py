@@ -11,6 +11,7 @@ _RECHECK = 16  # choices after which the costs are looked at again
 _CHUNKS = (32, 128, 512, 2048)  # rows: far apart, so that noise does not decide and runs are reproducible
 _LEAST_ROWS = 4  # of a chunk where memory is short: a few times what each token of the answer takes anyway
 _CHUNK_GAIN = 1.1  # factor by which a larger chunk has to be faster
+_GROWTH = 4  # factor by which a chunk beside streams may be larger than all that are known
 _TRIED = 512  # rows: a size up to which costs are tried, since the rows of a mixture of experts share their weights
 _BESIDE_STREAMS_S = 0.5  # for a chunk of more than 32 rows through the whole chain, beside streams
 _WEIGHT = 0.1  # of a new observation
@@ -236,13 +237,15 @@ class ChainCosts:
     def chunk_size(self, num_unfed: int, *, beside_streams: bool) -> int:
         """Return the rows of the next chunk of a prompt with so many rows to feed; a size is tried before it is judged.
 
-        Beyond known sizes the line through them says nothing: 64 rows may read the weights of most experts.
+        Beyond known sizes the line through them says nothing: 64 rows may read the weights of most experts. Streams
+        do not wait for a size far beyond those.
         """
-        is_tried = min(stage.most_rows for stage in self._stages) >= _TRIED
-        if not (is_tried or beside_streams) and num_unfed >= _TRIED:
+        known = min(stage.most_rows for stage in self._stages)
+        if known < _TRIED <= num_unfed and not beside_streams:
             return _TRIED
         return_s = self._return_s if self._returns.is_known else None
-        return chunk_size(num_unfed, self.stages_s, return_s, beside_streams=beside_streams)
+        rows = chunk_size(num_unfed, self.stages_s, return_s, beside_streams=beside_streams)
+        return min(rows, max(_CHUNKS[0], _GROWTH * known)) if beside_streams else rows
 
     def pays_apart(self, num_alone: int, num_apart: int, share: float) -> bool:
         """Return whether all stages compute a prompt sooner than the first one would alone.

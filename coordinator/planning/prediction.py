@@ -51,6 +51,11 @@ class Prediction:
         return self._stages_ms(num_rows, num_rows if num_rows <= _MOST_SAMPLED else min(num_rows, max(1, num_places)))
 
     @property
+    def of_answers(self) -> "Prediction":
+        """The times of the nodes that make answers."""
+        return self._alone or self
+
+    @property
     def sizes(self) -> list[int]:
         """The rows of all frames that a node has measured, ascending."""
         columns = (column for speed in self._speeds if speed for column in (*speed.kinds, speed.head))

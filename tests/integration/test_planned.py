@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from coordinator.cluster.open import cluster_over, open_chain
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer
 from coordinator.engine.engine import Engine
+from coordinator.planning.plan import Goal
 from coordinator.planning.recovery import Limits
 from coordinator.planning.speeds import NO_SPEEDS, LinkSpeed, NodeSpeed, Survey
 from tests.integration.conftest import NETWORK, Whole, answer
@@ -45,13 +47,17 @@ def known_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_module, "known_speeds", known_speeds)
 
 
-def options(folder: Path, places: list[Place], own: int | None = None, memory: int = 1 << 40) -> ClusterOptions:
+def options(
+    folder: Path, places: list[Place], own: int | None = None, memory: int = 1 << 40, objective: Goal = "latency"
+) -> ClusterOptions:
     """`own` is the memory of the coordinator, of which one layer's is the default, `memory` that of the others."""
     spec = describe(open_folder(folder))
     room_for_one = spec.shard_bytes(0, 1) + spec.reserved_bytes(0, 1, 128)
     listed = tuple(WorkerConfig(name=place.name, address=(place.address,), memory=memory) for place in places)
     cluster = ClusterConfig(coordinator=CoordinatorConfig(memory=own or room_for_one), workers=listed, order="free")
-    return ClusterOptions(cluster, str(folder), None, 128, limits=Limits(rejoin_s=0, recovery_s=20))
+    return ClusterOptions(
+        cluster, str(folder), None, 128, objective=objective, limits=Limits(rejoin_s=0, recovery_s=20)
+    )
 
 
 @asynccontextmanager
@@ -66,12 +72,12 @@ async def workers() -> AsyncIterator[list[Place]]:
 
 @asynccontextmanager
 async def opened(
-    folder: Path, *, is_fast_missing: bool = False, layers: tuple[int, ...] | None = None, **memory: int
+    folder: Path, *, is_fast_missing: bool = False, layers: tuple[int, ...] | None = None, **more: Any
 ) -> AsyncIterator[tuple[Cluster, Place]]:
     """The cluster, and the fast worker."""
     checkpoint = open_folder(folder)
     async with workers() as places:
-        given = options(folder, places, **memory)
+        given = options(folder, places, **more)
         given = given.with_layers(layers) if layers else given
         peers = [Peer(worker.name, worker.addresses, NETWORK) for worker in given.cluster.workers]
         missing = []
@@ -106,6 +112,9 @@ async def test_costs_of_chunks_begin_with_what_nodes_measured(folder: Path, monk
     monkeypatch.setattr(open_module, "known_speeds", measured)
     async with opened(folder) as (cluster, _):
         assert cluster.chain.costs.stages_s(512) == pytest.approx([*held(cluster).values()], rel=0.1)
+    async with opened(folder, layers=(2, 1, 1), own=1 << 40, objective="prompt") as (cluster, _):
+        assert cluster.chain.answers_alone
+        assert cluster.chain.answer_costs.stages_s(512) == pytest.approx([cluster.chain.spec.num_layers], rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,7 @@ class WorldChain:
         epoch: int = 1,
         *,
         costs: ChainCosts | None = None,
+        answer_costs: ChainCosts | None = None,
         is_awaited: bool = False,
         can_spare: Callable[[str], bool] = lambda name: False,
         say: Any = None,
