@@ -143,7 +143,7 @@ def _scored(place: str, doc: Mapping[str, Any], task: _Task, texts: Texts, *, ha
             raise InputError("", "doc_to_choice: expected a list") from error
     if not isinstance(listed, list) or len(listed) < 2:
         raise InputError("", "doc_to_choice: expected a list of at least two choices")
-    choices = [_field(each, doc, texts) if isinstance(task.doc_to_choice, list) else str(each) for each in listed]
+    choices = [texts.render(each, doc) if isinstance(task.doc_to_choice, list) else str(each) for each in listed]
     found = _field(str(task.doc_to_target), doc, texts).strip()
     is_text = isinstance(doc.get(str(task.doc_to_target)), str)  # what a template makes of digits is a number
     is_number = found.isdecimal() and len(found) < 6 and not is_text

@@ -203,6 +203,14 @@ def test_a_choice_of_digits_is_told_by_its_text_if_the_target_is_one(texts: Text
         read_questions(str(tmp_path / "task.yaml"), None, None, texts)
 
 
+def test_listed_choices_are_texts_also_where_fields_have_their_names(texts: Texts, tmp_path: Path) -> None:
+    task = CHOICES.replace("DOC_TO_CHOICE", '["A", "B"]').replace("DOC_TO_TARGET", "gold")
+    (tmp_path / "task.yaml").write_text(task)
+    write(tmp_path / "docs.jsonl", {"question": "Which?", "A": "Rome", "B": "Paris", "gold": "B"})
+    [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
+    assert (found.continuations, found.expected) == ((" A", " B"), ("1",))
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
