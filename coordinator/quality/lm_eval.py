@@ -150,8 +150,9 @@ def _scored(place: str, doc: Mapping[str, Any], task: _Task, texts: Texts, *, ha
     right = int(found) if is_number else choices.index(found) if found in choices else len(choices)
     if right >= len(choices):
         raise InputError("", f"doc_to_target: expected a choice or its number from 0, found {found[:40]!r}")
-    prompt = task.description + _field(task.doc_to_text, doc, texts)
-    continuations = tuple(task.target_delimiter + choice for choice in choices)
+    whole = task.description + _field(task.doc_to_text, doc, texts)
+    prompt = whole.rstrip()  # as in lm-eval, blanks at its end are scored with each choice
+    continuations = tuple(whole[len(prompt) :] + task.target_delimiter + choice for choice in choices)
     lengths = tuple(map(len, choices)) if has_lengths else ()  # in letters, as lm-eval has it
     return Question(place, prompt, (str(right),), "exact", continuations=continuations, lengths=lengths)
 

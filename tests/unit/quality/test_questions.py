@@ -211,6 +211,15 @@ def test_listed_choices_are_texts_also_where_fields_have_their_names(texts: Text
     assert (found.continuations, found.expected) == ((" A", " B"), ("1",))
 
 
+def test_blanks_at_the_end_of_a_prompt_are_scored_with_each_choice(texts: Texts, tmp_path: Path) -> None:
+    task = CHOICES.replace("DOC_TO_CHOICE", "options").replace("DOC_TO_TARGET", "1")
+    (tmp_path / "task.yaml").write_text(task + 'target_delimiter: ""')
+    write(tmp_path / "docs.jsonl", {"question": " Which? \n", "options": ["a", "long one"]})
+    [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
+    assert (found.prompt, found.continuations) == (" Which?", (" \na", " \nlong one"))
+    assert found.lengths == (1, 8), "of the choices alone, as in lm-eval"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
