@@ -3,6 +3,7 @@
 import ast
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,16 +107,22 @@ def read_task(path: Path, limit: int | None, texts: Texts) -> tuple[Question, ..
     ignored += [_PUNCTUATION] if metric.ignore_punctuation else []
     ignored += ["[0-9]"] if metric.ignore_numbers else []
     chain = task.filter_list[0].filter if task.filter_list else []
-    questions = list[Question]()
+    questions, has_several = list[Question](), False
     for place, doc in _documents(path, task, limit):
         try:
             if task.output_type == "multiple_choice":
                 questions.append(_scored(place, doc, task, texts, has_lengths=metric.metric == "acc_norm"))
                 continue
+            target = _value(str(task.doc_to_target), doc, texts)
+            if not questions:
+                has_several = isinstance(target, list)  # as in lm-eval: later ones may be texts like [0, 1]
+            expected = target if has_several and isinstance(target, list) else [target]
+            if not expected:
+                raise InputError("", "doc_to_target: expected an answer or several, found an empty list")
             question = Question(
                 place,
                 task.description + _field(task.doc_to_text, doc, texts),
-                (_field(str(task.doc_to_target), doc, texts),),
+                tuple(map(str, expected)),
                 "exact",
                 stops=(until,) if isinstance(until, str) else tuple(until),
                 extract=tuple(step.model_dump() for step in chain if step.function != "take_first"),
@@ -135,12 +142,9 @@ def read_task(path: Path, limit: int | None, texts: Texts) -> tuple[Question, ..
 
 def _scored(place: str, doc: Mapping[str, Any], task: _Task, texts: Texts, *, has_lengths: bool) -> Question:
     """Return the question whose choices are scored. Raises InputError for choices or a target that are none."""
-    listed = doc.get(task.doc_to_choice) if isinstance(task.doc_to_choice, str) else task.doc_to_choice
-    if listed is None:  # a template that writes a list
-        try:
-            listed = ast.literal_eval(texts.render(str(task.doc_to_choice), doc))
-        except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
-            raise InputError("", "doc_to_choice: expected a list") from error
+    listed = task.doc_to_choice
+    if isinstance(listed, str):
+        listed = _value(listed, doc, texts)
     if not isinstance(listed, list) or len(listed) < 2:
         raise InputError("", "doc_to_choice: expected a list of at least two choices")
     choices = [texts.render(each, doc) if isinstance(task.doc_to_choice, list) else str(each) for each in listed]
@@ -198,8 +202,18 @@ def _documents(path: Path, task: _Task, limit: int | None) -> list[tuple[str, di
     return documents[:limit]
 
 
-def _field(template: str, doc: Mapping[str, Any], texts: Texts) -> str:
-    """Return a field of a question by its name, or what a template makes of them, as lm-eval does."""
+def _value(template: str, doc: Mapping[str, Any], texts: Texts) -> Any:
+    """Return a field of a question by its name, or the text or list that a template makes of them, as lm-eval does."""
     if template in doc:
-        return str(doc[template])
-    return texts.render(template, doc)
+        return doc[template]
+    text = texts.render(template, doc)
+    if text.lstrip().startswith("["):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            if isinstance(found := ast.literal_eval(text), list):
+                return found
+    return text
+
+
+def _field(template: str, doc: Mapping[str, Any], texts: Texts) -> str:
+    """Return a field, or what a template makes of them, as a text."""
+    return str(doc[template] if template in doc else texts.render(template, doc))

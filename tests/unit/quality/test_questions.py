@@ -154,6 +154,41 @@ def test_a_task_file_of_lm_eval_is_read_as_data(texts: Texts, tmp_path: Path) ->
     assert [found.is_right(answer, texts) for answer in answers] == [True, True, False, False]
 
 
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("aliases", ("Wien", "7")),
+        ('"{{ aliases }}"', ("Wien", "7")),
+        ("listed", ("['a', 'b']",)),
+        ("\"{{ '[a' }}\"", ("[a",)),
+        ('"[1], [2]"', ("[1], [2]",)),
+        ("none", None),
+    ],
+)
+def test_a_target_of_a_task_file_may_be_several(
+    texts: Texts, tmp_path: Path, target: str, expected: tuple[str, ...] | None
+) -> None:
+    doc = {"question": "Where?", "aliases": ["Wien", 7], "listed": "['a', 'b']", "none": []}
+    write(tmp_path / "docs.jsonl", doc)
+    task = TASK.replace("doc_to_target: \"{{ answer.split('####')[-1].strip() }}\"", f"doc_to_target: {target}")
+    (tmp_path / "task.yaml").write_text(task)
+    if expected is None:
+        with pytest.raises(InputError, match=r"line 1: doc_to_target: .* empty list"):
+            read_questions(str(tmp_path / "task.yaml"), None, None, texts)
+    else:
+        [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
+        assert found.expected == expected
+
+
+def test_the_first_target_tells_whether_a_text_with_brackets_is_a_list(texts: Texts, tmp_path: Path) -> None:
+    task = TASK.replace("answer.split('####')[-1].strip()", "answer")
+    (tmp_path / "task.yaml").write_text(task)
+    for answers, expected in ((["5", "[0, 1]"], [("5",), ("[0, 1]",)]), (["[5]", "[0, 1]"], [("5",), ("0", "1")])):
+        write(tmp_path / "docs.jsonl", *({"question": "Where?", "answer": answer} for answer in answers))
+        found = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
+        assert [each.expected for each in found] == expected
+
+
 CHOICES = """
 dataset_path: json
 dataset_kwargs: {data_files: {test: docs.jsonl}}
