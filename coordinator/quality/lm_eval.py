@@ -110,8 +110,9 @@ def read_task(path: Path, limit: int | None, texts: Texts) -> tuple[Question, ..
     questions, has_several = list[Question](), False
     for place, doc in _documents(path, task, limit):
         try:
+            prompt = (task.description and _field(task.description, doc, texts)) + _field(task.doc_to_text, doc, texts)
             if task.output_type == "multiple_choice":
-                questions.append(_scored(place, doc, task, texts, has_lengths=metric.metric == "acc_norm"))
+                questions.append(_scored(place, prompt, doc, task, texts, has_lengths=metric.metric == "acc_norm"))
                 continue
             target = _value(str(task.doc_to_target), doc, texts)
             if not questions:
@@ -121,7 +122,7 @@ def read_task(path: Path, limit: int | None, texts: Texts) -> tuple[Question, ..
                 raise InputError("", "doc_to_target: expected an answer or several, found an empty list")
             question = Question(
                 place,
-                task.description + _field(task.doc_to_text, doc, texts),
+                prompt,
                 tuple(map(str, expected)),
                 "exact",
                 stops=(until,) if isinstance(until, str) else tuple(until),
@@ -140,8 +141,14 @@ def read_task(path: Path, limit: int | None, texts: Texts) -> tuple[Question, ..
     return tuple(questions)
 
 
-def _scored(place: str, doc: Mapping[str, Any], task: _Task, texts: Texts, *, has_lengths: bool) -> Question:
-    """Return the question whose choices are scored. Raises InputError for choices or a target that are none."""
+def _scored(
+    place: str, whole: str, doc: Mapping[str, Any], task: _Task, texts: Texts, *, has_lengths: bool
+) -> Question:
+    """Return the question whose choices are scored after the text `whole`.
+
+    Raises:
+        InputError: the choices or the target are none.
+    """
     listed = task.doc_to_choice
     if isinstance(listed, str):
         listed = _value(listed, doc, texts)
@@ -154,7 +161,6 @@ def _scored(place: str, doc: Mapping[str, Any], task: _Task, texts: Texts, *, ha
     right = int(found) if is_number else choices.index(found) if found in choices else len(choices)
     if right >= len(choices):
         raise InputError("", f"doc_to_target: expected a choice or its number from 0, found {found[:40]!r}")
-    whole = task.description + _field(task.doc_to_text, doc, texts)
     prompt = whole.rstrip()  # as in lm-eval, blanks at its end are scored with each choice
     continuations = tuple(whole[len(prompt) :] + task.target_delimiter + choice for choice in choices)
     lengths = tuple(map(len, choices)) if has_lengths else ()  # in letters, as lm-eval has it

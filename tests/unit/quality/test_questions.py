@@ -132,7 +132,7 @@ dataset_path: json
 dataset_kwargs: {data_files: {test: docs.jsonl}}
 test_split: test
 output_type: generate_until
-description: "Answer. "
+description: "{{ how }}. "
 doc_to_text: "Q: {{ question }}\\nA:"
 doc_to_target: "{{ answer.split('####')[-1].strip() }}"
 generation_kwargs: {until: ["Q:"], do_sample: false}
@@ -146,7 +146,7 @@ metadata: {version: 1.0}
 
 
 def test_a_task_file_of_lm_eval_is_read_as_data(texts: Texts, tmp_path: Path) -> None:
-    write(tmp_path / "docs.jsonl", {"question": "1+1?", "answer": "two #### 1,002"})
+    write(tmp_path / "docs.jsonl", {"how": "Answer", "question": "1+1?", "answer": "two #### 1,002"})
     (tmp_path / "task.yaml").write_text(TASK)
     [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
     assert (found.prompt, found.expected, found.stops) == ("Answer. Q: 1+1?\nA:", ("1,002",), ("Q:",))
@@ -168,7 +168,7 @@ def test_a_task_file_of_lm_eval_is_read_as_data(texts: Texts, tmp_path: Path) ->
 def test_a_target_of_a_task_file_may_be_several(
     texts: Texts, tmp_path: Path, target: str, expected: tuple[str, ...] | None
 ) -> None:
-    doc = {"question": "Where?", "aliases": ["Wien", 7], "listed": "['a', 'b']", "none": []}
+    doc = {"how": "Say", "question": "Where?", "aliases": ["Wien", 7], "listed": "['a', 'b']", "none": []}
     write(tmp_path / "docs.jsonl", doc)
     task = TASK.replace("doc_to_target: \"{{ answer.split('####')[-1].strip() }}\"", f"doc_to_target: {target}")
     (tmp_path / "task.yaml").write_text(task)
@@ -184,7 +184,7 @@ def test_the_first_target_tells_whether_a_text_with_brackets_is_a_list(texts: Te
     task = TASK.replace("answer.split('####')[-1].strip()", "answer")
     (tmp_path / "task.yaml").write_text(task)
     for answers, expected in ((["5", "[0, 1]"], [("5",), ("[0, 1]",)]), (["[5]", "[0, 1]"], [("5",), ("0", "1")])):
-        write(tmp_path / "docs.jsonl", *({"question": "Where?", "answer": answer} for answer in answers))
+        write(tmp_path / "docs.jsonl", *({"how": "Say", "question": "Where?", "answer": answer} for answer in answers))
         found = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
         assert [each.expected for each in found] == expected
 
@@ -194,6 +194,7 @@ dataset_path: json
 dataset_kwargs: {data_files: {test: docs.jsonl}}
 test_split: test
 output_type: multiple_choice
+description: "{{ hint | default('') }}"
 doc_to_text: "{{ question }}"
 doc_to_choice: DOC_TO_CHOICE
 doc_to_target: DOC_TO_TARGET
@@ -249,9 +250,9 @@ def test_listed_choices_are_texts_also_where_fields_have_their_names(texts: Text
 def test_blanks_at_the_end_of_a_prompt_are_scored_with_each_choice(texts: Texts, tmp_path: Path) -> None:
     task = CHOICES.replace("DOC_TO_CHOICE", "options").replace("DOC_TO_TARGET", "1")
     (tmp_path / "task.yaml").write_text(task + 'target_delimiter: ""')
-    write(tmp_path / "docs.jsonl", {"question": " Which? \n", "options": ["a", "long one"]})
+    write(tmp_path / "docs.jsonl", {"hint": "Tell: ", "question": "Which? \n", "options": ["a", "long one"]})
     [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
-    assert (found.prompt, found.continuations) == (" Which?", (" \na", " \nlong one"))
+    assert (found.prompt, found.continuations) == ("Tell: Which?", (" \na", " \nlong one"))
     assert found.lengths == (1, 8), "of the choices alone, as in lm-eval"
 
 
@@ -275,7 +276,7 @@ def test_blanks_at_the_end_of_a_prompt_are_scored_with_each_choice(texts: Texts,
     ],
 )
 def test_task_files_beyond_data_are_refused(texts: Texts, tmp_path: Path, old: str, new: str, said: str) -> None:
-    write(tmp_path / "docs.jsonl", {"question": "1+1?", "answer": "two #### 1,002"})
+    write(tmp_path / "docs.jsonl", {"how": "Answer", "question": "1+1?", "answer": "two #### 1,002"})
     assert TASK.count(old) == 1
     (tmp_path / "task.yaml").write_text(TASK.replace(old, new))
     with pytest.raises(InputError, match=said) as refusal:
