@@ -59,7 +59,7 @@ class _Data(_Part):
 class _Generation(BaseModel):
     """How answers are drawn is said by the command's flags."""
 
-    until: list[str] | str = ["\n\n"]  # as in lm-eval
+    until: list[str] | str = []
 
 
 class _Task(_Part):
@@ -76,6 +76,7 @@ class _Task(_Part):
     filter_list: list[_Chain] = []
     metric_list: list[_Metric] = []
     target_delimiter: str = " "
+    fewshot_delimiter: str = "\n\n"  # without examples it only ends answers, where `until` is not given
     num_fewshot: Literal[0] = 0
     repeats: Literal[1] = 1
     task: Any = None  # these and the following change nothing here
@@ -84,7 +85,6 @@ class _Task(_Part):
     dataset_name: Any = None
     training_split: Any = None
     fewshot_split: Any = None
-    fewshot_delimiter: Any = None
     should_decontaminate: Any = None
     doc_to_decontamination_query: Any = None
     metadata: Any = None
@@ -97,7 +97,8 @@ def read_task(path: Path, limit: int | None, texts: Texts) -> tuple[Question, ..
         InputError: it is no such file, or asks for something that is not supported, such as Python code.
     """
     task = _load(path)
-    until, names = task.generation_kwargs.until, _METRICS[task.output_type]
+    generation, names = task.generation_kwargs, _METRICS[task.output_type]
+    until = generation.until if "until" in generation.model_fields_set else task.fewshot_delimiter
     metric = task.metric_list[0] if task.metric_list else _Metric(metric=names[0])
     if metric.metric not in names:
         raise InputError(
@@ -125,7 +126,7 @@ def read_task(path: Path, limit: int | None, texts: Texts) -> tuple[Question, ..
                 prompt,
                 tuple(map(str, expected)),
                 "exact",
-                stops=(until,) if isinstance(until, str) else tuple(until),
+                stops=tuple(filter(None, [until] if isinstance(until, str) else until)),
                 extract=tuple(step.model_dump() for step in chain if step.function != "take_first"),
                 ignored=tuple(ignored),
                 has_case=not metric.ignore_case,

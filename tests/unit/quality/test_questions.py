@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from coordinator.engine.bounded import Bounds, Texts
 from coordinator.quality.accuracy import EvalAnswer, accuracy_row, eval_answer, wilson
@@ -152,6 +153,26 @@ def test_a_task_file_of_lm_eval_is_read_as_data(texts: Texts, tmp_path: Path) ->
     assert (found.prompt, found.expected, found.stops) == ("Answer. Q: 1+1?\nA:", ("1,002",), ("Q:",))
     answers = ("it is 1,002. It is 5", "is 1002", "is 1003", "1002")
     assert [found.is_right(answer, texts) for answer in answers] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("given", "stops"),
+    [
+        ("generation_kwargs: {do_sample: false}", ("\n\n",)),
+        ('fewshot_delimiter: "\\n"', ("\n",)),
+        ('{fewshot_delimiter: "\\n", generation_kwargs: {until: []}}', ()),
+        ('{generation_kwargs: {until: ["", "Q:"]}}', ("Q:",)),
+    ],
+)
+def test_answers_end_at_the_delimiter_of_examples_unless_the_task_says_where(
+    texts: Texts, tmp_path: Path, given: str, stops: tuple[str, ...]
+) -> None:
+    write(tmp_path / "docs.jsonl", {"how": "Answer", "question": "1+1?", "answer": "2"})
+    task = yaml.safe_load(TASK)
+    del task["generation_kwargs"]
+    write(tmp_path / "task.yaml", task | yaml.safe_load(given))
+    [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
+    assert found.stops == stops
 
 
 @pytest.mark.parametrize(
