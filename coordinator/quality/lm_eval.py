@@ -2,6 +2,7 @@
 
 import ast
 import json
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -194,7 +195,7 @@ def _documents(path: Path, task: _Task, limit: int | None) -> list[tuple[str, di
     data = read_file(source)
     documents, number = list[tuple[str, Any]](), 0
     try:
-        if data.lstrip().startswith(b"["):
+        if data.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
             documents = [(f"{source.name}, number {n}", doc) for n, doc in enumerate(json.loads(data), 1)]
         else:
             for number, line in enumerate(data.split(b"\n"), 1):

@@ -155,6 +155,16 @@ def test_a_task_file_of_lm_eval_is_read_as_data(texts: Texts, tmp_path: Path) ->
     assert [found.is_right(answer, texts) for answer in answers] == [True, True, False, False]
 
 
+def test_questions_of_a_task_are_lines_or_a_list_also_after_a_byte_order_mark(texts: Texts, tmp_path: Path) -> None:
+    (tmp_path / "task.yaml").write_text(TASK)
+    docs = [json.dumps({"how": "Answer", "question": each, "answer": "2"}) for each in ("1+1?", "3-1?")]
+    for data in ("\n".join(docs), f" [{docs[0]},\n{docs[1]}]"):
+        for encoding in ("utf-8", "utf-8-sig"):
+            (tmp_path / "docs.jsonl").write_text(data, encoding=encoding)
+            found = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
+            assert [each.prompt for each in found] == [f"Answer. Q: {each}\nA:" for each in ("1+1?", "3-1?")]
+
+
 @pytest.mark.parametrize(
     ("given", "stops"),
     [
