@@ -12,6 +12,7 @@ from coordinator.cli import flags
 from coordinator.cli.run import TakeFlags
 from coordinator.cluster.options import ClusterOptions
 from coordinator.decoding.decode_options import Decode
+from worker.config import NO_DRAFTER
 
 
 def verify(
@@ -32,7 +33,7 @@ def verify(
     draft model the decoder is `draft`, unless --decode says otherwise.
     """
     options, decode = cluster.options(), windows.decoder()
-    if options.draft_model and "decode" not in flags.given_flags(ctx):
+    if options.draft_model not in (None, NO_DRAFTER) and "decode" not in flags.given_flags(ctx):
         decode = replace(decode, kind="draft")
     flags.refuse_drafter(ctx, [decode.kind])
     return run_verify(options, decode, max_tokens=max_tokens, seed=seed, stream=stream, as_json=as_json)

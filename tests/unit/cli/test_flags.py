@@ -172,6 +172,13 @@ def test_flags_that_change_nothing_beside_the_others_are_accepted(opened: Comman
         assert opened(arguments)[1], arguments
 
 
+def test_verify_drafts_with_a_model_but_not_with_none(opened: Command, tmp_path: Path) -> None:
+    for model, kind in (("owner/small", "draft"), ("none", "ar")):
+        (tmp_path / "cluster.yaml").write_text(f"draft_model: {model}\n")
+        for flags in ((f"--draft-model={model}",), ("--config", str(tmp_path / "cluster.yaml"))):
+            assert opened("verify", *flags)[1].kind == kind
+
+
 def test_a_file_of_thresholds_gives_its_numbers_to_a_model_and_to_a_server(
     brigade: Command, opened: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
