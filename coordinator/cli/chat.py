@@ -26,7 +26,7 @@ from coordinator.cli.show import showing
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
 from coordinator.engine.bounded import TEMPLATES
-from coordinator.sessions.output import Output, Usage
+from coordinator.sessions.output import Output, Usage, tokens_after_first
 from coordinator.sessions.request import Conversation, RequestSpec, require_text
 from worker.errors import BrigadeError, InputError
 from worker.platform.files import reading, writing
@@ -272,17 +272,20 @@ class Chat:
             answering.result()
 
     async def _speak(self, said: list[str]) -> None:
-        began, first, num_first = time.monotonic_ns(), 0, 1
+        began, first, num_first, lengths = time.monotonic_ns(), 0, 0, list[int]()
         with showing(self._console) as show:
             async with aclosing(self._stream(self.dialogue.messages())) as outputs:
                 async for output in outputs:
-                    if not first and (output.content or output.reasoning):
-                        first, num_first = output.at, max(1, len(output.tokens))  # a server sends text only
+                    num_first += 0 if first else len(output.tokens)
+                    if output.content or output.reasoning:
+                        first = first or output.at
+                        lengths.append(len(output.content) + len(output.reasoning))
                     show.think(output.reasoning)
                     show.say(output.content)
                     said.append(output.content)
                     if output.usage is not None:
-                        self.stats = _stats_line(output.usage, began, first or output.at, output.at, num_first)
+                        num_later = tokens_after_first(output.usage.num_generated, lengths, num_first)
+                        self.stats = _stats_line(output.usage, began, first or output.at, output.at, num_later)
 
     def _interrupt(self) -> None:
         if self._answering is not None:
@@ -297,9 +300,9 @@ class Chat:
             print(f"{_PROMPT}{begun}", end="", file=sys.stderr, flush=True)  # it is still being typed
 
 
-def _stats_line(usage: Usage, began: int, first: int, last: int, num_first: int) -> str:
-    """Return the statistics of an answer; times are nanoseconds, monotonic, and `num_first` tokens came first."""
-    decode_s, num_later = (last - first) / 1e9, usage.num_generated - num_first
+def _stats_line(usage: Usage, began: int, first: int, last: int, num_later: float) -> str:
+    """Return the statistics of an answer; times are nanoseconds, monotonic; `num_later` tokens came after `first`."""
+    decode_s = (last - first) / 1e9
     speed = f", {num_later / decode_s:.1f} tok/s" if decode_s and num_later > 0 else ""
     recoveries = f"; {usage.num_recoveries} recoveries" if usage.num_recoveries else ""
     return (

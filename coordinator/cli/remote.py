@@ -16,7 +16,7 @@ from coordinator.api.auth import first_key
 from coordinator.cli.flags import ServerFlags
 from coordinator.cli.show import Printer
 from coordinator.cluster.progress import say
-from coordinator.sessions.output import Output, Usage
+from coordinator.sessions.output import Output, Usage, tokens_after_first
 from coordinator.sessions.request import Conversation, Prompt
 from worker.errors import BrigadeError, InputError, ServerFailed
 from worker.platform.text import Json, json_bytes
@@ -286,7 +286,7 @@ def answer_as_json(
 
     `lengths` are those of its pieces of text: the first one, which may be a whole canvas, is not of `decode_s`.
     """
-    num_later = usage.num_generated * sum(lengths[1:]) / max(1, sum(lengths))
+    num_later = tokens_after_first(usage.num_generated, lengths)
     stats = {
         "ttft_s": ttft_s,
         "decode_s": decode_s,

@@ -116,6 +116,18 @@ def speed_after_first(token_times: Sequence[float]) -> float | None:
     return sum(at > first for at in token_times) / (token_times[-1] - first)
 
 
+def tokens_after_first(num_generated: int, lengths: Sequence[int], num_first: int = 0) -> float:
+    """Return how many tokens came after an answer's first text, which windows and canvases make of several.
+
+    Args:
+        lengths: letters of the pieces of text, by which the tokens are shared out where they are not sent.
+        num_first: tokens of all outputs up to the first text; 0 where they are not sent, as by a server.
+    """
+    if num_first:
+        return num_generated - num_first
+    return num_generated * sum(lengths[1:]) / max(1, sum(lengths))
+
+
 @dataclass
 class Answer:
     """All outputs of a request together."""
