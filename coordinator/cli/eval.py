@@ -192,7 +192,7 @@ async def loaded(options: ClusterOptions, cases: Sequence[EvalCase], concurrency
     """
     from coordinator.engine.engine import open_engine
     from coordinator.engine.inputs import InputProcessor
-    from coordinator.engine.scores import score_continuations
+    from coordinator.engine.scores import continuation_specs, score_continuations
     from coordinator.sessions.request import most_rows
     from worker.model.contents import contents_of
 
@@ -200,11 +200,12 @@ async def loaded(options: ClusterOptions, cases: Sequence[EvalCase], concurrency
     has_template = inputs.has_chat_template
     longest = 0
     for case in cases:  # errors are raised before anything is loaded
-        try:
-            request = await inputs.make_request(replace(case.spec, prompt=case.prompt(has_template=has_template)))
-        except InputError as error:
-            raise InputError(error.field, f"{case.question.place}: {error.message}") from error
-        longest = max(longest, most_rows(request, inputs.spec.context))
+        question, specs = case.question, [replace(case.spec, prompt=case.prompt(has_template=has_template))]
+        with question.named_in_errors():
+            if question.continuations:
+                specs += await continuation_specs(inputs, question.prompt, question.continuations)
+            for spec in specs:
+                longest = max(longest, most_rows(await inputs.make_request(spec), inputs.spec.context))
     options = replace(options, context=max(options.context, longest))
     async with open_engine(inputs, options, max_waiting=concurrency, max_wait_s=_MAX_WAIT_S) as engine:
 
@@ -275,7 +276,8 @@ class EvalRun:
 
             async def answer_in_turn(waiting: Iterator[tuple[str, EvalCase]]) -> None:
                 for key, case in waiting:
-                    known[key] = found = await read_answer(partial(model.ask, case))
+                    with case.question.named_in_errors():
+                        known[key] = found = await read_answer(partial(model.ask, case))
                     is_right = await run_in_thread(partial(self._is_right, case, found))
                     about = {"model": model.name, "question": case.question.place, "decoder": case.decoder}
                     if file is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import Engine, collect
+from coordinator.engine.inputs import InputProcessor
 from coordinator.sessions.output import Scored
 from coordinator.sessions.request import RequestSpec
 from worker.compute.header import common_prefix
@@ -75,15 +76,21 @@ async def score_continuations(
     Raises:
         InputError: the prompt has no token, or a continuation has none.
     """
-    inputs = engine.inputs
-    specs = []
     with engine.use.using():  # an idle model would be unloaded while many texts are tokenized
-        begin = await inputs.prompt_ids(prompt)
-        for continuation in continuations:
-            if isinstance(prompt, str) and isinstance(continuation, str):
-                whole = await inputs.prompt_ids(prompt + continuation)
-            else:
-                whole = begin + await inputs.prompt_ids(continuation, special=False)
-            specs.append(scoring(whole, max(1, common_prefix(begin, whole)) if begin else 0))
+        specs = await continuation_specs(engine.inputs, prompt, continuations)
         answers = await collect(engine, [await engine.prepare(spec) for spec in specs])
     return [[score for output in answer for score in output.scores] for answer in answers]
+
+
+async def continuation_specs(
+    inputs: InputProcessor, prompt: ScoredPrompt, continuations: Sequence[ScoredPrompt]
+) -> list[RequestSpec]:
+    """Return the requests of `score_continuations`. Raises InputError for texts that cannot be tokenized."""
+    begin, specs = await inputs.prompt_ids(prompt), []
+    for continuation in continuations:
+        if isinstance(prompt, str) and isinstance(continuation, str):
+            whole = await inputs.prompt_ids(prompt + continuation)
+        else:
+            whole = begin + await inputs.prompt_ids(continuation, special=False)
+        specs.append(scoring(whole, max(1, common_prefix(begin, whole)) if begin else 0))
+    return specs

@@ -3,7 +3,8 @@
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -43,6 +44,16 @@ class Question:
     has_edges: bool = False  # whether `exact` compares blanks at both ends
     continuations: tuple[str, ...] = ()  # of the raw prompt, which are scored: the answer is the number of the best one
     lengths: tuple[int, ...] = ()  # by which their log-probabilities are divided, if by any
+
+    @contextmanager
+    def named_in_errors(self) -> Iterator[None]:
+        """Raise the InputError of this block as one that tells where the question comes from."""
+        try:
+            yield
+        except InputError as error:
+            is_own = error.field.partition(".")[0] in ("prompt", "messages", "continuations")
+            field = "questions" if is_own else error.field
+            raise InputError(field, f"{self.place}: {error.message}") from error
 
     def best(self, logprobs: Sequence[float]) -> int:
         """Return the number of the continuation that the model finds likeliest."""
