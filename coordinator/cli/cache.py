@@ -17,7 +17,7 @@ from coordinator.cli.flags import find_config
 from coordinator.cli.run import run_async
 from coordinator.cluster.options import cluster_options
 from coordinator.cluster.progress import say
-from coordinator.cluster.tables import plain_console, plain_table
+from coordinator.cluster.tables import fitting, plain_console
 from protos.brigade_pb2 import PrefixesReply, PrefixesRequest
 from worker.errors import BrigadeError, InputError
 from worker.platform.run import App
@@ -146,14 +146,14 @@ async def _show_prompts(config: Path | None, *, as_json: bool, remove: bool) -> 
         ]
         print(json.dumps({"removed" if remove else "nodes": rows}))
     else:
-        table = plain_table("node", "pieces", "size", "used", gap=2)
+        cells = []
         for name, reply in replied.items():
             used = _ago(time.time() - reply.used) if reply.pieces else "–"
-            table.add_row(name, str(len(reply.pieces)), format_bytes(reply.bytes), used)
+            cells.append([name, str(len(reply.pieces)), format_bytes(reply.bytes), used])
         console = plain_console()
         if remove:
             console.print("removed:")
-        console.print(table)
+        console.print(fitting(("node", "pieces", "size", "used"), cells, console.width))
     raise_worst([reply for reply in found.values() if isinstance(reply, BaseException)])
 
 

@@ -14,7 +14,7 @@ from coordinator.cli.report import print_stats
 from coordinator.cli.run import TakeFlags
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import show_steps
-from coordinator.cluster.tables import plain_console, plain_table
+from coordinator.cluster.tables import fitting, plain_console
 from coordinator.deploy.findings import Finding, Level
 from coordinator.planning.speeds import format_ms
 from worker.errors import BrigadeError
@@ -132,10 +132,11 @@ def _print(trial: "ChainTrial") -> None:
     nodes = ", ".join(f"{node.name} [{node.start}, {node.end})" for node in trial.plan.assignments)
     console.print(f"{trial.model} on {nodes}: open after {trial.opened_s:.1f} s", soft_wrap=True)
     if trial.hops:
-        table = plain_table("hop", "sent", "a frame takes", gap=2)
-        for hop in trial.hops:
-            table.add_row(Text(f"{hop.source} → {hop.target}"), format_bytes(hop.sent_bytes), format_ms(hop.frame_ms))
-        console.print(table)
+        rows = [
+            (f"{hop.source} → {hop.target}", format_bytes(hop.sent_bytes), format_ms(hop.frame_ms))
+            for hop in trial.hops
+        ]
+        console.print(fitting(("hop", "sent", "a frame takes"), rows, console.width))
     print_stats(trial.first, trial.plan, trial.first.waterfall())
     verdict = "the same tokens: it works"
     if not trial.is_same:

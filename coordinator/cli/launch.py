@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from coordinator.cli import flags
 from coordinator.cli.flags import find_config, given_flags
 from coordinator.cluster.progress import say, show_progress, telling_interrupts
-from coordinator.cluster.tables import plain_console
+from coordinator.cluster.tables import fitting, plain_console
 from protos.brigade_pb2 import LoadProgress
 from worker.config import CONFIG, ClusterConfig, WorkerConfig, load_cluster, read_yaml
 from worker.errors import BrigadeError, ConfigError, InputError
@@ -135,11 +134,13 @@ def _shown() -> Iterator[SayOf]:
 
 def _tell(outcomes: Sequence[Outcome]) -> int:
     heads = ("node", "ssh", "service", "", "answers at")
-    table = Table(*heads, box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for each in outcomes:
-        done = Text("failed", "bold red") if each.error else Text(each.done, "green")
-        table.add_row(Text(each.name), Text(each.place), Text(each.kind), done, Text(each.address))
-    plain_console().print(table)
+    rows: list[list[str | Text]] = [
+        [each.name, each.place, each.kind, Text("failed", "bold red") if each.error else Text(each.done, "green"),
+         each.address]
+        for each in outcomes
+    ]  # fmt: skip
+    console = plain_console()
+    console.print(fitting(heads, rows, console.width, num_left=len(heads)))
     failures = [each.error for each in outcomes if each.error]
     for error in failures:
         print(f"error: {printable_lines(str(error))}", file=sys.stderr)

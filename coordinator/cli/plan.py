@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
-from rich.text import Text
+from rich.console import Group
 
 from coordinator.cli import flags
 from coordinator.cli.flags import find_config, parse_counts, parse_times, refuse_flags
 from coordinator.cli.run import TakeFlags
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
-from coordinator.cluster.tables import plain_console, plain_table
+from coordinator.cluster.tables import fitting, plain_console
 from coordinator.planning.plan import PROMPTS, Objective, Plan, misfit
 from coordinator.planning.speeds import Survey, format_ms
 from coordinator.sessions.admission import MOST_WAITING
@@ -32,7 +31,6 @@ if TYPE_CHECKING:  # they import numpy or mlx, for which --help should not wait
     from coordinator.planning.prediction import PlanReport, PredictedPlan, Prediction
 
 _COLUMNS = 16  # of the bar that shows a node's layers
-_USUAL_COLUMNS = 80
 _TIMES = ("row_ms", "hop_ms", "gbps")
 _LOAD = ("num_prompt", "num_tokens", "prefill_step_size", "canvas", "canvas_steps")
 
@@ -356,33 +354,36 @@ class _PlanView:
             if self.report.advice:
                 console.print(f"\n{self.report.advice}")
             return
-        table = plain_table("node", "reads", "", "stage", "hop behind it", gap=2)
+        rows = []
         for name, stage_ms, hop_ms in zip(chosen.names, times.stage_ms, times.hop_ms, strict=True):
             speed = self.speeds.speeds[name]
             how = "measured" if speed.is_measured else "assumed"
-            table.add_row(name, f"{speed.gbps:.3g} GB/s", how, format_ms(stage_ms or 0.0), format_ms(hop_ms or 0.0))
+            rows.append([name, f"{speed.gbps:.3g} GB/s", how, format_ms(stage_ms or 0.0), format_ms(hop_ms or 0.0)])
+        table = fitting(("node", "reads", "", "stage", "hop behind it"), rows, console.width)
         console.print("", table, f"\n{self._speed_line()}\n", sep="\n")
         if self.report.alternatives:
-            console.print(self._alternatives(), "", sep="\n")
+            console.print(self._alternatives(console.width), "", sep="\n")
         console.print(self.report.advice)
 
     def _rates(self, times: "Prediction") -> dict[str, float | None]:
         return {str(count): times.tokens_per_s(count) for count in self.counts}
 
-    def _layers(self, width: int) -> Table:
+    def _layers(self, width: int) -> Group:
+        """Return a row per node, with a bar that stands where its layers are if there is room for it."""
         nodes = self.report.chosen.plan.assignments
         scratch = ["scratch"] if any(node.scratch_bytes for node in nodes) else []
-        table = plain_table("node", "layers", "weights", "cache", *scratch, "budget", "fits", "", gap=2)
-        columns = _COLUMNS if width >= _USUAL_COLUMNS else 0
+        heads = ["node", "layers", "weights", "cache", *scratch, "budget", "fits"]
+        rows, bars = [], []
         for node in nodes:
-            begin, end = (round(columns * edge / self.spec.num_layers) for edge in (node.start, node.end))
-            table.add_row(
+            begin, end = (round(_COLUMNS * edge / self.spec.num_layers) for edge in (node.start, node.end))
+            bars.append(" " * begin + "━" * (end - begin))
+            rows.append([
                 node.name, f"[{node.start}, {node.end})", format_bytes(node.weight_bytes),
                 format_bytes(node.cache_bytes), *(format_bytes(node.scratch_bytes) for _ in scratch),
                 format_bytes(node.memory_bytes), "yes" if node.fits else "NO",
-                Text(" " * begin + "━" * (end - begin)),
-            )  # fmt: skip
-        return table
+            ])  # fmt: skip
+        drawn = fitting([*heads, ""], [[*row, bar] for row, bar in zip(rows, bars, strict=True)], width)
+        return drawn if len(drawn.renderables) == 1 else fitting(heads, rows, width)
 
     def _speed_line(self) -> str:
         """Return the speed of one request, of several, and of a prompt."""
@@ -402,12 +403,12 @@ class _PlanView:
         """The prompts that the model has room for."""
         return [num for num in PROMPTS if num <= self.spec.context]
 
-    def _alternatives(self) -> Table:
+    def _alternatives(self, width: int) -> Group:
         """Return a row per alternative: its times for one request or several, and whether it fits."""
         most = self.objective.requests_at_once
         several = [f"tok/s of {most}"] if most > 1 else []
-        heads = [f"{'prompt ' * (num == PROMPTS[0])}{num // 1000}k" for num in self._prompts]
-        table = plain_table("instead", "layers", "per token", *several, *heads, "fits", gap=2)
+        prompts = [f"{'prompt ' * (num == PROMPTS[0])}{num // 1000}k" for num in self._prompts]
+        rows = []
         alike: dict[Plan, list[PredictedPlan]] = defaultdict(list)
         for each in self.report.alternatives:
             alike[each.plan].append(each)
@@ -417,8 +418,8 @@ class _PlanView:
             speeds = ["-" if ms is None else format_ms(ms), "-" if rate is None else f"{rate:.1f}"]
             layers, fits = "+".join(map(str, each.plan.layers)), "yes" if each.plan.fits else "NO"
             prefills = ["-" if took is None else f"{took:.1f} s" for took in map(each.times.prefill_s, self._prompts)]
-            table.add_row(name, layers, *speeds[: 1 + (most > 1)], *prefills, fits)
-        return table
+            rows.append([name, layers, *speeds[: 1 + (most > 1)], *prefills, fits])
+        return fitting(["instead", "layers", "per token", *several, *prompts, "fits"], rows, width)
 
 
 def _prefills(times: "Prediction") -> dict[str, float | None]:

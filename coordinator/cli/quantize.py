@@ -12,7 +12,7 @@ import typer
 
 from coordinator.cli import flags
 from coordinator.cluster.progress import say, show_bytes, show_tokens
-from coordinator.cluster.tables import plain_console, plain_table
+from coordinator.cluster.tables import fitting, plain_console
 from worker.errors import InputError
 from worker.platform.text import Json, format_bytes, to_json
 
@@ -151,11 +151,12 @@ def _tell(out: Path, nbytes: int, bits_per_weight: float, parts: list[Json], *, 
     if as_json:
         print(to_json({"bytes": nbytes, "bits_per_weight": bits_per_weight, "parts": parts}), flush=True)
     elif parts:
-        table = plain_table("part", "weights", "loss, nats", "drafts lost", "bits", gap=2)
+        rows = []
         for part in parts:
             lost = "not measured" if part["drafts_lost"] is None else f"{part['drafts_lost']:+.3f}"
-            table.add_row(part["part"], f"{part['weights']:,}", f"{part['loss']:+.4f}", lost, str(part["bits"]))
-        plain_console().print(table)
+            rows.append([part["part"], f"{part['weights']:,}", f"{part['loss']:+.4f}", lost, str(part["bits"])])
+        console = plain_console()
+        console.print(fitting(("part", "weights", "loss, nats", "drafts lost", "bits"), rows, console.width))
     say(f"{out}: {format_bytes(nbytes)}, {bits_per_weight:.2f} bits per weight")
 
 

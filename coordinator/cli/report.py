@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.cluster.progress import say
-from coordinator.cluster.tables import plain_console, plain_table
+from coordinator.cluster.tables import fitting, plain_console
 from coordinator.planning.plan import Plan
 from coordinator.sessions.output import Answer
 from coordinator.sessions.waterfall import StageTime, Waterfall
@@ -80,27 +80,17 @@ def print_summary(answer: Answer, ended: str, drawn: str = "") -> None:
 def print_stats(answer: Answer, plan: Plan, waterfall: Waterfall, *, with_legend: bool = False) -> None:
     """Print a table of the stages and the waterfall."""
     console = plain_console(stderr=True)
+    heads = ("node", "layers", "compute", "wire in", "queue", "busy", "cache", "peak memory")
     rows = [
-        {
-            "node": time.node.name, "layers": "lost" if time.is_lost else f"[{time.node.start}, {time.node.end})",
-            "compute": f"{time.compute_ms:.1f} ms", "wire in": f"{time.wire_ms:.1f} ms",
-            "queue": f"{time.queue_ms:.1f} ms", "busy": f"{time.utilisation:.0%}",
-            "cache": format_bytes(status.cache_bytes) if status else "-",
-            "peak memory": format_bytes(status.peak_memory_bytes) if status else "-",
-        }
+        [
+            time.node.name, "lost" if time.is_lost else f"[{time.node.start}, {time.node.end})",
+            f"{time.compute_ms:.1f} ms", f"{time.wire_ms:.1f} ms", f"{time.queue_ms:.1f} ms", f"{time.utilisation:.0%}",
+            format_bytes(status.cache_bytes) if status else "-",
+            format_bytes(status.peak_memory_bytes) if status else "-",
+        ]
         for time, status in _with_statuses(answer, plan, waterfall)
     ]  # fmt: skip
-
-    def table(*columns: str) -> Table:
-        made = plain_table("node", *columns, gap=2)
-        for row in rows:
-            made.add_row(row["node"], *(row[column] for column in columns))
-        return made
-
-    times, held = ("compute", "wire in", "queue", "busy"), ("cache", "peak memory")
-    whole = table("layers", *times, *held)
-    has_room = console.measure(whole, options=console.options.update(width=10**6)).maximum <= console.width
-    console.print("", *([whole] if has_room else [table("layers", *held), table(*times)]), sep="\n")
+    console.print("", fitting(heads, rows, console.width), sep="\n")
     if with_legend:
         console.print(_STAGES_LEGEND, style="dim")
     console.print(_waterfall_table(waterfall, console.width))

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from coordinator.cli import flags
@@ -19,7 +18,7 @@ from coordinator.cli.flags import find_config, given_flags
 from coordinator.cli.serve import PORT
 from coordinator.cluster.options import cluster_options
 from coordinator.cluster.progress import say
-from coordinator.cluster.tables import plain_console, plain_table
+from coordinator.cluster.tables import fitting, plain_console
 from worker.errors import BrigadeError, InputError, StageLost
 from worker.platform.text import Json, format_bytes
 from worker.platform.threads import run_in_thread
@@ -79,7 +78,7 @@ async def status(
         if as_json:
             print(json.dumps(found), flush=True)
         else:
-            console.print(tables(found))
+            console.print(tables(found, console.width))
         if not watch:
             break
         has_shown = True
@@ -152,20 +151,20 @@ async def _ask_worker(peer: Peer) -> dict[str, Any]:
     }
 
 
-def tables(found: Json) -> Group:
-    """Return the state as tables that fit in 60 columns."""
-    shown: list[RenderableType] = [_heading(found), Text(), _nodes(found["nodes"])]
+def tables(found: Json, width: int) -> Group:
+    """Return the state as tables that are no wider than `width` if possible."""
+    shown: list[RenderableType] = [_heading(found), Text(), _nodes(found["nodes"], width)]
     shown += [Text(f"{node['name']}: {node['why']}", "red") for node in found["nodes"] if node.get("why")]
     if found["nodes"]:
-        shown += [Text(), _memory(found["nodes"])]
+        shown += [Text(), _memory(found["nodes"], width)]
     if hops := found.get("hops"):
-        table = plain_table("hop", "latency", "sent")
+        rows = []
         for hop in hops:
             latency = "–" if hop["latency_ms"] is None else f"{hop['latency_ms']:.2f} ms"
-            table.add_row(Text(f"{hop['source']} → {hop['target']}"), latency, _size(hop["sent_bytes"]))
-        shown += [Text(), table]
+            rows.append([f"{hop['source']} → {hop['target']}", latency, _size(hop["sent_bytes"])])
+        shown += [Text(), fitting(("hop", "latency", "sent"), rows, width)]
     if requests := found.get("requests"):
-        shown += [Text(), _requests(requests)]
+        shown += [Text(), _requests(requests, width)]
     for recovery in found.get("recoveries", [])[-3:]:
         shown += [Text(), Text(recovery["story"], "dim")]
     return Group(*shown)
@@ -184,38 +183,33 @@ def _heading(found: Json) -> Text:
     return line
 
 
-def _nodes(nodes: Sequence[Json]) -> Table:
-    table = plain_table("node", "layers", "weights", "cache", "peak", "busy", "")
+def _nodes(nodes: Sequence[Json], width: int) -> Group:
+    rows = []
     for node in nodes:
         layers = f"[{node['start']},{node['end']})" if "start" in node else "–"
         busy = f"{node['utilisation']:.0%}" if "utilisation" in node else "–"
         state = node["state"]
-        table.add_row(
-            Text(node["name"]), Text(layers), _size(node.get("weight_bytes")), _size(node.get("cache_held_bytes")),
-            _size(node.get("peak_memory_bytes")), busy, Text(state, _STYLES.get(state, "yellow")),
-        )  # fmt: skip
-    return table
+        sizes = (_size(node.get(key)) for key in ("weight_bytes", "cache_held_bytes", "peak_memory_bytes"))
+        rows.append([node["name"], layers, *sizes, busy, Text(state, _STYLES.get(state, "yellow"))])
+    return fitting(("node", "layers", "weights", "cache", "peak", "busy", ""), rows, width)
 
 
-def _memory(nodes: Sequence[Json]) -> Table:
+def _memory(nodes: Sequence[Json], width: int) -> Group:
     """Return a row per node: its memory budget, the part reserved for requests, and MLX's active and cached memory."""
-    table = plain_table("memory", "may use", "promised", "active", "cached")
     keys = ("memory_bytes", "cache_promised_bytes", "active_memory_bytes", "cached_memory_bytes")
-    for node in nodes:
-        table.add_row(Text(node["name"]), *(_size(node.get(key)) for key in keys))
-    return table
+    rows = [[node["name"], *(_size(node.get(key)) for key in keys)] for node in nodes]
+    return fitting(("memory", "may use", "promised", "active", "cached"), rows, width)
 
 
-def _requests(requests: Sequence[Json]) -> Table:
-    table = plain_table("request", "prompt", "tokens", "decoder", "since", "")
-    for each in requests[:_MOST_REQUESTS]:
-        table.add_row(
-            Text(each["id"][-12:]), str(each["prompt_tokens"]), str(each["generated"]), Text(each["decoder"]),
-            f"{each['age_s']:.0f} s", each["state"],
-        )  # fmt: skip
-    if (more := len(requests) - _MOST_REQUESTS) > 0:
-        table.add_row(f"and {more} more")
-    return table
+def _requests(requests: Sequence[Json], width: int) -> Group:
+    rows = [
+        [each["id"][-12:], str(each["prompt_tokens"]), str(each["generated"]), each["decoder"],
+         f"{each['age_s']:.0f} s", each["state"]]
+        for each in requests[:_MOST_REQUESTS]
+    ]  # fmt: skip
+    table = fitting(("request", "prompt", "tokens", "decoder", "since", ""), rows, width)
+    more = len(requests) - _MOST_REQUESTS
+    return Group(table, Text(f"and {more} more")) if more > 0 else table
 
 
 def _size(count: int | None) -> str:

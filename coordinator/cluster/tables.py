@@ -18,44 +18,40 @@ def plain_console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
 
 
-def plain_table(first: str, *others: str, gap: int = 1) -> Table:
-    """Return an empty table without lines: the first column aligned to the left, the others to the right."""
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, gap, 0, 0))
-    table.add_column(first)
-    for name in others:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
 @dataclass(frozen=True)
 class _Column:
     head: str
-    cells: Sequence[str]
+    cells: Sequence[str | Text]
     is_left: bool
 
     @property
     def width(self) -> int:
-        return max(map(cell_len, [self.head, *self.cells]))
+        return max(cell_len(str(each)) for each in [self.head, *self.cells])
 
     @property
     def least_width(self) -> int:
         """The width with a head of several lines; cells have one line."""
-        return max(map(cell_len, [*self.head.split(), *self.cells]))
+        return max(cell_len(str(each)) for each in ["", *self.head.split(), *self.cells])
 
 
 def fitting(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, num_keys: int = 1, num_left: int | None = None
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str | Text]],
+    width: int,
+    *,
+    num_keys: int = 1,
+    num_left: int | None = None,
 ) -> Group:
     """Return the table in parts that are no wider than `width` if possible; heads take several lines if needed.
 
     Args:
-        heads: the columns' names.
+        heads: the columns' names; columns without one are aligned to the left.
         rows: a text for each column; a part leaves out rows that are empty there.
         num_keys: the number of first columns that identify a row, which every part repeats.
         num_left: the number of first columns aligned to the left; by default the keys.
     """
     num_left = num_keys if num_left is None else num_left
-    columns = [_Column(head, [row[i] for row in rows], i < num_left) for i, head in enumerate(heads)]
+    columns = [_Column(head, [row[i] for row in rows], i < num_left or not head) for i, head in enumerate(heads)]
     keys, figures = columns[:num_keys], columns[num_keys:]
     first, *others = (_table(keys, part, width) for part in _parts(keys, figures, width))
     return Group(first, *(each for table in others for each in (Text(), table)))
@@ -88,5 +84,5 @@ def _table(keys: list[_Column], figures: list[_Column], width: int) -> Table:
         table.add_column(head, justify="left" if each.is_left else "right", overflow="fold", max_width=room)
     for row in zip(*(each.cells for each in columns), strict=True):
         if any(row[len(keys) :]):
-            table.add_row(*map(Text, row))
+            table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
     return table

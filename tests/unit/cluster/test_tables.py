@@ -4,8 +4,9 @@ import io
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
-from coordinator.cluster.tables import fitting, plain_console, plain_table
+from coordinator.cluster.tables import fitting, plain_console
 
 HEADS = ("system", "at once", "prompt tok/s", "first token s", "busy")
 ROWS = [("one process", "1", "281.0", "0.028", "86%"), ("cluster 4,4", "16", "2633.5", "0.030", "")]
@@ -58,7 +59,11 @@ def test_with_less_room_heads_take_several_lines_and_with_still_less_there_are_s
 
 def test_names_of_models_and_nodes_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     name = "a[/b] [red]c :smile:"
-    table = plain_table("node")
-    table.add_row(name)
-    plain_console().print(name, table, sep="\n")
-    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [name, "node", name]
+    plain_console().print(name, fitting(("node", "", "at"), [(name, Text(name, "red"), ":1")], 80), sep="\n")
+    told = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert told == [name, "node at", f"{name} {name} :1"]
+
+
+def test_a_column_without_a_head_is_aligned_to_the_left() -> None:
+    told = shown(80, ("node", "at", ""), [("mini", "1", "  ━━"), ("air", "20", "━━━━━━")], num_keys=1)
+    assert told.splitlines()[1:] == ["mini   1    ━━", "air   20  ━━━━━━"]
