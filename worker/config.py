@@ -28,7 +28,7 @@ from pydantic_core import ErrorDetails
 
 from worker.errors import ConfigError
 
-_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?"
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _IPV6 = r"[0-9A-Fa-f]{0,4}(:[0-9A-Fa-f]{0,4}){2,7}(%[A-Za-z0-9]+)?"
 _SSH_PLACE = rf"([A-Za-z0-9_][A-Za-z0-9._+-]*@)?([A-Za-z0-9_][A-Za-z0-9._-]*|{_IPV6})"
 NAME_RULE = "a name of letters, digits, '-', '_' and '.'"

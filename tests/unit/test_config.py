@@ -228,12 +228,13 @@ def test_an_address_splits_into_host_and_port_or_is_refused() -> None:
     for address, expected in (
         ("127.0.0.1:50070", ("127.0.0.1", 50070)), ("Mini-2.Local:65535", ("mini-2.local", 65535)),
         ("[::1]:50070", ("::1", 50070)), ("[FE80:0::1%en0]:7", ("fe80::1%en0", 7)), ("localhost:0", ("localhost", 0)),
+        (f"{'a' * 63}.local:1", (f"{'a' * 63}.local", 1)),
     ):  # fmt: skip
         assert split_address(address) == expected
     for address in (
         "", "mini", "mini:", ":50070", "mini:x", "mini:65536", "mini:-1", "mini:1 ", " mini:1", "mini:1\n", "mini:٣",
         "::1:50070", "[::1]", "[::1:50070", "[mini]:1", "[127.0.0.1]:1", "[]:1", "10.0.0.256:1", "10.0.1:1", "a b:1",
-        "-mini:1", "a..b:1", "http://mini:1", f"{'a.' * 127}a:1",
+        "-mini:1", "a..b:1", "http://mini:1", f"{'a.' * 127}a:1", f"{'a' * 64}.local:1",
     ):  # fmt: skip
         with pytest.raises(ConfigError, match="expected HOST:PORT"):
             split_address(address)

@@ -317,7 +317,7 @@ def _why_not(bind: str) -> str:
     host, port = split_address(bind)
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (socket.gaierror, UnicodeError):  # the latter of a label that is too long
+    except socket.gaierror:
         return f"the name {host} does not resolve on this machine; give its IP address, {_WHERE}"
     return f"in use or not an address of this machine; give another one, {_WHERE}"
 
