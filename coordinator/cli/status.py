@@ -116,11 +116,10 @@ def ask_server(server: str, key: str | None) -> Json:
     except httpx2.HTTPError as error:
         raise BrigadeError(otherwise) from error
     try:
-        found = reply.json()
-    except ValueError:
+        found: Json = reply.json()
+        tables(found, width=80)  # which reads all that is shown
+    except (ValueError, LookupError, TypeError, AttributeError):
         raise BrigadeError(otherwise) from None
-    if not (isinstance(found, dict) and "nodes" in found):
-        raise BrigadeError(otherwise)
     return found
 
 

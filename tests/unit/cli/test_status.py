@@ -1,9 +1,14 @@
 """What `brigade status` shows, and which answers it takes for those of a server."""
 
+from functools import partialmethod
+from typing import Any
+
+import httpx2
 import pytest
 
-from coordinator.cli.status import tables
+from coordinator.cli.status import ask_server, tables
 from coordinator.cluster.tables import plain_console
+from worker.errors import BrigadeError
 from worker.platform.text import Json
 
 FOUND: Json = {
@@ -35,3 +40,20 @@ def test_no_name_and_no_figure_is_cut(
         "running", "and 1 more",
     ):  # fmt: skip
         assert cell in told
+
+
+def test_an_answer_that_lacks_what_is_shown_is_one_of_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = [FOUND]
+    transport = httpx2.MockTransport(lambda request: httpx2.Response(200, json=answers[-1]))
+    monkeypatch.setattr(httpx2.Client, "__init__", partialmethod(httpx2.Client.__init__, transport=transport))
+    assert ask_server("http://other:1", None) == FOUND
+    node = FOUND["nodes"][0]
+    answers += [
+        [], {"nodes": []}, {"standing": FOUND["standing"]}, FOUND | {"nodes": [{"name": "a"}]},
+        FOUND | {"nodes": ["a"]}, FOUND | {"nodes": [node | {"name": 7}]}, FOUND | {"standing": {"state": "ready"}},
+        FOUND | {"hops": [{"source": "a"}]}, FOUND | {"nodes": [node | {"utilisation": "much"}]},
+    ]  # fmt: skip
+    while answers[1:]:
+        with pytest.raises(BrigadeError, match=r"^http://other:1 answers, but not as `brigade serve` does$"):
+            ask_server("http://other:1", None)
+        answers.pop()
