@@ -20,6 +20,7 @@ import typer
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
+from worker.errors import InputError
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command
 
@@ -55,6 +56,8 @@ def main(
     context: Annotated[int, typer.Option(min=1)] = 200,
     capacity: Annotated[int, typer.Option(min=1)] = 512,
 ) -> None:
+    if context + tokens > capacity:
+        raise InputError("capacity", f"expected at least {context + tokens}, --context + --tokens, got {capacity}")
     net, _ = load_model(model)
     print(f"{machine_name()}; mlx {version('mlx')}, mlx_lm {version('mlx-lm')}; context {context}, capacity {capacity}")
 

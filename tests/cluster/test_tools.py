@@ -127,6 +127,14 @@ def test_every_program_that_takes_long_says_what_it_takes(name: str, run: Callab
     assert run(name, "--help") == 0
 
 
+def test_more_tokens_than_the_caches_hold_are_refused(
+    run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """MLX would write past the end of their buffers."""
+    assert run("bench_compile", "model", "--tokens", "8", "--context", "9", "--capacity", "16") == 2
+    assert capsys.readouterr().err == "error: --capacity: expected at least 17, --context + --tokens, got 16\n"
+
+
 @pytest.mark.timeout(FINISH_S + 10)
 @pytest.mark.parametrize(("name", "arguments", "printed", "codes"), PROGRAMS)
 def test_it_ends_well_and_makes_what_it_promises(
