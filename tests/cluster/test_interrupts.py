@@ -1,4 +1,4 @@
-"""Processes that end early: by Ctrl-C before there is an event loop, and while MLX still computes."""
+"""Processes that end early: by a signal before there is an event loop, and while MLX still computes."""
 
 import os
 import signal
@@ -47,8 +47,14 @@ run_command(command)
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 @pytest.mark.parametrize("place", ["import", "compiler"])
-def test_ctrl_c_before_there_is_an_event_loop_ends_the_process_silently(
-    start: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, command: tuple[str, ...]
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_there_is_an_event_loop_ends_the_process_silently(
+    start: Starter,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    place: str,
+    command: tuple[str, ...],
 ) -> None:
     """MLX looks for a compiler by system(), during which a process ignores SIGINT."""
     if place == "compiler" and mx.default_device().type != mx.cpu:
@@ -66,7 +72,7 @@ def test_ctrl_c_before_there_is_an_event_loop_ends_the_process_silently(
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     running = start.python("-m", *command)
     with pipe.open("w"):
-        running.send_signal(signal.SIGINT)
+        running.send_signal(number)
     assert running.wait(10.0) == Outcome(130, "", "")
 
 

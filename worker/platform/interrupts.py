@@ -1,4 +1,4 @@
-"""Ctrl-C while no event loop runs ends the process at once, even while MLX looks for a compiler."""
+"""Ctrl-C or SIGTERM while no event loop runs ends the process at once; while MLX looks for a compiler, after that."""
 
 import os
 import signal
@@ -7,8 +7,9 @@ INTERRUPTED = 130
 
 
 def end_when_interrupted() -> None:
-    """From now on, end the process silently at Ctrl-C, even during imports and the parsing of flags."""
-    signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
+    """From now on, end the process silently at Ctrl-C or SIGTERM, even during imports and the parsing of flags."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: os._exit(INTERRUPTED))
 
 
 def find_compiler() -> None:
