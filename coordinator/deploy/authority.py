@@ -112,6 +112,14 @@ class Authority:
         _write_private(path, key, certificate, self.certificate)
         return path
 
+    def has_usable(self, name: str) -> bool:
+        """Return whether this worker's file is of this authority and would be accepted now."""
+        file = KeyFile(self.folder, name, Role.WORKER)
+        try:
+            return self.has_issued(file.path) and bool(file.read())
+        except ConfigError:
+            return False
+
     def has_issued(self, path: Path) -> bool:
         """Return whether this node's file exists and is of this authority."""
         return path.exists() and split_pem(path.read_bytes())[2:] == [to_pem(self.certificate)]
@@ -187,7 +195,7 @@ def _write_private(path: Path, key: ec.EllipticCurvePrivateKey, *certificates: x
 def certificates(cluster: ClusterConfig, names: Sequence[str], say: Callable[[str], None]) -> dict[str, bytes]:
     """Return the certificate files of these workers by name; {} without encryption.
 
-    Make those that are missing, or of an authority that was replaced by that of the coordinator's own file.
+    Make those that are missing or unusable, or of an authority that was replaced by that of the coordinator's own file.
 
     Raises:
         ConfigError: one is unusable, or is missing and cannot be made here.
@@ -209,18 +217,18 @@ def certificates(cluster: ClusterConfig, names: Sequence[str], say: Callable[[st
     for name in names:
         path = folder / file_name(name)
         if authority is not None or not path.exists():
-            _issue_missing(authority or Authority.open(folder), name, say)
+            _issue_if_needed(authority or Authority.open(folder), name, say)
         KeyFile(folder, name, Role.WORKER).read()
         found[name] = path.read_bytes()
     return found
 
 
-def _issue_missing(authority: Authority, name: str, say: Callable[[str], None]) -> None:
-    """Make a worker's certificate file, unless this authority has issued it already."""
+def _issue_if_needed(authority: Authority, name: str, say: Callable[[str], None]) -> None:
+    """Make a worker's certificate file, unless this authority has issued a usable one already."""
     lock = os.open(authority.folder, os.O_RDONLY)  # only one of several launches makes it
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not authority.has_issued(authority.folder / file_name(name)):
+        if not authority.has_usable(name):
             say(f"made {authority.issue(name, Role.WORKER)}, the certificate of {name}")
     finally:
         os.close(lock)

@@ -101,6 +101,15 @@ def test_a_launch_sends_no_certificate_of_an_authority_whose_key_was_lost(author
     assert len(said) == 2
 
 
+def test_a_launch_makes_an_expired_certificate_anew_where_the_authority_is(authority: Authority) -> None:
+    cluster, said = ClusterConfig(tls=TlsConfig(keys=str(authority.folder))), list[str]()
+    begins = datetime.now(UTC) - timedelta(days=2)
+    path = authority.issue("mini", Role.WORKER, begins=begins, until=begins + timedelta(days=1))
+    [sent] = certificates(cluster, ["mini"], said.append).values()
+    assert KeyFile(authority.folder, "mini", Role.WORKER).read().certificate == split_pem(sent)[1]
+    assert said == [f"made {path}, the certificate of mini"]
+
+
 def test_a_launch_leaves_files_alone_that_are_of_the_coordinators_authority_and_not_of_the_one_there(
     authority: Authority,
 ) -> None:
