@@ -45,10 +45,11 @@ def init(
     authority = Authority.make(_folder(cluster, config), replace=replace)
     say(f"made the authority in {authority.folder}; its key stays there")
     say(f"made {authority.issue(name, Role.COORDINATOR)}, the certificate of the coordinator {name}")
-    for worker in cluster.workers:
-        say(f"next: brigade keys issue {worker.name}" + (f" --config {config}" if config else ""))
     if cluster.tls is None:
         say(f"to use it, put into cluster.yaml: tls: {{keys: {_FOLDER}}}")
+    steps = ["launch" if worker.ssh else f"keys issue {worker.name}" for worker in cluster.workers]
+    for step in dict.fromkeys(steps):
+        say(f"next: brigade {step}" + (f" --config {config}" if config else ""))
 
 
 @keys.command()

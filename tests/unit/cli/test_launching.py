@@ -74,6 +74,19 @@ def test_without_ssh_here_no_node_has_failed(config: str, monkeypatch: pytest.Mo
             brigade("launch", *flags, "--config", config)
 
 
+def test_the_next_step_after_keys_is_a_launch_for_workers_that_it_reaches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "cluster.yaml"
+    config.write_text(
+        "tls: {keys: keys}\nworkers:\n- {name: mini, address: 'mini.local:1', ssh: mini}\n"
+        "- {name: studio, address: 'studio.local:1'}\n- {name: air, address: 'air.local:1', ssh: air}\n"
+    )
+    init(replace=False, config=config)
+    steps = [line for line in capsys.readouterr().err.splitlines() if line.startswith("next: ")]
+    assert steps == [f"next: brigade launch --config {config}", f"next: brigade keys issue studio --config {config}"]
+
+
 def test_keys_are_issued_by_the_names_of_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "cluster.yaml"
     config.write_text("tls: {keys: keys}\nworkers: [{name: mini, address: 'mini.local:50070'}]\n")
