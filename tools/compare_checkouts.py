@@ -92,6 +92,7 @@ def run_in(folder: Path, arguments: Sequence[str], seconds: float) -> Figures | 
     Raises:
         BrigadeError: it failed, or printed no JSON object.
     """
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # else the command stays
     process = subprocess.Popen(
         [sys.executable, *arguments],
         cwd=folder,  # python -m imports from here first
@@ -106,6 +107,7 @@ def run_in(folder: Path, arguments: Sequence[str], seconds: float) -> Figures | 
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)  # its workers notice, and end too
             process.communicate()
+        signal.signal(signal.SIGTERM, before)
     if process.returncode:
         said = "\n".join(err.splitlines()[-_SHOWN:])
         raise BrigadeError(f"{folder}: python {' '.join(arguments)} ended with {process.returncode}:\n{said}")

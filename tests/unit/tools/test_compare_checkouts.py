@@ -2,6 +2,9 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -66,6 +69,14 @@ def test_what_is_not_done_in_time_is_ended_with_all_that_it_started(tmp_path: Pa
     mine = psutil.Process(os.getpid()).children(recursive=True)
     assert not [child for child in mine if child.status() != psutil.STATUS_ZOMBIE and child.cwd() == str(folder)]
     assert list(in_turns(folder, folder, ["-m", "figures"], 5, time.monotonic())) == []
+
+
+def test_a_comparison_that_is_ended_ends_its_command(tmp_path: Path) -> None:
+    told = "open('pid', 'w').write(str(os.getpid()))\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(60)\n"
+    folder = checkout(tmp_path / "slow", f"import os, signal, time\n{told}")
+    command = [sys.executable, "-m", "tools.compare_checkouts", str(folder), str(folder), "--", "-m", "figures"]
+    assert subprocess.run(command, capture_output=True).returncode == 128 + signal.SIGTERM
+    assert not psutil.pid_exists(int((folder / "pid").read_text()))
 
 
 def test_a_checkout_that_fails_or_is_missing_and_too_little_time_are_refused(tmp_path: Path) -> None:
