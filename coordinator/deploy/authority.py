@@ -74,8 +74,9 @@ class Authority:
             key = load_pem_private_key(key_pem, password=None)
             certificate = x509.load_pem_x509_certificate(certificate_pem)
         except OSError as error:
-            fix = "brigade keys init makes one, on the Mac that keeps its key"
-            raise ConfigError(f"{path} cannot be read: {error.strerror}; {fix}") from error
+            is_missing = isinstance(error, FileNotFoundError)
+            fix = "; brigade keys init makes one, on the Mac that keeps its key" if is_missing else ""
+            raise ConfigError(f"{path} cannot be read: {error.strerror}{fix}") from error
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{path}: expected a key and its certificate; brigade keys init --replace") from error
         if not isinstance(key, ec.EllipticCurvePrivateKey):

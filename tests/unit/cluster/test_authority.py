@@ -126,6 +126,16 @@ def test_a_launch_leaves_files_alone_that_are_of_the_coordinators_authority_and_
         certificates(cluster, ["mini", "air"], said.append)
 
 
+def test_another_authority_is_advised_only_where_there_is_none(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"authority\.key cannot be read: No such file .*; brigade keys init makes one"
+    ):
+        Authority.open(tmp_path)
+    (tmp_path / AUTHORITY_FILE).mkdir()  # as unreadable as one of another user, for root as well
+    with pytest.raises(ConfigError, match=r"authority\.key cannot be read: Is a directory$"):
+        Authority.open(tmp_path)
+
+
 def test_keys_need_a_folder(tmp_path: Path) -> None:
     (tmp_path / "keys").touch()
     with pytest.raises(ConfigError, match=r"expected .*keys to be a folder for keys, found a file"):
