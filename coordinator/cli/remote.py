@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _CERTIFICATES = "SSL_CERT_FILE"
 _OTHER_HOST = (62, 64)  # OpenSSL's codes for a host name or IP address that the certificate does not have
+_NOT_TLS = "WRONG_VERSION_NUMBER"  # OpenSSL's word for bytes that are no record of TLS
 _TIMES = httpx2.Timeout(5.0, read=120.0)  # a stream sends keep-alives every few seconds
 _WRONG_REQUEST = (400, 404, 413, 415, 422)
 _TOO_MANY = 429
@@ -76,11 +77,13 @@ def client_settings(url: str, key: str | None) -> Json:
 
 
 def no_answer(url: str, error: Exception, advice: str = "start a server by `brigade serve`") -> ServerFailed:
-    """Return the error of a server that does not answer: NothingAnswers, or an untrusted certificate."""
+    """Return the error of a server that does not answer: NothingAnswers, or plain HTTP, or an untrusted certificate."""
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, ssl.SSLCertVerificationError):
+    while cause is not None and not isinstance(cause, ssl.SSLError):
         cause = cause.__cause__ or cause.__context__
-    if cause is None:
+    if getattr(cause, "reason", "") == _NOT_TLS:
+        return ServerFailed(f"{url} answers, but does not speak TLS: try http:{url.partition(':')[2]}")
+    if not isinstance(cause, ssl.SSLCertVerificationError):
         return NothingAnswers(f"nothing answers at {url} ({str(error) or type(error).__name__}): {advice}")
     if cause.verify_code in _OTHER_HOST:
         return ServerFailed(f"{cause.verify_message}: ask {url} by a name that its certificate has")

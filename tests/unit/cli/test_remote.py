@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import ssl
 import time
 from functools import partialmethod
 from pathlib import Path
@@ -14,7 +15,15 @@ import pytest
 from coordinator.cli import status
 from coordinator.cli.eval import read_answer
 from coordinator.cli.flags import ServerFlags
-from coordinator.cli.remote import NothingAnswers, RemoteServer, ServerBusy, answer_as_json, open_server, unauthorised
+from coordinator.cli.remote import (
+    NothingAnswers,
+    RemoteServer,
+    ServerBusy,
+    answer_as_json,
+    no_answer,
+    open_server,
+    unauthorised,
+)
 from coordinator.sessions.output import Output, Usage
 from tests.unit.cli.conftest import Command
 from worker.errors import BrigadeError, InputError, ServerFailed
@@ -154,6 +163,19 @@ def test_text_that_is_no_utf8_is_for_the_server_to_refuse() -> None:
 def test_a_host_name_that_cannot_be_is_not_taken_for_another_program() -> None:
     with pytest.raises(ServerFailed, match=r"^nothing answers at http://a\.\.b:1 "):
         status.ask_server("http://a..b:1", None)
+
+
+def test_a_server_of_plain_http_is_told_from_none() -> None:
+    incoming = ssl.MemoryBIO()
+    incoming.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    with pytest.raises(ssl.SSLError) as refused:
+        ssl.create_default_context().wrap_bio(incoming, ssl.MemoryBIO(), server_hostname="other").do_handshake()
+    error = httpx2.ConnectError("no")
+    error.__cause__ = refused.value
+    for path in ("", "/v1"):
+        told = no_answer(f"https://other:1{path}", error)
+        assert told.message == f"https://other:1{path} answers, but does not speak TLS: try http://other:1{path}"
+        assert not isinstance(told, NothingAnswers)
 
 
 READY = {"standing": {"state": "ready", "why": ""}, "nodes": []}
