@@ -50,8 +50,7 @@ from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Contents, LoadRequest, Sampling
-from tools.bench_frames import Ticker
-from tools.child import child
+from tools.child import Ticker, child
 from tools.feed_receiver import NAME, Peak, networks, serve
 from tools.joined import joined
 from tools.sparse_model import write_sparse

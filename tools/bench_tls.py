@@ -15,13 +15,14 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import mlx.core as mx
 import typer
 import uvloop
 from rich.console import Console
@@ -35,8 +36,7 @@ from coordinator.engine.engine import generate_once
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Credit, Frame, Sampling, Timing
 from protos.brigade_pb2_grpc import HopServicer
-from tools.bench_frames import NextLine, Ticker, hidden, line_of
-from tools.child import child
+from tools.child import Ticker, child
 from tools.worker_process import free_port
 from worker.node.certificates import KeyFile, Role
 from worker.node.framing import ENCRYPTED, PLAIN, FrameAssembler, Wire
@@ -151,16 +151,27 @@ async def _send(ways: Sequence[Way], keys: Path, num_rows: int, hidden_size: int
     ticking = ["--ticking"] if num_rows > 1 else []  # it takes time itself, which counts in a small frame
     with closing(MlxThread()) as thread:
         async with child("tools.bench_tls", "--serve", keys, *ticking) as (ports, gaps, _):
-            gap = partial(line_of, gaps, asyncio.get_running_loop())
+            gap = partial(_line_of, gaps, asyncio.get_running_loop())
             await thread.call(_send_from_loop(ways, json.loads(ports), gap, num_rows, hidden_size, count))
 
 
+async def _line_of(lines: asyncio.StreamReader, loop: asyncio.AbstractEventLoop) -> bytes:
+    """Read a line of a stream that belongs to another loop."""
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(lines.readline(), loop))
+
+
 async def _send_from_loop(
-    ways: Sequence[Way], ports: Sequence[int], next_gap: NextLine, num_rows: int, hidden_size: int, count: int
+    ways: Sequence[Way],
+    ports: Sequence[int],
+    next_gap: Callable[[], Coroutine[Any, Any, bytes]],
+    num_rows: int,
+    hidden_size: int,
+    count: int,
 ) -> None:
     """Send the frames of all ways in turns. Runs on the MLX thread's loop."""
     ticker, steps = Ticker(is_ticking=num_rows > 1), itertools.count()
-    array = hidden(num_rows, hidden_size)
+    array = mx.random.normal((1, num_rows, hidden_size)).astype(mx.bfloat16)
+    mx.eval(array)
     async with AsyncExitStack() as stack:
         calls = []
         for way, port in zip(ways, ports, strict=True):

@@ -20,7 +20,7 @@ import psutil
 
 from protos.brigade_pb2 import Credit
 from protos.brigade_pb2_grpc import HopServicer
-from tools.bench_frames import Ticker
+from tools.child import Ticker
 from worker.node.certificates import KeyFile, Role
 from worker.node.hop import add_hops
 from worker.node.model_sources import ModelSources

@@ -29,7 +29,6 @@ PROGRAMS = [
     ),
     program("bench_feed", "--layers 1 --rounds 1", r"feeding", mark=MATRIX),
     program("bench_floor", "@model --turns 1 --tokens 16 --prompt 1", r"floor / brigade: \d", mark=MATRIX),
-    program("bench_frames", "--hidden-size 8 --rows 1 --frames 1", r"1 \S 0\.00 ", mark=MATRIX),
     program("bench_handover", "--prompt 1100 --rounds 1", r"with caches that go along .* tokens equal", mark=MATRIX),
     program("bench_hops", "--delay-ms 0 --workers 1 --max-tokens 1", r"ar .* 4 of 4", mark=MATRIX),
     program("bench_prompts", "--prompt 64 --tokens 2 --rounds 1", r"with two nodes .* answers equal", mark=MATRIX),
