@@ -35,10 +35,10 @@ def measured(fast_right: int = 4) -> Measured:
     )  # fmt: skip
 
 
-def test_rows_that_are_computed_in_vain_lower_the_cacheability() -> None:
+def test_figures_are_per_token_and_per_answer() -> None:
     ar, window = score("facts", "ar"), score("facts", "diffusion", 16)
-    assert (ar.tokens_per_step, ar.cacheability, ar.rows_per_token, ar.round_trips) == (1, 1, 1, 100)
-    assert (window.tokens_per_step, window.cacheability, window.rows_per_token, window.round_trips) == (5, 0.2, 5, 20)
+    assert (ar.tokens_per_step, ar.rows_per_token, ar.round_trips) == (1, 1, 100)
+    assert (window.tokens_per_step, window.rows_per_token, window.round_trips) == (5, 5, 20)
     total = Score("facts", "ar", None, None)
     for count, has_it_right in (8, True), (2, False):
         tokens = list(range(count))
