@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.planning.plan import PROMPTS, Goal, Node, Objective, Plan
+from coordinator.planning.plan import PROMPTS, Goal, Node, Objective, Plan, assign
 from coordinator.planning.planner import plan, why_not_shared
 from coordinator.planning.prediction import Prediction, report_plan
 from coordinator.planning.speeds import NO_SPEEDS, LinkSpeed, NodeSpeed, Survey
@@ -70,6 +70,12 @@ def test_further_rows_read_further_experts_until_all_are_read() -> None:
 def test_a_chain_begins_with_what_its_nodes_measured_of_prompt_chunks() -> None:
     assert predicted(3, 1).chunks_s == {512: [pytest.approx(0.060), pytest.approx(0.021)]}
     assert Prediction(SPEC, split(3, 1), Survey({"n0": MEASURED})).chunks_s == {}, "a node has not measured itself"
+    nodes = [Node(f"n{i}", ROOMY) for i in range(2)]
+    apart = Prediction(
+        SPEC, assign(SPEC, nodes, (3, 1), 1, 1, answers_alone=True), Survey({"n0": MEASURED, "n1": MEASURED})
+    )
+    assert apart.of_answers.chunks_s == {512: [pytest.approx(0.081)]}, "the first node computes some prompts alone"
+    assert predicted(3, 1).of_answers.chunks_s == predicted(3, 1).chunks_s
 
 
 def test_caches_are_read_with_every_token_and_by_each_session() -> None:
