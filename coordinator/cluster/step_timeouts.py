@@ -1,6 +1,7 @@
 """Frames in flight, the time that each may take, and suspend detection, so that no worker is blamed for our sleep."""
 
 import asyncio
+import math
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -112,7 +113,7 @@ def _traits(session: Opening) -> StepKind:
 
 
 _ASK_AGAIN_S = 1.0  # less than any of the limits
-_COMPILES_S = 2.0  # after which the first step of a kind is reported to compile
+_COMPILES_S = 2.0  # beyond its usual time, after which the first step of a kind is reported to compile
 
 
 @dataclass
@@ -151,7 +152,7 @@ class Awaited:
     step: int
     since: float  # seconds, monotonic: when it was sent, or became the oldest
     allowed_s: float  # how long it may take, and any engine that it waits for
-    is_new: bool  # the first of its kind, which may compile
+    compiles_s: float | None  # after which the first frame of a kind is reported to compile; None for others
 
 
 class Flight:
@@ -238,9 +239,10 @@ class Flight:
             return
         step, sent = next(iter(self._sent.items()))
         drafting_s = self.costs.drafting.seconds(sent.num_drafts, sent.num_drafting)
-        allowed_s = self._timeouts.allowed_s(sent.kind, self.costs.passage_s(sent.num_rows) + drafting_s)
-        since = max(self._last_result, sent.at)
-        self.awaited = Awaited(step, since, allowed_s, is_new=not self._timeouts.is_known(sent.kind))
+        usual_s = self.costs.passage_s(sent.num_rows) + drafting_s
+        allowed_s = self._timeouts.allowed_s(sent.kind, usual_s)
+        compiles_s = None if self._timeouts.is_known(sent.kind) else usual_s * _NOISE + _COMPILES_S
+        self.awaited = Awaited(step, max(self._last_result, sent.at), allowed_s, compiles_s)
 
     @property
     def still_since(self) -> float | None:
@@ -258,8 +260,7 @@ class Flight:
         """Seconds until the oldest frame needs a look; without frames, until this should be read again."""
         if (awaited := self.awaited) is None:
             return _ASK_AGAIN_S
-        allowed_s = _COMPILES_S if self._may_compile(awaited) else awaited.allowed_s
-        return max(0.0, allowed_s - self._silence_s(awaited))
+        return max(0.0, self._compiles_s(awaited, awaited.allowed_s) - self._silence_s(awaited))
 
     def overdue(self) -> tuple[float, float] | None:
         """Return for how long the oldest frame is silent, once that is longer than it may be, and how long it may."""
@@ -275,14 +276,16 @@ class Flight:
     def begins_to_compile(self) -> bool:
         """Whether the oldest frame is slow enough to be compiling; True once for each frame."""
         awaited = self.awaited
-        if awaited is None or not self._may_compile(awaited) or self._silence_s(awaited) < _COMPILES_S:
+        if awaited is None or self._silence_s(awaited) < self._compiles_s(awaited, math.inf):
             return False
         self._compiling_step = awaited.step
         return True
 
-    def _may_compile(self, awaited: Awaited) -> bool:
-        """Whether the oldest frame is the first of its kind, and has not been reported to compile."""
-        return awaited.is_new and awaited.step != self._compiling_step
+    def _compiles_s(self, awaited: Awaited, otherwise_s: float) -> float:
+        """Return after how long the oldest frame is to be reported to compile, or `otherwise_s` if it is not."""
+        if awaited.compiles_s is None or awaited.step == self._compiling_step:
+            return otherwise_s
+        return awaited.compiles_s
 
     def _silence_s(self, awaited: Awaited) -> float:
         """For how long the oldest frame has brought no result while this process was there to receive it."""

@@ -88,6 +88,17 @@ def test_what_began_before_a_frame_says_nothing_of_it(flying: Flight, clock: Clo
     assert flying.overdue() == (FIRST_S, FIRST_S)
 
 
+def test_a_long_step_is_not_said_to_compile_before_its_usual_time_is_over(clock: Clock) -> None:
+    flying = Flight(ChainCosts(1, {64: [4.0]}), SuspendWatch())
+    flying.send(chunk(1))
+    clock.now += 7.9
+    assert not flying.begins_to_compile() and flying.left_s == pytest.approx(0.1)
+    clock.now += 0.2
+    assert flying.begins_to_compile() and not flying.begins_to_compile()
+    pass_one(Flight(ChainCosts(2), SuspendWatch()), clock, 2, 0.0)
+    assert flying.left_s > 30, "it may take a minute"
+
+
 @pytest.mark.parametrize("asleep", [False, True])
 def test_a_process_that_stood_still_says_so_and_only_for_a_while(clock: Clock, asleep: bool) -> None:
     """One that is only busy blames the node that is at fault."""
