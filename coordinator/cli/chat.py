@@ -22,7 +22,7 @@ from rich.console import Console
 
 from coordinator.cli import flags
 from coordinator.cli.run import TakeFlags
-from coordinator.cli.show import showing
+from coordinator.cli.show import showing, with_prompt_shown
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
 from coordinator.engine.bounded import TEMPLATES
@@ -89,7 +89,7 @@ async def loaded(options: ClusterOptions, spec: RequestSpec) -> AsyncIterator[tu
 
         async def stream(messages: Messages) -> AsyncGenerator[Output, None]:
             request = await engine.prepare(replace(spec, prompt=Conversation(tuple(messages))))
-            async with aclosing(engine.generate(request)) as outputs:
+            async with aclosing(with_prompt_shown(engine.generate(request), engine)) as outputs:
                 async for output in outputs:
                     yield output
 

@@ -15,7 +15,7 @@ import typer
 from coordinator.cli import flags
 from coordinator.cli.flags import given_flags, refuse_flags
 from coordinator.cli.report import print_stats, print_summary, stages_of, stats_of
-from coordinator.cli.show import Printer
+from coordinator.cli.show import Printer, with_prompt_shown
 from coordinator.cli.trace import trace_events
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
@@ -251,7 +251,7 @@ async def _answer(
         with Printer(is_silent=output.as_json) as printer:
             try:
                 outputs = engine.generate(request, parser=parser, chunk=asked.chunk, traced=is_traced)
-                await print_outputs(outputs, printer, answer, keep)
+                await print_outputs(with_prompt_shown(outputs, engine), printer, answer, keep)
                 answer.statuses = await engine.chain.statuses()  # while the caches are still there
             except BrigadeError as error:
                 if output.as_json:  # the part of the answer that came before the error

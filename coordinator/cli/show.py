@@ -4,10 +4,10 @@ import asyncio
 import re
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.constrain import Constrain
@@ -15,9 +15,15 @@ from rich.live import Live
 from rich.markdown import Markdown
 from rich.text import Text
 
-from coordinator.cluster.progress import say
+from coordinator.cluster.progress import say, show_tokens
+from coordinator.sessions.output import Output
+from worker.platform.tasks import cancel_all
+
+if TYPE_CHECKING:
+    from coordinator.engine.engine import Engine
 
 _REDRAW_S = 0.08
+_LONG_PROMPT_S, _REPORT_S = 1.0, 0.25
 _FENCES = ("```", "~~~")
 _LINE_END = re.compile(r"(?<=\S)\n(?=.)")
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # C0 without tab and line end, DEL, C1
@@ -109,6 +115,31 @@ class MarkdownShow:
     def _draw(self) -> None:
         self._live.update(self._rendered(self._growing), refresh=True)
         self._drawn_at = time.monotonic()
+
+
+async def with_prompt_shown(outputs: AsyncGenerator[Output, None], engine: "Engine") -> AsyncGenerator[Output, None]:
+    """Yield the outputs of the engine's only request; before the first one show how much of its prompt is computed."""
+    showing_it = asyncio.create_task(_show_prompt(engine))
+    try:
+        async with aclosing(outputs):
+            async for output in outputs:
+                if not showing_it.done():
+                    await cancel_all(showing_it)
+                yield output
+    finally:
+        await cancel_all(showing_it)
+
+
+async def _show_prompt(engine: "Engine") -> None:
+    """Show it once it takes long, until this is cancelled."""
+    await asyncio.sleep(_LONG_PROMPT_S)
+    for session in engine.sessions:
+        with show_tokens("prompt", session.num_prompt) as report:
+            computed = 0
+            while True:
+                before, computed = computed, session.num_prompt_computed
+                report(computed - before, computed - before)
+                await asyncio.sleep(_REPORT_S)
 
 
 class Printer:

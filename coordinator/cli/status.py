@@ -200,9 +200,16 @@ def _memory(nodes: Sequence[Json], width: int) -> Group:
     return fitting(("memory", "may use", "promised", "active", "cached"), rows, width)
 
 
+def _prompt(request: Json) -> str:
+    """Return the tokens of a request's prompt, and how many are computed while some are not."""
+    num = request["prompt_tokens"]
+    computed = request.get("prompt_computed", num)  # older servers do not tell
+    return str(num) if computed == num else f"{computed} of {num}"
+
+
 def _requests(requests: Sequence[Json], width: int) -> Group:
     rows = [
-        [each["id"][-12:], str(each["prompt_tokens"]), str(each["generated"]), each["decoder"],
+        [each["id"][-12:], _prompt(each), str(each["generated"]), each["decoder"],
          f"{each['age_s']:.0f} s", each["state"]]
         for each in requests[:_MOST_REQUESTS]
     ]  # fmt: skip

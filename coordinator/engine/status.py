@@ -57,6 +57,7 @@ class RequestStatus:
 
     id: str
     prompt_tokens: int
+    prompt_computed: int  # of these
     generated: int
     decoder: str
     state: str  # "running", or "waiting" for memory
@@ -174,19 +175,16 @@ def _hops(nodes: Sequence[NodeStatus], stats: Stats) -> list[HopStatus]:
 
 
 def _requests(model: Engine, stats: Stats) -> list[RequestStatus]:
-    has_slot = {id(session.request): session.slot is not None for session in model.sessions}
+    sessions = {id(session.request): session for session in model.sessions}
     now = time.monotonic_ns()
-    return [
-        RequestStatus(
-            each.id,
-            each.num_prompt,
-            each.num_generated,
-            each.decoder,
-            "running" if has_slot.get(id(each.request)) else "waiting",
-            (now - each.started) / 1e9,
-        )
-        for each in stats.under_way
-    ]
+    found = []
+    for each in stats.under_way:
+        session = sessions.get(id(each.request))  # none of one that waits for others with its prompt
+        computed = session.num_prompt_computed if session else 0
+        state = "running" if session and session.slot is not None else "waiting"
+        age_s = (now - each.started) / 1e9
+        found.append(RequestStatus(each.id, each.num_prompt, computed, each.num_generated, each.decoder, state, age_s))
+    return found
 
 
 def log_request(finished: FinishedRequest) -> None:

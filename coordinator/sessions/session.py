@@ -94,6 +94,8 @@ class Session:
         self.feeds_apart = False
         self.fed_apart = 0  # leading tokens of chunks whose results have come then
         self._chunk_ends: deque[int] = deque()  # of chunks whose results have not come
+        self._num_computed = 0  # leading tokens of any chunks whose results have come
+        self._computing: deque[int] = deque()  # ends of those whose results have not
         self.history = History(request.prompt)
         self._preempted_at: int | None = None  # tokens that it had generated when it was preempted last
         self._decoder = decoder or Verified()
@@ -154,6 +156,13 @@ class Session:
     def settled(self) -> int:
         """Leading tokens whose rows the first node has, even if it has not begun the proposal in flight."""
         return self._proposed_at if self._proposal else self.held
+
+    @property
+    def num_prompt_computed(self) -> int:
+        """Leading tokens of the prompt that the nodes have computed, or had."""
+        if self.num_generated:
+            return self.num_prompt
+        return max(self._num_computed, self.num_reused)
 
     @property
     def is_prefilling(self) -> bool:
@@ -295,6 +304,7 @@ class Session:
             self.fed += chunk
             window = self._window(base, tokens[base : self.fed])
             window.targets.extend(self._targets(self.fed + 1))
+            self._computing.append(self.fed)
             if self.feeds_apart:
                 self._chunk_ends.append(self.fed)
             if snapshot:
@@ -395,6 +405,8 @@ class Session:
             self._note_cached()
             return []
         if not (samples or guesses):
+            if self._computing:
+                self._num_computed = self._computing.popleft()
             if self._chunk_ends:
                 self.fed_apart = self._chunk_ends.popleft()
             return []
@@ -453,8 +465,9 @@ class Session:
             self.enter(SessionState.REPLAYING if self.num_rows else SessionState.WAITING)
         assert self.state is not SessionState.FINISHED
         self.slot = None
-        self.fed = self.num_reused = self.rows_written = self.fed_apart = 0
+        self.fed = self.num_reused = self.rows_written = self.fed_apart = self._num_computed = 0
         self._chunk_ends.clear()
+        self._computing.clear()
         self.stored.clear()
         self.reading = b""
         self.snapshots = ()

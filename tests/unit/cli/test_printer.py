@@ -5,14 +5,18 @@ import contextlib
 import io
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from coordinator.cli import show
 from coordinator.cli.generate import how_it_ended
-from coordinator.cli.show import Printer, num_final, showing
-from coordinator.sessions.output import Answer, Token, Usage
+from coordinator.cli.show import Printer, num_final, showing, with_prompt_shown
+from coordinator.cluster import progress
+from coordinator.sessions.output import Answer, Output, Token, Usage
 from coordinator.sessions.request import Request
 from worker.errors import StageLost
 
@@ -121,3 +125,23 @@ def test_markdown_leaves_room_for_the_echo_of_an_interrupt_and_blank_lines_betwe
     drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
     assert max(map(len, re.split(r"[\r\n]", drawn))) <= 20 - len("^C^C")
     assert re.search(r"the first one *\n *goes on to *\n *another line *\n\nsecond", drawn.replace("\r", ""))
+
+
+async def test_of_a_long_prompt_is_told_how_much_is_computed_until_the_answer_begins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(show, "_LONG_PROMPT_S", 0.0)
+    monkeypatch.setattr(show, "_REPORT_S", 0.001)
+    monkeypatch.setattr(progress, "_TOKENS_FIRST_S", 0.0)
+    session = SimpleNamespace(num_prompt=1818, num_prompt_computed=0)
+
+    async def outputs() -> AsyncGenerator[Output, None]:
+        session.num_prompt_computed = 512
+        await asyncio.sleep(0.05)
+        yield Output("", (), 0)
+        await asyncio.sleep(0.05)
+        yield Output("", (), 0)
+
+    engine: Any = SimpleNamespace(sessions=[session])
+    told = [capsys.readouterr().err async for _ in with_prompt_shown(outputs(), engine)]
+    assert "prompt 512 of 1818, " in told[0] and not told[1]

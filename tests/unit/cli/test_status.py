@@ -20,8 +20,8 @@ FOUND: Json = {
     ],
     "hops": [{"source": "coordinator", "target": "mini", "latency_ms": 1.5, "sent_bytes": 654 << 20}],
     "requests": [
-        {"id": "chatcmpl-abcdefghijkl", "prompt_tokens": 12345, "generated": 678, "decoder": "lookahead", "age_s": 90.0,
-         "state": "running"}
+        {"id": "chatcmpl-abcdefghijkl", "prompt_tokens": 12345, "prompt_computed": 512, "generated": 678,
+         "decoder": "lookahead", "age_s": 90.0, "state": "running"}
     ] * 9,
 }  # fmt: skip
 
@@ -36,7 +36,7 @@ def test_no_name_and_no_figure_is_cut(
     assert max(map(len, told.splitlines())) <= width
     for cell in (
         "coordinator ", "mac-studio-of-anna ", "[0,12)", "123.0 G", "456.0 M", "789.0 M", "50%", "active", "321.0 G",
-        "coordinator → mini", "1.50 ms", "654.0 M", "abcdefghijkl", "12345", "678", "lookahead", "90 s",
+        "coordinator → mini", "1.50 ms", "654.0 M", "abcdefghijkl", "512 of 12345", "678", "lookahead", "90 s",
         "running", "and 1 more",
     ):  # fmt: skip
         assert cell in told

@@ -65,6 +65,19 @@ def test_a_session_is_ready_while_it_has_chunks_and_then_again_once_its_proposal
     assert not waiting.is_ready
 
 
+def test_a_prompt_is_computed_as_far_as_the_results_of_its_chunks_have_come() -> None:
+    session = opened(prompt_of(9), 3, chunk=4)
+    stage, computed = FakeStage(), [0]
+    windows = [session.next_window() for _ in range(3)]
+    for window in windows:
+        assert session.num_prompt_computed == computed[-1]
+        session.commit(*stage.answer(window))
+        computed.append(session.num_prompt_computed)
+    assert computed == [0, 4, 8, 9]
+    session.rewind()
+    assert session.num_prompt_computed == 9, "its first token is there"
+
+
 def test_what_is_reused_is_not_fed_again_and_one_token_at_least_is_fed() -> None:
     prompt = prompt_of(20)
     session = opened(prompt, 3, chunk=8)
