@@ -154,13 +154,16 @@ def test_nodes_beside_the_chain_are_idle_or_lost_and_requests_without_a_slot_wai
             trouble="",
         ),
         scheduler=SimpleNamespace(slots=SimpleNamespace(promised=[0])),
-        sessions=[SimpleNamespace(request=running, slot=0), SimpleNamespace(request=waiting, slot=None)],
+        sessions=[
+            SimpleNamespace(request=running, slot=0, num_prompt_computed=2),
+            SimpleNamespace(request=waiting, slot=None, num_prompt_computed=0),
+        ],
     )
     found = asyncio.run(ClusterStatus(stats).look(engine))
     assert {node.name: node.state for node in found.nodes} == {
         "here": "active", "idle": "idle", "silent": "lost", "gone": "lost"
     }  # fmt: skip
-    assert [request.state for request in found.requests] == ["running", "waiting"]
+    assert [(each.state, each.prompt_computed) for each in found.requests] == [("running", 2), ("waiting", 0)]
 
 
 @pytest.mark.parametrize(
