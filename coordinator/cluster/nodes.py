@@ -32,7 +32,7 @@ class ClusterNode(NodeRecord):
     peer: Peer | None = None  # None while its process is being started again
     local: LocalWorker | None = None  # the process, if it is our own and runs
     load: asyncio.Task[None] | None = None  # until its outcome was entered
-    offered_bytes: int = 0  # memory, as it answered
+    offered_bytes: int = 0  # memory, as its process first answered: where free memory counts, it changes all the time
     trouble: BrigadeError | None = None  # why it did not answer the last question
     silent_since: float | None = None  # the first question that its process has not answered
     reported: str = ""  # the refusal that the user has read
@@ -132,10 +132,10 @@ class Nodes:
             worker.trouble = outcome if isinstance(outcome, BrigadeError) else None
             if isinstance(outcome, (HelloReply, IdleReply)):
                 worker.silent_since = None
-                worker.answer(outcome.incarnation, now)
-                if isinstance(outcome, HelloReply):
+                if isinstance(outcome, HelloReply) and outcome.incarnation != worker.incarnation:
                     worker.offered_bytes = outcome.memory_bytes
-                else:
+                worker.answer(outcome.incarnation, now)
+                if isinstance(outcome, IdleReply):
                     worker.meet(NodeEvent.IDLE, now)
             elif is_over or worker.name not in unanswered:
                 worker.asked_at = now

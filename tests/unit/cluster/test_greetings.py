@@ -10,6 +10,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+from coordinator.cluster.nodes import Nodes
 from coordinator.cluster.peer import differences, greet
 from protos.brigade_pb2 import Configuration, HelloReply
 from worker.config import ClusterConfig
@@ -84,6 +85,21 @@ def test_a_workers_certificate_that_soon_expires_is_told(days: int, is_told: boo
     lines = list(differences("mini", OURS, greeting))
     assert bool(lines) == is_told
     assert all(re.match(r"the certificate of mini expires in 12 days, .*: brigade keys issue mini$", x) for x in lines)
+
+
+async def test_a_worker_has_the_memory_that_its_process_offered_first() -> None:
+    """Free memory changes all the time, and layers are loaded anew for another budget."""
+    offers = [("1", 500), ("1", 400), ("1", 600), ("2", 300)]
+    replies = [HelloReply(node="mini", incarnation=process, memory_bytes=offered) for process, offered in offers]
+    peer: Any = SimpleNamespace(
+        name="mini", address="192.0.2.1:1", hello=AsyncMock(side_effect=replies), close=AsyncMock()
+    )
+    budgets = []
+    async with Nodes([peer]) as nodes:
+        for _ in offers:
+            await nodes.ask(["mini"], 1.0)
+            budgets.append(nodes.workers["mini"].memory_bytes)
+    assert budgets == [500, 500, 500, 300]
 
 
 OLD, GONE, AWAY = (
