@@ -2,8 +2,8 @@
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -114,6 +114,11 @@ class Plan:
         ends = [assignment.end for assignment in self.assignments]
         ends[0] = self.prompt_end or ends[0]
         return list(zip([assignment.start for assignment in self.assignments], ends, strict=True))
+
+    def within(self, budgets: Mapping[str, int]) -> "Plan":
+        """Return the same split with these budgets, by node; other nodes keep theirs."""
+        within = (replace(each, memory_bytes=budgets.get(each.name, each.memory_bytes)) for each in self.assignments)
+        return replace(self, assignments=tuple(within))
 
     def spec_on(self, stage: int, spec: ModelSpec) -> ModelSpec:
         """Return the model for this stage: those that compute prompts only do not draft."""

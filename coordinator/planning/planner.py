@@ -247,9 +247,8 @@ class Planner:
 
     def _found(self, nodes: tuple[Node, ...]) -> Plan | None:
         budgets = {node.name: node.memory_bytes for node in nodes}
-        needed = {each.name: each.needed_bytes for each in self.whole.assignments}
-        if budgets.keys() == needed.keys() and all(needed[name] <= budgets[name] for name in needed):
-            return self.whole
+        if budgets.keys() == set(self.whole.names) and (same := self.whole.within(budgets)).fits:
+            return same
         if len(nodes) > self.spec.num_layers:
             return None
         if self.layers is not None and len(self.layers) == len(nodes):

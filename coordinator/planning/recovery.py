@@ -348,16 +348,28 @@ def _plan_for_next(nodes: Sequence[NodeRecord], now: Situation, limits: Limits, 
     usable = [each for each in nodes if each.is_usable]
     sound = [each for each in usable if each.is_measured and not is_hopeless(each)]
     if now.target and {each.name for each in sound} >= set(now.target.names):
-        return now.target
+        target = _at_present(now.target, sound)
+        if target.fits or not now.lost_at:  # the first plan is the user's
+            return target
     for candidates in (sound, usable):
-        by_name = {each.name: each for each in candidates}
-        if by_name.keys() == set(expected) and all(
-            by_name[a.name].holds(a) or a.needed_bytes <= by_name[a.name].memory_bytes for a in now.plan.assignments
-        ):
-            return now.plan  # only nodes that were started anew have to load then
+        if {each.name for each in candidates} == set(expected) and (same := _at_present(now.plan, candidates)).fits:
+            return same  # only nodes that were started anew have to load then
         if found := planner.best([each.node for each in candidates]):
             return found
     return None
+
+
+def _at_present(plan: Plan, nodes: Sequence[NodeRecord]) -> Plan:
+    """Return the plan with the present budgets of the nodes that have yet to begin loading their part."""
+    by_name = {each.name: each for each in nodes}
+    parts = [(by_name[a.name], a) for a in plan.assignments]
+    return plan.within(
+        {
+            each.name: each.memory_bytes
+            for each, part in parts
+            if each.state is not NodeState.LOADING and not each.holds(part)
+        }
+    )
 
 
 def _load_for(plan: Plan, nodes: Sequence[NodeRecord], now: Situation, names: Collection[str]) -> Load | Wait | None:

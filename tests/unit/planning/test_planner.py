@@ -336,7 +336,10 @@ def test_a_returned_node_gets_the_given_layers_or_others_if_those_do_not_fit(
 def test_the_whole_plan_is_kept_while_each_of_its_nodes_has_memory_for_its_part() -> None:
     whole = plan(SPEC, nodes(3 * GB, 3 * GB), NO_SPEEDS, Objective(100))
     planner = Planner(SPEC, NO_SPEEDS, Objective(100), whole)
-    assert whole.layers == [2, 2] and planner.best(nodes(4 * GB, 5 * GB // 2)) == whole
+    assert whole.layers == [2, 2] and planner.best(nodes(3 * GB, 3 * GB)) == whole
+    found = planner.best(nodes(4 * GB, 5 * GB // 2))
+    assert found and found.layers == [2, 2], "a fresh plan would be [3, 1]"
+    assert [each.memory_bytes for each in found.assignments] == [4 * GB, 5 * GB // 2]
     found = planner.best(nodes(4 * GB, 3 * GB // 2))
     assert found and found.fits and found.layers == [3, 1]
     assert planner.best(nodes(3 * GB, GB // 2)) is None

@@ -288,4 +288,16 @@ def test_the_lost_chain_s_plan_is_kept_unless_a_node_came_back_with_too_little_m
     there[2].shard = None
     assert decide(there, lost(), LIMITS, Splits(always=best)) == Load(best, ALL)
     there[2].memory_bytes = WHOLE.assignments[2].needed_bytes
-    assert decide(there, lost(), LIMITS, Splits(always=best)) == Load(WHOLE, ("air",))
+    less = WHOLE.within({"air": WHOLE.assignments[2].needed_bytes})
+    assert decide(there, lost(), LIMITS, Splits(always=best)) == Load(less, ("air",)), "caches have no more than that"
+
+
+def test_a_node_that_is_started_again_before_it_loads_for_a_plan_has_its_present_memory() -> None:
+    there, best = nodes(LD, LD, P, plan=WHOLE), grown(ALL)
+    for memory_bytes, plan in ((5, WHOLE.within({"air": 5})), (20, WHOLE.within({"air": 20})), (1, best)):
+        there[2].memory_bytes = memory_bytes
+        names = ALL if plan is best else ("air",)
+        assert decide(there, lost(target=WHOLE), LIMITS, Splits(always=best)) == Load(plan, names)
+    assert decide(there, lost(target=WHOLE, lost_at=0.0), LIMITS, Splits()) == Load(WHOLE.within({"air": 1}), ("air",))
+    there[2].state = LG
+    assert decide(there, lost(target=WHOLE), LIMITS, Splits(always=best)) == Wait(2.0), "it reads its layers already"
