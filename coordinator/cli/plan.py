@@ -161,10 +161,9 @@ def plan(
         _check_write(ctx, cluster.config, options.cluster)
     counts = simulation.counts()
     if not simulation.simulate:
-        is_loaded = simulation.concurrency or options.objective == "throughput"
         wanted = Objective(
             options.context,
-            num_sessions=counts[-1] if is_loaded else 1,
+            num_sessions=counts[-1] if simulation.concurrency else 1,
             goal=options.objective,
             num_requests=counts[-1],
         )

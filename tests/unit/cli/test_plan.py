@@ -60,6 +60,12 @@ def test_json_has_all_that_programs_rely_on(planned: Any) -> None:
     assert "max alone would be faster" in found["advice"]
 
 
+def test_memory_is_kept_for_several_sessions_only_where_their_number_is_given(planned: Any) -> None:
+    """`generate` and `serve` keep it for one, whatever the objective."""
+    for flags, sessions in (((), 1), (("--objective", "throughput"), 1), (("--concurrency", "1,4"), 4)):
+        assert json.loads(planned("--json", *flags))["sessions"] == sessions
+
+
 def test_equal_plans_are_one_row(planned: Any) -> None:
     for gbps, last in (("0.02", ["max + mini", "even split"]), ("0.01", ["max + mini, even split"])):
         table = planned(gbps=gbps).partition("instead")[2].partition("\n\n")[0]
