@@ -21,7 +21,7 @@ from coordinator.planning.plan import (
     some_split_fits,
     split_by_bytes,
 )
-from coordinator.planning.speeds import NO_SPEEDS, Survey
+from coordinator.planning.speeds import NO_SPEEDS, NodeSpeed, Survey
 from worker.errors import ConfigError
 from worker.model.cache_spec import MOST_SNAPSHOT_BYTES
 from worker.model.model_spec import ModelSpec
@@ -164,7 +164,7 @@ def _share(
     if not able or able[0] != 0:
         return [], None
     members, layers = [0], None
-    least_ms = _num_chunks(spec) * _rows_ms(spec, nodes[0], speeds, objective, PROMPT_ROWS)[-1]
+    least_ms = _num_chunks(spec) * _chunk_ms(spec, speeds.speeds[nodes[0].name])[-1]
     while larger := [sorted({*members, i}) for i in able if i not in members]:
         tried = [(*_fastest_apart(spec, [nodes[i] for i in each], speeds, objective), each) for each in larger]
         if min(tried)[0] * LATENCY_SLACK > least_ms:
@@ -196,7 +196,7 @@ def _fastest_apart(
     spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Objective
 ) -> tuple[float, list[int] | None]:
     """Return the least milliseconds of a long prompt over all these nodes, and the layers of each; None if no fit."""
-    rows_ms = [_rows_ms(spec, node, speeds, objective, PROMPT_ROWS) for node in nodes]
+    rows_ms = [_chunk_ms(spec, speeds.speeds[node.name]) for node in nodes]
     back = [speeds.link(node.name, nodes[0].name) for node in nodes]
 
     def cost(i: int, start: int, end: int) -> float:
@@ -212,7 +212,7 @@ def _fastest_apart(
     links = [speeds.link(one.name, other.name) for one, other in pairwise(nodes)]
     way_ms += sum(link.ms(PROMPT_ROWS * spec.row_bytes) for link in links)
     way_ms += back[-1].ms(PROMPT_ROWS * spec.segment_row_bytes(*bounds[-1]))
-    answer_ms = _rows_ms(spec, nodes[0], speeds, objective, 1)[-1]
+    answer_ms = speeds.speeds[nodes[0].name].ms_up_to(spec, 1)[-1]
     return (_num_chunks(spec) - 1) * slowest_ms + way_ms + answer_ms, layers
 
 
@@ -221,9 +221,9 @@ def _num_chunks(spec: ModelSpec) -> int:
     return min(_MOST_CHUNKS, max(1, spec.context // PROMPT_ROWS))
 
 
-def _rows_ms(spec: ModelSpec, node: Node, speeds: Survey, objective: Objective, num_rows: int) -> Sequence[float]:
-    """Return the milliseconds of a frame of so many rows on a node, by the end of its layers."""
-    return speeds.speeds[node.name].ms_up_to(spec, num_rows, 0, objective.context)
+def _chunk_ms(spec: ModelSpec, speed: NodeSpeed) -> Sequence[float]:
+    """Return the mean milliseconds of a long prompt's chunks, each attending to those before it, by end of layers."""
+    return speed.ms_up_to(spec, PROMPT_ROWS, num_before=(_num_chunks(spec) - 1) * PROMPT_ROWS // 2)
 
 
 @dataclass(frozen=True)
