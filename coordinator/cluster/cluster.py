@@ -277,6 +277,7 @@ class Cluster:
         recovery.opened_at = now
         recovery.target = None
         for record in (self.nodes.own, *self._members(chain.plan)):
+            record.is_spare = False
             if record.state is NodeState.LOADED:  # else the chain is about to be lost, too
                 record.meet(NodeEvent.ATTACHED, now)
         self.chain = chain

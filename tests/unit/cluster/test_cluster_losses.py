@@ -235,17 +235,34 @@ def test_a_node_that_comes_back_with_a_certificate_of_another_authority_is_repor
     assert cluster.members == WHOLE
 
 
-def test_a_returned_node_that_is_left_out_is_reported(cluster: Cluster3, monkeypatch: pytest.MonkeyPatch) -> None:
+def leave_out(cluster: Cluster3, name: str) -> None:
+    """Have a node return that the best plan leaves out."""
+
     def left_out(*arguments: Any) -> Action:
         action = decide(*arguments)
         return LeaveOut(action.names) if isinstance(action, Load) else action
 
-    a = cluster.world.places["a"]
-    cluster.act(a.end, wait_s=30)
-    monkeypatch.setattr("coordinator.cluster.cluster.decide", left_out)
-    cluster.act(a.start, wait_s=30)
+    cluster.act(cluster.world.places[name].end, wait_s=30)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coordinator.cluster.cluster.decide", left_out)
+        cluster.act(cluster.world.places[name].start, wait_s=30)
+
+
+def test_a_returned_node_that_is_left_out_is_reported(cluster: Cluster3) -> None:
+    leave_out(cluster, "a")
     assert cluster.said[-1].startswith("going on without a, ")
     assert cluster.cluster.nodes.workers["a"].is_spare and "a" not in cluster.members
+
+
+def test_a_spare_node_that_has_replaced_a_lost_one_rejoins_after_its_own_restart(cluster: Cluster3) -> None:
+    places, replaced = cluster.world.places, ["coordinator", "a", "c"]
+    leave_out(cluster, "a")
+    cluster.act(places["b"].end, wait_s=30)
+    assert cluster.members == replaced and cluster.cluster.missing == ["b"]
+    cluster.act(places["a"].end, wait_s=30)
+    assert cluster.members == ["coordinator", "c"] and cluster.cluster.missing == ["a", "b"]
+    cluster.act(places["a"].start, wait_s=30)
+    assert cluster.members == replaced
 
 
 def test_an_error_beside_an_open_chain_keeps_no_node_out(cluster: Cluster3, monkeypatch: pytest.MonkeyPatch) -> None:
