@@ -13,7 +13,7 @@ from coordinator.cluster.deployment import Deployment, OwnNode
 from coordinator.cluster.local import LocalWorker
 from coordinator.cluster.nodes import Nodes
 from coordinator.cluster.options import ClusterOptions
-from coordinator.cluster.peer import COORDINATOR_ID, Peer, differences, greet, peers_of, raise_worst
+from coordinator.cluster.peer import COORDINATOR_ID, Peer, greet, peers_of, raise_worst
 from coordinator.cluster.progress import ASKING, STARTING, NodeProgress, say, show_progress
 from coordinator.cluster.recovery_record import Recovered
 from coordinator.cluster.survey import known_speeds
@@ -55,7 +55,7 @@ async def open_nodes(options: ClusterOptions, spec: ModelSpec, *, keep: bool = T
         network, local = Network(), []  # of local workers, on loopback
         if options.local is None:
             network = Network.of(options.cluster, warn=lambda line: say(f"warning: {line}"))
-            peers = [Peer(each.name, each.addresses, network, say) for each in options.cluster.workers]
+            peers = [Peer(each.name, each.addresses, network, say, options.cluster) for each in options.cluster.workers]
         else:
             local = await start_local(options.worker_names, options.model, stack, options.draft_model)
             peers = [Peer(worker.name, [worker.address], network) for worker in local]
@@ -141,11 +141,10 @@ async def ask_nodes(cluster: ClusterConfig, peers: Sequence[Peer]) -> list[Node]
     """
     greetings = await greet(peers)
     configured = {address: worker.memory for worker in cluster.workers for address in worker.addresses}
-    theirs = []
-    for peer, greeting in zip(peers, greetings, strict=True):
-        for difference in differences(peer.name, cluster, greeting):
-            say(f"warning: {difference}")
-        theirs.append(MemoryOffer(greeting.memory_bytes, configured.get(peer.address), is_here(peer.address)))
+    theirs = (
+        MemoryOffer(greeting.memory_bytes, configured.get(peer.address), is_here(peer.address))
+        for peer, greeting in zip(peers, greetings, strict=True)
+    )
     names = [cluster.coordinator.name, *(peer.name for peer in peers)]
     return list(map(Node, names, budgets(MemoryOffer(memory_budget(), cluster.coordinator.memory), theirs)))
 

@@ -67,11 +67,24 @@ class Peer:
     """A worker's name, addresses and calls."""
 
     def __init__(
-        self, name: str, addresses: Sequence[str], network: Network, say: Callable[[str], None] = lambda line: None
+        self,
+        name: str,
+        addresses: Sequence[str],
+        network: Network,
+        say: Callable[[str], None] = lambda line: None,
+        cluster: ClusterConfig | None = None,
     ) -> None:
-        """`addresses` are in the order of preference. `say` takes lines for the user."""
+        """
+        Args:
+            addresses: in the order of preference.
+            say: takes lines for the user.
+            cluster: if given, each process that answers is compared with this node, whose configuration it is.
+        """
         self.name = name
         self._network = network
+        self._say = say
+        self._cluster = cluster
+        self._compared = ""  # the incarnation of the process that was
         self._addresses = AddressRace(name, addresses, network, say)
         self._attachment: grpc.aio.UnaryStreamCall[AttachRequest, Report] | None = None
         self.is_draining = False  # it has announced that it shuts down
@@ -101,6 +114,10 @@ class Peer:
                 node=self.name,
             )
         reply.mlx_version, reply.mlx_lm_version = printable(reply.mlx_version), printable(reply.mlx_lm_version)
+        if self._cluster is not None and reply.incarnation != self._compared:
+            self._compared = reply.incarnation
+            for difference in differences(self.name, self._cluster, reply):
+                self._say(f"warning: {difference}")
         return reply
 
     async def is_elsewhere(self, within_s: float) -> bool:

@@ -11,11 +11,12 @@ from unittest.mock import AsyncMock
 import pytest
 
 from coordinator.cluster.nodes import Nodes
-from coordinator.cluster.peer import differences, greet
+from coordinator.cluster.peer import Peer, differences, greet
 from protos.brigade_pb2 import Configuration, HelloReply
 from worker.config import ClusterConfig
 from worker.errors import ModelError, StageLost
 from worker.node.configuration import configuration_of
+from worker.node.network import PROTOCOL_VERSION
 
 OURS = ClusterConfig(model="org/model", layers=(4, 2), context=4096)
 SAME = Configuration(model="org/model", layers=[4, 2], context=4096)
@@ -85,6 +86,20 @@ def test_a_workers_certificate_that_soon_expires_is_told(days: int, is_told: boo
     lines = list(differences("mini", OURS, greeting))
     assert bool(lines) == is_told
     assert all(re.match(r"the certificate of mini expires in 12 days, .*: brigade keys issue mini$", x) for x in lines)
+
+
+async def test_each_process_of_a_worker_is_compared_once_whenever_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = (reply(SAME, incarnation=each, mlx_version=each) for each in ("0.1", "0.2"))
+    old.protocol_version = new.protocol_version = PROTOCOL_VERSION
+    race = SimpleNamespace(ask=AsyncMock(side_effect=[old, old, new, new]))
+    monkeypatch.setattr("coordinator.cluster.peer.AddressRace", lambda *given: race)
+    said: list[str] = []
+    network: Any = None
+    peer = Peer("mini", ["192.0.2.1:1"], network, said.append, OURS)
+    for lines in (1, 1, 2, 2):
+        await peer.hello()
+        assert len(said) == lines
+    assert said == [f"warning: worker mini has mlx 0.{i}, this node {version('mlx')}" for i in (1, 2)]
 
 
 async def test_a_worker_has_the_memory_that_its_process_offered_first() -> None:
