@@ -54,11 +54,12 @@ def plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Obje
       there is enough, else for `num_sessions`.
 
     Of equally good plans the one with the fewest nodes wins. If a speed is unknown or nothing fits, the layers are
-    split by bytes over all nodes in the given order; if that does not fit, over those that are left without the
-    smallest ones. Finally the context grows as far as memory allows.
+    split by bytes over all nodes in the given order, where speeds are known over one per layer at most; if that does
+    not fit, over those that are left without the smallest ones. Finally the context grows as far as memory allows.
 
     Raises:
-        ConfigError: more nodes than layers, a context below 1, or `layers` is no split of this model over these nodes.
+        ConfigError: more nodes than layers and an unknown speed, a context below 1, or `layers` is no split of this
+            model over these nodes.
     """
     assert nodes
     if objective.context < 1:
@@ -70,6 +71,8 @@ def plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Obje
             if (found := _Search(spec, nodes, speeds, objective, count).best()).members:
                 nodes, layers = [nodes[i] for i in found.members], found.layers
                 break
+        else:
+            nodes = _largest(nodes, spec.num_layers)
     shares_prompts = objective.goal == "prompt" or (objective.goal == "auto" and len(nodes) == 1 < len(given))
     if shares_prompts and (apart := _plan_apart(spec, given, speeds, objective)):
         return apart
@@ -84,6 +87,12 @@ def plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Obje
 
     context = _largest_context(objective, fits)
     return assign(spec, nodes, layers or split_by_bytes(spec, nodes, context, num_sessions), context, num_sessions)
+
+
+def _largest(nodes: Sequence[Node], most: int) -> Sequence[Node]:
+    """Return the first node and the largest others in their order, so many at most."""
+    largest = sorted(range(1, len(nodes)), key=lambda i: -nodes[i].memory_bytes)[: most - 1]
+    return [nodes[i] for i in (0, *sorted(largest))]
 
 
 def _without_smallest(spec: ModelSpec, nodes: Sequence[Node], objective: Objective) -> Sequence[Node]:

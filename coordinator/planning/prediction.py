@@ -1,7 +1,6 @@
 """Predictions: the times of a plan, alternative plans, and advice for the user. Unknown times are None. Pure."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -9,7 +8,6 @@ from coordinator.planning.costs import chunk_size
 from coordinator.planning.plan import PROMPTS, Node, Objective, Plan
 from coordinator.planning.planner import LATENCY_SLACK, plan, why_not_shared
 from coordinator.planning.speeds import LinkSpeed, Survey, format_ms
-from worker.errors import ConfigError
 from worker.model.model_spec import ModelSpec
 from worker.platform.text import format_bytes
 
@@ -204,15 +202,13 @@ def _alternatives(
     for node in nodes:
         yield f"{node.name} alone", plan(spec, [node], speeds, replace(objective, layers=[spec.num_layers]))
     if speeds.covers(node.name for node in nodes):
-        with suppress(ConfigError):  # no chain fits, and there are more nodes than layers
-            chains = replace(free, goal="latency") if objective.goal == "prompt" else free
-            several = plan(spec, nodes, speeds, replace(chains, may_be_alone=False))
-            if several.fits:
-                yield " + ".join(several.names), several
+        chains = replace(free, goal="latency") if objective.goal == "prompt" else free
+        several = plan(spec, nodes, speeds, replace(chains, may_be_alone=False))
+        if several.fits:
+            yield " + ".join(several.names), several
         slowest = max(nodes, key=lambda node: speeds.speeds[node.name].ms_up_to(spec, 1)[-1])
         if len(nodes) > 2:
-            with suppress(ConfigError):
-                yield f"without {slowest.name}", plan(spec, [n for n in nodes if n is not slowest], speeds, free)
+            yield f"without {slowest.name}", plan(spec, [n for n in nodes if n is not slowest], speeds, free)
     if len(nodes) <= spec.num_layers:
         each, more = divmod(spec.num_layers, len(nodes))
         even = [each + (i < more) for i in range(len(nodes))]

@@ -88,3 +88,5 @@ def test_more_macs_than_layers_are_no_obstacle(count: int) -> None:
     spec = model([GB] * 2)
     found = report_plan(spec, nodes(*[ROOMY] * count), surveyed(spec, *[400] * count), Objective(1))
     assert found.chosen.plan.layers == [1, 1] and "even split" not in alternatives(found)
+    small = report_plan(spec, nodes(*[GB // 2] * count), surveyed(spec, *[400] * count), Objective(1))
+    assert small.chosen.plan.names == ["n0", "n1"] and small.advice.startswith("It does not fit: n0 lacks ")
