@@ -18,7 +18,16 @@ from coordinator.cluster.progress import ASKING, STARTING, NodeProgress, say, sh
 from coordinator.cluster.recovery_record import Recovered
 from coordinator.cluster.survey import known_speeds
 from coordinator.planning import planner
-from coordinator.planning.plan import MemoryOffer, Node, Objective, Plan, budgets, check_split, require_fit
+from coordinator.planning.plan import (
+    MemoryOffer,
+    Node,
+    Objective,
+    Plan,
+    budgets,
+    check_split,
+    require_fit,
+    without_room,
+)
 from coordinator.planning.recovery import Limits
 from coordinator.planning.speeds import NO_SPEEDS, Survey
 from protos.brigade_pb2 import Coordinator
@@ -181,9 +190,13 @@ async def choose_plan(
     plan = planner.plan(spec, nodes, speeds, objective)
     if options.objective == "prompt" and (why := planner.why_not_shared(spec, nodes, speeds, objective, plan)):
         say(f"note: planned by latency, not for prompts: {why}")
-    if left_out := [node.name for node in nodes if node.name not in plan.names]:
-        why = "which would not make it faster" if speeds.covers(each.name for each in nodes) else "for lack of memory"
-        say(f"without {' and '.join(left_out)}, {why}: `brigade plan` has the figures")
+    left_out = [node for node in nodes if node.name not in plan.names]
+    is_by_speed = speeds.covers(each.name for each in nodes)
+    small = without_room(spec, left_out, objective) if is_by_speed else [node.name for node in left_out]
+    slow = [node.name for node in left_out if node.name not in small]
+    for names, why in ((small, "for lack of memory"), (slow, "which would not make it faster")):
+        if names:
+            say(f"without {' and '.join(names)}, {why}: `brigade plan` has the figures")
     return plan, speeds, objective
 
 

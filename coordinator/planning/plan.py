@@ -231,6 +231,13 @@ def some_split_fits(spec: ModelSpec, nodes: Sequence[Node], context: int, num_se
     return _sweep(len(nodes), spec.num_layers, excess_cost(spec, nodes, context, num_sessions), max)[0] == 0
 
 
+def without_room(spec: ModelSpec, nodes: Sequence[Node], objective: Objective) -> list[str]:
+    """Return the names of the nodes that have no memory for any layer."""
+    excess = excess_cost(spec, nodes, objective.context, objective.num_sessions)
+    layers = range(spec.num_layers)
+    return [node.name for i, node in enumerate(nodes) if all(excess(i, layer, layer + 1) for layer in layers)]
+
+
 def split_by_bytes(spec: ModelSpec, nodes: Sequence[Node], context: int, num_sessions: int) -> list[int]:
     """Return the layers of each node, in this order, of the best split that fits, as if nodes were equally fast.
 

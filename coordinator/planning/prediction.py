@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from coordinator.planning.costs import chunk_size
-from coordinator.planning.plan import PROMPTS, Node, Objective, Plan
+from coordinator.planning.plan import PROMPTS, Node, Objective, Plan, without_room
 from coordinator.planning.planner import LATENCY_SLACK, plan, why_not_shared
 from coordinator.planning.speeds import LinkSpeed, Survey, format_ms
 from worker.model.model_spec import ModelSpec
@@ -182,7 +182,8 @@ def report_plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objectiv
         for name, other in _alternatives(spec, nodes, speeds, objective, chosen)
     )
     report = PlanReport(PredictedPlan("", chosen, Prediction(spec, chosen, speeds)), left_out, alternatives, "")
-    advice = [*_advice(report, objective, nodes[0].name)]
+    small = without_room(spec, [node for node in nodes if node.name in left_out], objective)
+    advice = [*_advice(report, objective, nodes[0].name, small)]
     if objective.goal == "prompt" and (why := why_not_shared(spec, nodes, speeds, objective, chosen)):
         advice.insert(0, f"Planned by latency, not for prompts: {why}.")
     return replace(report, advice=" ".join(advice))
@@ -216,7 +217,8 @@ def _alternatives(
         yield "even split", plan(spec, nodes, speeds, replace(objective, layers=even, goal=goal))
 
 
-def _advice(report: PlanReport, objective: Objective, first: str) -> Iterator[str]:
+def _advice(report: PlanReport, objective: Objective, first: str, small: Sequence[str]) -> Iterator[str]:
+    """Yield sentences on the chosen plan. `small` are the nodes left out that have no memory for any layer."""
     chosen, rate = report.chosen, report.chosen.times.tokens_per_s(objective.requests_at_once)
     alone = [each for each in report.alternatives if len(each.plan.names) == 1]
     if not chosen.plan.fits:
@@ -227,9 +229,9 @@ def _advice(report: PlanReport, objective: Objective, first: str) -> Iterator[st
         pairs = zip(chosen.plan.names, chosen.plan.prompt_parts, strict=True)
         parts = ", ".join(f"{name} layers [{start}, {end})" for name, (start, end) in pairs)
         yield f"{first} makes answers alone; of prompts it and the others compute a part each: {parts}."
+    if lacking := report.left_out if rate is None else small:
+        yield f"Left out for lack of memory: {', '.join(lacking)}."
     if rate is None:
-        if report.left_out:
-            yield f"Left out for lack of memory: {', '.join(report.left_out)}."
         if len(chosen.plan.names) > 1:
             yield (
                 "How fast these nodes are is not known (those of one machine are not measured), so the split is by "
@@ -240,8 +242,8 @@ def _advice(report: PlanReport, objective: Objective, first: str) -> Iterator[st
         several = [each for each in report.alternatives if " + " in each.name]
         against = f", against {_figure(several[0], objective)} of {several[0].name}" if several else ""
         yield f"{chosen.plan.names[0]} alone is fastest: {_figure(chosen, objective)}{against}."
-    elif report.left_out:
-        yield f"{' and '.join(report.left_out)} would make it no faster, and is left out."
+    elif slow := [name for name in report.left_out if name not in small]:
+        yield f"{' and '.join(slow)} would make it no faster, and is left out."
     faster = [each for each in alone if _rate(each, objective) > rate * LATENCY_SLACK]
     for each in sorted(faster, key=lambda each: -_rate(each, objective)):
         [assignment] = each.plan.assignments

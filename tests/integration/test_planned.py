@@ -101,6 +101,9 @@ async def test_a_worker_that_makes_it_no_faster_is_left_out(whole: Whole, capsys
         assert held(cluster) == {"coordinator": 1, "fast": 3} and cluster.missing == []
         assert (await answer(cluster.chain, PROMPT, 8)).tokens == whole.tokens(PROMPT, 8)
     assert "without slow, which would not make it faster" in capsys.readouterr().err
+    async with opened(whole.folder, own=1 << 40, memory=1000) as (cluster, _):
+        assert held(cluster) == {"coordinator": 4}
+    assert "without fast and slow, for lack of memory" in capsys.readouterr().err
 
 
 async def test_costs_of_chunks_begin_with_what_nodes_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,18 @@ def test_alternatives_are_each_mac_alone_all_together_without_the_slowest_and_in
     assert found.left_out == ("n1",) and found.advice.startswith("n1 would make it no faster, and is left out.")
 
 
+@pytest.mark.parametrize(
+    ("first", "advice"),
+    [
+        (5 * GB, "Left out for lack of memory: n2. n1 would make it no faster, and is left out. "),
+        (9 * GB, "Left out for lack of memory: n2. n0 alone is fastest: "),
+    ],
+)
+def test_a_node_without_memory_for_any_layer_is_left_out_for_that(first: int, advice: str) -> None:
+    found = looked(400, 100, 900, 200, budgets=(first, ROOMY, GB // 2, ROOMY))
+    assert {"n1", "n2"} <= set(found.left_out) and found.advice.startswith(advice)
+
+
 def test_a_cable_that_matters_is_named() -> None:
     survey = Survey(surveyed(SPEC, 400, 400, 400).speeds, {"n1": LinkSpeed(0.1), "n2": LinkSpeed(20)})
     found = report_plan(SPEC, nodes(3 * GB, 3 * GB, 3 * GB), survey, Objective(1))
