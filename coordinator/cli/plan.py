@@ -349,7 +349,7 @@ class _PlanView:
             f"{sessions} of {chosen.context} tokens"
         )
         console.print(self._layers(console.width))
-        if times.ms_per_token is None:  # nothing else is known
+        if times.ms_per_step is None:  # nothing else is known
             if self.report.advice:
                 console.print(f"\n{self.report.advice}")
             return
@@ -389,11 +389,11 @@ class _PlanView:
         chosen, times = self.report.chosen.plan, self.report.chosen.times
         is_measured = all(self.speeds.speeds[name].is_measured for name in chosen.names)
         least = "" if is_measured else "at least "  # several rows may cost less than assumed
-        several = ", ".join(f"{least}{times.tokens_per_s(n) or 0.0:.1f} of {n} at once" for n in self.counts if n > 1)
+        several = ", ".join(f"{least}{times.steps_per_s(n) or 0.0:.1f} of {n} at once" for n in self.counts if n > 1)
         known = [(num, took) for num in PROMPTS if (took := times.prefill_s(num)) is not None]
         prompts = ", ".join(f"{num} tokens in {took:.1f} s ({num / took:.0f} tok/s)" for num, took in known)
-        each = f"{format_ms(times.ms_per_token or 0.0)} per token after {chosen.context} tokens"
-        return f"{each}: {times.tokens_per_s():.1f} tok/s of one request{several and f', {several}'}" + (
+        each = f"{format_ms(times.ms_per_step or 0.0)} per {times.step} after {chosen.context} tokens"
+        return f"{each}: {times.steps_per_s():.1f} {times.rate} of one request{several and f', {several}'}" + (
             f"\nprompts: {prompts or 'unknown'}" if self._prompts else ""
         )
 
@@ -405,7 +405,8 @@ class _PlanView:
     def _alternatives(self, width: int) -> Group:
         """Return a row per alternative: its times for one request or several, and whether it fits."""
         most = self.objective.requests_at_once
-        several = [f"tok/s of {most}"] if most > 1 else []
+        times = self.report.chosen.times
+        several = [f"{times.rate} of {most}"] if most > 1 else []
         prompts = [f"{'prompt ' * (num == PROMPTS[0])}{num // 1000}k" for num in self._prompts]
         rows = []
         alike: dict[Plan, list[PredictedPlan]] = defaultdict(list)
@@ -413,12 +414,12 @@ class _PlanView:
             alike[each.plan].append(each)
         for each, *others in alike.values():
             name = ", ".join([each.name, *(other.name for other in others)])
-            ms, rate = each.times.ms_per_token, each.times.tokens_per_s(most)
+            ms, rate = each.times.ms_per_step, each.times.steps_per_s(most)
             speeds = ["-" if ms is None else format_ms(ms), "-" if rate is None else f"{rate:.1f}"]
             layers, fits = "+".join(map(str, each.plan.layers)), "yes" if each.plan.fits else "NO"
             prefills = ["-" if took is None else f"{took:.1f} s" for took in map(each.times.prefill_s, self._prompts)]
             rows.append([name, layers, *speeds[: 1 + (most > 1)], *prefills, fits])
-        return fitting(["instead", "layers", "per token", *several, *prompts, "fits"], rows, width)
+        return fitting(["instead", "layers", f"per {times.step}", *several, *prompts, "fits"], rows, width)
 
 
 def _prefills(times: "Prediction") -> dict[str, float | None]:

@@ -368,7 +368,8 @@ class _Search:
         self._objective = objective
         self._speeds = [speeds.speeds[node.name] for node in nodes]
         self._links = [[speeds.link(a.name, b.name) for b in nodes] for a in nodes]
-        self._back = np.array([row[0].ms() for row in self._links])  # from each last node to the first
+        num_back = spec.step_rows * spec.soft_row_bytes
+        self._back = np.array([row[0].ms(num_back) for row in self._links])  # from each last node to the first
         self._back[0] = 0.0 if objective.may_be_alone or len(nodes) == 1 else np.inf
         self._in_order = objective.is_order_fixed or len(nodes) > _MOST_IN_ANY_ORDER
         excess = excess_cost(spec, nodes, objective.context, num_sessions)
@@ -379,11 +380,12 @@ class _Search:
     def best(self) -> _Chain:
         """Return the best chain for the objective, or one without members if none fits."""
         if self._objective.goal != "throughput":
-            return self._lowest_latency() if self._know(1) else _Chain()
+            return self._lowest_latency() if self._know(self._spec.step_rows) else _Chain()
         best, num_requests = _Chain(), self._objective.num_requests
         for lanes in range(1, num_requests + 1):
-            rows = -(-num_requests // lanes)
-            is_new = lanes == 1 or rows < -(-num_requests // (lanes - 1))  # of equal frames the fewest are best
+            steps = -(-num_requests // lanes)
+            rows = steps * self._spec.step_rows
+            is_new = lanes == 1 or steps < -(-num_requests // (lanes - 1))  # of equal frames the fewest are best
             if is_new and self._know(rows):
                 best = self._shortest_round(rows, lanes, best)
         return best
@@ -393,7 +395,8 @@ class _Search:
 
         Limits on stages are tightened one after the other, as long as a chain within the slack satisfies them.
         """
-        step, prompt = self._frame(1, 1), self._frame(PROMPT_ROWS if self._know(PROMPT_ROWS) else 1, 0)
+        rows = self._spec.step_rows
+        step, prompt = self._frame(rows, rows), self._frame(PROMPT_ROWS if self._know(PROMPT_ROWS) else 1, 0)
         least = self._shortest(step.stages, step.hops)
         if not least.members:
             return least

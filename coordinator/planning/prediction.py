@@ -32,14 +32,16 @@ class Prediction:
 
     @property
     def stage_ms(self) -> list[float | None]:
-        """Milliseconds that each stage computes for one token."""
-        stages = zip(self._speeds, self._stages_ms(1, 1), strict=True)
-        return [None if speed is None else ms for speed, ms in stages]
+        """Milliseconds that each stage computes for one step of a single request."""
+        rows = self._spec.step_rows
+        stages = zip(self._speeds, self._stages_ms(rows, rows), strict=True)
+        return [ms if speed and speed.knows(rows) else None for speed, ms in stages]
 
     @property
     def hop_ms(self) -> list[float | None]:
         """Milliseconds of the hop behind each stage, the last one back to the first; 0 with a single stage."""
-        return [*(self._hops_ms(1) or [0.0])] if self._know(1) else [None] * len(self._speeds)
+        rows = self._spec.step_rows
+        return [*(self._step_hops_ms(rows) or [0.0])] if self._know(rows) else [None] * len(self._speeds)
 
     def stages_ms(self, num_rows: int, num_places: int = 0) -> list[float]:
         """Return the milliseconds of each stage for a frame of so many rows, if known.
@@ -66,11 +68,30 @@ class Prediction:
         return {rows: [ms / 1e3 for ms in self._stages_ms(rows, 1, of_prompt=True)] for rows in sizes}
 
     @property
-    def ms_per_token(self) -> float | None:
-        """The time between two tokens of a single request."""
+    def step(self) -> str:
+        """The step of an answer: `token`, or `canvas step` where the model decodes whole canvases only."""
+        return "canvas step" if self._spec.needs_canvas else "token"
+
+    @property
+    def rate(self) -> str:
+        """The unit of such steps in a second."""
+        return "canvas steps/s" if self._spec.needs_canvas else "tok/s"
+
+    @property
+    def ms_per_step(self) -> float | None:
+        """The time between two steps of a single request."""
         return self._round_ms(1, 1)
 
+    @property
+    def ms_per_token(self) -> float | None:
+        """The same of tokens. Unknown for canvases, whose steps depend on the text."""
+        return None if self._spec.needs_canvas else self.ms_per_step
+
     def tokens_per_s(self, num_requests: int = 1) -> float | None:
+        """Return the rate of tokens, as `steps_per_s`. Unknown for canvases."""
+        return None if self._spec.needs_canvas else self.steps_per_s(num_requests)
+
+    def steps_per_s(self, num_requests: int = 1) -> float | None:
         """Return the rate of so many requests together, in the best number of lanes whose frame times are known."""
         rounds = [self._round_ms(num_requests, lanes) for lanes in range(1, num_requests + 1)]
         known = [round_ms for round_ms in rounds if round_ms is not None]
@@ -114,7 +135,7 @@ class Prediction:
         """Return the times of all hops of a prompt chunk, and of what the last node remembers of it on the way back."""
         num_bytes = num_rows * self._spec.row_bytes
         if self._plan.prompt_end is None:
-            return self._hops_ms(num_rows)
+            return self._hops_ms(num_rows, 0)
         start, end = self._plan.prompt_parts[-1]
         num_back = num_rows * self._spec.segment_row_bytes(start, end) + self._spec.snapshot_bytes(start, end)
         back = self.links[-1].ms(num_back)
@@ -122,10 +143,11 @@ class Prediction:
 
     def _round_ms(self, num_requests: int, lanes: int) -> float | None:
         """Return the time of a round: one frame's way, or a frame of every lane on the slowest stage."""
-        rows = -(-num_requests // lanes)
+        rows = -(-num_requests // lanes) * self._spec.step_rows
         if not self._know(rows):
             return None
-        return max(sum(self._stages_ms(rows, rows)) + sum(self._hops_ms(rows)), lanes * self.slowest_ms(rows, rows))
+        way_ms = sum(self._stages_ms(rows, rows)) + sum(self._step_hops_ms(rows))
+        return max(way_ms, lanes * self.slowest_ms(rows, rows))
 
     def _know(self, num_rows: int) -> bool:
         return all(speed is not None and speed.knows(num_rows) for speed in self._speeds)
@@ -142,12 +164,16 @@ class Prediction:
             found.append(up_to[end] - up_to[start] if up_to else 0.0)
         return found
 
-    def _hops_ms(self, num_rows: int) -> list[float]:
-        """Return the times of all hops of a frame that makes answers. The hop back carries token ids only."""
+    def _step_hops_ms(self, num_rows: int) -> list[float]:
+        """Return the times of all hops of a frame that makes answers. The hop back mostly carries token ids only."""
         if self._plan.prompt_end is not None:
             return [0.0] * len(self.links)
+        return self._hops_ms(num_rows, num_rows * self._spec.soft_row_bytes)
+
+    def _hops_ms(self, num_rows: int, num_back: int) -> list[float]:
+        """Return the times of all hops of a frame that passes all nodes, with so many bytes on the way back."""
         num_bytes = num_rows * self._spec.row_bytes
-        return [way.ms(num_bytes) for way in self.links[:-1]] + [back.ms() for back in self.links[-1:]]
+        return [way.ms(num_bytes) for way in self.links[:-1]] + [back.ms(num_back) for back in self.links[-1:]]
 
 
 @dataclass(frozen=True)
@@ -219,7 +245,7 @@ def _alternatives(
 
 def _advice(report: PlanReport, objective: Objective, first: str, small: Sequence[str]) -> Iterator[str]:
     """Yield sentences on the chosen plan. `small` are the nodes left out that have no memory for any layer."""
-    chosen, rate = report.chosen, report.chosen.times.tokens_per_s(objective.requests_at_once)
+    chosen, rate = report.chosen, report.chosen.times.steps_per_s(objective.requests_at_once)
     alone = [each for each in report.alternatives if len(each.plan.names) == 1]
     if not chosen.plan.fits:
         yield f"It does not fit: {chosen.plan.lacking}."
@@ -233,9 +259,10 @@ def _advice(report: PlanReport, objective: Objective, first: str, small: Sequenc
         yield f"Left out for lack of memory: {', '.join(lacking)}."
     if rate is None:
         if len(chosen.plan.names) > 1:
+            canvases = "" if chosen.times.step == "token" else "; canvases need `tflops`"
             yield (
-                "How fast these nodes are is not known (those of one machine are not measured), so the split is by "
-                "bytes, as if they were equally fast."
+                f"How fast these nodes are is not known (those of one machine are not measured{canvases}), so the "
+                "split is by bytes, as if they were equally fast."
             )
         return
     if len(chosen.plan.names) == 1 and alone:
@@ -257,11 +284,11 @@ def _advice(report: PlanReport, objective: Objective, first: str, small: Sequenc
     with_alone = [each for each in alone if each.plan.names[0] == first and each.plan.fits]
     if apart and with_alone:
         yield from _advice_on_prompts(apart[0], with_alone[0], first, is_chosen=apart[0] is chosen)
-    whole, hops = chosen.times.ms_per_token, [ms or 0.0 for ms in chosen.times.hop_ms]
+    whole, step, hops = chosen.times.ms_per_step, chosen.times.step, [ms or 0.0 for ms in chosen.times.hop_ms]
     if whole and sum(hops) > _LONG_HOPS * whole:
         longest = hops.index(max(hops))
         sender, receiver = chosen.plan.names[longest], [*chosen.plan.names, chosen.plan.names[0]][longest + 1]
-        yield f"Hops take {sum(hops) / whole:.0%} of a token's time, most of it from {sender} to {receiver}."
+        yield f"Hops take {sum(hops) / whole:.0%} of a {step}'s time, most of it from {sender} to {receiver}."
 
 
 def _advice_on_prompts(apart: PredictedPlan, alone: PredictedPlan, first: str, *, is_chosen: bool) -> Iterator[str]:
@@ -283,11 +310,11 @@ def _advice_on_prompts(apart: PredictedPlan, alone: PredictedPlan, first: str, *
 
 
 def _rate(predicted: PredictedPlan, objective: Objective) -> float:
-    return predicted.times.tokens_per_s(objective.requests_at_once) or 0.0
+    return predicted.times.steps_per_s(objective.requests_at_once) or 0.0
 
 
 def _figure(predicted: PredictedPlan, objective: Objective) -> str:
     """Format the plan's speed by the objective's goal."""
     if objective.goal != "throughput":
-        return f"{format_ms(predicted.times.ms_per_token or 0.0)} per token"
-    return f"{_rate(predicted, objective):.1f} tok/s of {objective.num_requests} requests"
+        return f"{format_ms(predicted.times.ms_per_step or 0.0)} per {predicted.times.step}"
+    return f"{_rate(predicted, objective):.1f} {predicted.times.rate} of {objective.num_requests} requests"

@@ -50,16 +50,20 @@ class NodeSpeed:
         """Return the milliseconds of a frame in the layers before each layer of the model, and in all of them.
 
         The frame takes the difference of two of these times on a stage that holds the layers between them. Sampled rows
-        also read a session's caches of `context` tokens, and pass the head behind the last layer. Every row attends to
-        the `num_before` tokens before the frame, at the rate at which the layer's matrices are multiplied.
+        pass the head behind the last layer, and each step among them also reads a session's caches of `context` tokens.
+        Every row attends to the `num_before` tokens before the frame, those of a canvas to `context`, at the rate at
+        which the layer's matrices are multiplied.
         """
+        num_steps = num_sampled // spec.step_rows
+        if num_steps and spec.needs_canvas:
+            num_before = context
         row_ms = {}
         for kind, times in zip(spec.kinds, self.kinds, strict=True):
             row_ms[kind] = ms = on_lines(times, num_rows)
             if kind.num_products:
                 row_ms[kind] += ms * kind.num_attended * num_before / kind.num_products
         cache_ms = {kind: spec.remembered_bytes(kind, context) / self.gbps / 1e6 for kind in spec.kinds}
-        found = list(accumulate((row_ms[kind] + num_sampled * cache_ms[kind] for kind in spec.layers), initial=0.0))
+        found = list(accumulate((row_ms[kind] + num_steps * cache_ms[kind] for kind in spec.layers), initial=0.0))
         if num_sampled:
             found[-1] += on_lines(self.head, num_sampled)
         return found

@@ -181,6 +181,11 @@ class ModelSpec:
         return self.canvas is not None and (not self.canvas.is_causal or self.canvas.refinement is not None)
 
     @property
+    def step_rows(self) -> int:
+        """Rows of one step of an answer: one token, or all of a canvas if it can decode nothing less."""
+        return self.canvas.length if self.canvas and self.needs_canvas else 1
+
+    @property
     def serves_head(self) -> bool:
         """Whether the drafter is a draft head that uses the model's embedding, and mostly its head."""
         head = self.draft_head

@@ -86,6 +86,21 @@ def test_bars_stand_where_the_layers_are_if_there_is_room(planned: Any, monkeypa
     assert bars(60) == ["", ""] and bars(40) == ["", ""]
 
 
+def test_times_of_a_model_that_decodes_whole_canvases_only_are_those_of_their_steps(
+    brigade: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, path = Path(__file__).parents[2] / "fixtures" / "diffusion_gemma", tmp_path / "nodes.yaml"
+    for tflops, told in (("", "canvases need `tflops`"), (", tflops: 1", " canvas steps/s of one request")):
+        macs = MACS.replace("MEMORY", "1GiB").replace("GBPS", "0.02").replace("}\n", f"{tflops}}}\n")
+        path.write_text(macs, encoding="utf-8")
+        brigade("plan", "--nodes", str(path), "--model", str(folder))
+        shown = " ".join(capsys.readouterr().out.split())
+        assert told in shown and "per token" not in shown and "tok/s" not in shown
+    brigade("plan", "--nodes", str(path), "--model", str(folder), "--json")
+    found = json.loads(capsys.readouterr().out)
+    assert found["ms_per_token"] is found["tokens_per_s"] is None and found["nodes"][0]["stage_ms"] > 0
+
+
 def test_what_does_not_fit_is_printed_and_refused(planned: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="does not fit: max lacks"):
         planned("--json", memory="10KiB")

@@ -13,7 +13,7 @@ from coordinator.planning.prediction import Prediction
 from coordinator.planning.speeds import NO_SPEEDS, UNMEASURED, LinkSpeed, NodeSpeed, Survey
 from protos.brigade_pb2 import DTYPE_BFLOAT16
 from worker.model.cache_spec import Memory
-from worker.model.model_spec import LayerSpec, ModelSpec
+from worker.model.model_spec import CanvasTraining, LayerSpec, ModelSpec, Refinement
 
 BLOCK = 256
 GB = 10**9
@@ -107,6 +107,17 @@ def test_of_plans_that_are_equally_fast_the_one_of_fewest_nodes_is_taken(goal: G
     spec = model([1000, 1000])
     survey = surveyed(spec, 100, 100, ports=[LinkSpeed(rtt_ms=0.1)])
     assert names(plan(spec, nodes(ROOMY, ROOMY), survey, Objective(1, goal=goal))) == ["n0"]
+
+
+@pytest.mark.parametrize("goal", GOALS)
+def test_a_split_is_judged_by_the_canvases_of_a_model_that_decodes_nothing_less(goal: Goal) -> None:
+    head = ((1, 0.0), (64, 0.0))
+    times = {"n0": ((1, 1.0), (8, 8.0)), "n1": ((1, 2.0), (8, 2.0))}
+    survey = Survey({name: NodeSpeed((each,), head, 1000) for name, each in times.items()})
+    for canvas, layers in ((None, [4]), (CanvasTraining(None, 8, refinement=Refinement()), [1, 3])):
+        spec = replace(model([GB] * 4, hidden=1), canvas=canvas)
+        objective = Objective(1, goal=goal, num_requests=1)
+        assert plan(spec, nodes(ROOMY, ROOMY), survey, objective).layers == layers
 
 
 def test_memory_is_that_of_all_sessions() -> None:

@@ -11,7 +11,7 @@ from coordinator.planning.speeds import NO_SPEEDS, LinkSpeed, NodeSpeed, Survey
 from protos.brigade_pb2 import Cache
 from tests.unit.planning.test_planner import GB, ROOMY, model, surveyed
 from worker.model.cache_spec import Memory, cache_spec
-from worker.model.model_spec import LayerSpec
+from worker.model.model_spec import CanvasTraining, LayerSpec, Refinement
 
 SPEC = model([GB] * 4, hidden=500)  # 1000 bytes per row
 FLAT = ((1, 2.0), (8, 2.0), (512, 20.0))  # milliseconds of a layer by rows
@@ -89,6 +89,22 @@ def test_caches_are_read_with_every_token_and_by_each_session() -> None:
     assert found[1000].ms_per_token == pytest.approx(9.0 + 4 * 0.1)
     assert found[1000].tokens_per_s(2) == pytest.approx(2000 / (9.0 + 2 * 4 * 0.1))
     assert found[1000].prefill_s(512) == pytest.approx(0.0814), "the prompt's last row is a token's"
+
+
+def test_a_model_that_decodes_whole_canvases_only_has_times_of_their_steps_and_none_of_tokens() -> None:
+    """Eight rows of 500 bytes per token and layer at 5 GB/s; what a step makes of its rows goes back with them."""
+    spec = replace(model([GB] * 4, hidden=500, per_token=500), canvas=CanvasTraining(None, 8, refinement=Refinement()))
+    speed = NodeSpeed((((1, 2.0), (8, 4.0), (512, 20.0)),), ((1, 1.0), (8, 3.0), (512, 9.0)), 5)
+    survey = Survey({"n0": speed, "n1": speed}, {"n1": LINK})
+    where = [Node(f"n{i}", ROOMY) for i in range(2)]
+    found = Prediction(spec, plan(spec, where, NO_SPEEDS, Objective(1000, layers=(3, 1))), survey)
+    assert found.stage_ms == pytest.approx([3 * 4.1, 4.1 + 3.0]) and found.hop_ms == [8.5, 8.5]
+    assert found.ms_per_step == pytest.approx(4 * 4.1 + 3.0 + 2 * 8.5)
+    assert found.steps_per_s() == pytest.approx(1000 / found.ms_per_step)
+    assert found.ms_per_token is found.tokens_per_s() is found.tokens_per_s(8) is None
+    layers = tuple(replace(each, num_products=100, num_attended=1) for each in spec.layers)
+    attending = Prediction(replace(spec, layers=layers), split(4), survey)
+    assert attending.ms_per_step == pytest.approx(4 * (4.0 + 4.0 / 100) + 3.0, abs=0.01), "of a context of one token"
 
 
 def test_no_more_is_read_than_a_query_sees() -> None:
