@@ -84,9 +84,7 @@ class NodeRecord:
 
     name: str
     is_own: bool = False  # this very process
-    is_spare: bool = (
-        False  # the best plan leaves it out: it joins only after the loss of another node, and is a member then
-    )
+    is_spare: bool = False  # left out by the best plan, and not in place of a lost node since
     is_measured: bool = True  # its speed is known, or cannot be; only False where plans are made by speed
     state: NodeState = NodeState.ABSENT
     since: float = -math.inf  # when it entered the state
