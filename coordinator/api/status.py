@@ -61,9 +61,9 @@ async def live(server: Server) -> Health:
     return {"status": "live"}
 
 
-async def health(server: Server, deep: str = "") -> Response:
+async def health(server: Server, deep: str = "0") -> Response:
     """Whether requests are answered now; with `?deep=1` one token goes through all stages first, if it is awake."""
-    if deep not in ("", "0", "1"):
+    if deep not in ("0", "1"):
         raise InputError("deep", f"expected 1 or 0, found {shown(deep)}")
     if server.answers_now and deep == "1":
         await server.probe()

@@ -200,10 +200,11 @@ async def loaded(options: ClusterOptions, cases: Sequence[EvalCase], concurrency
     has_template = inputs.has_chat_template
     longest = 0
     for case in cases:  # errors are raised before anything is loaded
-        question, specs = case.question, [replace(case.spec, prompt=case.prompt(has_template=has_template))]
+        question = case.question
         with question.named_in_errors():
+            specs = [replace(case.spec, prompt=case.prompt(has_template=has_template))]
             if question.continuations:
-                specs += await continuation_specs(inputs, question.prompt, question.continuations)
+                specs = await continuation_specs(inputs, question.prompt, question.continuations)
             for spec in specs:
                 longest = max(longest, most_rows(await inputs.make_request(spec), inputs.spec.context))
     options = replace(options, context=max(options.context, longest))

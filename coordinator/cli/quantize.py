@@ -15,6 +15,7 @@ from coordinator.cluster.progress import say, show_bytes, show_tokens
 from coordinator.cluster.tables import fitting, plain_console
 from worker.errors import InputError
 from worker.platform.text import Json, format_bytes, to_json
+from worker.platform.threads import run_in_thread
 
 if TYPE_CHECKING:
     from coordinator.quality.quantize import QuantizeOptions
@@ -25,7 +26,7 @@ _mixed = partial(typer.Option, rich_help_panel="Mixed bits")
 _SENSITIVITY = "sensitivity"
 
 
-def quantize(
+async def quantize(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", show_default=False, help="A folder, a hub repository, or `demo`.")
     ],
@@ -77,60 +78,64 @@ def quantize(
 
     brigade quantize Qwen/Qwen3-8B qwen3-8b-awq --method awq --calibration texts.txt
     """
-    from coordinator.quality.quantize import (
-        QuantizedModel,
-        begun_parts,
-        opened,
-        quantize_options,
-        require_new,
-        require_new_or_unfinished,
-        write_model,
-    )
-    from coordinator.quality.sensitivity import HIGH_BITS, read_text
-    from worker.node.loading import open_checkpoint
 
-    kept = [name.strip() for name in (keep or "").split(",") if name.strip()]
-    options = quantize_options(q_mode, q_bits, q_group_size, kept)
-    require_new_or_unfinished(out)
-    if method is not None:
-        from coordinator.quality.methods import MethodRun, require_method
+    def run() -> None:
+        from coordinator.quality.quantize import (
+            QuantizedModel,
+            begun_parts,
+            opened,
+            quantize_options,
+            require_new,
+            require_new_or_unfinished,
+            write_model,
+        )
+        from coordinator.quality.sensitivity import HIGH_BITS, read_text
+        from worker.node.loading import open_checkpoint
 
-        require_method(method, options, recipe, target_bpw)
-        text = read_text(calibration)
+        kept = [name.strip() for name in (keep or "").split(",") if name.strip()]
+        options = quantize_options(q_mode, q_bits, q_group_size, kept)
+        require_new_or_unfinished(out)
+        if method is not None:
+            from coordinator.quality.methods import MethodRun, require_method
+
+            require_method(method, options, recipe, target_bpw)
+            text = read_text(calibration)
+            checkpoint = open_checkpoint(model)
+            converting = MethodRun(checkpoint, method, options, target_bpw, text)
+            _fetch(checkpoint)
+            state = {**_state(checkpoint, options), "method": [method, target_bpw, _hash(text)]}
+            with opened(out, state):
+                nbytes, bits_per_weight = converting.write(out)
+            _tell(out, nbytes, bits_per_weight, parts=[], as_json=as_json)
+            return
+        if recipe is None and (target_bpw, calibration) != (None, None):
+            field = "calibration" if target_bpw is None else "target_bpw"
+            raise InputError(field, "expected --recipe sensitivity or --method with it, got neither")
+        if recipe is not None and target_bpw is None:
+            raise InputError("target_bpw", "expected bits per weight with --recipe, such as 5, got none")
+        if recipe is not None and (recipe != _SENSITIVITY or q_mode != "affine"):
+            raise InputError("recipe", f"expected {_SENSITIVITY} with affine, got {recipe} with {q_mode}")
+        if recipe is not None and q_bits is not None and q_bits >= HIGH_BITS:
+            raise InputError("q_bits", f"expected fewer than the {HIGH_BITS} of other parts, got {q_bits}")
+        text = read_text(calibration) if recipe else ""
         checkpoint = open_checkpoint(model)
-        run = MethodRun(checkpoint, method, options, target_bpw, text)
         _fetch(checkpoint)
-        state = {**_state(checkpoint, options), "method": [method, target_bpw, _hash(text)]}
-        with opened(out, state):
-            nbytes, bits_per_weight = run.write(out)
-        _tell(out, nbytes, bits_per_weight, parts=[], as_json=as_json)
-        return
-    if recipe is None and (target_bpw, calibration) != (None, None):
-        field = "calibration" if target_bpw is None else "target_bpw"
-        raise InputError(field, "expected --recipe sensitivity or --method with it, got neither")
-    if recipe is not None and target_bpw is None:
-        raise InputError("target_bpw", "expected bits per weight with --recipe, such as 5, got none")
-    if recipe is not None and (recipe != _SENSITIVITY or q_mode != "affine"):
-        raise InputError("recipe", f"expected {_SENSITIVITY} with affine, got {recipe} with {q_mode}")
-    if recipe is not None and q_bits is not None and q_bits >= HIGH_BITS:
-        raise InputError("q_bits", f"expected fewer than the {HIGH_BITS} of other parts, got {q_bits}")
-    text = read_text(calibration) if recipe else ""
-    checkpoint = open_checkpoint(model)
-    _fetch(checkpoint)
-    state, parts = _state(checkpoint, options), list[Json]()
-    if target_bpw is not None:
-        state["recipe"] = [target_bpw, _hash(text)]
-        parts = begun_parts(out, state)
-        if not parts:
-            require_new(out)
-            QuantizedModel(checkpoint, options)  # what it refuses, it refuses before the model is measured
-            parts = _measured_parts(checkpoint, options, text, target_bpw)
-        state["parts"] = parts
-        options = replace(options, bits_of={path: part["bits"] for part in parts for path in part["modules"]})
-    found = QuantizedModel(checkpoint, options)
-    with show_bytes("quantised", found.nbytes) as report:
-        write_model(found, checkpoint, out, state, report)
-    _tell(out, found.nbytes, found.bits_per_weight, parts, as_json=as_json)
+        state, parts = _state(checkpoint, options), list[Json]()
+        if target_bpw is not None:
+            state["recipe"] = [target_bpw, _hash(text)]
+            parts = begun_parts(out, state)
+            if not parts:
+                require_new(out)
+                QuantizedModel(checkpoint, options)  # what it refuses, it refuses before the model is measured
+                parts = _measured_parts(checkpoint, options, text, target_bpw)
+            state["parts"] = parts
+            options = replace(options, bits_of={path: part["bits"] for part in parts for path in part["modules"]})
+        found = QuantizedModel(checkpoint, options)
+        with show_bytes("quantised", found.nbytes) as report:
+            write_model(found, checkpoint, out, state, report)
+        _tell(out, found.nbytes, found.bits_per_weight, parts, as_json=as_json)
+
+    await run_in_thread(run)  # interrupts take effect while MLX computes
 
 
 def _state(checkpoint: Checkpoint, options: QuantizeOptions) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def ask_server(server: str, key: str | None) -> Json:
     try:
         found: Json = reply.json()
         tables(found, width=80)  # which reads all that is shown
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
         raise BrigadeError(otherwise) from None
     return found
 

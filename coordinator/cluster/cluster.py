@@ -252,8 +252,11 @@ class Cluster:
                 within_s = min(left_s, within_s)
         predicted = Prediction(deployment.spec, plan, self._planner.speeds)
         costs = ChainCosts(len(plan.assignments), predicted.chunks_s)
-        answer_costs = ChainCosts(1, predicted.of_answers.chunks_s)
-        is_awaited = recovery.still_since is not None and _is_alike(self.chain.plan, plan)
+        answers_alone = plan.prompt_end is not None
+        answer_costs = ChainCosts(1, predicted.of_answers.chunks_s) if answers_alone else costs
+        is_awaited = recovery.still_since is not None and (
+            (self.chain.num_stages, self.chain.answers_alone) == (len(plan.assignments), answers_alone)
+        )
         if is_awaited:
             costs, answer_costs = self.chain.costs, self.chain.answer_costs
         async with AsyncExitStack() as stack:
@@ -567,8 +570,3 @@ class Cluster:
         before = worker.incarnation
         await self.nodes.ask([worker.name], _ASK_S)
         return worker.incarnation == before
-
-
-def _is_alike(one: Plan, other: Plan) -> bool:
-    """Return whether frames pass as many nodes in both plans, so that what one has learned holds in the other."""
-    return len(one.assignments) == len(other.assignments) and (one.prompt_end is None) == (other.prompt_end is None)

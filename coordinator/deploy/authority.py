@@ -113,14 +113,6 @@ class Authority:
         _write_private(path, key, certificate, self.certificate)
         return path
 
-    def has_usable(self, name: str) -> bool:
-        """Return whether this worker's file is of this authority and would be accepted now."""
-        file = KeyFile(self.folder, name, Role.WORKER)
-        try:
-            return self.has_issued(file.path) and bool(file.read())
-        except ConfigError:
-            return False
-
     def has_issued(self, path: Path) -> bool:
         """Return whether this node's file exists and is of this authority."""
         return path.exists() and split_pem(path.read_bytes())[2:] == [to_pem(self.certificate)]
@@ -229,7 +221,12 @@ def _issue_if_needed(authority: Authority, name: str, say: Callable[[str], None]
     lock = os.open(authority.folder, os.O_RDONLY)  # only one of several launches makes it
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not authority.has_usable(name):
-            say(f"made {authority.issue(name, Role.WORKER)}, the certificate of {name}")
+        file, why = KeyFile(authority.folder, name, Role.WORKER), ""
+        try:
+            if authority.has_issued(file.path) and file.read():
+                return
+        except ConfigError as error:
+            why = f"; the last one: {error.message.partition(';')[0]}"
+        say(f"made {authority.issue(name, Role.WORKER)}, the certificate of {name}{why}")
     finally:
         os.close(lock)

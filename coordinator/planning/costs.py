@@ -245,7 +245,8 @@ class ChainCosts:
             return _TRIED
         return_s = self._return_s if self._returns.is_known else None
         rows = chunk_size(num_unfed, self.stages_s, return_s, beside_streams=beside_streams)
-        return min(rows, max(_CHUNKS[0], _GROWTH * known)) if beside_streams else rows
+        tried = [size for size in _CHUNKS[1:] if size <= _GROWTH * known]
+        return min(rows, max(tried, default=_CHUNKS[0])) if beside_streams else rows
 
     def pays_apart(self, num_alone: int, num_apart: int, share: float) -> bool:
         """Return whether all stages compute a prompt sooner than the first one would alone.

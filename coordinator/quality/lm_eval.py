@@ -77,7 +77,7 @@ class _Task(_Part):
     filter_list: list[_Chain] = []
     metric_list: list[_Metric] = []
     target_delimiter: str = " "
-    fewshot_delimiter: str = "\n\n"  # without examples it only ends answers, where `until` is not given
+    fewshot_delimiter: str | None = "\n\n"  # without examples it only ends answers, where `until` is not given
     num_fewshot: Literal[0] = 0
     repeats: Literal[1] = 1
     task: Any = None  # these and the following change nothing here
@@ -99,7 +99,7 @@ def read_task(path: Path, limit: int | None, texts: Texts) -> tuple[Question, ..
     """
     task = _load(path)
     generation, names = task.generation_kwargs, _METRICS[task.output_type]
-    until = generation.until if "until" in generation.model_fields_set else task.fewshot_delimiter
+    until = generation.until if "until" in generation.model_fields_set else task.fewshot_delimiter or ""
     metric = task.metric_list[0] if task.metric_list else _Metric(metric=names[0])
     if metric.metric not in names:
         raise InputError(
@@ -119,7 +119,8 @@ def read_task(path: Path, limit: int | None, texts: Texts) -> tuple[Question, ..
             target = _value(str(task.doc_to_target), doc, texts)
             if not questions:
                 has_several = isinstance(target, list)  # as in lm-eval: later ones may be texts like [0, 1]
-            expected = target if has_several and isinstance(target, list) else [target]
+            is_field = str(task.doc_to_target) in doc
+            expected = target if isinstance(target, list) and (has_several or is_field) else [target]
             if not expected:
                 raise InputError("", "doc_to_target: expected an answer or several, found an empty list")
             question = Question(
@@ -163,7 +164,7 @@ def _scored(
     right = int(found) if is_number else choices.index(found) if found in choices else len(choices)
     if right >= len(choices):
         raise InputError("", f"doc_to_target: expected a choice or its number from 0, found {found[:40]!r}")
-    prompt = whole.rstrip()  # as in lm-eval, blanks at its end are scored with each choice
+    prompt = whole.rstrip() or whole  # as in lm-eval, blanks at its end are scored with each choice
     continuations = tuple(whole[len(prompt) :] + task.target_delimiter + choice for choice in choices)
     lengths = tuple(map(len, choices)) if has_lengths else ()  # in letters, as lm-eval has it
     return Question(place, prompt, (str(right),), "exact", continuations=continuations, lengths=lengths)

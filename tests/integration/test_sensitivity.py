@@ -1,5 +1,6 @@
 """Mixed bits of a tiny model: chosen from what each part does to the loss and the drafts, and read by mlx_lm."""
 
+import asyncio
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ def characters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def mixed(model: Path, out: Path, capsys: pytest.CaptureFixture[str], **more: Any) -> dict[str, Any]:
     asked = {"recipe": "sensitivity", "target_bpw": 6.5, "q_group_size": 32, "keep": "embed_tokens", "as_json": True}
-    quantize(str(model), out, **asked | more)
+    asyncio.run(quantize(str(model), out, **asked | more))
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 

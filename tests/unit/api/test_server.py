@@ -161,8 +161,9 @@ def test_a_deep_check_goes_as_requests_with_a_deadline(monkeypatch: pytest.Monke
 
 
 def test_a_health_check_that_may_be_meant_as_a_deep_one_is_refused() -> None:
-    found = ask(make_app(served()), "GET", "/health?deep=true")
-    assert found.status_code == 400 and found.json()["error"]["param"] == "deep"
+    for query in ("deep=true", "deep=", "deep"):
+        found = ask(make_app(served()), "GET", f"/health?{query}")
+        assert found.status_code == 400 and found.json()["error"]["param"] == "deep"
 
 
 async def test_one_deep_look_is_taken_at_a_time() -> None:

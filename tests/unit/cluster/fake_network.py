@@ -170,7 +170,8 @@ class WorldChain:
         self.peers: Any = deployment.peers
         self.num_stages = 1 + len(self.peers)
         self.clock_offsets = [0] * self.num_stages
-        self.costs = self.answer_costs = costs or ChainCosts(self.num_stages)
+        self.costs = costs or ChainCosts(self.num_stages)
+        self.answer_costs = answer_costs or self.costs
         self.answers_alone = False
         self.prefixes = None
         self.held_slots: dict[int, Any] = {}

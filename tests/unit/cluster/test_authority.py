@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import stat
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -107,7 +108,12 @@ def test_a_launch_makes_an_expired_certificate_anew_where_the_authority_is(autho
     path = authority.issue("mini", Role.WORKER, begins=begins, until=begins + timedelta(days=1))
     [sent] = certificates(cluster, ["mini"], said.append).values()
     assert KeyFile(authority.folder, "mini", Role.WORKER).read().certificate == split_pem(sent)[1]
-    assert said == [f"made {path}, the certificate of mini"]
+    assert len(said) == 1 and re.search(
+        rf"^made {path}, .* mini; the last one: {path}: the certificate expired", said[0]
+    )
+    path.chmod(0o644)
+    certificates(cluster, ["mini"], said.append)
+    assert len(said) == 2 and "others may read it" in said[1]
 
 
 def test_a_launch_leaves_files_alone_that_are_of_the_coordinators_authority_and_not_of_the_one_there(

@@ -45,6 +45,18 @@ def test_a_returned_node_loads_for_minutes_while_the_old_chain_answers(cluster: 
     assert cluster.members == WHOLE and not cluster.cluster.missing and cluster.cluster.num_recoveries == 1
 
 
+def test_requests_go_on_with_the_costs_that_a_chain_of_as_many_nodes_has_learned(cluster: Cluster3) -> None:
+    before = cluster.cluster.chain
+    cluster.submit(Request((1, 2, 3), 150), wait_s=0.1)
+    cluster.act(restart, cluster.world.places["a"], wait_s=30)
+    after = cluster.cluster.chain
+    assert after is not before and cluster.members == WHOLE
+    assert (after.costs, after.answer_costs) == (before.costs, before.answer_costs)
+    cluster.submit(Request((1, 2, 3), 150), wait_s=0.1)
+    cluster.act(cluster.world.places["a"].end, wait_s=30)
+    assert cluster.members == ["coordinator", "b", "c"] and cluster.cluster.chain.costs is not after.costs
+
+
 def test_a_load_that_fails_beside_others_ends_none_of_them(cluster: Cluster3) -> None:
     """Two nodes come back; one of them is started again in the middle of its load."""
     places = cluster.world.places

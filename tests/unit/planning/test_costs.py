@@ -106,11 +106,11 @@ def test_beside_streams_a_chunk_is_not_much_larger_than_what_is_known() -> None:
     """One token takes 10 ms here, and so would 2,048, as far as one knows."""
     costs = ChainCosts(1)
     sizes = []
-    for rows in (1, 32, 128, 512):
+    for rows in (1, 9, 32, 128, 512):
         for _ in range(2):
             costs.observe(rows, [0.01], 0.01, was_alone=True)
         sizes.append(costs.chunk_size(5000, beside_streams=True))
-    assert sizes == [32, 128, 512, 2048]
+    assert sizes == [32, 32, 128, 512, 2048]
 
 
 def test_chunks_are_chosen_by_what_their_caches_take_back_too_but_no_stream_waits_for_that() -> None:

@@ -172,6 +172,7 @@ def test_questions_of_a_task_are_lines_or_a_list_also_after_a_byte_order_mark(te
         ('fewshot_delimiter: "\\n"', ("\n",)),
         ('{fewshot_delimiter: "\\n", generation_kwargs: {until: []}}', ()),
         ('{generation_kwargs: {until: ["", "Q:"]}}', ("Q:",)),
+        ("fewshot_delimiter: null", ()),
     ],
 )
 def test_answers_end_at_the_delimiter_of_examples_unless_the_task_says_where(
@@ -209,6 +210,14 @@ def test_a_target_of_a_task_file_may_be_several(
     else:
         [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
         assert found.expected == expected
+
+
+def test_a_list_of_right_answers_may_follow_a_single_one(texts: Texts, tmp_path: Path) -> None:
+    write(tmp_path / "docs.jsonl", *({"how": "Say", "question": "Where?", "a": a} for a in ("Wien", ["Rom", 7])))
+    task = TASK.replace("doc_to_target: \"{{ answer.split('####')[-1].strip() }}\"", "doc_to_target: a")
+    (tmp_path / "task.yaml").write_text(task.replace("fewshot_delimiter", "# "))
+    found = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
+    assert [each.expected for each in found] == [("Wien",), ("Rom", "7")]
 
 
 def test_the_first_target_tells_whether_a_text_with_brackets_is_a_list(texts: Texts, tmp_path: Path) -> None:
@@ -285,6 +294,9 @@ def test_blanks_at_the_end_of_a_prompt_are_scored_with_each_choice(texts: Texts,
     [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
     assert (found.prompt, found.continuations) == ("Tell: Which?", (" \na", " \nlong one"))
     assert found.lengths == (1, 8), "of the choices alone, as in lm-eval"
+    write(tmp_path / "docs.jsonl", {"hint": "", "question": " ", "options": ["a", "b"]})
+    [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
+    assert (found.prompt, found.continuations) == (" ", ("a", "b")), "something has to precede them"
 
 
 @pytest.mark.parametrize(
