@@ -67,6 +67,8 @@ def batch(
     Many requests on Macs of different speeds: brigade batch in.jsonl -o out.jsonl --config cluster.yaml --objective
     throughput
     """
+    if "-" in (str(source), str(output)):
+        raise InputError("", "expected files of requests and answers, by which the command continues, found -")
     if source.exists() and output.exists() and output.samefile(source):
         raise InputError("output", "expected another file than that of the requests")
     options = cluster.options()

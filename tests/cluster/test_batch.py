@@ -67,7 +67,10 @@ def test_a_failed_request_names_its_field_and_shows_in_the_exit_code(reciter: Pa
 def test_files_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
     source, notes = write(tmp_path / "in.jsonl", request("a")), tmp_path / "notes"
     notes.write_text("text\n")
-    for read, target, field in ((source, source, "-o"), (source, notes, "-o"), (tmp_path / "none", notes, "")):
+    for read, target, field in (
+        *((source, source, "-o"), (source, notes, "-o"), (tmp_path / "none", notes, "")),
+        *((source, "-", "found -"), ("-", notes, "found -")),
+    ):
         outcome = run_here("batch", read, "-o", target, *HERE, "demo")
         assert outcome.code == 2 and outcome.err.startswith("error: ") and field in outcome.err
     assert notes.read_text() == "text\n"
