@@ -174,6 +174,12 @@ class Cluster:
         return [each.name for each in self.nodes.records if not each.is_spare and each.name not in members]
 
     @property
+    def why_missing(self) -> str:
+        """Why they do not take part, as far as it is known."""
+        failures = (worker.failure or worker.refusal for worker in map(self.nodes.workers.get, self.missing) if worker)
+        return "; ".join(filter(None, [self.waiting, *(str(error) for error in failures if error)]))
+
+    @property
     def outside(self) -> list[Assignment]:
         """The shards of the missing nodes by the whole plan; no layers for a node that it does not know yet."""
         planned = {assignment.name: assignment for assignment in self.whole.assignments}
@@ -283,6 +289,7 @@ class Cluster:
             record.is_spare = False
             if record.state is NodeState.LOADED:  # else the chain is about to be lost, too
                 record.meet(NodeEvent.ATTACHED, now)
+                record.failure = None
         self.chain = chain
         if self._better and set(self._better.names) != set(chain.plan.names):
             self._better = None
@@ -544,7 +551,7 @@ class Cluster:
             record.stall(now)
         else:
             record.fail(now, has_chain=has_chain)
-        record.asked_at = -math.inf
+        record.failure, record.asked_at = error, -math.inf
 
     async def _begin_or_raise(self, error: BrigadeError, recovery: Recovery) -> None:
         """Make this the recovery's latest error, and its first one if there was none. Raise it if it is final."""

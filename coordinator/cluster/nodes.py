@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from coordinator.planning.plan import MemoryOffer, budgets
 from coordinator.planning.recovery import NodeEvent, NodeRecord, NodeState
 from protos.brigade_pb2 import HelloReply
 from worker.config import ClusterConfig, is_here
-from worker.errors import BrigadeError, CallerRefused, StageLost, error_text
+from worker.errors import BrigadeError, CallerRefused, InternalError, StageLost, error_text
 from worker.node.network import Network
 from worker.platform.machine import memory_budget
 from worker.platform.tasks import cancel_all
@@ -36,6 +37,7 @@ class ClusterNode(NodeRecord):
     trouble: BrigadeError | None = None  # why it did not answer the last question
     silent_since: float | None = None  # the first question that its process has not answered
     reported: str = ""  # the refusal that the user has read
+    failure: BrigadeError | None = None  # why it could not load or join last, until it has or another process is there
 
     @property
     def address(self) -> str:
@@ -52,6 +54,12 @@ class ClusterNode(NodeRecord):
         """Why it cannot take part though it is there; None if it answers, or does not answer at all."""
         is_there = isinstance(self.trouble, CallerRefused) or not isinstance(self.trouble, StageLost)
         return self.trouble if is_there else None
+
+    def renew(self) -> None:
+        """Note that another process runs there: what the last one refused says nothing of it. A crash may recur."""
+        if self.failure is not None and not isinstance(self.failure, (StageLost, InternalError)):
+            self.num_failures, self.retry_at = 0, -math.inf
+        self.failure = None
 
     def kill(self) -> None:
         """End a process of our own, which is started again; other processes are left alone."""
@@ -134,6 +142,7 @@ class Nodes:
                 worker.silent_since = None
                 if isinstance(outcome, HelloReply) and outcome.incarnation != worker.incarnation:
                     worker.offered_bytes = outcome.memory_bytes
+                    worker.renew()
                 worker.answer(outcome.incarnation, now)
                 if isinstance(outcome, IdleReply):
                     worker.meet(NodeEvent.IDLE, now)

@@ -157,8 +157,8 @@ class Engine:
         if draining := self.chain.draining:
             return ServerStatus(ServerState.DRAINING, str(draining))
         if missing := self.cluster.missing:
-            waiting = f"; {self.cluster.waiting}" if self.cluster.waiting else ""
-            return ServerStatus(ServerState.DEGRADED, f"without {' and '.join(missing)}{waiting}")
+            why = f"; {self.cluster.why_missing}" if self.cluster.why_missing else ""
+            return ServerStatus(ServerState.DEGRADED, f"without {' and '.join(missing)}{why}")
         return _READY
 
     async def prepare(self, spec: RequestSpec) -> Request:

@@ -325,12 +325,8 @@ def _is_to_be_asked(each: NodeRecord, now: float, *, has_plan: bool) -> bool:
         return False
     if each.is_usable:
         return now - each.asked_at >= _LOOK_S
-    return not has_plan and now - each.asked_at >= _ASK_AGAIN_S and _is_pause_over(each, now)
-
-
-def _is_pause_over(each: NodeRecord, now: float) -> bool:
-    """Return whether a node may be asked again: a stalled one only after its pause."""
-    return each.state is not NodeState.STALLED or now >= each.retry_at
+    is_over = each.state is not NodeState.STALLED or now >= each.retry_at
+    return not has_plan and now - each.asked_at >= _ASK_AGAIN_S and is_over
 
 
 def _plan_for_next(nodes: Sequence[NodeRecord], now: Situation, limits: Limits, planner: Planner) -> Plan | None:
@@ -419,10 +415,10 @@ def _improve(nodes: Sequence[NodeRecord], now: Situation, planner: Planner) -> A
 
 
 def _is_looked_for(each: NodeRecord, now: float) -> bool:
-    """Return whether to ask a node that the open chain lacks."""
+    """Return whether to ask a node that the open chain lacks: another process may have taken a stalled one's place."""
     if each.is_own or each.is_spare or each.state in (NodeState.LOADING, NodeState.ATTACHED):
         return False
-    return now - each.asked_at >= _LOOK_S and _is_pause_over(each, now)
+    return now - each.asked_at >= _LOOK_S
 
 
 def _grows(present: Plan, best: Plan) -> bool:

@@ -11,7 +11,7 @@ from coordinator.planning.recovery import Action, LeaveOut, Limits, Load, NodeSt
 from coordinator.sessions.request import Request
 from tests.unit.cluster import fake_network
 from tests.unit.cluster.test_cluster_states import Cluster3
-from worker.errors import BrigadeError, NodeSilent, StageLost
+from worker.errors import BrigadeError, ModelError, NodeSilent, StageLost
 from worker.node.rpc_errors import error_named
 
 WHOLE = ["coordinator", "a", "b", "c"]
@@ -70,6 +70,23 @@ def test_a_load_that_fails_beside_others_ends_none_of_them(cluster: Cluster3) ->
     cluster.wait(100)
     cluster.act(restart, places["a"], wait_s=400)
     assert cluster.members == WHOLE and places["b"].num_loads == loads + 1
+
+
+def test_a_worker_that_refused_to_load_is_tried_at_once_when_another_process_runs_there(cluster: Cluster3) -> None:
+    refusals = ["its weights differ"]
+
+    async def load(deployment: Any, stage: int, *more: Any) -> None:
+        if refusals and deployment.peers[stage - 1].name == "a":
+            raise ModelError(refusals[0], node="a")
+        await fake_network.load_worker(deployment, stage, *more)
+
+    cluster.patch.setattr("coordinator.cluster.cluster.load_worker", load)
+    a = cluster.world.places["a"]
+    cluster.act(restart, a, wait_s=200)
+    assert cluster.members == ["coordinator", "b", "c"] and "its weights differ" in cluster.cluster.why_missing
+    refusals.clear()
+    cluster.act(restart, a, wait_s=20)
+    assert cluster.members == WHOLE and not cluster.cluster.why_missing
 
 
 @pytest.mark.parametrize("error", [RuntimeError("odd"), asyncio.CancelledError()])  # gRPC cancels what it closes

@@ -199,14 +199,16 @@ def test_a_node_that_is_back_loads_beside_the_open_chain_and_then_takes_over(sta
     assert decide(there, opened(PAIR), LIMITS, Splits()) == action
 
 
-def test_nodes_outside_of_the_chain_are_asked_now_and_then_and_stalled_ones_after_their_pause() -> None:
+def test_nodes_outside_of_the_chain_are_asked_now_and_then_and_stalled_ones_load_once_they_are_idle() -> None:
     there = nodes(AT, AT, ST, plan=PAIR)
-    there[2].asked_at, there[2].retry_at = -math.inf, 101
-    assert decide(there, opened(PAIR), LIMITS, Splits()) == Wait(2.0)
-    assert decide(there, opened(PAIR, now=101.0), LIMITS, Splits()) == Ask(("air",), 1.0)
-    there[2].answer("air", 101)
-    there[2].meet(NodeEvent.IDLE, 101)
-    assert decide(there, opened(PAIR, now=101.0), LIMITS, Splits()) == Load(WHOLE, ("air",))
+    there[2].asked_at = -math.inf
+    assert decide(there, opened(PAIR), LIMITS, Splits()) == Ask(("air",), 1.0)
+    there[2].answer("air", 100)
+    assert decide(there, opened(PAIR, now=101.0), LIMITS, Splits()) == Wait(2.0)
+    assert decide(there, opened(PAIR, now=102.0), LIMITS, Splits()) == Ask(("air",), 1.0)
+    there[2].answer("air", 102)
+    there[2].meet(NodeEvent.IDLE, 102)
+    assert decide(there, opened(PAIR, now=102.0), LIMITS, Splits()) == Load(WHOLE, ("air",))
 
 
 def test_a_node_of_unknown_speed_is_measured_before_it_joins_a_plan_by_speed() -> None:
