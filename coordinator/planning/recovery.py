@@ -325,8 +325,7 @@ def _is_to_be_asked(each: NodeRecord, now: float, *, has_plan: bool) -> bool:
         return False
     if each.is_usable:
         return now - each.asked_at >= _LOOK_S
-    is_over = each.state is not NodeState.STALLED or now >= each.retry_at
-    return not has_plan and now - each.asked_at >= _ASK_AGAIN_S and is_over
+    return not has_plan and now - each.asked_at >= _ASK_AGAIN_S
 
 
 def _plan_for_next(nodes: Sequence[NodeRecord], now: Situation, limits: Limits, planner: Planner) -> Plan | None:
