@@ -94,6 +94,12 @@ class Server:
         return self._status().why
 
     @property
+    def why_in_full(self) -> str:
+        """The same with what failed on nodes that are left out."""
+        status = self._status()
+        return "; ".join(filter(None, [status.why, status.failures]))
+
+    @property
     def answers_now(self) -> bool:
         """Whether a request need not wait for a load or for the end of a recovery, except that of a sleeping model."""
         return self.state in (ServerState.READY, ServerState.DEGRADED, ServerState.ASLEEP)

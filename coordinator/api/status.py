@@ -114,7 +114,7 @@ def cluster_state(server: Server, now: StatusSnapshot) -> dict[str, Any]:
     rates = stats.rates.until(int(time.monotonic()))  # of the last 120 whole seconds, the oldest first
     return {
         "model": {"name": server.names[0], "num_layers": spec.num_layers, "context": spec.context},
-        "standing": {"state": server.state.word, "why": server.why},
+        "standing": {"state": server.state.word, "why": server.why_in_full},
         "uptime_s": stats.uptime_s,
         "epoch": now.epoch,
         "nodes": [asdict(node) for node in now.nodes],

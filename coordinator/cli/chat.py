@@ -89,7 +89,7 @@ async def loaded(options: ClusterOptions, spec: RequestSpec) -> AsyncIterator[tu
 
         async def stream(messages: Messages) -> AsyncGenerator[Output, None]:
             request = await engine.prepare(replace(spec, prompt=Conversation(tuple(messages))))
-            async with aclosing(with_prompt_shown(engine.generate(request), engine)) as outputs:
+            async with aclosing(with_prompt_shown(engine.generate(request), engine, request)) as outputs:
                 async for output in outputs:
                     yield output
 

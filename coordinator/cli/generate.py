@@ -251,7 +251,7 @@ async def _answer(
         with Printer(is_silent=output.as_json) as printer:
             try:
                 outputs = engine.generate(request, parser=parser, chunk=asked.chunk, traced=is_traced)
-                await print_outputs(with_prompt_shown(outputs, engine), printer, answer, keep)
+                await print_outputs(with_prompt_shown(outputs, engine, request), printer, answer, keep)
                 answer.statuses = await engine.chain.statuses()  # while the caches are still there
             except BrigadeError as error:
                 if output.as_json:  # the part of the answer that came before the error

@@ -21,6 +21,7 @@ from worker.platform.tasks import cancel_all
 
 if TYPE_CHECKING:
     from coordinator.engine.engine import Engine
+    from coordinator.sessions.request import Request
 
 _REDRAW_S = 0.08
 _LONG_PROMPT_S, _REPORT_S = 1.0, 0.25
@@ -117,9 +118,11 @@ class MarkdownShow:
         self._drawn_at = time.monotonic()
 
 
-async def with_prompt_shown(outputs: AsyncGenerator[Output, None], engine: "Engine") -> AsyncGenerator[Output, None]:
-    """Yield the outputs of the engine's only request; before the first one show how much of its prompt is computed."""
-    showing_it = asyncio.create_task(_show_prompt(engine))
+async def with_prompt_shown(
+    outputs: AsyncGenerator[Output, None], engine: "Engine", request: "Request"
+) -> AsyncGenerator[Output, None]:
+    """Yield a request's outputs; before the first one show how much of its prompt is computed."""
+    showing_it = asyncio.create_task(_show_prompt(engine, request))
     try:
         async with aclosing(outputs):
             async for output in outputs:
@@ -130,16 +133,19 @@ async def with_prompt_shown(outputs: AsyncGenerator[Output, None], engine: "Engi
         await cancel_all(showing_it)
 
 
-async def _show_prompt(engine: "Engine") -> None:
+async def _show_prompt(engine: "Engine", request: "Request") -> None:
     """Show it once it takes long, until this is cancelled."""
     await asyncio.sleep(_LONG_PROMPT_S)
-    for session in engine.sessions:
-        with show_tokens("prompt", session.num_prompt) as report:
-            computed = 0
-            while True:
-                before, computed = computed, session.num_prompt_computed
-                report(computed - before, computed - before)
-                await asyncio.sleep(_REPORT_S)
+    session = None
+    while session is None:  # a grammar is compiled before
+        await asyncio.sleep(_REPORT_S)
+        session = next((each for each in engine.sessions if each.request is request), None)
+    computed = session.num_prompt_computed
+    with show_tokens("prompt", session.num_prompt, computed) as report:
+        while True:
+            before, computed = computed, session.num_prompt_computed
+            report(computed - before, computed - before)
+            await asyncio.sleep(_REPORT_S)
 
 
 class Printer:

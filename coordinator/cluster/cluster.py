@@ -176,8 +176,8 @@ class Cluster:
     @property
     def why_missing(self) -> str:
         """Why they do not take part, as far as it is known."""
-        failures = (worker.failure or worker.refusal for worker in map(self.nodes.workers.get, self.missing) if worker)
-        return "; ".join(filter(None, [self.waiting, *(str(error) for error in failures if error)]))
+        workers = [self.nodes.workers[name] for name in self.missing]
+        return "; ".join(str(error) for worker in workers if (error := worker.failure or worker.refusal))
 
     @property
     def outside(self) -> list[Assignment]:
@@ -290,6 +290,9 @@ class Cluster:
             if record.state is NodeState.LOADED:  # else the chain is about to be lost, too
                 record.meet(NodeEvent.ATTACHED, now)
                 record.failure = None
+        if set(self.whole.names) <= set(chain.plan.names):
+            for worker in self.nodes.workers.values():
+                worker.is_spare |= worker.name not in chain.plan.names
         self.chain = chain
         if self._better and set(self._better.names) != set(chain.plan.names):
             self._better = None

@@ -58,8 +58,7 @@ class ClusterNode(NodeRecord):
     def renew(self) -> None:
         """Note that another process runs there: what the last one refused says nothing of it. A crash may recur."""
         if self.failure is not None and not isinstance(self.failure, (StageLost, InternalError)):
-            self.num_failures, self.retry_at = 0, -math.inf
-        self.failure = None
+            self.num_failures, self.retry_at, self.failure = 0, -math.inf, None
 
     def kill(self) -> None:
         """End a process of our own, which is started again; other processes are left alone."""

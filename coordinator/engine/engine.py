@@ -52,6 +52,7 @@ class ServerStatus:
 
     state: ServerState
     why: str = ""
+    failures: str = ""  # of nodes that are left out; they may name files, so they are for those with a key
 
 
 _READY = ServerStatus(ServerState.READY)
@@ -157,8 +158,9 @@ class Engine:
         if draining := self.chain.draining:
             return ServerStatus(ServerState.DRAINING, str(draining))
         if missing := self.cluster.missing:
-            why = f"; {self.cluster.why_missing}" if self.cluster.why_missing else ""
-            return ServerStatus(ServerState.DEGRADED, f"without {' and '.join(missing)}{why}")
+            waiting = f"; {self.cluster.waiting}" if self.cluster.waiting else ""
+            why = f"without {' and '.join(missing)}{waiting}"
+            return ServerStatus(ServerState.DEGRADED, why, self.cluster.why_missing)
         return _READY
 
     async def prepare(self, spec: RequestSpec) -> Request:

@@ -95,11 +95,14 @@ class NodeRecord:
     failed_at: float = -math.inf  # the last of them
     failing_since: float | None = None  # the first of them
     retry_at: float = -math.inf
+    stalled: str = ""  # the process whose engine hangs, or would refuse the same again, until it is idle
     asked_at: float = -math.inf
 
     def meet(self, event: NodeEvent, now: float) -> None:
         """Enter the next state. A KeyError is a bug: this event cannot happen in this state."""
         state = _NEXT[self.state].get(event) or _ANYWHERE[event]
+        if event is NodeEvent.IDLE:
+            self.stalled = ""
         if state is not self.state:
             has_drained = self.state is NodeState.DRAINING and state is NodeState.ABSENT
             self.since = -math.inf if has_drained else now  # a node that announced its end is not waited for
@@ -112,6 +115,8 @@ class NodeRecord:
         is_known = incarnation == self.incarnation or self.state is NodeState.ABSENT
         self.incarnation, self.asked_at = incarnation, now
         self.meet(NodeEvent.ANSWERED if is_known else NodeEvent.REPLACED, now)
+        if incarnation == self.stalled:  # a missed answer has not mended it
+            self.meet(NodeEvent.STALLED, now)
 
     def fail(self, now: float, *, has_chain: bool) -> None:
         """Note that it could not load or join. The pause that follows is longer if requests go on without it."""
@@ -122,6 +127,7 @@ class NodeRecord:
         """Note that its engine hangs, or would refuse the same again: it is not used for a while."""
         self._count_failure(now, _REFUSED_S, _LONGEST_REFUSED_S)
         self.meet(NodeEvent.STALLED, now)
+        self.stalled = self.incarnation
 
     def _count_failure(self, now: float, first_s: float, longest_s: float) -> None:
         self.num_failures = 1 if now - self.failed_at > _FORGET_S else self.num_failures + 1
@@ -325,7 +331,7 @@ def _is_to_be_asked(each: NodeRecord, now: float, *, has_plan: bool) -> bool:
         return False
     if each.is_usable:
         return now - each.asked_at >= _LOOK_S
-    return not has_plan and now - each.asked_at >= _ASK_AGAIN_S
+    return not has_plan and now - each.asked_at >= (_LOOK_S if each.state is NodeState.STALLED else _ASK_AGAIN_S)
 
 
 def _plan_for_next(nodes: Sequence[NodeRecord], now: Situation, limits: Limits, planner: Planner) -> Plan | None:

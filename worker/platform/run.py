@@ -88,6 +88,7 @@ def run_command(command: Callable[..., Any] | typer.Typer) -> NoReturn:
     if calls_are_left():
         for stream in filter(None, (sys.stdout, sys.stderr)):
             with contextlib.suppress(OSError):  # its reader left
+                stream.write("\x1b[?25h\n" if stream.isatty() else "")  # a bar of the abandoned thread hides the cursor
                 stream.flush()
         os._exit(code)
     sys.exit(code)

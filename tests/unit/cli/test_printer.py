@@ -133,15 +133,21 @@ async def test_of_a_long_prompt_is_told_how_much_is_computed_until_the_answer_be
     monkeypatch.setattr(show, "_LONG_PROMPT_S", 0.0)
     monkeypatch.setattr(show, "_REPORT_S", 0.001)
     monkeypatch.setattr(progress, "_TOKENS_FIRST_S", 0.0)
-    session = SimpleNamespace(num_prompt=1818, num_prompt_computed=0)
+    asked: Any = object()
+    session = SimpleNamespace(request=asked, num_prompt=10_000, num_prompt_computed=8_000)  # some are reused
+    aborted = SimpleNamespace(request=object(), num_prompt=7, num_prompt_computed=0)
 
     async def outputs() -> AsyncGenerator[Output, None]:
-        session.num_prompt_computed = 512
+        await asyncio.sleep(0.02)
+        engine.sessions.append(session)  # its grammar was compiled before
+        await asyncio.sleep(0.1)
+        session.num_prompt_computed = 8_001
         await asyncio.sleep(0.05)
         yield Output("", (), 0)
         await asyncio.sleep(0.05)
         yield Output("", (), 0)
 
-    engine: Any = SimpleNamespace(sessions=[session])
-    told = [capsys.readouterr().err async for _ in with_prompt_shown(outputs(), engine)]
-    assert "prompt 512 of 1818, " in told[0] and not told[1]
+    engine: Any = SimpleNamespace(sessions=[aborted])
+    told = [capsys.readouterr().err async for _ in with_prompt_shown(outputs(), engine, asked)]
+    [speed] = re.findall(r"prompt 8001 of 10000, (\d+) tok/s, ", told[0])
+    assert int(speed) < 100 and not told[1], "what was reused took no time"

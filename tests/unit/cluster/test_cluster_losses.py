@@ -9,7 +9,7 @@ import pytest
 from coordinator.cluster.deployment import OwnCopy
 from coordinator.planning.recovery import Action, LeaveOut, Limits, Load, NodeState, decide
 from coordinator.sessions.request import Request
-from tests.unit.cluster import fake_network
+from tests.unit.cluster import fake_network, test_cluster_states
 from tests.unit.cluster.test_cluster_states import Cluster3
 from worker.errors import BrigadeError, ModelError, NodeSilent, StageLost
 from worker.node.rpc_errors import error_named
@@ -87,6 +87,64 @@ def test_a_worker_that_refused_to_load_is_tried_at_once_when_another_process_run
     refusals.clear()
     cluster.act(restart, a, wait_s=20)
     assert cluster.members == WHOLE and not cluster.cluster.why_missing
+
+
+def test_without_a_chain_a_mended_worker_is_tried_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_cluster_states, "MEMORY", 2000)  # all nodes are needed
+    cluster, refusals = Cluster3(Limits()), ["its weights differ"]
+
+    async def load(deployment: Any, stage: int, *more: Any) -> None:
+        if refusals and deployment.peers[stage - 1].name == "a":
+            raise ModelError(refusals[0], node="a")
+        await fake_network.load_worker(deployment, stage, *more)
+
+    cluster.patch.setattr("coordinator.cluster.cluster.load_worker", load)
+    cluster.act(restart, cluster.world.places["a"], wait_s=37)
+    refusals.clear()
+    cluster.act(restart, cluster.world.places["a"], wait_s=10)
+    assert cluster.members == WHOLE and cluster.cluster.chain in cluster.world.chains
+    cluster.end()
+
+
+def test_why_a_worker_that_crashes_again_and_again_is_left_out_is_known(cluster: Cluster3) -> None:
+    a = cluster.world.places["a"]
+
+    async def load(deployment: Any, stage: int, *more: Any) -> None:
+        if deployment.peers[stage - 1].name == "a":
+            restart(a)
+            raise StageLost("closed the connection while it loaded", node="a")
+        await fake_network.load_worker(deployment, stage, *more)
+
+    cluster.patch.setattr("coordinator.cluster.cluster.load_worker", load)
+    cluster.act(restart, a, wait_s=200)
+    assert cluster.members == ["coordinator", "b", "c"] and "while it loaded" in cluster.cluster.why_missing
+    assert cluster.cluster.nodes.workers["a"].num_failures > 3, "it is tried less and less often"
+
+
+def test_a_hung_worker_that_misses_an_answer_is_still_a_hung_one(cluster: Cluster3) -> None:
+    a, record = cluster.world.places["a"], cluster.cluster.nodes.workers["a"]
+    cluster.act(setattr, a, "is_hung", True)
+    cluster.submit(Request((1, 2, 3), 20), wait_s=12)
+    assert record.state is NodeState.STALLED
+    cluster.act(setattr, a, "is_stopped", True, wait_s=3)
+    cluster.act(setattr, a, "is_stopped", False, wait_s=30)
+    assert record.state is NodeState.STALLED and "a" not in cluster.members
+    cluster.act(setattr, a, "is_hung", False, wait_s=60)
+    assert cluster.members == WHOLE
+
+
+def test_a_spare_that_helped_out_is_not_missed_once_the_plan_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = test_cluster_states.plan
+    without = lambda spec, there, *more: real(spec, [each for each in there if each.name != "a"], *more)  # noqa: E731
+    monkeypatch.setattr(test_cluster_states, "plan", without)
+    cluster = Cluster3(Limits())
+    places = cluster.world.places
+    cluster.act(places["b"].end, wait_s=30)
+    assert "a" in cluster.members
+    cluster.act(places["a"].end, wait_s=30)
+    cluster.act(places["b"].start, wait_s=600)
+    assert cluster.members == ["coordinator", "b", "c"] and not cluster.cluster.missing
+    cluster.end()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("odd"), asyncio.CancelledError()])  # gRPC cancels what it closes
