@@ -107,6 +107,16 @@ async def test_requests_wait_in_an_engine_that_replaces_its_chain_while_health_c
     assert await shared.wake_engine() is engine and not shared.answers_now
 
 
+def test_what_other_nodes_said_is_not_told_to_those_without_a_key() -> None:
+    class Without(FakeEngine):
+        status = ServerStatus(ServerState.DEGRADED, "without mini", "worker mini: cannot read /Users/anna/model")
+
+    shared = served(model=Without())
+    assert shared.why_in_full == "without mini; worker mini: cannot read /Users/anna/model"
+    found = ask(make_app(shared), "GET", "/health")
+    assert (found.status_code, found.json()) == (200, {"status": "degraded", "why": "without mini"})
+
+
 def test_a_server_whose_engine_has_failed_is_recovering_from_the_start() -> None:
     class Failed(FakeEngine):
         status = ServerStatus(ServerState.FAILED, "worker mini is away")
