@@ -286,13 +286,15 @@ class Cluster:
         recovery.opened_at = now
         recovery.target = None
         for record in (self.nodes.own, *self._members(chain.plan)):
+            record.stands_in |= record.is_spare
             record.is_spare = False
             if record.state is NodeState.LOADED:  # else the chain is about to be lost, too
                 record.meet(NodeEvent.ATTACHED, now)
                 record.failure = None
         if set(self.whole.names) <= set(chain.plan.names):
             for worker in self.nodes.workers.values():
-                worker.is_spare |= worker.name not in chain.plan.names
+                if worker.stands_in and worker.name not in chain.plan.names:
+                    worker.is_spare, worker.stands_in = True, False
         self.chain = chain
         if self._better and set(self._better.names) != set(chain.plan.names):
             self._better = None

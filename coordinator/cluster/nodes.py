@@ -37,6 +37,7 @@ class ClusterNode(NodeRecord):
     trouble: BrigadeError | None = None  # why it did not answer the last question
     silent_since: float | None = None  # the first question that its process has not answered
     reported: str = ""  # the refusal that the user has read
+    stands_in: bool = False  # a spare one that has taken the place of a lost one
     failure: BrigadeError | None = None  # why it could not load or join last, until it has or another process is there
 
     @property
