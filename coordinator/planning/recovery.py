@@ -115,7 +115,7 @@ class NodeRecord:
         is_known = incarnation == self.incarnation or self.state is NodeState.ABSENT
         self.incarnation, self.asked_at = incarnation, now
         self.meet(NodeEvent.ANSWERED if is_known else NodeEvent.REPLACED, now)
-        if incarnation == self.stalled:  # a missed answer has not mended it
+        if incarnation == self.stalled:  # a missed answer has not fixed it
             self.meet(NodeEvent.STALLED, now)
 
     def fail(self, now: float, *, has_chain: bool) -> None:

@@ -89,7 +89,7 @@ def test_a_worker_that_refused_to_load_is_tried_at_once_when_another_process_run
     assert cluster.members == WHOLE and not cluster.cluster.why_missing
 
 
-def test_without_a_chain_a_mended_worker_is_tried_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_chain_a_fixed_worker_is_tried_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_cluster_states, "MEMORY", 2000)  # all nodes are needed
     cluster, refusals = Cluster3(Limits()), ["its weights differ"]
 

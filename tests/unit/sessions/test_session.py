@@ -76,6 +76,14 @@ def test_a_prompt_is_computed_as_far_as_the_results_of_its_chunks_have_come() ->
     assert computed == [0, 4, 8, 9]
     session.rewind()
     assert session.num_prompt_computed == 9, "its first token is there"
+    lost = opened(prompt_of(9), 3, chunk=4)
+    lost.commit(*FakeStage().answer(lost.next_window()))
+    lost.next_window()  # its result never comes
+    lost.rewind()
+    assert lost.num_prompt_computed == 0
+    lost.slot = 0
+    lost.commit(*FakeStage().answer(lost.next_window()))
+    assert lost.num_prompt_computed == 4
 
 
 def test_what_is_reused_is_not_fed_again_and_one_token_at_least_is_fed() -> None:
