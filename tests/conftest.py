@@ -1,6 +1,7 @@
 """What all tests share: MLX's streams on this thread, and the times of the folders at the end of a run."""
 
 import gc
+import os
 import threading
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -25,6 +26,16 @@ def streams() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mx, "clear_streams", clear_elsewhere)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What this code keeps between two runs goes into a folder of this run, which its processes share."""
+    base = tmp_path_factory.getbasetemp()
+    folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         yield
 
 
