@@ -21,7 +21,7 @@ from coordinator.cluster.tables import fitting, plain_console
 from protos.brigade_pb2 import PrefixesReply, PrefixesRequest
 from worker.errors import BrigadeError, InputError
 from worker.platform.run import App
-from worker.platform.text import format_bytes
+from worker.platform.text import ago, format_bytes
 
 if TYPE_CHECKING:
     from coordinator.cluster.peer import Peer
@@ -148,7 +148,7 @@ async def _show_prompts(config: Path | None, *, as_json: bool, remove: bool) -> 
     else:
         cells = []
         for name, reply in replied.items():
-            used = _ago(time.time() - reply.used) if reply.pieces else "–"
+            used = ago(time.time() - reply.used) if reply.pieces else "–"
             cells.append([name, str(len(reply.pieces)), format_bytes(reply.bytes), used])
         console = plain_console()
         if remove:
@@ -202,7 +202,7 @@ def _table(kept: Sequence[Kept]) -> Table:
     for column in ("size", "used"):
         table.add_column(column, justify="right")
     for each in kept:
-        used = "now" if each.is_used else _ago(time.time() - each.used)
+        used = "now" if each.is_used else ago(time.time() - each.used)
         table.add_row(each.key[:_SHORT], each.name, _layers(each.places), format_bytes(each.nbytes), used)
     return table
 
@@ -220,10 +220,3 @@ def _layers(places: Sequence[int]) -> str:
     words = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
     names = {FRONT: "embedding", BACK: "head"}
     return ", ".join([*words, *(name for place, name in names.items() if place in places)]) or "none whole"
-
-
-def _ago(passed_s: float) -> str:
-    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
-        if passed_s >= length_s:
-            return f"{passed_s / length_s:.0f} {unit} ago"
-    return "just now"

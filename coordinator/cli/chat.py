@@ -198,6 +198,7 @@ class Typed:
 class Chat:
     def __init__(self, name: str, stream: Stream, keyboard: Keyboard, dialogue: Dialogue) -> None:
         self.dialogue = dialogue
+        self.file: Path | None = None  # that it was saved in or loaded from
         self.stats = "no answer yet"
         self._name = name
         self._stream = stream
@@ -343,7 +344,7 @@ def _help(chat: Chat, rest: str) -> None:
 
 
 def _reset(chat: Chat, rest: str) -> None:
-    chat.dialogue = Dialogue(chat.dialogue.system)
+    chat.dialogue, chat.file = Dialogue(chat.dialogue.system), None
     say("the conversation starts anew")
 
 
@@ -354,8 +355,11 @@ def _system(chat: Chat, rest: str) -> None:
 
 def _save(chat: Chat, rest: str) -> None:
     path = Path(os.path.expanduser(rest))  # as it is where there is no such home
+    if path.is_file() and path != chat.file:
+        raise InputError("", f"expected a new file, found {path}; give another name, or remove it first")
     with writing("", path):
         path.write_text(chat.dialogue.to_json(), encoding="utf-8")
+    chat.file = path
     say(f"saved {len(chat.dialogue.messages())} messages in {path}")
 
 
@@ -367,6 +371,7 @@ def _load(chat: Chat, rest: str) -> None:
         chat.dialogue = Dialogue.of(text)
     except InputError as error:
         raise InputError("", f"{path}: {error.message}") from error
+    chat.file = path
     say(f"loaded {len(chat.dialogue.messages())} messages from {path}")
 
 
@@ -378,7 +383,7 @@ COMMANDS = {
     "/help": Command("", "this list", _help),
     "/reset": Command("", "start a new conversation", _reset),
     "/system": Command("[TEXT]", "show or set the system prompt", _system),
-    "/save": Command("FILE", "write the conversation to a file, as JSON", _save),
+    "/save": Command("FILE", "write the conversation to a new file, or its own, as JSON", _save),
     "/load": Command("FILE", "continue a saved conversation", _load),
     "/stats": Command("", "statistics of the last answer", lambda chat, rest: say(chat.stats)),
     "/exit": Command("", "leave", _exit),

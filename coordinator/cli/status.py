@@ -20,7 +20,7 @@ from coordinator.cluster.options import cluster_options
 from coordinator.cluster.progress import say
 from coordinator.cluster.tables import fitting, plain_console
 from worker.errors import BrigadeError, InputError, StageLost
-from worker.platform.text import Json, format_bytes
+from worker.platform.text import Json, ago, format_bytes
 from worker.platform.threads import run_in_thread
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def tables(found: Json, width: int) -> Group:
     if requests := found.get("requests"):
         shown += [Text(), _requests(requests, width)]
     for recovery in found.get("recoveries", [])[-3:]:
-        shown += [Text(), Text(recovery["story"], "dim")]
+        shown += [Text(), Text(f"{ago(recovery['age_s'])}: {recovery['story']}", "dim")]
     return Group(*shown)
 
 
@@ -219,4 +219,4 @@ def _requests(requests: Sequence[Json], width: int) -> Group:
 
 
 def _size(count: int | None) -> str:
-    return "–" if count is None else format_bytes(count).replace("iB", "")
+    return "–" if count is None else format_bytes(count)

@@ -85,10 +85,12 @@ def test_a_piped_conversation_keeps_what_was_said(reciter: Path, tmp_path: Path)
     messages = json.loads(saved.read_text())["messages"]
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
     assert messages[3]["content"] == "two\nlines" and messages[4]["content"] == RECITED
-    again = run_here(
-        "chat", "--model", reciter, "--local", "0", *SHORT, stdin=f"/load {saved}\nmore\n/save ~no-one/x\n/nothing\n"
-    )
-    assert again.out == f"{RECITED}\n" and "loaded 5 messages" in again.err
+    (other := tmp_path / "other.json").write_text("mine")
+    typed = f"/load {saved}\nmore\n/save {saved}\n/save {other}\n/save ~no-one/x\n/reset\n/save {saved}\n/nothing\n"
+    again = run_here("chat", "--model", reciter, "--local", "0", *SHORT, stdin=typed)
+    assert again.out == f"{RECITED}\n" and "loaded 5 messages" in again.err and "saved 7 messages" in again.err
+    assert again.err.count("expected a new file, found") == 2 and other.read_text() == "mine"
+    assert len(json.loads(saved.read_text())["messages"]) == 7
     assert again.code == 2 and "cannot write ~no-one/x" in again.err and "found /nothing" in again.err
 
 

@@ -17,6 +17,14 @@ def format_bytes(num_bytes: int) -> str:
     return f"{size:.1f} {'KMGT'[power - 1]}iB" if power else f"{num_bytes} B"
 
 
+def ago(passed_s: float) -> str:
+    """Format how long ago something was: 'just now', '5 min ago', '2 d ago'."""
+    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if passed_s >= length_s:
+            return f"{passed_s / length_s:.0f} {unit} ago"
+    return "just now"
+
+
 def printable(text: str, most: int = _MAX_CHARACTERS) -> str:
     """Return another machine's text made safe for a terminal: at most `most` characters, no control or bidi ones."""
     shown = "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)

@@ -23,6 +23,7 @@ FOUND: Json = {
         {"id": "chatcmpl-abcdefghijkl", "prompt_tokens": 12345, "prompt_computed": 512, "generated": 678,
          "decoder": "lookahead", "age_s": 90.0, "state": "running"}
     ] * 9,
+    "recoveries": [{"at": 1.0, "age_s": 130.0, "story": "mini was lost"}],
 }  # fmt: skip
 
 
@@ -35,9 +36,9 @@ def test_no_name_and_no_figure_is_cut(
     told = capsys.readouterr().out
     assert max(map(len, told.splitlines())) <= width
     for cell in (
-        "coordinator ", "mac-studio-of-anna ", "[0,12)", "123.0 G", "456.0 M", "789.0 M", "50%", "active", "321.0 G",
-        "coordinator → mini", "1.50 ms", "654.0 M", "abcdefghijkl", "512 of 12345", "678", "lookahead", "90 s",
-        "running", "and 1 more",
+        "coordinator ", "mac-studio-of-anna ", "[0,12)", "123.0 GiB", "456.0 MiB", "789.0 MiB", "50%", "active",
+        "321.0 GiB", "coordinator → mini", "1.50 ms", "654.0 MiB", "abcdefghijkl", "512 of 12345", "678", "lookahead",
+        "90 s", "running", "and 1 more", "2 min ago: mini was lost",
     ):  # fmt: skip
         assert cell in told
 
@@ -51,7 +52,8 @@ def test_an_answer_that_lacks_what_is_shown_is_one_of_another_program(monkeypatc
     answers += [
         [], {"nodes": []}, {"standing": FOUND["standing"]}, FOUND | {"nodes": [{"name": "a"}]},
         FOUND | {"nodes": ["a"]}, FOUND | {"nodes": [node | {"name": 7}]}, FOUND | {"standing": {"state": "ready"}},
-        FOUND | {"hops": [{"source": "a"}]}, FOUND | {"nodes": [node | {"utilisation": "much"}]},
+        FOUND | {"hops": [{"source": "a"}]}, FOUND | {"recoveries": [{"story": "a"}]},
+        FOUND | {"nodes": [node | {"utilisation": "much"}]},
     ]  # fmt: skip
     while answers[1:]:
         with pytest.raises(BrigadeError, match=r"^http://other:1 answers, but not as `brigade serve` does$"):
