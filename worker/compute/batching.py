@@ -133,7 +133,7 @@ class Run:
         self.begin_alike = len({places[number].base > 0 for number in numbers}) == 1  # all at base 0, or none
         self._places = [places[number] for number in numbers]
         self._end = max(place.base for place in self._places) + self._places[0].num_rows
-        self._masks: dict[int | None, mx.array] = {}
+        self._masks: dict[int | None, mx.array | None] = {}
         self._numbers: dict[tuple[int, int], mx.array] = {}
 
     @cached_property
@@ -180,13 +180,24 @@ class Run:
             self._numbers[key] = mx.array((found + np.arange(self._places[0].num_rows)).astype(np.uint32))
         return self._numbers[key]
 
-    def mask(self, window_size: int | None) -> mx.array:
-        """Return which held rows each row sees [B, 1, L, end]: the last `window_size` ones, or all."""
+    def mask(self, window_size: int | None) -> mx.array | None:
+        """Return which held rows each row sees [B, 1, L, end]: the last `window_size` ones, or all.
+
+        None if every row sees all of them: attention needs no mask then, and is faster.
+        """
         if window_size not in self._masks:
-            last_seen = self.bases[:, None] + self._sights[0]
-            in_sight = mx.arange(self._end) <= last_seen[:, None, :, None]
-            self._masks[window_size] = in_sight & self._is_near(window_size) if window_size else in_sight
+            self._masks[window_size] = None if self._sees_all(window_size) else self._in_sight(window_size)
         return self._masks[window_size]
+
+    def _sees_all(self, window_size: int | None) -> bool:
+        """Return whether the windows have one row each, at the same base, from which nothing is out of sight."""
+        is_short = window_size is None or self._end <= window_size
+        return is_short and all(place.num_rows == 1 and place.base == self._end - 1 for place in self._places)
+
+    def _in_sight(self, window_size: int | None) -> mx.array:
+        last_seen = self.bases[:, None] + self._sights[0]
+        in_sight = mx.arange(self._end) <= last_seen[:, None, :, None]
+        return in_sight & self._is_near(window_size) if window_size else in_sight
 
     @cached_property
     def _sights(self) -> tuple[mx.array, mx.array]:
@@ -217,7 +228,7 @@ class LaneMask:
     def __init__(self, alone: Sequence[Mask], window_size: int | None) -> None:
         self.alone, self._window_size = alone, window_size
 
-    def of_run(self, run: Run) -> mx.array:
+    def of_run(self, run: Run) -> mx.array | None:
         return run.mask(self._window_size)
 
 
@@ -383,7 +394,7 @@ class BatchCache:
         """The position of each slot's first row."""
         return self._run.bases
 
-    def make_mask(self, num_rows: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+    def make_mask(self, num_rows: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
         return self._run.mask(window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

@@ -124,6 +124,29 @@ def test_attention_takes_rows_of_any_lengths_at_once(steps: list[tuple[int, ...]
     assert check(FULL, steps, window=window) == [1] * len(steps)
 
 
+@pytest.mark.parametrize(
+    ("held", "count", "window", "is_masked"),
+    [
+        ((5, 5, 5), 1, None, False),  # as of several answers to one prompt
+        ((5, 5, 5), 1, 6, False),
+        ((5, 5, 5), 1, 5, True),
+        ((5, 5, 4), 1, None, True),
+        ((5, 5, 5), 2, None, True),
+    ],
+)
+def test_attention_has_a_mask_only_where_something_is_out_of_sight(
+    held: tuple[int, ...], count: int, window: int | None, is_masked: bool
+) -> None:
+    places = [
+        LaneWindow(caches, base, count) for caches, base in zip(make(FULL, held, CHOICES[:1] * 3), held, strict=True)
+    ]
+    lane = Lane(places)
+    [view], [run] = lane.views(), lane.runs
+    mask = view.make_mask(3 * count, window_size=window)
+    assert mask is not None and (mask.of_run(run) is not None) == is_masked
+    assert check(FULL, [(count,) * 3], held=held, window=window) == [1]
+
+
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("entry", [FULL, STATE, BOTH], ids=["full", "state", "both"])
 def test_a_unit_that_must_not_mix_slots_takes_equal_windows_as_a_batch(entry: Entry, window: int | None) -> None:
