@@ -79,3 +79,12 @@ async def test_a_conversation_goes_on_inside_the_last_drafts_of_an_answer(tmp_pa
             expected = await answer(chain, "ar", prompt=follow_up.prompt, num_tokens=12, sampling=Sampling())
             assert found.tokens == expected.tokens
             assert found.usage is not None and found.usage.num_reused >= len(text) - 1
+
+
+async def test_a_prompt_of_one_token_begins_beside_others(tmp_path: Path) -> None:
+    """N-grams remember the last tokens: fewer of them, as long as there are no more."""
+    requests = [request(tokens_of(length, length), 8) for length in (9, 1, 2)]
+    async with running(make_type(tmp_path / "ngram", "longcat_flash_ngram"), (2, 4)) as chain:
+        alone = [await answer(chain, "ar", prompt=each.prompt, num_tokens=8, sampling=Sampling()) for each in requests]
+        found = await together(chain, requests)
+    assert [each.tokens for each in found] == [each.tokens for each in alone]

@@ -25,6 +25,7 @@ from worker.memory.layer_cache import (
     RecurrentState,
     StateStack,
     append_together,
+    can_be_stacked,
     fetch_together,
     row_sights,
     wait_for,
@@ -130,7 +131,6 @@ class Run:
         self.is_lane = list(numbers) == list(range(len(places)))  # has all windows in the lane's order
         self._starts = [lane.starts[number] for number in numbers]
         self.counts_up = all(places[number].positions is None for number in numbers)
-        self.begin_alike = len({places[number].base > 0 for number in numbers}) == 1  # all at base 0, or none
         self._places = [places[number] for number in numbers]
         self._end = max(place.base for place in self._places) + self._places[0].num_rows
         self._masks: dict[int | None, mx.array | None] = {}
@@ -333,9 +333,9 @@ class View:
         return batches + self._lane.singles_besides(batches)
 
     def _can_be_batch(self, run: Run) -> bool:
-        """Return whether the run's positions count up, and its states, if any, are all used or all new."""
-        has_state = any(isinstance(cache, RecurrentState) for cache in flat(self._caches[0]))
-        return run.counts_up and (run.begin_alike or not has_state)
+        """Return whether the run's positions count up, and its states, if any, can be put side by side."""
+        states = [[each for each in flat(self._caches[n]) if isinstance(each, RecurrentState)] for n in run.numbers]
+        return run.counts_up and all(map(can_be_stacked, zip(*states, strict=True)))
 
     def _run_group(self, run: Run, unit: RunLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a unit for one slot or for a batch and return its result [B, ...]."""

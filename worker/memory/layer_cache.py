@@ -510,6 +510,12 @@ class RecurrentState(ArraysCache):
         held = self.stack.arrays if self.stack else self._arrays
         return [array for array in held if array is not None]
 
+    @property
+    def shapes(self) -> list[tuple[int, ...] | None]:
+        """The shape of each array without its first dimension, None before the first step."""
+        held = self.stack.arrays if self.stack else self._arrays
+        return [array if array is None else array.shape[1:] for array in held]
+
     def saved(self) -> tuple[Any, ...]:
         """Return everything that a pass changes, for `restore`."""
         arrays = list(self._arrays)  # a layer replaces the items of the list
@@ -615,7 +621,7 @@ class StateStack(ArraysCache):
     """The states of several slots side by side, for a layer that runs for all of them at once."""
 
     def __init__(self, states: Sequence[RecurrentState]) -> None:
-        """Concatenate the states. Either all of them, or none, have been used before."""
+        """Concatenate the states, for which `can_be_stacked` holds."""
         self.num_slots = len(states)
         self._states = [ref(state) for state in states]
         self.arrays = self._gathered(states)
@@ -661,6 +667,12 @@ class StateStack(ArraysCache):
             for state in staying:
                 state.move_out()
             mx.async_eval([array for state in staying for array in state.arrays()])
+
+
+def can_be_stacked(states: Sequence[RecurrentState]) -> bool:
+    """Return whether the states' arrays have equal shapes: one that holds the last few tokens grows with the first."""
+    first, *others = states
+    return all((other.stack and other.stack is first.stack) or other.shapes == first.shapes for other in others)
 
 
 def is_sparse(num_slots: int, num_used: int) -> bool:

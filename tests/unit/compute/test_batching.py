@@ -20,6 +20,7 @@ from worker.model.probe_pass import Entry
 
 H, K = 2, 32
 FULL, WINDOW, STATE = Memory(None, H, K, K, 4), Memory(6, H, K, K, 4), Memory(state_arrays=1)
+GROWING = Memory(state_arrays=1, of_embedding=True)
 BOTH = FULL, STATE
 CHOICES = Cache(), Cache(kind=CACHE_INT8), Cache(kind=CACHE_ROTATING, size=8, keep=2)
 
@@ -44,6 +45,13 @@ def recurrent_layer(x: mx.array, mask: Any, cache: Any) -> mx.array:
     return total
 
 
+def growing_layer(x: mx.array, mask: Any, cache: Any) -> mx.array:
+    """Each row and those of the last three before the window, which the state has."""
+    before = x[:, :0] if cache[0] is None else cache[0]
+    cache[0] = mx.concatenate([before, x], axis=1)[:, -3:]
+    return x + before.sum(axis=1, keepdims=True)
+
+
 def layer_of_both(x: mx.array, mask: Any, cache: Any) -> mx.array:
     return attention_layer(x, mask, cache[0]) + recurrent_layer(x, None, cache[1])
 
@@ -59,7 +67,13 @@ def memory() -> int:
     return mx.get_active_memory()
 
 
-LAYERS = {FULL: attention_layer, WINDOW: attention_layer, STATE: recurrent_layer, BOTH: layer_of_both}
+LAYERS = {
+    FULL: attention_layer,
+    WINDOW: attention_layer,
+    STATE: recurrent_layer,
+    GROWING: growing_layer,
+    BOTH: layer_of_both,
+}
 
 
 def make(entry: Entry, held: Sequence[int], choices: Sequence[Cache]) -> list[Caches]:
@@ -158,6 +172,11 @@ def test_a_unit_that_must_not_mix_slots_takes_equal_windows_as_a_batch(entry: En
 def test_states_that_have_not_begun_are_not_put_beside_those_that_have() -> None:
     assert check(STATE, [ONES, ONES], held=(0, 0, 9)) == [2, 1]
     assert check(BOTH, [ONES, ONES], held=(0, 4, 9), form=LaneForm.BATCH) == [3, 1]
+
+
+def test_states_that_still_grow_are_put_beside_each_other_once_they_have_one_size() -> None:
+    """As of n-grams: a prompt of one token beside others."""
+    assert check(GROWING, [ONES] * 4, held=(1, 2, 9), form=LaneForm.BATCH) == [3, 3, 1, 1]
 
 
 @pytest.mark.parametrize("form", [LaneForm.BATCH, LaneForm.ALONE])
