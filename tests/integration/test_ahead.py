@@ -13,7 +13,7 @@ import pytest
 from coordinator.decoding.decode_options import make_cache_choice
 from coordinator.engine.engine import Engine, generate_once
 from coordinator.sessions.output import Answer
-from protos.brigade_pb2 import Frame, Opening, Result, Sampling, Window
+from protos.brigade_pb2 import Frame, Opening, Piece, Result, Sampling, Store, Window
 from tests.integration.conftest import Layers, Models, Whole, build_nothing_ahead, running
 from tests.integration.many import request, solo, together, tokens_of
 from tests.integration.upstream import window_of
@@ -151,7 +151,9 @@ def all_ready(engine: Executor) -> list[Ready]:
     return [*first, *(each.following for each in first if each.following)]
 
 
-def run(engine: Executor, windows: Sequence[Window], **more: Sequence[Opening] | Sequence[int]) -> Result:
+def run(
+    engine: Executor, windows: Sequence[Window], **more: Sequence[Opening] | Sequence[int] | Sequence[Store]
+) -> Result:
     output = engine.step(Frame(windows=windows, **more), received=0)  # type: ignore[arg-type]
     assert isinstance(output, Result)
     return output
@@ -201,6 +203,22 @@ def test_a_step_that_is_not_asked_for_leaves_no_trace(models: Models, family: st
         after = run(engine, [window_of((*tokens, 5), len(tokens), 1)])
         results.append(([*found.samples, *after.samples], engine.cache_bytes))
     assert results[0] == results[1] and len(results[0][0]) == len(frame.windows) + 1
+
+
+@pytest.mark.parametrize("way", SAMPLINGS)
+def test_a_slot_is_stored_as_it_is_before_the_step_that_is_ready(models: Models, way: str) -> None:
+    results = []
+    for each in (way, f"not {way}"):
+        engine, given = engine_of(models("qwen3"), each)
+        end = len(NEXT[0])
+        store = Store(slot=0, piece=Piece(end=end), prefix_hash=engine._slots[0].history.prefix_hash(end))
+        step = engine.begin(Frame(stores=[store]), None, 0, 0)
+        engine.finish(step)
+        assert step.stored
+        rows = [array.tolist() for segment in step.stored for array in segment.arrays]
+        after = run(engine, [newest(slot, [token]) for slot, token in enumerate(given)])
+        results.append((rows, list(after.samples)))
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize(("family", "way"), [*(("qwen3", way) for way in SAMPLINGS), ("qwen3_5", "launched twice")])

@@ -270,9 +270,10 @@ def _go_on(windows: Sequence[Window], slots: SlotsById) -> bool:
 
 
 def _slots_besides(frame: Frame) -> set[int]:
-    """Return the slots that the frame opens, closes or forks."""
+    """Return the slots that the frame opens, closes, forks or stores."""
     opened = {session.slot for session in frame.opened}
-    return opened | {s.fork_of for s in frame.opened if s.HasField("fork_of")} | set(frame.closed)
+    forked = {session.fork_of for session in frame.opened if session.HasField("fork_of")}
+    return opened | forked | set(frame.closed) | {store.slot for store in frame.stores}
 
 
 class Placeholder:
