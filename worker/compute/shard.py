@@ -22,7 +22,7 @@ from worker.compute.batching import Attention, Lane, LaneWindow, View, canvas_ro
 from worker.compute.grammar import Grammars
 from worker.compute.held_tensors import HeldTensors, TensorReader
 from worker.errors import ModelError
-from worker.memory.layer_cache import LayerCall, RecurrentState
+from worker.memory.layer_cache import KVCache, LayerCall, RecurrentState
 from worker.memory.slot_caches import Caches
 from worker.model.build import build
 from worker.model.checkpoint import Checkpoint
@@ -253,7 +253,7 @@ def _with_empty_rows(caches: Any, num_rows: int) -> Any:
         return tuple(_with_empty_rows(each, num_rows) for each in caches)
     if isinstance(caches, RecurrentState):
         return caches
-    empty = type(caches)(caches.window, caches.keep)
+    empty = KVCache(caches.window, caches.keep)  # nothing uses what is appended
     empty.reserve(num_rows, None)
     return empty
 
