@@ -19,6 +19,7 @@ from coordinator.sessions.admission import MOST_WAITING, CacheCosts, SessionSlot
 from coordinator.sessions.session import Session, SessionState
 from coordinator.sessions.stored_prefixes import StoredPrefixes
 from protos.brigade_pb2 import Frame, Piece, Result, Sample, Store
+from worker.compute.header import MOST_GRAMMAR
 from worker.errors import FrameError, PrefixLost
 
 Commit = tuple[Session, list[Sample]]
@@ -234,12 +235,20 @@ class Scheduler:
         num_unfed = sum(slot.session.num_unfed for slot in ready)
         chunk = self._chunk_rows(first.session, num_unfed, beside_streams)
         chosen, room = [first], 0 if first.session.stored else chunk - first.session.num_unfed
+        grammars = MOST_GRAMMAR - _grammar_size(first)  # they travel in the frame's first message
         for slot in ready:
-            rows = slot.session.num_unfed
-            if slot is not first and rows <= min(room, self._chunk_rows(slot.session, num_unfed, beside_streams)):
+            rows, size = slot.session.num_unfed, _grammar_size(slot)
+            fits = rows <= min(room, self._chunk_rows(slot.session, num_unfed, beside_streams)) and size <= grammars
+            if slot is not first and fits:
                 chosen.append(slot)
                 room -= rows
+                grammars -= size
         return chosen, chunk
+
+
+def _grammar_size(slot: SessionSlot) -> int:
+    """Return the characters of the grammar with which the slot is opened."""
+    return len(slot.session.request.sampling.grammar.text)
 
 
 def _by_slot(samples: Iterable[Any]) -> defaultdict[int, list[Any]]:

@@ -14,6 +14,7 @@ from coordinator.sessions.scheduler import Scheduler
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import Failure, Frame, Result
 from tests.unit.fake_chain import Rig, decoders, prompt_of
+from worker.compute.header import MOST_GRAMMAR
 
 DECODERS = decoders()
 
@@ -229,6 +230,15 @@ def test_short_prompts_share_a_frame_as_far_as_they_fit_into_a_chunk() -> None:
     lengths = [[len(window.tokens) for window in frame.windows] for frame in rig.chain.frames]
     assert lengths == [[5, 6, 3, 2], [7]]
     rig.run(*sessions)
+
+
+def test_prompts_share_a_frame_as_far_as_their_grammars_fit_into_one_message() -> None:
+    rig = Rig(chunk=64)
+    for number, share in enumerate((2, 3, 3, 1)):
+        session = rig.submit(prompt_of(5, seed=number), 1)
+        session.request.sampling.grammar.text = "x" * (MOST_GRAMMAR * share // 6)
+    rig.send_all()
+    assert [len(frame.windows) for frame in rig.chain.frames] == [3, 1]
 
 
 def test_a_prompt_frame_is_sized_by_all_prompts_and_takes_each_within_its_own_limit() -> None:
