@@ -28,7 +28,7 @@ from worker.platform.threads import run_in_thread
 
 if TYPE_CHECKING:  # they import numpy or mlx, for which --help should not wait
     from coordinator.bench.forecast import Assumed
-    from coordinator.planning.prediction import PlanReport, PredictedPlan, Prediction
+    from coordinator.planning.prediction import PlanReport, Prediction
 
 _COLUMNS = 16  # of the bar that shows a node's layers
 _TIMES = ("row_ms", "hop_ms", "gbps")
@@ -306,7 +306,8 @@ class _PlanView:
 
     def to_json(self) -> dict[str, Any]:
         """Return the object of `plan --json`."""
-        chosen, times = self.report.chosen.plan, self.report.chosen.times
+        times = self.report.chosen
+        chosen = times.plan
         names = ("start", "end", "weight_bytes", "cache_bytes", "scratch_bytes", "memory_bytes", "fits")
         nodes = [
             {"node": node.name} | {name: getattr(node, name) for name in names} | {"stage_ms": stage, "hop_ms": hop}
@@ -314,10 +315,10 @@ class _PlanView:
         ]
         alternatives = [
             {
-                "name": each.name, "nodes": each.plan.names, "layers": each.plan.layers, "fits": each.plan.fits,
-                "ms_per_token": each.times.ms_per_token, "tokens_per_s_at": self._rates(each.times),
-            } | _prefills(each.times)
-            for each in self.report.alternatives
+                "name": name, "nodes": each.plan.names, "layers": each.plan.layers, "fits": each.plan.fits,
+                "ms_per_token": each.ms_per_token, "tokens_per_s_at": self._rates(each),
+            } | _prefills(each)
+            for name, each in self.report.alternatives.items()
         ]  # fmt: skip
         return {
             "model": self.spec.name,
@@ -341,7 +342,8 @@ class _PlanView:
     def print(self) -> None:
         """Print a row per node, with its layers drawn to scale, then times, alternatives and advice."""
         console = plain_console()
-        chosen, times = self.report.chosen.plan, self.report.chosen.times
+        times = self.report.chosen
+        chosen = times.plan
         size = format_bytes(self.spec.shard_bytes(0, self.spec.num_layers))
         sessions = f"{chosen.num_sessions} sessions" if chosen.num_sessions > 1 else "one session"
         console.print(
@@ -386,7 +388,8 @@ class _PlanView:
 
     def _speed_line(self) -> str:
         """Return the speed of one request, of several, and of a prompt."""
-        chosen, times = self.report.chosen.plan, self.report.chosen.times
+        times = self.report.chosen
+        chosen = times.plan
         is_measured = all(self.speeds.speeds[name].is_measured for name in chosen.names)
         least = "" if is_measured else "at least "  # several rows may cost less than assumed
         several = ", ".join(f"{least}{times.steps_per_s(n) or 0.0:.1f} of {n} at once" for n in self.counts if n > 1)
@@ -405,20 +408,20 @@ class _PlanView:
     def _alternatives(self, width: int) -> Group:
         """Return a row per alternative: its times for one request or several, and whether it fits."""
         most = self.objective.requests_at_once
-        times = self.report.chosen.times
+        times = self.report.chosen
         several = [f"{times.rate} of {most}"] if most > 1 else []
         prompts = [f"{'prompt ' * (num == PROMPTS[0])}{num // 1000}k" for num in self._prompts]
         rows = []
-        alike: dict[Plan, list[PredictedPlan]] = defaultdict(list)
-        for each in self.report.alternatives:
-            alike[each.plan].append(each)
-        for each, *others in alike.values():
-            name = ", ".join([each.name, *(other.name for other in others)])
-            ms, rate = each.times.ms_per_step, each.times.steps_per_s(most)
+        alike: dict[Plan, list[str]] = defaultdict(list)
+        for name, each in self.report.alternatives.items():
+            alike[each.plan].append(name)
+        for names in alike.values():
+            each = self.report.alternatives[names[0]]
+            ms, rate = each.ms_per_step, each.steps_per_s(most)
             speeds = ["-" if ms is None else format_ms(ms), "-" if rate is None else f"{rate:.1f}"]
             layers, fits = "+".join(map(str, each.plan.layers)), "yes" if each.plan.fits else "NO"
-            prefills = ["-" if took is None else f"{took:.1f} s" for took in map(each.times.prefill_s, self._prompts)]
-            rows.append([name, layers, *speeds[: 1 + (most > 1)], *prefills, fits])
+            prefills = ["-" if took is None else f"{took:.1f} s" for took in map(each.prefill_s, self._prompts)]
+            rows.append([", ".join(names), layers, *speeds[: 1 + (most > 1)], *prefills, fits])
         return fitting(["instead", "layers", f"per {times.step}", *several, *prompts, "fits"], rows, width)
 
 

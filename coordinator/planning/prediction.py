@@ -1,6 +1,6 @@
 """Predictions: the times of a plan, alternative plans, and advice for the user. Unknown times are None. Pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,7 +24,7 @@ class Prediction:
         if len(names) > 1:
             self.links = [speeds.link(*pair) for pair in zip(names, [*names[1:], names[0]], strict=True)]
         self._spec = spec
-        self._plan = plan
+        self.plan = plan
         self._alone: Prediction | None = None  # of the first node, if it holds the model and shares only prompts
         if plan.prompt_end is not None:
             self._alone = Prediction(spec, replace(plan, assignments=plan.assignments[:1], prompt_end=None), speeds)
@@ -118,7 +118,7 @@ class Prediction:
     def slowest_ms(self, num_rows: int, num_sampled: int = 0, *, of_prompt: bool = False, num_before: int = 0) -> float:
         """Return the longest time of a stage or link, each of which does one frame at a time, if they are known."""
         stages_ms = self._stages_ms(num_rows, num_sampled, of_prompt=of_prompt, num_before=num_before)
-        if self._plan.prompt_end is not None:
+        if self.plan.prompt_end is not None:
             return max(*stages_ms, *(self._segments_ms(num_rows) if of_prompt else ()), 0.0)
         occupied_ms = (way.occupied_ms(num_rows * self._spec.row_bytes) for way in self.links[:-1])
         return max(*stages_ms, *occupied_ms, 0.0)
@@ -128,15 +128,15 @@ class Prediction:
         back = self.links[1:] or self.links
         return [
             way.occupied_ms(num_rows * self._spec.segment_row_bytes(start, end))
-            for way, (start, end) in zip(back, self._plan.prompt_parts[1:], strict=False)
+            for way, (start, end) in zip(back, self.plan.prompt_parts[1:], strict=False)
         ]
 
     def _prompt_hops_ms(self, num_rows: int) -> list[float]:
         """Return the times of all hops of a prompt chunk, and of what the last node remembers of it on the way back."""
         num_bytes = num_rows * self._spec.row_bytes
-        if self._plan.prompt_end is None:
+        if self.plan.prompt_end is None:
             return self._hops_ms(num_rows, 0)
-        start, end = self._plan.prompt_parts[-1]
+        start, end = self.plan.prompt_parts[-1]
         num_back = num_rows * self._spec.segment_row_bytes(start, end) + self._spec.snapshot_bytes(start, end)
         back = self.links[-1].ms(num_back)
         return [*(way.ms(num_bytes) for way in self.links[:-1]), back]
@@ -157,16 +157,16 @@ class Prediction:
     ) -> list[float]:
         """Return the milliseconds of each stage; 0 for a stage of unknown speed."""
         found = []
-        parts = self._plan.prompt_parts if of_prompt else self._plan.answer_parts
+        parts = self.plan.prompt_parts if of_prompt else self.plan.answer_parts
         for speed, (start, end) in zip(self._speeds, parts, strict=True):
-            context = self._plan.context
+            context = self.plan.context
             up_to = speed.ms_up_to(self._spec, num_rows, num_sampled, context, num_before) if speed else None
             found.append(up_to[end] - up_to[start] if up_to else 0.0)
         return found
 
     def _step_hops_ms(self, num_rows: int) -> list[float]:
         """Return the times of all hops of a frame that makes answers. The hop back mostly carries token ids only."""
-        if self._plan.prompt_end is not None:
+        if self.plan.prompt_end is not None:
             return [0.0] * len(self.links)
         return self._hops_ms(num_rows, num_rows * self._spec.soft_row_bytes)
 
@@ -177,21 +177,12 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class PredictedPlan:
-    """A plan and its times; the chosen plan has no name."""
-
-    name: str
-    plan: Plan
-    times: Prediction
-
-
-@dataclass(frozen=True)
 class PlanReport:
     """The plan that was chosen, others to compare it with, and advice in whole sentences."""
 
-    chosen: PredictedPlan
+    chosen: Prediction
     left_out: tuple[str, ...]
-    alternatives: tuple[PredictedPlan, ...]
+    alternatives: Mapping[str, Prediction]  # by their names
     advice: str
 
 
@@ -203,11 +194,9 @@ def report_plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objectiv
     """
     chosen = plan(spec, nodes, speeds, objective)
     left_out = tuple(node.name for node in nodes if node.name not in chosen.names)
-    alternatives = tuple(
-        PredictedPlan(name, other, Prediction(spec, other, speeds))
-        for name, other in _alternatives(spec, nodes, speeds, objective, chosen)
-    )
-    report = PlanReport(PredictedPlan("", chosen, Prediction(spec, chosen, speeds)), left_out, alternatives, "")
+    others = _alternatives(spec, nodes, speeds, objective, chosen)
+    alternatives = {name: Prediction(spec, other, speeds) for name, other in others}
+    report = PlanReport(Prediction(spec, chosen, speeds), left_out, alternatives, "")
     small = without_room(spec, [node for node in nodes if node.name in left_out], objective)
     advice = [*_advice(report, objective, nodes[0].name, small)]
     if objective.goal == "prompt" and (why := why_not_shared(spec, nodes, speeds, objective, chosen)):
@@ -245,8 +234,8 @@ def _alternatives(
 
 def _advice(report: PlanReport, objective: Objective, first: str, small: Sequence[str]) -> Iterator[str]:
     """Yield sentences on the chosen plan. `small` are the nodes left out that have no memory for any layer."""
-    chosen, rate = report.chosen, report.chosen.times.steps_per_s(objective.requests_at_once)
-    alone = [each for each in report.alternatives if len(each.plan.names) == 1]
+    chosen, rate = report.chosen, report.chosen.steps_per_s(objective.requests_at_once)
+    alone = [each for each in report.alternatives.values() if len(each.plan.names) == 1]
     if not chosen.plan.fits:
         yield f"It does not fit: {chosen.plan.lacking}."
         yield from (f"{each.plan.names[0]} alone would hold it: run it there." for each in alone if each.plan.fits)
@@ -259,15 +248,15 @@ def _advice(report: PlanReport, objective: Objective, first: str, small: Sequenc
         yield f"Left out for lack of memory: {', '.join(lacking)}."
     if rate is None:
         if len(chosen.plan.names) > 1:
-            canvases = "" if chosen.times.step == "token" else "; canvases need `tflops`"
+            canvases = "" if chosen.step == "token" else "; canvases need `tflops`"
             yield (
                 f"How fast these nodes are is not known (those of one machine are not measured{canvases}), so the "
                 "split is by bytes, as if they were equally fast."
             )
         return
     if len(chosen.plan.names) == 1 and alone:
-        several = [each for each in report.alternatives if " + " in each.name]
-        against = f", against {_figure(several[0], objective)} of {several[0].name}" if several else ""
+        several = next((name for name in report.alternatives if " + " in name), "")
+        against = several and f", against {_figure(report.alternatives[several], objective)} of {several}"
         yield f"{chosen.plan.names[0]} alone is fastest: {_figure(chosen, objective)}{against}."
     elif slow := [name for name in report.left_out if name not in small]:
         yield f"{' and '.join(slow)} would make it no faster, and is left out."
@@ -280,21 +269,21 @@ def _advice(report: PlanReport, objective: Objective, first: str, small: Sequenc
             yield f"{assignment.name} alone would be faster, {figures}{how}."
             break
         yield f"{assignment.name} alone would make {figures}, but lacks {format_bytes(assignment.missing_bytes)}."
-    apart = [each for each in (chosen, *report.alternatives) if each.plan.prompt_end is not None]
+    apart = [each for each in (chosen, *report.alternatives.values()) if each.plan.prompt_end is not None]
     with_alone = [each for each in alone if each.plan.names[0] == first and each.plan.fits]
     if apart and with_alone:
         yield from _advice_on_prompts(apart[0], with_alone[0], first, is_chosen=apart[0] is chosen)
-    whole, step, hops = chosen.times.ms_per_step, chosen.times.step, [ms or 0.0 for ms in chosen.times.hop_ms]
+    whole, step, hops = chosen.ms_per_step, chosen.step, [ms or 0.0 for ms in chosen.hop_ms]
     if whole and sum(hops) > _LONG_HOPS * whole:
         longest = hops.index(max(hops))
         sender, receiver = chosen.plan.names[longest], [*chosen.plan.names, chosen.plan.names[0]][longest + 1]
         yield f"Hops take {sum(hops) / whole:.0%} of a {step}'s time, most of it from {sender} to {receiver}."
 
 
-def _advice_on_prompts(apart: PredictedPlan, alone: PredictedPlan, first: str, *, is_chosen: bool) -> Iterator[str]:
+def _advice_on_prompts(apart: Prediction, alone: Prediction, first: str, *, is_chosen: bool) -> Iterator[str]:
     """Tell of the shortest prompts that nodes share, as they are computed sooner than by the first node alone."""
     names = " and ".join(apart.plan.names)
-    known = [(num, alone.times.prefill_s(num), apart.times.prefill_s(num)) for num in PROMPTS]
+    known = [(num, alone.prefill_s(num), apart.prefill_s(num)) for num in PROMPTS]
     shared = [(num, one_s / several_s) for num, one_s, several_s in known if one_s and several_s]
     num, gain = next(((num, gain) for num, gain in shared if gain > LATENCY_SLACK), (0, 1.0))
     how = f"{gain:.1f} x faster than by {first} alone, and answers as fast as there"
@@ -309,12 +298,12 @@ def _advice_on_prompts(apart: PredictedPlan, alone: PredictedPlan, first: str, *
         yield f"Prompts of up to {shared[-1][0]} tokens are computed by {first} alone: {names} would take longer."
 
 
-def _rate(predicted: PredictedPlan, objective: Objective) -> float:
-    return predicted.times.steps_per_s(objective.requests_at_once) or 0.0
+def _rate(predicted: Prediction, objective: Objective) -> float:
+    return predicted.steps_per_s(objective.requests_at_once) or 0.0
 
 
-def _figure(predicted: PredictedPlan, objective: Objective) -> str:
+def _figure(predicted: Prediction, objective: Objective) -> str:
     """Format the plan's speed by the objective's goal."""
     if objective.goal != "throughput":
-        return f"{format_ms(predicted.times.ms_per_step or 0.0)} per {predicted.times.step}"
-    return f"{_rate(predicted, objective):.1f} {predicted.times.rate} of {objective.num_requests} requests"
+        return f"{format_ms(predicted.ms_per_step or 0.0)} per {predicted.step}"
+    return f"{_rate(predicted, objective):.1f} {predicted.rate} of {objective.num_requests} requests"

@@ -155,7 +155,7 @@ def test_prompts_are_computed_by_all_where_that_is_faster_and_answers_by_the_fir
     alone_s, apart_s = alone.prefill_s(4000), apart.prefill_s(4000)
     assert alone_s and apart_s and alone_s / apart_s == pytest.approx(8 / layers[0], rel=0.15)
     report = report_plan(spec, where, survey, Objective(1))
-    assert "--objective prompt" in {each.name for each in report.alternatives}
+    assert "--objective prompt" in report.alternatives
     assert ("With --objective prompt" in report.advice) == (layers == [4, 4])  # else not for 2,000 tokens
 
 
@@ -167,12 +167,12 @@ def test_prompts_that_would_take_longer_over_all_nodes_are_told_as_those_of_the_
         alone = Prediction(spec, plan(spec, where[:1], survey, Objective(1)), survey)
         report = report_plan(spec, where, survey, Objective(1, goal="prompt", layers=layers))
         assert report.chosen.plan.prompt_end
-        pairs = [(alone.prefill_s(num) or 0.0, report.chosen.times.prefill_s(num) or 0.0) for num in PROMPTS]
+        pairs = [(alone.prefill_s(num) or 0.0, report.chosen.prefill_s(num) or 0.0) for num in PROMPTS]
         assert [one > several for one, several in pairs] == [False, bool(shared), bool(shared)]
         assert pairs[0][0] == pairs[0][1]
         said = f"Prompts of {shared} tokens are computed by n0 and n1" if shared else "computed by n0 alone"
         assert said in report.advice
-        [chain] = [each.plan for each in report.alternatives if each.name == "n0 + n1"]
+        chain = report.alternatives["n0 + n1"].plan
         assert chain.prompt_end is None
 
 
@@ -198,9 +198,7 @@ def test_an_automatic_objective_gives_prompts_to_nodes_that_make_tokens_no_faste
         latency, found = (plan(spec, where, survey, Objective(1, goal=goal)) for goal in ("latency", "auto"))
         assert (latency.names == ["n0"]) is alone is (found.prompt_end is not None)
         assert found.names == ["n0", "n1"]
-        assert "--objective prompt" not in {
-            each.name for each in report_plan(spec, where, survey, Objective(1, goal="auto")).alternatives
-        }
+        assert "--objective prompt" not in report_plan(spec, where, survey, Objective(1, goal="auto")).alternatives
 
 
 def test_where_prompts_cannot_be_shared_they_are_planned_by_latency_and_the_reason_is_given() -> None:
@@ -248,7 +246,7 @@ def test_it_is_told_whether_memory_or_speed_keeps_prompts_on_one_node_and_an_eve
         where = [Node("n0", first_gb), Node("n1", ROOMY)]
         report = report_plan(spec, where, Survey({"n0": speed, "n1": speed}, {"n1": link}), Objective(1, goal="prompt"))
         assert reason in report.advice.split(".")[0], report.advice
-        even = next(each.plan for each in report.alternatives if each.name == "even split")
+        even = report.alternatives["even split"].plan
         assert even.prompt_end is None and even.layers == [4, 4]
     cramped = [Node("n0", ROOMY), Node("n1", 10_000)]  # without known speeds all share prompts, if they can
     assert "other nodes lack memory" in report_plan(spec, cramped, NO_SPEEDS, Objective(1, goal="prompt")).advice

@@ -27,7 +27,7 @@ def looked(
 
 
 def alternatives(report: PlanReport) -> dict[str, tuple[list[int], bool, float | None]]:
-    return {each.name: (each.plan.layers, each.plan.fits, each.times.ms_per_token) for each in report.alternatives}
+    return {name: (each.plan.layers, each.plan.fits, each.ms_per_token) for name, each in report.alternatives.items()}
 
 
 THROUGHPUT = {"objective": Objective(1, goal="throughput", num_requests=8)}
