@@ -228,7 +228,7 @@ def require_fit(plan: Plan, spec: ModelSpec) -> None:
 
 def some_split_fits(spec: ModelSpec, nodes: Sequence[Node], context: int, num_sessions: int) -> bool:
     """Return whether any split over all these nodes, in this order, fits."""
-    return _sweep(len(nodes), spec.num_layers, excess_cost(spec, nodes, context, num_sessions), max)[0] == 0
+    return best_split(len(nodes), spec.num_layers, excess_cost(spec, nodes, context, num_sessions))[0] == 0
 
 
 def without_room(spec: ModelSpec, nodes: Sequence[Node], objective: Objective) -> list[str]:
@@ -246,24 +246,18 @@ def split_by_bytes(spec: ModelSpec, nodes: Sequence[Node], context: int, num_ses
     If no split fits, the best one minimises the excess over the budget, relative to it, of the worst node, then of
     all nodes together.
     """
-    sweep, excess = partial(_sweep, len(nodes), spec.num_layers), excess_cost(spec, nodes, context, num_sessions)
+    best, excess = partial(best_split, len(nodes), spec.num_layers), excess_cost(spec, nodes, context, num_sessions)
 
     def weight(i: int, start: int, end: int) -> float:
         return spec.token_bytes(start, end) if excess(i, start, end) == 0 else math.inf
 
-    worst, ends = sweep(excess, max)
+    worst, _ = best(excess)
     if worst > 0:
-        _, ends = sweep(_where(excess, excess, worst), operator.add)
+        _, layers = best(_where(excess, excess, worst), operator.add)
     else:
-        largest, _ = sweep(weight, max)
-        _, ends = sweep(_where(lambda *stage: weight(*stage) ** 2, weight, largest), operator.add)
-    return [end - start for start, end in zip((0, *ends), ends, strict=False)]
-
-
-def fastest_split(num_nodes: int, num_layers: int, cost: "_Cost") -> tuple[float, list[int]]:
-    """Return the least cost of the most expensive stage, and the layers of each node, in this order, at that cost."""
-    largest, ends = _sweep(num_nodes, num_layers, cost, max)
-    return largest, [end - start for start, end in zip((0, *ends), ends, strict=False)]
+        largest, _ = best(weight)
+        _, layers = best(_where(lambda *stage: weight(*stage) ** 2, weight, largest), operator.add)
+    return layers
 
 
 _Cost = Callable[[int, int, int], float]  # of node i holding layers [start, end)
@@ -287,20 +281,21 @@ def _where(cost: _Cost, bounded: _Cost, limit: float) -> _Cost:
     return lambda *stage: cost(*stage) if bounded(*stage) <= limit else math.inf
 
 
-def _sweep(
-    num_nodes: int, num_layers: int, cost: _Cost, combine: Callable[[float, float], float]
-) -> tuple[float, tuple[int, ...]]:
-    """Return the least combined cost, and the ends of the first split that has it.
+def best_split(
+    num_nodes: int, num_layers: int, cost: _Cost, combine: Callable[[float, float], float] = max
+) -> tuple[float, list[int]]:
+    """Return the least combined cost, by default that of the costliest stage, and the layers of each node.
 
-    Dynamic programming from the end: `best[start]` is the best split of layers [start, num_layers) over nodes i, i+1...
+    Of equally good splits the one with the fewest layers on the earliest nodes is taken. Dynamic programming from the
+    end: `best[start]` is the best split of layers [start, num_layers) over nodes i, i+1...
     """
-    best: dict[int, tuple[float, tuple[int, ...]]] = {num_layers: (0, ())}
+    best: dict[int, tuple[float, list[int]]] = {num_layers: (0, [])}
     for i in reversed(range(num_nodes)):
         starts = range(i, num_layers - (num_nodes - i) + 1) if i else range(1)
         best = {
             start: min(
-                (combine(cost(i, start, end), value), (end, *ends))
-                for end, (value, ends) in best.items()
+                (combine(cost(i, start, end), value), [end - start, *layers])
+                for end, (value, layers) in best.items()
                 if end > start
             )
             for start in starts

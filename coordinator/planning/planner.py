@@ -15,9 +15,9 @@ from coordinator.planning.plan import (
     Objective,
     Plan,
     assign,
+    best_split,
     check_split,
     excess_cost,
-    fastest_split,
     some_split_fits,
     split_by_bytes,
 )
@@ -197,7 +197,7 @@ def _split_apart(
         lacking = others_excess(i, start, end) if i else excess(0, 0, spec.num_layers)
         return math.inf if lacking else cost(i, start, end)
 
-    slowest, layers = fastest_split(len(nodes), spec.num_layers, fitting_cost)
+    slowest, layers = best_split(len(nodes), spec.num_layers, fitting_cost)
     return slowest, None if math.isinf(slowest) else layers
 
 
