@@ -178,11 +178,11 @@ def _measured_parts(checkpoint: Checkpoint, options: QuantizeOptions, text: str,
     ablation = Ablation(checkpoint, options, text)
     with show_tokens("measured", len(ablation.groups)) as report:
         found = ablation.run(target, report)
-    mixed = ablation.choose(found, target)
+    high = ablation.choose(found, target)
     return [
         {
             "part": each.group.name, "modules": list(each.group.paths), "weights": each.group.num_weights,
-            "bits": HIGH_BITS if each in mixed.high else options.bits, "loss": each.loss, "drafts_lost": each.drafts,
+            "bits": HIGH_BITS if each in high else options.bits, "loss": each.loss, "drafts_lost": each.drafts,
         }
         for each in sorted(found, key=lambda each: -each.loss)
     ]  # fmt: skip

@@ -62,14 +62,6 @@ class Sensitivity:
     drafts: float | None  # share that no longer holds
 
 
-@dataclass(frozen=True)
-class MixedBits:
-    """The groups of HIGH_BITS, and what all weights come to."""
-
-    high: tuple[Sensitivity, ...]
-    bits_per_weight: float
-
-
 def read_text(path: Path | None) -> str:
     """Return the text of a file; ours without one. Raises InputError if it cannot be read."""
     with reading("calibration", path or _TEXT):
@@ -160,8 +152,8 @@ class Ablation(MeasuredModel):
             report(1, self._tokens.size)
         return found
 
-    def choose(self, found: Sequence[Sensitivity], target: float) -> MixedBits:
-        """Return the bits of each group. Raises InputError if not even the low bits reach the target."""
+    def choose(self, found: Sequence[Sensitivity], target: float) -> list[Sensitivity]:
+        """Return the groups of HIGH_BITS. Raises InputError if not even the low bits reach the target."""
         parameters = tensors_of_module(self._model)
         num, nbytes = sum(array.size for _, array in parameters), sum(array.nbytes for _, array in parameters)
         return choose_bits(found, self._options, num=num, nbytes=nbytes, target=target)
@@ -194,8 +186,8 @@ def _layer(path: str) -> tuple[int | None, str]:
 
 def choose_bits(
     found: Sequence[Sensitivity], options: QuantizeOptions, *, num: int, nbytes: int, target: float
-) -> MixedBits:
-    """Return the bits of each group: HIGH_BITS for those that suffer most per weight, while the mean allows it.
+) -> list[Sensitivity]:
+    """Return the groups of HIGH_BITS: those that suffer most per weight, while the mean allows it.
 
     A group suffers by its shares of all groups' loss and of all drafts that no longer hold.
 
@@ -224,7 +216,7 @@ def choose_bits(
         if num_bits + more <= target * num:
             high.append(found[number])
             num_bits += more
-    return MixedBits(tuple(high), num_bits / num)
+    return high
 
 
 def _shares(values: Sequence[float]) -> list[float]:
