@@ -5,7 +5,7 @@ import re
 import sys
 import time
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -188,16 +188,10 @@ class Printer:
 @contextmanager
 def showing(console: Console | None) -> Iterator["PlainShow | MarkdownShow"]:
     """Yield an object that shows one answer on this terminal, or on standard output; end its last line in any case."""
-    if console is None:
-        plain = PlainShow()
-        try:
-            yield plain
-        finally:
-            plain.end()
-        return
-    with Live(console=console, auto_refresh=False, vertical_overflow="ellipsis", redirect_stdout=False) as live:
-        show = MarkdownShow(console, live)
-        try:
-            yield show
-        finally:
-            show.end()
+    with ExitStack() as stack:
+        show: PlainShow | MarkdownShow = PlainShow()
+        if console is not None:
+            live = Live(console=console, auto_refresh=False, vertical_overflow="ellipsis", redirect_stdout=False)
+            show = MarkdownShow(console, stack.enter_context(live))
+        stack.callback(show.end)
+        yield show
