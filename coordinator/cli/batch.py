@@ -26,6 +26,7 @@ from coordinator.cluster.progress import TokenReport, say, show_tokens, telling_
 from coordinator.engine.bounded import TEMPLATES
 from worker.errors import BrigadeError, InputError, NodeBusy, PoisonRequest, QueueFull, StageLost, again
 from worker.platform.files import reading, writing
+from worker.platform.tasks import for_each
 from worker.platform.text import Json, json_bytes, json_problem
 
 if TYPE_CHECKING:
@@ -140,24 +141,20 @@ class BatchRun:
 
     async def answer_all(self, entries: list[BatchEntry]) -> None:
         """Answer all entries, a limited number at a time."""
-        from worker.platform.tasks import together
+        await for_each(entries, self._add_line_of, most=_MOST_AT_ONCE)
 
-        left = iter(entries)
-        await together(*(self._answer_in_turn(left) for _ in entries[:_MOST_AT_ONCE]))
-
-    async def _answer_in_turn(self, left: Iterator[BatchEntry]) -> None:
-        for entry in left:
-            try:
-                body = await self._answer(entry)
-                line, num_tokens = _line(entry, 200, body), body["usage"]["completion_tokens"]
-            except BrigadeError as error:
-                self._require_running()
-                line, num_tokens = _failed(entry, error), 0
-                self.codes[_exit_code(line["response"]["status_code"])] += 1
-            self.answers.add(line)
-            self.num_answered += 1
-            self.num_tokens += num_tokens
-            self.report(1, num_tokens)
+    async def _add_line_of(self, entry: BatchEntry) -> None:
+        try:
+            body = await self._answer(entry)
+            line, num_tokens = _line(entry, 200, body), body["usage"]["completion_tokens"]
+        except BrigadeError as error:
+            self._require_running()
+            line, num_tokens = _failed(entry, error), 0
+            self.codes[_exit_code(line["response"]["status_code"])] += 1
+        self.answers.add(line)
+        self.num_answered += 1
+        self.num_tokens += num_tokens
+        self.report(1, num_tokens)
 
     def _require_running(self) -> None:
         """Raise the engine's failure, if it failed: it ends all requests, and another run may answer them."""

@@ -1,7 +1,7 @@
 """`brigade calibrate`: thresholds of `diffusion-fast` for the user's own model and tasks."""
 
 import json
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from coordinator.quality.questions import QuestionSet
 from coordinator.sessions.request import RequestSpec
 from worker.errors import InputError
 from worker.platform.files import require_writable, writing
+from worker.platform.tasks import for_each
 from worker.platform.text import to_json
 from worker.platform.threads import run_in_thread
 
@@ -129,8 +130,6 @@ async def _answer_all(
     cases: Sequence[EvalCase], ask: Ask, concurrency: int, report: TokenReport
 ) -> dict[int, list[Guess]]:
     """Return the guesses of each case, by its id."""
-    from worker.platform.tasks import together
-
     found: dict[int, list[Guess]] = {}
 
     async def answer(case: EvalCase) -> tuple[int, list[int]]:
@@ -143,17 +142,15 @@ async def _answer_all(
         assert usage is not None
         return usage.num_prompt, tokens
 
-    async def answer_in_turn(waiting: Iterator[EvalCase]) -> None:
-        for case in waiting:
-            first, tokens = await answer(case)
-            found[id(case)] = log = list[Guess]()
-            if tokens:
-                taught = TaughtFill(question=case.question.place, first=first, tokens=tuple(tokens), log=log)
-                await answer(_taught(case, taught))
-            report(1, len(tokens))
+    async def answer_twice(case: EvalCase) -> None:
+        first, tokens = await answer(case)
+        found[id(case)] = log = list[Guess]()
+        if tokens:
+            taught = TaughtFill(question=case.question.place, first=first, tokens=tuple(tokens), log=log)
+            await answer(_taught(case, taught))
+        report(1, len(tokens))
 
-    waiting = iter(cases)
-    await together(*(answer_in_turn(waiting) for _ in range(concurrency)))
+    await for_each(cases, answer_twice, most=concurrency)
     return found
 
 

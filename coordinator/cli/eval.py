@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -31,6 +31,7 @@ from coordinator.sessions.output import Output, Usage
 from coordinator.sessions.request import Conversation, RequestSpec
 from worker.errors import InputError
 from worker.platform.files import writing
+from worker.platform.tasks import for_each
 from worker.platform.text import Json, to_json
 from worker.platform.threads import run_in_thread
 
@@ -267,29 +268,26 @@ class EvalRun:
         self, model: EvalModel, known: dict[str, EvalAnswer], file: Answers[EvalAnswer] | None, concurrency: int
     ) -> None:
         """Answer every case that has no answer in `known`, which takes the others, as the file does."""
-        from worker.platform.tasks import together
-
         keys = [case.key(model) for case in self.cases]
         left = {key: case for key, case in zip(keys, self.cases, strict=True) if key not in known}
         if num_known := len(set(keys)) - len(left):
             say(f"{num_known} of {len(set(keys))} answers are known")
         with show_tokens("answered", len(set(keys)), done=num_known) as report:
 
-            async def answer_in_turn(waiting: Iterator[tuple[str, EvalCase]]) -> None:
-                for key, case in waiting:
-                    with case.question.named_in_errors():
-                        known[key] = found = await read_answer(partial(model.ask, case))
-                    is_right = await run_in_thread(partial(self._is_right, case, found))
-                    about = {"model": model.name, "question": case.question.place, "decoder": case.decoder}
-                    if file is not None:
-                        judged = {"expected": case.question.expected, "right": is_right}
-                        file.add({"key": key, **about, **judged, **asdict(found)})
-                    report(1, found.tokens)
+            async def answer(key: str) -> None:
+                case = left[key]
+                with case.question.named_in_errors():
+                    known[key] = found = await read_answer(partial(model.ask, case))
+                is_right = await run_in_thread(partial(self._is_right, case, found))
+                about = {"model": model.name, "question": case.question.place, "decoder": case.decoder}
+                if file is not None:
+                    judged = {"expected": case.question.expected, "right": is_right}
+                    file.add({"key": key, **about, **judged, **asdict(found)})
+                report(1, found.tokens)
 
             for kind in dict.fromkeys(case.decoder for case in self.cases):  # each has the nodes for itself
-                waiting = [(key, case) for key, case in left.items() if case.decoder == kind]
-                turns = iter(waiting)
-                await together(*(answer_in_turn(turns) for _ in waiting[:concurrency]))
+                waiting = [key for key, case in left.items() if case.decoder == kind]
+                await for_each(waiting, answer, most=concurrency)
 
     def rows(self, model: EvalModel, known: Mapping[str, EvalAnswer]) -> list[AccuracyRow]:
         """Judge the answers: a row per set and decoder."""

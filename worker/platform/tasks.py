@@ -1,7 +1,7 @@
 """Additions to asyncio: background tasks, uncancellable awaits, concurrent awaits, and idle detection."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
@@ -63,6 +63,17 @@ async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
         return [task.result() for task in sorted(done, key=tasks.index)]
     finally:
         await cancel_all(*tasks)
+
+
+async def for_each(items: Iterable[T], act: Callable[[T], Coroutine[Any, Any, None]], *, most: int) -> None:
+    """Act on all items in order, on so many at a time at most; on a failure cancel the others and raise it."""
+    left = iter(items)
+
+    async def act_in_turn() -> None:
+        for item in left:
+            await act(item)
+
+    await together(*(act_in_turn() for _ in range(most)))
 
 
 class Use:
