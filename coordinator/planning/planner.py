@@ -116,7 +116,7 @@ def why_not_shared(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objec
         return f"{first} lacks memory for all layers"
     if not speeds.covers((first, *others)):  # then all of them share prompts if they can
         return "the other nodes lack memory for layers"
-    unknown = [name for name in (first, *others) if not _knows_prompts(speeds, name)]
+    unknown = [name for name in (first, *others) if not speeds.speeds[name].knows(PROMPT_ROWS)]
     if first in unknown or unknown == others:
         return f"how fast {' and '.join(unknown)} would compute them is not known (`tflops`)"
     return f"with other nodes they would be no faster than on {first} alone"
@@ -130,10 +130,6 @@ def _obstacle(spec: ModelSpec, nodes: Sequence[Node]) -> str:
         size = format_bytes(spec.largest_snapshot_bytes)
         return f"a layer's sliding window or state takes {size}, too much to be sent at once"
     return ""
-
-
-def _knows_prompts(speeds: Survey, name: str) -> bool:
-    return speeds.speeds[name].knows(PROMPT_ROWS)
 
 
 def _plan_apart(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Objective) -> Plan | None:
@@ -169,7 +165,7 @@ def _share(
     if not speeds.covers(node.name for node in nodes):
         _, layers = _split_apart(spec, nodes, objective, lambda i, start, end: end - start)
         return list(nodes), layers
-    able = [i for i, node in enumerate(nodes) if _knows_prompts(speeds, node.name)]
+    able = [i for i, node in enumerate(nodes) if speeds.speeds[node.name].knows(PROMPT_ROWS)]
     if not able or able[0] != 0:
         return [], None
     members, layers = [0], None

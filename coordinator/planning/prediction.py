@@ -125,21 +125,18 @@ class Prediction:
 
     def _segments_ms(self, num_rows: int) -> list[float]:
         """Return the times for which what each node but the first remembers of so many rows occupies its link."""
-        back = self.links[1:] or self.links
         return [
             way.occupied_ms(num_rows * self._spec.segment_row_bytes(start, end))
-            for way, (start, end) in zip(back, self.plan.prompt_parts[1:], strict=False)
+            for way, (start, end) in zip(self.links[1:], self.plan.prompt_parts[1:], strict=True)
         ]
 
     def _prompt_hops_ms(self, num_rows: int) -> list[float]:
         """Return the times of all hops of a prompt chunk, and of what the last node remembers of it on the way back."""
-        num_bytes = num_rows * self._spec.row_bytes
         if self.plan.prompt_end is None:
             return self._hops_ms(num_rows, 0)
         start, end = self.plan.prompt_parts[-1]
         num_back = num_rows * self._spec.segment_row_bytes(start, end) + self._spec.snapshot_bytes(start, end)
-        back = self.links[-1].ms(num_back)
-        return [*(way.ms(num_bytes) for way in self.links[:-1]), back]
+        return self._hops_ms(num_rows, num_back)
 
     def _round_ms(self, num_requests: int, lanes: int) -> float | None:
         """Return the time of a round: one frame's way, or a frame of every lane on the slowest stage."""

@@ -406,7 +406,7 @@ def _improve(nodes: Sequence[NodeRecord], now: Situation, planner: Planner) -> A
     left_out = tuple(each.name for each in ready if best is None or each.name not in best.names)
     if best is None or left_out:
         return LeaveOut(left_out)
-    gentle = best if not _grows(now.plan, best) else planner.without_growth(now.plan, best)
+    gentle = planner.without_growth(now.plan, best) if _grows(now.plan, best) else best
     plan = gentle or best
     newcomers = tuple(each.name for each in ready)
     if step := _load_for(plan, nodes, now, newcomers):
