@@ -78,13 +78,11 @@ _MEDIA: dict[Medium, str] = {
 
 @dataclass(frozen=True)
 class ModelInUse:
-    """The model that the nodes are to hold, or why it cannot be read, and the plan's terms."""
+    """The model that the nodes are to hold, or why it cannot be read, and what is wanted of the plan."""
 
     spec: ModelSpec | None = None
     refusal: str = ""
-    context: int = 4096  # tokens
-    layers: tuple[int, ...] | None = None
-    is_order_fixed: bool = False
+    objective: Objective = Objective(4096)  # noqa: RUF009 - immutable
 
     @property
     def row_bytes(self) -> int:
@@ -98,8 +96,7 @@ class ModelInUse:
             ConfigError: as `plan` does.
         """
         assert self.spec is not None
-        objective = Objective(self.context, layers=self.layers, is_order_fixed=self.is_order_fixed)
-        return plan(self.spec, nodes, speeds, objective)
+        return plan(self.spec, nodes, speeds, self.objective)
 
 
 def check_cluster(cluster: ExaminedCluster, model: ModelInUse, now: datetime) -> Iterator[Finding]:
@@ -495,12 +492,13 @@ def _check_plan(spec: ModelSpec, nodes: Sequence[ExaminedNode], model: ModelInUs
     equally_fast = Survey(dict.fromkeys((node.name for node in nodes), NodeSpeed.assumed(spec, gbps=100)))
     if not found.fits and is_by_speed and (other := model.plan_over(offers, equally_fast)).fits:
         found = other
-    with_context = f"{spec.name} with {model.context:,} tokens of context"
+    context = f"{model.objective.context:,} tokens of context"
     if found.fits and found.names == [node.name for node in nodes]:
-        yield ok(Kind.MEMORY, "all nodes", f"{spec.name} fits, with {model.context:,} tokens of context")
+        yield ok(Kind.MEMORY, "all nodes", f"{spec.name} fits, with {context}")
         return
     if found.fits:
-        text = f"{with_context} does not fit on all nodes in this order, but it fits as {found}: no answer was tried"
+        how = f"does not fit on all nodes in this order, but it fits as {found}: no answer was tried"
+        text = f"{spec.name} with {context} {how}"
         yield note(Kind.MEMORY, "all nodes", text, "leave it so, or free memory on the others")
         return
     shares_machine = [each.is_here or (each is nodes[0] and any(node.is_here for node in nodes)) for each in nodes]
@@ -512,8 +510,9 @@ def _check_plan(spec: ModelSpec, nodes: Sequence[ExaminedNode], model: ModelInUs
     if wider.fits:
         yield from _raised_limits(wider, offers, nodes)
         return
-    text, fix = f"{with_context} does not fit: {found.lacking}", "more nodes, a model of fewer bits, or fewer tokens"
-    yield problem(Kind.MEMORY, "all nodes", text, f"{fix} (`context:`)")
+    text = f"{spec.name} with {context} does not fit: {found.lacking}"
+    fix = "more nodes, a model of fewer bits, or fewer tokens (`context:`)"
+    yield problem(Kind.MEMORY, "all nodes", text, fix)
 
 
 def _raised_budget(node: ExaminedNode) -> int:

@@ -12,6 +12,7 @@ import pytest
 from coordinator.deploy.checks import ModelInUse
 from coordinator.deploy.doctor import Examination
 from coordinator.deploy.findings import ExaminedCluster, ExaminedHop, ExaminedNode, Finding, Kind, Level
+from coordinator.planning.plan import Objective
 from protos.brigade_pb2 import (
     MEDIUM_ETHERNET,
     MEDIUM_THUNDERBOLT,
@@ -309,7 +310,7 @@ def test_a_hop_whose_measurement_failed_is_noted_and_impossible_figures_are_not_
 
 
 def fitted(nodes: ExaminedCluster, num_layers: int, layers: tuple[int, ...] | None = None) -> list[Finding]:
-    return judged(nodes, ModelInUse(model(num_layers=num_layers), **({"layers": layers} if layers else {})))
+    return judged(nodes, ModelInUse(model(num_layers=num_layers), objective=Objective(4096, layers=layers)))
 
 
 def test_the_wired_limit_is_to_be_raised_where_the_plan_needs_it_and_only_there() -> None:
