@@ -45,20 +45,16 @@ _LINKS: dict[Medium, str] = {  # as shown to people, the best first: a cable has
 }
 
 
-@dataclass(frozen=True)
-class AnnouncedNode:
-    """A node's announcement and the addresses, HOST:PORT, that it claims to listen at."""
-
-    about: About
-    addresses: tuple[str, ...]
-
-
 @dataclass
 class Heard:
-    """The announcements, in the order of their arrival."""
+    """The announced nodes, each with the addresses, HOST:PORT, that it claims to listen at, in order of arrival."""
 
-    nodes: list[AnnouncedNode] = field(default_factory=list)
+    nodes: dict[About, list[str]] = field(default_factory=dict)
     num_ignored: int = 0  # invalid announcements, and those beyond MAX_ANNOUNCEMENTS
+
+    def add(self, about: About, addresses: Iterable[str]) -> None:
+        """Take an announcement in: a node announces itself separately on each interface."""
+        self.nodes[about] = list(dict.fromkeys([*self.nodes.get(about, ()), *addresses]))
 
 
 async def browse(for_s: float) -> Heard:
@@ -119,7 +115,7 @@ class ServiceListener:
                 about = About.of_txt(service.properties)
                 addresses = usable_addresses(service.parsed_addresses(), service.port)
         if about and addresses:
-            self.heard.nodes.append(AnnouncedNode(about, addresses))
+            self.heard.add(about, addresses)
         else:
             self.heard.num_ignored += 1
 
@@ -276,16 +272,13 @@ async def look_around(for_s: float, cluster: ClusterConfig | None = None) -> Dis
 
 
 def found_nodes(
-    announced: Iterable[AnnouncedNode], cluster: ClusterConfig | None, here: LocalNetwork
+    announced: Mapping[About, Sequence[str]], cluster: ClusterConfig | None, here: LocalNetwork
 ) -> list[FoundNode]:
     """Return every node that announced itself, configured nodes first, then the configuration's silent nodes."""
-    places: dict[About, dict[str, None]] = {}  # a node announces itself separately on each interface
-    for each in announced:
-        places.setdefault(each.about, {}).update(dict.fromkeys(each.addresses))
     workers = {worker.name: worker for worker in cluster.workers} if cluster else {}
     nodes = []
-    for about in sorted(places, key=lambda about: (about.name not in workers, about.name)):
-        addresses, worker = tuple(places[about])[:MOST_ADDRESSES], workers.get(about.name)
+    for about in sorted(announced, key=lambda about: (about.name not in workers, about.name)):
+        addresses, worker = announced[about][:MOST_ADDRESSES], workers.get(about.name)
         is_configured = None if cluster is None else worker is not None
         configured = [address for address in addresses if worker and address in worker.addresses]
         known = (about.name, about.version, about.fingerprint or None, True, is_configured)

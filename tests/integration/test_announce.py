@@ -14,11 +14,11 @@ from zeroconf import Error, ServiceStateChange
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
 from coordinator.deploy import discovery as browsing
-from coordinator.deploy.discovery import MAX_ANNOUNCEMENTS, AnnouncedNode, Heard, ServiceListener, browse
+from coordinator.deploy.discovery import MAX_ANNOUNCEMENTS, Heard, ServiceListener, browse
 from tests.integration.certificates import Certificates
 from tests.integration.links import Told
 from worker.errors import StageLost
-from worker.node.announce import SERVICE, about, announced, announcing, places_of
+from worker.node.announce import SERVICE, About, about, announced, announcing, places_of
 from worker.node.log import worker_log
 from worker.node.network import Network
 from worker.platform.interfaces import Interface
@@ -28,11 +28,11 @@ LOOPBACK = ["127.0.0.1:50999"]
 LINKS = Path(__file__).with_name("links.py")
 
 
-async def hear(name: str, *, beside_others: bool = False) -> tuple[AnnouncedNode, Heard]:
+async def hear(name: str, *, beside_others: bool = False) -> tuple[About, Heard]:
     """The node of this name, or the same `beside_others` that are none."""
     for listens_s in LISTENS_S:
         heard = await browse(listens_s)
-        found = [node for node in heard.nodes if node.about.name == name]
+        found = [node for node in heard.nodes if node.name == name]
         if found and (heard.num_ignored or not beside_others):
             return found[0], heard
     raise AssertionError(f"{name} was not heard")
@@ -49,8 +49,8 @@ async def test_a_node_is_heard_as_it_is_and_what_no_node_would_say_is_counted(tm
         await lying.async_register_service(lie, cooperating_responders=True)
         async with announced(said, await places_of(LOOPBACK)):
             found, heard = await hear(name, beside_others=True)
-    assert (found.about, found.addresses) == (said, ("127.0.0.1:50999",))
-    assert heard.num_ignored and all(node.about.name.isprintable() for node in heard.nodes)
+    assert (found, heard.nodes[found]) == (said, ["127.0.0.1:50999"])
+    assert heard.num_ignored and all(node.name.isprintable() for node in heard.nodes)
 
 
 async def test_a_node_that_cannot_announce_itself_says_so_once() -> None:
@@ -97,7 +97,7 @@ async def test_who_points_to_what_is_no_node_is_ignored_and_ends_nothing(name: s
     async with AsyncZeroconf(interfaces=["127.0.0.1"]) as listener:
         ear.on_change(listener.zeroconf, SERVICE, name, ServiceStateChange.Added)
         await ear.wait_resolved()
-    assert ear.heard == Heard([], num_ignored=1)
+    assert ear.heard == Heard(num_ignored=1)
 
 
 async def test_a_failure_without_words_is_told_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from coordinator.deploy import discovery
 from coordinator.deploy.discovery import (
-    AnnouncedNode,
     Endpoint,
+    Heard,
     LocalNetwork,
     found_nodes,
     source_address,
@@ -40,22 +40,24 @@ def cluster(*workers: tuple[str, str]) -> ClusterConfig:
 
 
 def test_a_node_that_is_heard_on_two_links_is_one_node_and_two_processes_are_two() -> None:
-    heard = [AnnouncedNode(about("mini"), ("10.0.0.2:1",)), AnnouncedNode(about("mini"), ("10.9.0.2:1", "10.0.0.2:1"))]
-    [node] = found_nodes(heard, None, HERE)
+    heard = Heard()
+    heard.add(about("mini"), ("10.0.0.2:1",))
+    heard.add(about("mini"), ("10.9.0.2:1", "10.0.0.2:1"))
+    [node] = found_nodes(heard.nodes, None, HERE)
     assert {each.address for each in node.endpoints} == {"10.0.0.2:1", "10.9.0.2:1"}
-    heard.append(AnnouncedNode(about("mini", "00000002"), ("10.0.0.3:1",)))
-    assert len(found_nodes(heard, None, HERE)) == 2
+    heard.add(about("mini", "00000002"), ("10.0.0.3:1",))
+    assert len(found_nodes(heard.nodes, None, HERE)) == 2
 
 
 def test_who_is_configured_comes_first_and_who_was_not_heard_last() -> None:
-    heard = [AnnouncedNode(about("alien"), ("127.0.0.1:9",)), AnnouncedNode(about("mini"), ("127.0.0.1:1",))]
+    heard = {about("alien"): ["127.0.0.1:9"], about("mini"): ["127.0.0.1:1"]}
     found = found_nodes(heard, cluster(("mini", "127.0.0.1:1"), ("gone", "127.0.0.1:2")), HERE)
     said = [(node.name, node.is_announced, node.is_configured, node.is_elsewhere) for node in found]
     assert said == [("mini", True, True, False), ("alien", True, False, False), ("gone", False, True, False)]
 
 
 def test_a_name_at_another_address_is_told_from_the_configured_one() -> None:
-    heard = [AnnouncedNode(about("mini", fingerprint="ab" * 32), ("127.0.0.1:7",))]
+    heard = {about("mini", fingerprint="ab" * 32): ["127.0.0.1:7"]}
     [node] = found_nodes(heard, cluster(("mini", "127.0.0.1:1")), HERE)
     assert node.is_elsewhere
     assert node.to_json()["addresses"] == [
