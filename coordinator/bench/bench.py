@@ -206,12 +206,29 @@ class OnChain:
         )
 
 
-class MlxLmModel:
-    """The unsharded model of a folder, loaded and run by mlx_lm alone. MLX thread only."""
+class OnMlxLm:
+    """mlx_lm alone, with the unsharded model: its batch generator, or its stream for a single request."""
 
-    def __init__(self, folder: Path) -> None:
-        config = {"model_type": module_of(open_folder(folder).config)}
-        self._model, _ = load_model(folder, model_config=config)
+    name = MLX_LM
+    layers: list[int] | None = None
+
+    def __init__(self, folder: Path, chain: Chain) -> None:
+        """Load the model of a folder. Made and run on the chain's thread."""
+        self.chain = chain
+        self._model, _ = load_model(folder, model_config={"model_type": module_of(open_folder(folder).config)})
+
+    async def run(self, requests: Sequence[Request]) -> BenchTrial:
+        """Raises InputError for caches that mlx_lm cannot batch."""
+        prompts, num_tokens = [list(request.prompt) for request in requests], requests[0].max_tokens
+        stop = threading.Event()
+        started = time.monotonic()
+        try:
+            times = await self.chain.thread.run(lambda: self.time_tokens(prompts, num_tokens, stop.is_set))
+        except ValueError as error:
+            raise InputError("", f"mlx_lm cannot: {error}") from error
+        finally:
+            stop.set()  # on an interrupt the thread must end with this process
+        return BenchTrial(sum(map(len, prompts)), started, times)
 
     def time_tokens(
         self, prompts: Sequence[list[int]], num_tokens: int, is_stopped: Callable[[], bool]
@@ -219,7 +236,7 @@ class MlxLmModel:
         """Return when each token of each prompt came, seconds on the monotonic clock, by mlx_lm's own generators.
 
         One prompt runs in `generate_step`, several in the BatchGenerator of `batch_generate`. Answers end early only
-        if `is_stopped`, which is asked between two steps.
+        if `is_stopped`, which is asked between two steps. MLX thread only.
         """
         times: list[list[float]] = [[] for _ in prompts]
         if len(prompts) == 1:
@@ -236,30 +253,6 @@ class MlxLmModel:
                 places[response.uid].append(now)
         batch.close()
         return times
-
-
-class OnMlxLm:
-    """mlx_lm in this process, on the chain's thread: its batch generator, or its stream for a single request."""
-
-    name = MLX_LM
-    layers: list[int] | None = None
-
-    def __init__(self, model: MlxLmModel, chain: Chain) -> None:
-        self.chain = chain
-        self._model = model
-
-    async def run(self, requests: Sequence[Request]) -> BenchTrial:
-        """Raises InputError for caches that mlx_lm cannot batch."""
-        prompts, num_tokens = [list(request.prompt) for request in requests], requests[0].max_tokens
-        stop = threading.Event()
-        started = time.monotonic()
-        try:
-            times = await self.chain.thread.run(lambda: self._model.time_tokens(prompts, num_tokens, stop.is_set))
-        except ValueError as error:
-            raise InputError("", f"mlx_lm cannot: {error}") from error
-        finally:
-            stop.set()  # on an interrupt the thread must end with this process
-        return BenchTrial(sum(map(len, prompts)), started, times)
 
 
 def most_at_once(chain: Chain, request: Request) -> int:
@@ -300,8 +293,7 @@ class _Run:
         systems: list[System] = [OnChain(ONE_PROCESS, chain)]
         if all(decode.kind != "ar" for decode in self.workload.decodes):  # mlx_lm has no other
             return systems
-        model = await chain.thread.run(lambda: MlxLmModel(self.checkpoint.folder))
-        return [*systems, OnMlxLm(model, chain)]
+        return [*systems, await chain.thread.run(lambda: OnMlxLm(self.checkpoint.folder, chain))]
 
     @asynccontextmanager
     async def open_cluster(self, split: LayerSplit, *, is_only: bool) -> AsyncIterator[list[OnChain]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.bench.bench import MlxLmModel, OnChain, Workload
+from coordinator.bench.bench import OnChain, OnMlxLm, Workload
 from coordinator.bench.results import BenchTrial
 from coordinator.decoding.decode_options import Decode
 from coordinator.sessions.request import Request
@@ -122,9 +122,9 @@ def test_a_model_that_mlx_lm_lacks_is_measured_with_prompts_of_text(tmp_path: Pa
 
 def test_a_failure_costs_none_of_what_was_measured(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """mlx_lm cannot batch this model's caches; the cluster is lost with the third number of requests."""
-    time_tokens, run_trial = MlxLmModel.time_tokens, OnChain.run
+    time_tokens, run_trial = OnMlxLm.time_tokens, OnChain.run
 
-    def time_one(self: MlxLmModel, prompts: Sequence[Sequence[int]], *more: Any) -> list[list[float]]:
+    def time_one(self: OnMlxLm, prompts: Sequence[Sequence[int]], *more: Any) -> list[list[float]]:
         if len(prompts) > 1:
             raise ValueError("ArraysCache does not yet support batching with history")
         return time_tokens(self, prompts, *more)
@@ -134,7 +134,7 @@ def test_a_failure_costs_none_of_what_was_measured(talker: Path, monkeypatch: py
             raise StageLost("closed the connection", node="mini")
         return await run_trial(self, requests, *more)
 
-    monkeypatch.setattr(MlxLmModel, "time_tokens", time_one)
+    monkeypatch.setattr(OnMlxLm, "time_tokens", time_one)
     monkeypatch.setattr(OnChain, "run", run_or_fail)
     command = ("bench", "--model", talker, "--local", "0", "-p", "4", "-g", "4", "-n", "1", "--json", "--concurrency")
     done = run_here(*command, "1,2,3")
