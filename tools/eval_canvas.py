@@ -21,7 +21,7 @@ import uvloop
 
 from coordinator.bench.bench import OnChain
 from coordinator.bench.results import BenchTrial, passage_ms
-from coordinator.bench.simulate import Hop, Pipeline, SimulatedLoad, SimulatedStage, simulate
+from coordinator.bench.simulate import Hop, Pipeline, SimulatedLoad, simulate
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.deployment import Deployment
 from coordinator.cluster.open import choose_plan, open_peers, read_model
@@ -182,7 +182,7 @@ def _compared(spec: ModelSpec, chain: Chain, links: Sequence[LinkSpeed], trials:
     sizes = [spec.row_bytes, spec.row_bytes, spec.soft_row_bytes]
     frames = sorted(_frames(trials).items())
     stages = tuple(
-        SimulatedStage(tuple((rows, fmean(ms for ms, _ in taken[stage]) / 1e3) for rows, taken in frames))
+        tuple((rows, fmean(ms for ms, _ in taken[stage]) / 1e3) for rows, taken in frames)
         for stage in range(chain.num_stages)
     )
     hops = tuple(Hop(link.rtt_ms / 2e3, link.bytes_per_s, size) for link, size in zip(links, sizes, strict=True))

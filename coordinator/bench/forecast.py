@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, Field, PositiveInt, ValidationError
 
 from coordinator.bench.results import CLUSTER, FrameCosts, HopMs, StageMsByRows, measured_pipeline
-from coordinator.bench.simulate import Hop, Pipeline, SimulatedLoad, SimulatedStage, simulate
+from coordinator.bench.simulate import Hop, Pipeline, SecondsByRows, SimulatedLoad, simulate
 from coordinator.cluster.open import choose_plan, open_peers, read_model
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.survey import is_worth_measuring
@@ -83,8 +83,7 @@ class ForecastTimes:
     @property
     def sizes(self) -> tuple[int, int]:
         """The fewest and the most rows of a frame for which the time of every stage is known."""
-        stages = [stage.by_rows for stage in self.usual.stages]
-        return max(stage[0][0] for stage in stages), min(stage[-1][0] for stage in stages)
+        return max(stage[0][0] for stage in self.usual.stages), min(stage[-1][0] for stage in self.usual.stages)
 
     def check(self, counts: Sequence[int]) -> None:
         """Raise InputError if a number of requests was not measured and does not follow from the others.
@@ -202,6 +201,7 @@ def given_pipeline(
         return values if len(values) == len(stage_ms) else [values[0]] * len(stage_ms)
 
     hops = spread("hop_ms", hop_ms)
+    stages: list[SecondsByRows]
     if row_ms is None:
         stages = [
             tuple((rows, first * PUBLISHED_GBPS[1] / each / 1e3) for rows, each in PUBLISHED_GBPS.items())
@@ -215,7 +215,7 @@ def given_pipeline(
     bytes_per_s = gbps * 1e9 / 8 if gbps else float("inf")
     sizes = [row_bytes] * (len(hops) - 1) + [answer_bytes]
     links = tuple(Hop(ms / 1e3, bytes_per_s, size) for ms, size in zip(hops, sizes, strict=True))
-    return Pipeline(tuple(map(SimulatedStage, stages)), links)
+    return Pipeline(tuple(stages), links)
 
 
 def read_times(path: Path, decode: str = "ar") -> ForecastTimes:
@@ -297,9 +297,7 @@ def profiled_pipeline(spec: ModelSpec, plan: Plan, survey: Survey, num_places: i
     sizes = sorted({*times.sizes, *([num_places] if num_places else [])})
     by_size = {rows: times.stages_ms(rows, num_places) for rows in sizes}
     columns = zip(*by_size.values(), strict=True)
-    stages = [
-        SimulatedStage(tuple((rows, ms / 1e3) for rows, ms in zip(by_size, column, strict=True))) for column in columns
-    ]
+    stages = [tuple((rows, ms / 1e3) for rows, ms in zip(by_size, column, strict=True)) for column in columns]
     hops = [Hop(link.rtt_ms / 2e3, link.bytes_per_s, spec.row_bytes) for link in times.links[:-1]]
     answer_bytes = spec.soft_row_bytes if num_places else 0
     back = [Hop(link.rtt_ms / 2e3, link.bytes_per_s, answer_bytes) for link in times.links[-1:]]

@@ -14,7 +14,6 @@ from coordinator.bench.simulate import (
     Hop,
     Pipeline,
     SimulatedLoad,
-    SimulatedStage,
     aggregate_tokens_per_s,
     busy_share,
     simulate,
@@ -233,7 +232,7 @@ def with_predictions(rows: Sequence[BenchRow], num_prompt: int, num_tokens: int)
 def measured_pipeline(stage_ms: Sequence[Mapping[int, float]], hop_ms: Sequence[float]) -> Pipeline:
     """Return a row's times for simulation; hops that are negative because of clock errors count as 0."""
     stages = (tuple(sorted((int(rows), ms / 1e3) for rows, ms in by_rows.items())) for by_rows in stage_ms)
-    return Pipeline(tuple(map(SimulatedStage, stages)), tuple(Hop(max(0.0, ms) / 1e3) for ms in hop_ms))
+    return Pipeline(tuple(stages), tuple(Hop(max(0.0, ms) / 1e3) for ms in hop_ms))
 
 
 def sent_between(before: Sequence[StatusReply], after: Sequence[StatusReply]) -> list[int | None]:

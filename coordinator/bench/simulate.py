@@ -17,16 +17,7 @@ from protos.brigade_pb2 import Frame, Result, Sample
 from worker.compute.header import num_rows as count_rows
 from worker.model.model_spec import CanvasTraining
 
-
-@dataclass(frozen=True)
-class SimulatedStage:
-    """The time that one stage computes, seconds by rows of a frame: linear between these points."""
-
-    by_rows: tuple[tuple[int, float], ...]  # ascending
-
-    def seconds(self, num_rows: int) -> float:
-        """Return the time of a frame; 0 if it has no rows."""
-        return on_lines(self.by_rows, num_rows) if num_rows else 0.0
+SecondsByRows = tuple[tuple[int, float], ...]  # of a frame on one stage, ascending: linear between these points
 
 
 @dataclass(frozen=True)
@@ -45,11 +36,15 @@ class Hop:
 class Pipeline:
     """The times of a chain: a hop follows every stage; the last one leads back to the coordinator."""
 
-    stages: tuple[SimulatedStage, ...]
+    stages: tuple[SecondsByRows, ...]
     hops: tuple[Hop, ...]
 
+    def stage_s(self, stage: int, num_rows: int) -> float:
+        """Return the time of a frame; 0 if it has no rows."""
+        return on_lines(self.stages[stage], num_rows) if num_rows else 0.0
+
     def stages_s(self, num_rows: int) -> list[float]:
-        return [stage.seconds(num_rows) for stage in self.stages]
+        return [self.stage_s(stage, num_rows) for stage in range(len(self.stages))]
 
     def hops_s(self, num_rows: int) -> float:
         return sum(hop.seconds(num_rows) for hop in self.hops)
@@ -96,8 +91,7 @@ class Simulated:
     @property
     def tokens_per_s(self) -> float:
         """The speed of all requests together."""
-        begin, end = self.span
-        return _num_within(self.token_times, begin, end) / (end - begin) if begin < end else 0.0
+        return aggregate_tokens_per_s(self.token_times, self.span)
 
     @property
     def ttft_s(self) -> list[float]:
@@ -125,9 +119,9 @@ def steady_span(token_times: Sequence[Sequence[float]]) -> tuple[float, float]:
     return min(times[0] for times in token_times), max(times[-1] for times in token_times)
 
 
-def aggregate_tokens_per_s(token_times: Sequence[Sequence[float]]) -> float:
-    """Return tokens per second of all requests over the steady span; 0 if all tokens come at one moment."""
-    begin, end = steady_span(token_times)
+def aggregate_tokens_per_s(token_times: Sequence[Sequence[float]], span: tuple[float, float] | None = None) -> float:
+    """Return tokens per second of all requests over a span, by default the steady one; 0 if it has no length."""
+    begin, end = span or steady_span(token_times)
     return _num_within(token_times, begin, end) / (end - begin) if begin < end else 0.0
 
 
@@ -212,7 +206,7 @@ class _Run:
     def _compute(self, now: float, stage: int, frame: Frame) -> None:
         """Each frame waits for the one before it, at the stage and on the link behind it."""
         num_rows = sum(map(count_rows, frame.windows))
-        compute_s, hop = self._pipeline.stages[stage].seconds(num_rows), self._pipeline.hops[stage]
+        compute_s, hop = self._pipeline.stage_s(stage, num_rows), self._pipeline.hops[stage]
         if stage == len(self._pipeline.stages) - 1:
             # the last step of a canvas sends nothing back: no step follows that would need it
             num_rows = sum(w.wanted + w.guessed * (w.canvas_step < self._most_steps) for w in frame.windows)

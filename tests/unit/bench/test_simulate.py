@@ -5,15 +5,15 @@ from itertools import pairwise
 
 import pytest
 
-from coordinator.bench.simulate import Hop, Pipeline, SimulatedLoad, SimulatedStage, aggregate_tokens_per_s, simulate
+from coordinator.bench.simulate import Hop, Pipeline, SecondsByRows, SimulatedLoad, aggregate_tokens_per_s, simulate
 from coordinator.planning.costs import ChainCosts
 
-FLAT = SimulatedStage(((1, 0.010),))  # a step takes 10 ms however many rows it has
-PER_ROW = SimulatedStage(((1, 0.010), (2, 0.020)))  # rows are all that costs
+FLAT = ((1, 0.010),)  # a step takes 10 ms however many rows it has
+PER_ROW = ((1, 0.010), (2, 0.020))  # rows are all that costs
 HERE = Hop(0.0)
 
 
-def equal(num_stages: int, times: SimulatedStage = FLAT, hop: Hop = HERE) -> Pipeline:
+def equal(num_stages: int, times: SecondsByRows = FLAT, hop: Hop = HERE) -> Pipeline:
     return Pipeline((times,) * num_stages, (hop,) * num_stages)
 
 
@@ -37,14 +37,14 @@ def test_a_stage_takes_what_the_lines_between_its_points_say() -> None:
         (three, 6, 0.03),
         (three, 10, 0.07),
     ):
-        assert SimulatedStage(points).seconds(num_rows) == pytest.approx(seconds)
+        assert Pipeline((points,), (HERE,)).stage_s(0, num_rows) == pytest.approx(seconds)
     assert Hop(0.02).seconds(1000) == 0.02
     assert Hop(0.02, 1e6, 2000).seconds(5) == pytest.approx(0.02 + 0.01)
 
 
 def test_one_request_alone_waits_for_every_stage_and_hop_once_per_token() -> None:
     pipeline = Pipeline(
-        (SimulatedStage(((1, 0.01),)), SimulatedStage(((1, 0.03),)), SimulatedStage(((1, 0.02),))),
+        (((1, 0.01),), ((1, 0.03),), ((1, 0.02),)),
         (Hop(0.005), Hop(0.0), Hop(0.002, 1000, 4)),
     )
     found = simulate(pipeline, at_once(1, num_tokens=50))
@@ -81,7 +81,7 @@ def test_a_prompt_in_chunks_is_at_work_on_all_stages_at_once() -> None:
 
 
 def test_a_chain_is_as_fast_as_its_slowest_stage() -> None:
-    slow = Pipeline((PER_ROW, SimulatedStage(((1, 0.040), (2, 0.080))), PER_ROW), (HERE,) * 3)
+    slow = Pipeline((PER_ROW, ((1, 0.040), (2, 0.080)), PER_ROW), (HERE,) * 3)
     found = simulate(slow, at_once(3, num_tokens=300))
     assert found.tokens_per_s == pytest.approx(1 / 0.040, rel=0.02)
     assert found.utilisation[1] > 0.97 and found.utilisation[0] == pytest.approx(0.25, rel=0.05)
@@ -89,7 +89,7 @@ def test_a_chain_is_as_fast_as_its_slowest_stage() -> None:
 
 def test_an_8k_prompt_beside_a_stream_uses_all_nodes_and_hardly_slows_the_stream_down() -> None:
     """Four nodes with a quarter of a model each, on which a row takes 20 ms and a chunk of 128 rows 120 ms."""
-    pipeline = equal(4, SimulatedStage(((1, 0.020), (128, 0.120))), Hop(0.0005))
+    pipeline = equal(4, ((1, 0.020), (128, 0.120)), Hop(0.0005))
     stream = simulate(pipeline, SimulatedLoad((0.0,), 8192, 400)).token_times[0]
     found = simulate(pipeline, SimulatedLoad((0.0, stream[0] + 1), 8192, 400))
     first = found.token_times[1][0]
@@ -98,7 +98,7 @@ def test_an_8k_prompt_beside_a_stream_uses_all_nodes_and_hardly_slows_the_stream
     assert gaps[len(gaps) // 2] <= 0.520 and gaps[-1] <= 0.610
 
 
-def roofline(read_gb: float, touched: float, active_params: float, num_nodes: int) -> SimulatedStage:
+def roofline(read_gb: float, touched: float, active_params: float, num_nodes: int) -> SecondsByRows:
     """An equal part of a mixture of experts on an M4 Max (546 GB/s, 25 TFLOP/s).
 
     Of the weights 5 % are read for every frame, the rest as far as one of its rows goes to them: `touched` by each.
@@ -108,7 +108,7 @@ def roofline(read_gb: float, touched: float, active_params: float, num_nodes: in
         gigabytes = read_gb * (0.05 + 0.95 * (1 - (1 - touched) ** rows))
         return max(gigabytes / 546, 2 * active_params * rows / 25e12) / num_nodes + 0.001
 
-    return SimulatedStage(tuple((rows, seconds(rows)) for rows in (*range(1, 512), *range(512, 4097, 8))))
+    return tuple((rows, seconds(rows)) for rows in (*range(1, 512), *range(512, 4097, 8)))
 
 
 @pytest.mark.parametrize("is_measured", [True, False])
@@ -142,7 +142,7 @@ def test_a_canvas_takes_as_many_steps_of_its_rows_as_it_says_and_two_requests_sh
     [times] = simulate(equal(2), load).token_times
     assert times[::16] == pytest.approx([0.08 * number for number in range(1, 5)])
     assert all(len(set(times[at : at + 16])) == 1 for at in range(0, 64, 16))
-    [slow] = simulate(equal(2, SimulatedStage(((16, 0.016), (32, 0.032)))), load).token_times
+    [slow] = simulate(equal(2, ((16, 0.016), (32, 0.032))), load).token_times
     # the prompt's token, or a finished canvas, goes with the first step of each canvas
     assert slow[::16] == pytest.approx([0.13 + 0.16 * number for number in range(4)])
     both = simulate(equal(2), replace(load, arrivals_s=(0.0, 0.0))).token_times
