@@ -19,7 +19,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from worker.config import ClusterConfig, is_certifiable
 from worker.errors import ConfigError
 from worker.node.certificates import KeyFile, Role, file_name, split_pem, subjects_of, to_pem
-from worker.platform.files import sync_file
+from worker.platform.files import replacing, sync_file
 
 KEYS_FOLDER = "keys"  # beside cluster.yaml, here and on workers that are launched
 AUTHORITY_FILE = "authority.key"  # key and certificate; nodes' files end with .pem
@@ -172,17 +172,16 @@ def _write_private(path: Path, key: ec.EllipticCurvePrivateKey, *certificates: x
     """Write a file atomically that only its owner can ever read."""
     content = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     content += b"".join(map(to_pem, certificates))
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        with (
+            replacing(path) as beside,
+            os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file,
+        ):
             file.write(content)
             file.flush()
             sync_file(file.fileno())
-        beside.replace(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def certificates(cluster: ClusterConfig, names: Sequence[str], say: Callable[[str], None]) -> dict[str, bytes]:

@@ -21,6 +21,7 @@ from worker.config import ClusterConfig, CoordinatorConfig, is_certifiable, load
 from worker.errors import BrigadeError, ConfigError
 from worker.node.certificates import Role, split_pem, subjects_of
 from worker.node.network import Network
+from worker.platform.files import replacing
 from worker.platform.text import printable
 
 _HELLO_S = 3.0
@@ -157,7 +158,7 @@ def check_target(path: Path, *, force: bool) -> None:
         raise ConfigError(f"{path} exists already and is not overwritten: give --force, or another --config")
 
 
-def write_cluster(path: Path, text: str, *, force: bool) -> ClusterConfig:
+def write_cluster(path: Path, text: str, *, force: bool) -> None:
     """Write the file atomically, after a test that it loads.
 
     Raises:
@@ -167,7 +168,6 @@ def write_cluster(path: Path, text: str, *, force: bool) -> ClusterConfig:
         unfinished.write_text(text, encoding="utf-8")
         load_cluster(unfinished)
         check_target(path, force=force)
-    return load_cluster(path)
 
 
 def write_layers(path: Path, cluster: ClusterConfig, plan: Plan) -> None:
@@ -219,13 +219,8 @@ def _replacing(path: Path) -> Iterator[Path]:
     Raises:
         ConfigError: it cannot be written.
     """
-    target = path.resolve()
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        yield unfinished
-        unfinished.replace(target)
+        with replacing(path.resolve()) as unfinished:
+            yield unfinished
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-    finally:
-        with contextlib.suppress(OSError):  # the first error says more
-            unfinished.unlink()

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +37,18 @@ def require_writable(name: str, path: Path) -> None:
         path.open("a").close()
         if is_new:
             path.unlink()
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a path beside this one for a file that takes its place at the end, or is removed if the body fails."""
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    finally:
+        with contextlib.suppress(OSError):  # the first error says more
+            unfinished.unlink(missing_ok=True)
 
 
 def sync_file(descriptor: int) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import os
 import platform
-import secrets
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+
+from worker.platform.files import replacing
 
 _ROOT = Path(__file__).resolve().parents[2]  # the folder that this code is imported from
 _OWN = ("protos", "worker", "coordinator")
@@ -67,14 +68,10 @@ def read_record(path: Path) -> Any:
 
 def write_record(path: Path, record: Any) -> None:
     """Store a record atomically. Do nothing if the folder is not writable: records are only caches."""
-    unfinished = path.with_suffix(f".{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with replacing(path) as unfinished:
             unfinished.write_bytes(msgpack.packb(record))
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
 
 
 def skip_init(package: str) -> None:

@@ -77,15 +77,16 @@ TEXT = cluster_text("demo", "coordinator", Draft((MINI,)))
 
 def test_a_draft_is_written_as_a_file_that_says_it(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
-    cluster = write_cluster(path, cluster_text("org/model", "studio", Draft((MINI,))), force=False)
-    assert cluster == load_cluster(path)
+    write_cluster(path, cluster_text("org/model", "studio", Draft((MINI,))), force=False)
+    cluster = load_cluster(path)
     assert (cluster.model, cluster.coordinator.name, cluster.insecure) == ("org/model", "studio", False)
     assert cluster.tls is not None and cluster.tls.keys == str(tmp_path / "keys")
     assert [(each.name, each.addresses) for each in cluster.workers] == [("mini", ("169.254.10.2:1", "192.168.1.7:1"))]
     assert [each.name for each in tmp_path.iterdir()] == ["cluster.yaml"]
     for endpoint, is_insecure in ((CABLE, True), (LOOPBACK, False)):
         text = cluster_text("demo", "coordinator", Draft((plain("mini", endpoint),)))
-        cluster = write_cluster(path, text, force=True)
+        write_cluster(path, text, force=True)
+        cluster = load_cluster(path)
         assert cluster.insecure is is_insecure and cluster.tls is None
 
 
@@ -141,7 +142,8 @@ def test_where_there_is_no_folder_it_is_said_before_and_after(tmp_path: Path, fo
 def test_no_text_becomes_anything_but_text(tmp_path_factory: pytest.TempPathFactory, model: str, name: str) -> None:
     path = tmp_path_factory.mktemp("written") / "cluster.yaml"
     text = cluster_text(model, f"{name}-", Draft((plain(name, LOOPBACK),)))
-    cluster = write_cluster(path, text, force=False)
+    write_cluster(path, text, force=False)
+    cluster = load_cluster(path)
     assert (cluster.model, cluster.workers[0].name, cluster.coordinator.name) == (model, name, f"{name}-")
 
 
