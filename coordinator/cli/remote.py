@@ -33,7 +33,7 @@ _WRONG_REQUEST = (400, 404, 413, 415, 422)
 _TOO_MANY = 429
 _RETRY_S, _MOST_RETRY_S = 1.0, 60.0  # until a busy server is asked again: if it names no time, and at most
 _JSON = {"Content-Type": "application/json"}
-_DATA, _DONE = "data:", "[DONE]"
+_DONE = "[DONE]"
 
 
 class NothingAnswers(ServerFailed):
@@ -148,16 +148,16 @@ class RemoteServer:
 
     async def _events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Json, None]:
         asked = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}, **body}
+        how: Json = {"method": "POST", "content": json_bytes(asked), "headers": _JSON, "max_event_size": None}
         try:
-            async with self._client.stream("POST", path, content=json_bytes(asked), headers=_JSON) as response:
-                if response.status_code != 200:
-                    raise _refused(response, await response.aread())
-                async for line in _lines(response):
-                    if not line.startswith(_DATA):
-                        continue
-                    if (data := line.removeprefix(_DATA).strip()) == _DONE:
+            async with self._client.sse(path, **how) as events:
+                if events.response.status_code != 200:
+                    raise _refused(events.response, await events.response.aread())
+                async for event in events:
+                    if event.data.strip() == _DONE:
                         return
-                    yield _event(data)
+                    if event.data:
+                        yield _event(event.data)
         except (httpx2.HTTPError, ValueError) as error:
             raise ServerFailed(f"the server at {self._url} broke off: {error or type(error).__name__}") from error
         raise ServerFailed(f"the server at {self._url} ended its stream without a last event")
@@ -188,18 +188,6 @@ async def open_server(given: ServerFlags) -> AsyncIterator[RemoteServer]:
             said = f"{url} answers, but not as a server of OpenAI's API does"
             raise ServerFailed(f"{said} ({str(error) or type(error).__name__})") from error
         yield RemoteServer(client, url, name)
-
-
-async def _lines(response: httpx2.Response) -> AsyncIterator[str]:
-    """Yield the lines, which no other character of Unicode ends. Raises ValueError if they are not UTF-8."""
-    begun: list[bytes] = []  # parts of a line
-    async for part in response.aiter_bytes():
-        first, *others = part.split(b"\n")
-        begun.append(first)
-        for other in others:
-            yield b"".join(begun).decode()
-            begun = [other]
-    yield b"".join(begun).decode()
 
 
 def _event(text: str) -> Json:

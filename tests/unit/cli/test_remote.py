@@ -31,6 +31,7 @@ from worker.errors import BrigadeError, InputError, ServerFailed
 TEXT = {"choices": [{"text": "Hi"}]}
 END = {"choices": [{"text": "", "finish_reason": "stop"}]}
 DONE = "data: [DONE]\n\n"
+STREAM = {"Content-Type": "text/event-stream"}
 USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1}}
 
 
@@ -41,7 +42,8 @@ def outputs_of(
     given = [json.dumps(event, ensure_ascii=False) for event in events]
     lines = [f"{data}{each}{2 * end}" for each in (*given, "[DONE]")]
     body = "".join(lines) if status == 200 else json.dumps(events[0])
-    transport = httpx2.MockTransport(lambda request: httpx2.Response(status, text=body, headers=headers))
+    told = STREAM | (headers or {})
+    transport = httpx2.MockTransport(lambda request: httpx2.Response(status, content=body.encode(), headers=told))
 
     async def ask() -> list[Output]:
         async with httpx2.AsyncClient(transport=transport, base_url="http://other/v1") as client:
@@ -97,9 +99,8 @@ def test_a_question_is_asked_again_while_the_server_has_no_room() -> None:
     def answer(request: httpx2.Request) -> httpx2.Response:
         if (wait := next(waits)) is not None:
             return httpx2.Response(429, text='{"error": "too many"}', headers={"Retry-After": wait})
-        return httpx2.Response(
-            200, text="".join(f"data: {json.dumps(event)}\n\n" for event in (TEXT, END, USAGE)) + DONE
-        )
+        events = "".join(f"data: {json.dumps(event)}\n\n" for event in (TEXT, END, USAGE)) + DONE
+        return httpx2.Response(200, content=events.encode(), headers=STREAM)
 
     async def ask() -> str:
         async with httpx2.AsyncClient(transport=httpx2.MockTransport(answer), base_url="http://other/v1") as client:
