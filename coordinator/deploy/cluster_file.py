@@ -194,7 +194,11 @@ def write_layers(path: Path, cluster: ClusterConfig, plan: Plan) -> None:
         gap = b"" if found.endswith(end) else end
         unfinished.write_bytes(b"%b%blayers: %b  # as brigade plan says%b" % (found, gap, str(layers).encode(), end))
         shutil.copymode(path, unfinished)
-        if not _has_layers(unfinished, layers):
+        try:
+            written = load_cluster(unfinished).layers
+        except ConfigError:
+            written = None  # the file may have ended inside a block
+        if list(written or ()) != layers:
             raise ConfigError(f"{path}: cannot add a line to it; write there yourself: layers: {layers}")
 
 
@@ -202,14 +206,6 @@ def require_changeable(path: Path) -> None:
     """Raise ConfigError if the file is read-only: replacing it would ignore that."""
     if not os.access(path, os.W_OK) or not path.stat().st_mode & 0o222:  # the superuser may write to any file
         raise ConfigError(f"{path} is read-only: expected a file that may be changed (chmod u+w), or no --write")
-
-
-def _has_layers(path: Path, layers: Sequence[int]) -> bool:
-    """Return whether the file is a valid configuration with these layers: it may have ended inside a block."""
-    try:
-        return list(load_cluster(path).layers or ()) == list(layers)
-    except ConfigError:
-        return False
 
 
 @contextlib.contextmanager

@@ -131,13 +131,6 @@ class Comparison:
             say(f"interrupted at layer {at + 1} of {num_layers}: nothing is proved")
             raise
 
-    async def finish_streamed(self, replays: Sequence[Replay], take: TakeAnswer) -> None:
-        """Run the rounding passes of replays whose tokens differ, then take all cases."""
-        if passes := [forced for replay in replays for forced in replay.rounding_passes()]:
-            await self.stream_layers(passes)
-        for replay in replays:
-            take(replay.case())
-
     async def replay_in_memory(self, replays: Sequence[Replay], take: TakeAnswer) -> None:
         """Compare with mlx-lm's model in memory."""
         with show_steps(1 + len(replays)) as begin, telling_interrupts(_IN_MEMORY):
@@ -235,7 +228,10 @@ def _has_to_stream(options: ClusterOptions, chain: Chain, requests: Requests) ->
         InputError: the reference of a request's decoder cannot be streamed.
     """
     needed = chain.spec.shard_bytes(0, chain.spec.num_layers)
-    budget = memory_budget() - _bytes_of_other_workers(options, chain)
+    budget = memory_budget()
+    if options.local is None:  # workers on this machine keep their part; those of this process end with the chain
+        workers = zip(chain.plan.assignments[1:], chain.peers, strict=True)
+        budget -= sum(node.needed_bytes for node, peer in workers if is_here(peer.address))
     if needed <= budget:
         return False
     problem = f"{format_bytes(needed)} do not fit into the {format_bytes(max(0, budget))} of this machine"
@@ -243,14 +239,6 @@ def _has_to_stream(options: ClusterOptions, chain: Chain, requests: Requests) ->
         raise InputError("decode", f"{lossy} {_ONLY_WHOLE}, and {problem}; use a lossless decoder")
     say(f"{problem}: the reference reads one layer at a time from disk")
     return True
-
-
-def _bytes_of_other_workers(options: ClusterOptions, chain: Chain) -> int:
-    """Return the bytes that workers on this machine keep; local workers of this process end with the chain."""
-    if options.local is not None:
-        return 0
-    workers = zip(chain.plan.assignments[1:], chain.peers, strict=True)
-    return sum(node.needed_bytes for node, peer in workers if is_here(peer.address))
 
 
 async def _compare(
@@ -270,7 +258,10 @@ async def _compare(
         tell(str(case))
 
     if answers.is_streamed:
-        await comparison.finish_streamed(replays, take)
+        if passes := [forced for replay in replays for forced in replay.rounding_passes()]:
+            await comparison.stream_layers(passes)
+        for replay in replays:
+            take(replay.case())
     elif any(request.decode.kind in LOSSY for request in requests.values()):
         await comparison.decode_again(requests, answers.tokens, take)
     else:
