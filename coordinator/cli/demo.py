@@ -73,7 +73,7 @@ async def run_demo(options: ClusterOptions, asked: GenerateOptions) -> None:
     inputs, request, _ = await prepare(asked, options)
     async with open_engine(inputs, options, max_waiting=1) as engine:
         answer = Answer()
-        with Printer() as printer:
+        with Printer(answer) as printer:
             await print_outputs(engine.generate(request, traced=True), printer, answer)
         answer.statuses = await engine.chain.statuses()
         print_summary(answer, how_it_ended(request, answer, inputs.spec.context))

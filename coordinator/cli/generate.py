@@ -248,7 +248,7 @@ async def _answer(
     options = replace(options, context=max(options.context, most_rows(request, inputs.spec.context)))
     is_traced = output.as_json or output.stats or output.trace is not None
     async with open_engine(inputs, options, max_waiting=1) as engine:
-        with Printer(is_silent=output.as_json) as printer:
+        with Printer(answer, is_silent=output.as_json) as printer:
             try:
                 outputs = engine.generate(request, parser=parser, chunk=asked.chunk, traced=is_traced)
                 await print_outputs(with_prompt_shown(outputs, engine, request), printer, answer, keep)
@@ -284,7 +284,6 @@ async def print_outputs(
     """Print an engine's outputs as they come, and add them to `answer`; `keep` saves each one before it is printed."""
     async with aclosing(outputs):
         async for output in outputs:
-            printer.count(len(output.tokens))
             if keep is None:
                 printer.write(output.text)
             else:

@@ -16,7 +16,7 @@ from rich.markdown import Markdown
 from rich.text import Text
 
 from coordinator.cluster.progress import say, show_tokens
-from coordinator.sessions.output import Output
+from coordinator.sessions.output import Answer, Output
 from worker.platform.tasks import cancel_all
 
 if TYPE_CHECKING:
@@ -151,13 +151,13 @@ async def _show_prompt(engine: "Engine", request: "Request") -> None:
 class Printer:
     """Prints one answer's text as it comes. A context manager, which ends the last line.
 
-    After an interrupt it prints one line of statistics on standard error.
+    After an interrupt it prints one line of statistics on standard error, if it has the `answer` so far.
     """
 
-    def __init__(self, *, is_silent: bool = False) -> None:
+    def __init__(self, answer: Answer | None = None, *, is_silent: bool = False) -> None:
         self._show = None if is_silent else PlainShow()
-        self._num_tokens = 0
-        self._began = self._first_at = self._last_at = time.monotonic()
+        self._answer = answer
+        self._began = time.monotonic_ns()
 
     def __enter__(self) -> Self:
         return self
@@ -167,18 +167,10 @@ class Printer:
     ) -> None:
         if self._show is not None and (kind is None or not issubclass(kind, OSError)):  # an OSError: stdout was closed
             self._show.end(is_whole=kind is None)
-        if kind is asyncio.CancelledError and self._num_tokens:
-            took_s = self._last_at - self._first_at
-            speed = f", {(self._num_tokens - 1) / took_s:.1f} tok/s" if took_s else ""
-            first_s = self._first_at - self._began
-            say(f"interrupted after {self._num_tokens} tokens{speed}; first after {first_s:.3f} s")
-
-    def count(self, num_tokens: int) -> None:
-        """Count new tokens for the statistics."""
-        self._last_at = time.monotonic()
-        if num_tokens and not self._num_tokens:
-            self._first_at = self._last_at
-        self._num_tokens += num_tokens
+        if kind is asyncio.CancelledError and self._answer and (times := self._answer.token_times):
+            took_s, first_s = (times[-1] - times[0]) / 1e9, (times[0] - self._began) / 1e9
+            speed = f", {(len(times) - 1) / took_s:.1f} tok/s" if took_s else ""
+            say(f"interrupted after {len(times)} tokens{speed}; first after {first_s:.3f} s")
 
     def write(self, text: str) -> None:
         if self._show is not None:
