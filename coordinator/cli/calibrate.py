@@ -20,6 +20,7 @@ from coordinator.decoding.decode_options import Decode
 from coordinator.engine.bounded import TEMPLATES, Texts
 from coordinator.quality.calibrate import Calibration, Guess, TaughtFill, find_thresholds
 from coordinator.quality.questions import QuestionSet
+from coordinator.sessions.output import Answer
 from coordinator.sessions.request import RequestSpec
 from worker.errors import InputError
 from worker.platform.files import require_writable, writing
@@ -132,23 +133,20 @@ async def _answer_all(
     """Return the guesses of each case, by its id."""
     found: dict[int, list[Guess]] = {}
 
-    async def answer(case: EvalCase) -> tuple[int, list[int]]:
-        """Return the number of the prompt's tokens, and the answer's."""
-        tokens: list[int] = []
+    async def answer(case: EvalCase) -> Answer:
+        answer = Answer()
         async with aclosing(ask(case)) as outputs:
             async for output in outputs:
-                tokens += [token.token for token in output.tokens]
-                usage = output.usage
-        assert usage is not None
-        return usage.num_prompt, tokens
+                answer.add(output)
+        return answer
 
     async def answer_twice(case: EvalCase) -> None:
-        first, tokens = await answer(case)
-        found[id(case)] = log = list[Guess]()
-        if tokens:
-            taught = TaughtFill(question=case.question.place, first=first, tokens=tuple(tokens), log=log)
-            await answer(_taught(case, taught))
-        report(1, len(tokens))
+        by_ar, log = await answer(case), list[Guess]()
+        found[id(case)] = log
+        if by_ar.tokens:
+            first, tokens = by_ar.usage.num_prompt, tuple(by_ar.tokens)
+            await answer(_taught(case, TaughtFill(question=case.question.place, first=first, tokens=tokens, log=log)))
+        report(1, len(by_ar.tokens))
 
     await for_each(cases, answer_twice, most=concurrency)
     return found
