@@ -19,7 +19,7 @@ from coordinator.cluster.tables import fitting, plain_console
 from coordinator.decoding.decode_options import Decode
 from coordinator.engine.bounded import TEMPLATES, Texts
 from coordinator.quality.calibrate import Calibration, Guess, TaughtFill, find_thresholds
-from coordinator.quality.questions import QuestionSet
+from coordinator.quality.questions import Question
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import RequestSpec
 from worker.errors import InputError
@@ -68,26 +68,26 @@ def calibrate(
     return run_calibrate(cluster.options(), sets, questions, spec, agreement, output, concurrency, as_json=as_json)
 
 
-def _by_kind(sets: Sequence[QuestionSet]) -> dict[str, QuestionSet]:
+def _by_kind(sets: Mapping[str, Sequence[Question]]) -> dict[str, Sequence[Question]]:
     """Return the questions of each kind of task. Raises InputError for sets that cannot be told apart or halved."""
-    found: dict[str, QuestionSet] = {}
-    for each in sets:
-        if len(each.questions) < 2:
-            raise InputError("questions", f"expected at least 2 questions in {each.name}, found {len(each.questions)}")
-        if any(question.continuations for question in each.questions):
+    found: dict[str, Sequence[Question]] = {}
+    for name, questions in sets.items():
+        if len(questions) < 2:
+            raise InputError("questions", f"expected at least 2 questions in {name}, found {len(questions)}")
+        if any(question.continuations for question in questions):
             expected = "expected questions that are answered by a text"
-            raise InputError("questions", f"{expected}, found choices that are scored in {each.name}")
-        kind = Path(each.name).stem
+            raise InputError("questions", f"{expected}, found choices that are scored in {name}")
+        kind = Path(name).stem
         if ":" in kind or kind in found:
             expected = "expected a file name of its own without ':', as it names the kind of task"
-            raise InputError("questions", f"{expected}, found {each.name}; rename the file")
-        found[kind] = each
+            raise InputError("questions", f"{expected}, found {name}; rename the file")
+        found[kind] = questions
     return found
 
 
 async def run_calibrate(
     options: ClusterOptions,
-    sets: Mapping[str, QuestionSet],
+    sets: Mapping[str, Sequence[Question]],
     questions: QuestionFlags,
     spec: RequestSpec,
     agreement: float,
@@ -98,7 +98,7 @@ async def run_calibrate(
 ) -> int:
     """Answer, print a row per kind of task, and write the file. Return the exit code: 1 if no kind reaches it."""
     spec = replace(spec, decode=Decode("diffusion"))
-    cases = {kind: questions.cases(each, "diffusion", spec) for kind, each in sets.items()}
+    cases = {kind: questions.cases(kind, each, "diffusion", spec) for kind, each in sets.items()}
     asked = [case for of_set in cases.values() for case in of_set]
     found: dict[str, Calibration | None] = {}
     num_guesses: dict[str, int] = {}

@@ -26,7 +26,7 @@ from coordinator.cluster.tables import fitting, plain_console
 from coordinator.decoding.decode_options import takes
 from coordinator.engine.bounded import TEMPLATES, Texts
 from coordinator.quality.accuracy import AccuracyRow, EvalAnswer, accuracy_row, eval_answer
-from coordinator.quality.questions import BUILT_IN, CHECKS, Question, QuestionSet, read_questions
+from coordinator.quality.questions import BUILT_IN, CHECKS, Question, read_questions
 from coordinator.sessions.output import Output, Usage
 from coordinator.sessions.request import Conversation, RequestSpec
 from worker.errors import InputError
@@ -67,20 +67,20 @@ class QuestionFlags:
     system_prompt: Annotated[str | None, typer.Option(help="A system message before each prompt.")] = None
     raw: Annotated[bool, typer.Option("--raw", help="Give prompts as they are, without the chat template.")] = False
 
-    def read(self, texts: Texts) -> list[QuestionSet]:
-        """Return the questions of each source. Raises InputError for wrong flags and files."""
+    def read(self, texts: Texts) -> dict[str, tuple[Question, ...]]:
+        """Return the questions by their source. Raises InputError for wrong flags and files."""
         if self.check is not None and self.check not in CHECKS:
             raise InputError("check", f"expected {', '.join(CHECKS)}, got {self.check!r}")
         if self.raw and self.system_prompt:
             raise InputError("system_prompt", "not expected with --raw, which has no messages")
         sources = dict.fromkeys(self.questions)
-        return [read_questions(source, self.check, self.limit, texts) for source in sources]
+        return {source: read_questions(source, self.check, self.limit, texts) for source in sources}
 
-    def cases(self, of_set: QuestionSet, decoder: str, spec: RequestSpec) -> list[EvalCase]:
-        """Return the questions of a set for one decoder; `spec` has no prompt."""
+    def cases(self, name: str, questions: Sequence[Question], decoder: str, spec: RequestSpec) -> list[EvalCase]:
+        """Return the questions of the set of this name for one decoder; `spec` has no prompt."""
         return [
-            EvalCase(of_set.name, each, decoder, replace(spec, stops=each.stops), self.system_prompt, self.raw)
-            for each in of_set.questions
+            EvalCase(name, each, decoder, replace(spec, stops=each.stops), self.system_prompt, self.raw)
+            for each in questions
         ]
 
 
@@ -138,8 +138,8 @@ def eval(
     cases = [
         case
         for kind in kinds
-        for each in sets
-        for case in questions.cases(each, kind, replace(spec, decode=decoders[kind]))
+        for name, of_set in sets.items()
+        for case in questions.cases(name, of_set, kind, replace(spec, decode=decoders[kind]))
     ]
     model_at: AbstractAsyncContextManager[EvalModel]
     if server.server is None:

@@ -84,13 +84,7 @@ class Question:
         return text if self.has_case else text.casefold()
 
 
-@dataclass(frozen=True)
-class QuestionSet:
-    name: str
-    questions: tuple[Question, ...]
-
-
-def read_questions(source: str, check: Check | None, limit: int | None, texts: Texts) -> QuestionSet:
+def read_questions(source: str, check: Check | None, limit: int | None, texts: Texts) -> tuple[Question, ...]:
     """Return the questions of a file of JSON lines, of a built-in set or of a task file of lm-eval (YAML).
 
     Args:
@@ -103,7 +97,7 @@ def read_questions(source: str, check: Check | None, limit: int | None, texts: T
     if path.suffix in (".yaml", ".yml"):
         from coordinator.quality.lm_eval import read_task
 
-        return QuestionSet(source, read_task(path, limit, texts))
+        return read_task(path, limit, texts)
     found, problems = list[Question](), list[str]()
     lines = read_file(path).split(b"\n")
     for number, line in enumerate(lines, 1):
@@ -121,7 +115,7 @@ def read_questions(source: str, check: Check | None, limit: int | None, texts: T
         raise InputError("questions", f"{path}, {'; '.join(problems[:_MOST_PROBLEMS])}{more}")
     if not found:
         raise InputError("questions", f"expected questions in {path}, found none")
-    return QuestionSet(source, tuple(found))
+    return tuple(found)
 
 
 def read_file(path: Path, most: int = _MOST_BYTES) -> bytes:

@@ -80,14 +80,14 @@ def test_lines_are_read_in_every_form_and_the_built_in_sets_have_twenty_each(tex
         "",
         {"prompt": "Say it", "answer": ["a", 5, 1e-05, 1e20], "check": "contains"},
     )
-    found = read_questions(path, "last-number", None, texts).questions
+    found = read_questions(path, "last-number", None, texts)
     expected = [(" 1,004",), ("B",), ("A",), ("a", "5", "0.00001", "100000000000000000000")]
     assert [each.expected for each in found] == expected
     assert [each.place for each in found] == [f"q.jsonl, line {number}" for number in (1, 2, 3, 5)]
     assert "B. blue" in found[1].prompt and found[0].is_right("1004", texts)
     for name in BUILT_IN:
-        assert len({each.prompt for each in read_questions(name, None, None, texts).questions}) == 20
-    assert len(read_questions("facts", None, 3, texts).questions) == 3
+        assert len({each.prompt for each in read_questions(name, None, None, texts)}) == 20
+    assert len(read_questions("facts", None, 3, texts)) == 3
 
 
 def test_every_broken_line_is_refused_by_its_number(texts: Texts, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ metadata: {version: 1.0}
 def test_a_task_file_of_lm_eval_is_read_as_data(texts: Texts, tmp_path: Path) -> None:
     write(tmp_path / "docs.jsonl", {"how": "Answer", "question": "1+1?", "answer": "two #### 1,002"})
     (tmp_path / "task.yaml").write_text(TASK)
-    [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
+    [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts)
     assert (found.prompt, found.expected, found.stops) == ("Answer. Q: 1+1?\nA:", ("1,002",), ("Q:",))
     answers = ("it is 1,002. It is 5", "is 1002", "is 1003", "1002")
     assert [found.is_right(answer, texts) for answer in answers] == [True, True, False, False]
@@ -161,7 +161,7 @@ def test_questions_of_a_task_are_lines_or_a_list_also_after_a_byte_order_mark(te
     for data in ("\n".join(docs), f" [{docs[0]},\n{docs[1]}]"):
         for encoding in ("utf-8", "utf-8-sig"):
             (tmp_path / "docs.jsonl").write_text(data, encoding=encoding)
-            found = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
+            found = read_questions(str(tmp_path / "task.yaml"), None, None, texts)
             assert [each.prompt for each in found] == [f"Answer. Q: {each}\nA:" for each in ("1+1?", "3-1?")]
 
 
@@ -182,7 +182,7 @@ def test_answers_end_at_the_delimiter_of_examples_unless_the_task_says_where(
     task = yaml.safe_load(TASK)
     del task["generation_kwargs"]
     write(tmp_path / "task.yaml", task | yaml.safe_load(given))
-    [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
+    [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts)
     assert found.stops == stops
 
 
@@ -208,7 +208,7 @@ def test_a_target_of_a_task_file_may_be_several(
         with pytest.raises(InputError, match=r"line 1: doc_to_target: .* empty list"):
             read_questions(str(tmp_path / "task.yaml"), None, None, texts)
     else:
-        [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
+        [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts)
         assert found.expected == expected
 
 
@@ -216,7 +216,7 @@ def test_a_list_of_right_answers_may_follow_a_single_one(texts: Texts, tmp_path:
     write(tmp_path / "docs.jsonl", *({"how": "Say", "question": "Where?", "a": a} for a in ("Wien", ["Rom", 7])))
     task = TASK.replace("doc_to_target: \"{{ answer.split('####')[-1].strip() }}\"", "doc_to_target: a")
     (tmp_path / "task.yaml").write_text(task.replace("fewshot_delimiter", "# "))
-    found = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
+    found = read_questions(str(tmp_path / "task.yaml"), None, None, texts)
     assert [each.expected for each in found] == [("Wien",), ("Rom", "7")]
 
 
@@ -225,7 +225,7 @@ def test_the_first_target_tells_whether_a_text_with_brackets_is_a_list(texts: Te
     (tmp_path / "task.yaml").write_text(task)
     for answers, expected in ((["5", "[0, 1]"], [("5",), ("[0, 1]",)]), (["[5]", "[0, 1]"], [("5",), ("0", "1")])):
         write(tmp_path / "docs.jsonl", *({"how": "Say", "question": "Where?", "answer": answer} for answer in answers))
-        found = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
+        found = read_questions(str(tmp_path / "task.yaml"), None, None, texts)
         assert [each.expected for each in found] == expected
 
 
@@ -255,7 +255,7 @@ def test_choices_of_a_task_file_are_scored(texts: Texts, tmp_path: Path, choices
     doc = {"question": "Which?", "options": ["a", "long one"], "gold": 1, "name": "long one"}
     write(tmp_path / "docs.jsonl", doc)
     (tmp_path / "task.yaml").write_text(CHOICES.replace("DOC_TO_CHOICE", choices).replace("DOC_TO_TARGET", target))
-    [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
+    [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts)
     assert (found.prompt, found.continuations, found.expected) == ("Which?", (" a", " long one"), ("1",))
     assert [found.best(logprobs) for logprobs in ((-1.0, -7.0), (-0.5, -7.0))] == [1, 0], "by letter"
     for field, wrong in (("gold", 2), ("options", ["a"])):
@@ -272,7 +272,7 @@ def test_a_choice_of_digits_is_told_by_its_text_if_the_target_is_one(texts: Text
     (tmp_path / "task.yaml").write_text(task)
     for gold, expected in (("2", "1"), (2, "2"), ("3", "2")):
         write(tmp_path / "docs.jsonl", {"question": "Which?", "options": ["1", "2", "3"], "gold": gold})
-        [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
+        [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts)
         assert found.expected == (expected,)
     write(tmp_path / "docs.jsonl", {"question": "Which?", "options": ["1", "2", "3"], "gold": "0"})
     with pytest.raises(InputError, match="found '0'"):
@@ -283,7 +283,7 @@ def test_listed_choices_are_texts_also_where_fields_have_their_names(texts: Text
     task = CHOICES.replace("DOC_TO_CHOICE", '["A", "B"]').replace("DOC_TO_TARGET", "gold")
     (tmp_path / "task.yaml").write_text(task)
     write(tmp_path / "docs.jsonl", {"question": "Which?", "A": "Rome", "B": "Paris", "gold": "B"})
-    [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
+    [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts)
     assert (found.continuations, found.expected) == ((" A", " B"), ("1",))
 
 
@@ -291,11 +291,11 @@ def test_blanks_at_the_end_of_a_prompt_are_scored_with_each_choice(texts: Texts,
     task = CHOICES.replace("DOC_TO_CHOICE", "options").replace("DOC_TO_TARGET", "1")
     (tmp_path / "task.yaml").write_text(task + 'target_delimiter: ""')
     write(tmp_path / "docs.jsonl", {"hint": "Tell: ", "question": "Which? \n", "options": ["a", "long one"]})
-    [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
+    [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts)
     assert (found.prompt, found.continuations) == ("Tell: Which?", (" \na", " \nlong one"))
     assert found.lengths == (1, 8), "of the choices alone, as in lm-eval"
     write(tmp_path / "docs.jsonl", {"hint": "", "question": " ", "options": ["a", "b"]})
-    [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts).questions
+    [found] = read_questions(str(tmp_path / "task.yaml"), None, None, texts)
     assert (found.prompt, found.continuations) == (" ", ("a", "b")), "something has to precede them"
 
 
