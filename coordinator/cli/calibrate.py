@@ -62,10 +62,11 @@ def calibrate(
     flags.refuse_drafter(ctx, ("diffusion",))
     require_writable("output", output)
     chosen = {"temperature": 0.0, "seed": 0} | sampling.chosen()
-    spec = RequestSpec((), max_tokens, chosen, **sampling.tokens())
+    spec = RequestSpec((), max_tokens, chosen, Decode("diffusion"), **sampling.tokens())
     sets = _by_kind(replace(questions, check="contains").read(Texts()))  # no answer is judged, and none needs a check
+    cases = {kind: questions.cases(kind, each, "diffusion", spec) for kind, each in sets.items()}
     TEMPLATES.start()  # in parallel to imports that take a second
-    return run_calibrate(cluster.options(), sets, questions, spec, agreement, output, concurrency, as_json=as_json)
+    return run_calibrate(cluster.options(), cases, agreement, output, concurrency, as_json=as_json)
 
 
 def _by_kind(sets: Mapping[str, Sequence[Question]]) -> dict[str, Sequence[Question]]:
@@ -87,9 +88,7 @@ def _by_kind(sets: Mapping[str, Sequence[Question]]) -> dict[str, Sequence[Quest
 
 async def run_calibrate(
     options: ClusterOptions,
-    sets: Mapping[str, Sequence[Question]],
-    questions: QuestionFlags,
-    spec: RequestSpec,
+    cases: Mapping[str, Sequence[EvalCase]],
     agreement: float,
     output: Path,
     concurrency: int,
@@ -97,8 +96,6 @@ async def run_calibrate(
     as_json: bool,
 ) -> int:
     """Answer, print a row per kind of task, and write the file. Return the exit code: 1 if no kind reaches it."""
-    spec = replace(spec, decode=Decode("diffusion"))
-    cases = {kind: questions.cases(kind, each, "diffusion", spec) for kind, each in sets.items()}
     asked = [case for of_set in cases.values() for case in of_set]
     found: dict[str, Calibration | None] = {}
     num_guesses: dict[str, int] = {}
