@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Protocol
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, generate_step
@@ -82,11 +81,6 @@ class Workload:
     def context(self) -> int:
         """The tokens of the longest request."""
         return max([self.num_prompt + self.num_tokens, *(num_prompt + 1 for num_prompt in self.prompts)])
-
-    @property
-    def cases(self) -> list[tuple[Decode, int]]:
-        """The decoders and numbers of requests, in the order in which they are measured."""
-        return [(decode, count) for decode in self.decodes for count in self.concurrency]
 
     def requests(self, count: int, decode: Decode, spec: ModelSpec, seed: int) -> list[Request]:
         """Return requests of different random prompts, whose answers continue past the end-of-sequence token."""
@@ -163,17 +157,6 @@ def _suited(workload: Workload, spec: ModelSpec) -> Workload:
         else:
             suited.append(own)
     return replace(workload, decodes=tuple(dict.fromkeys(suited)))
-
-
-class System(Protocol):
-    """A system that answers several requests at once."""
-
-    name: str
-    layers: list[int] | None
-    chain: Chain  # the system uses the memory of its nodes
-
-    async def run(self, requests: Sequence[Request]) -> BenchTrial:
-        """Raises InputError if it cannot serve such requests."""
 
 
 class OnChain:
@@ -255,6 +238,9 @@ class OnMlxLm:
         return times
 
 
+System = OnChain | OnMlxLm  # answers several requests at once, with the memory of its chain's nodes
+
+
 def most_at_once(chain: Chain, request: Request) -> int:
     """Return how many such requests the chain's nodes have memory for; more would wait, and distort the result."""
     costs = cache_costs(chain.plan, chain.spec)
@@ -320,7 +306,8 @@ class _Run:
 
     async def measure(self, systems: Sequence[System]) -> None:
         """Add a row per system and case, and the costs of frames on the cluster."""
-        able = {case: [system for system in systems if self._is_able(system, *case)] for case in self.workload.cases}
+        cases = itertools.product(self.workload.decodes, self.workload.concurrency)
+        able = {case: [system for system in systems if self._is_able(system, *case)] for case in cases}
         by_ar = {system for (decode, _), own in able.items() if decode.kind == "ar" for system in own}
         clusters = [
             system
