@@ -28,6 +28,7 @@ from mlx_lm.utils import (
     save_config,
 )
 
+from coordinator.cluster.progress import ByteReport
 from worker.compute.held_tensors import TensorReader
 from worker.errors import BrigadeError, InputError, first_line
 from worker.model.build import MLX_DTYPES, build
@@ -46,8 +47,6 @@ _INDEX = "model.safetensors.index.json"
 _PART = ".part"  # ends the names of files that are not whole
 _OWN_FILES = ("config.json", _INDEX, "hf_quant_config.json")  # of the source, which are written anew
 _DTYPES = {dtype: name for name, dtype in reversed(MLX_DTYPES.items()) if not name.startswith("F8")}
-
-Report = Callable[[int, bool], None]  # gets bytes that are written, and whether an earlier run has
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ class Shard:
         data = path.stat().st_size - len(self.header)
         return sum(end <= data for end in self.ends)
 
-    def write(self, path: Path, report: Report) -> None:
+    def write(self, path: Path, report: ByteReport) -> None:
         """Write the file, from the first tensor on that an unfinished one lacks."""
         part = path.with_name(path.name + _PART)
         num_done = self.whole_tensors(part)
@@ -210,7 +209,7 @@ class Shard:
 
 
 def write_model(
-    model: QuantizedModel, checkpoint: Checkpoint, folder: Path, state: Mapping[str, Any], report: Report
+    model: QuantizedModel, checkpoint: Checkpoint, folder: Path, state: Mapping[str, Any], report: ByteReport
 ) -> None:
     """Write the folder of a quantised model, or the rest of it.
 

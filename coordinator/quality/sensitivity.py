@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from coordinator.cluster.progress import TokenReport
 from coordinator.engine.tokenizer import Tokenizer
 from coordinator.quality.quantize import QuantizeOptions, cast, quantised_modules
 from worker.compute.held_tensors import TensorReader
@@ -136,7 +137,7 @@ class Ablation(MeasuredModel):
         takes = quantised_modules(self._model, options)
         self.groups = module_groups(self._model, lambda path, module: takes(path, module) is True)
 
-    def run(self, target: float, report: Callable[[int, int], None]) -> list[Sensitivity]:
+    def run(self, target: float, report: TokenReport) -> list[Sensitivity]:
         """Quantise each group alone; `report` gets a 1 after each, and the number of the text's tokens.
 
         Raises:

@@ -121,15 +121,14 @@ class Comparison:
         """Run the passes through the layers, one of which is in memory at a time; `digests` gets each layer's."""
         num_layers, at = self._spec.num_layers, -1
         pieces = stream_layers(self._checkpoint, num_layers, passes, digests)
-        try:
-            with show_steps(num_layers) as begin:
-                while (layer := await self._thread.run(lambda: next(pieces, None))) is not None:
-                    if layer > at:
-                        at = layer
-                        begin(f"layer {layer + 1} of {num_layers}")
-        except asyncio.CancelledError:
-            say(f"interrupted at layer {at + 1} of {num_layers}: nothing is proved")
-            raise
+        with (
+            telling_interrupts(lambda: f"interrupted at layer {at + 1} of {num_layers}: nothing is proved"),
+            show_steps(num_layers) as begin,
+        ):
+            while (layer := await self._thread.run(lambda: next(pieces, None))) is not None:
+                if layer > at:
+                    at = layer
+                    begin(f"layer {layer + 1} of {num_layers}")
 
     async def replay_in_memory(self, replays: Sequence[Replay], take: TakeAnswer) -> None:
         """Compare with mlx-lm's model in memory."""
