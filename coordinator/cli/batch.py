@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _MOST_AT_ONCE = 128  # requests that run or wait for memory
-_MAX_WAIT_S = 7 * 86400.0  # for memory: nothing waits for a single answer
+MAX_WAIT_S = 7 * 86400.0  # for memory: nothing waits for a single answer
 _RETRY_S = 1.0  # between looks at whether the cluster accepts requests again
 _MOST_PROBLEMS = 10  # that are printed
 _BAD_INPUT, _FAILED = 2, 3
@@ -113,7 +113,7 @@ async def run_batch(options: ClusterOptions, source: Path, target: Path, max_tok
         if not entries:
             return code
         inputs = await InputProcessor.read(options, max_tokens=max_tokens)
-        async with open_engine(inputs, options, max_waiting=_MOST_AT_ONCE, max_wait_s=_MAX_WAIT_S) as engine:
+        async with open_engine(inputs, options, max_waiting=_MOST_AT_ONCE, max_wait_s=MAX_WAIT_S) as engine:
             with show_tokens("answered", len(requests), done=num_known + len(refused)) as report:
                 run = BatchRun(engine, answers, report, Counter([_BAD_INPUT] * len(refused)), len(refused))
                 with telling_interrupts(partial(run.interrupted, target)):

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from coordinator.cli import flags
-from coordinator.cli.batch import Answers, open_answers
+from coordinator.cli.batch import MAX_WAIT_S, Answers, open_answers
 from coordinator.cli.flags import given_flags
 from coordinator.cli.run import TakeFlags
 from coordinator.cluster.options import ClusterOptions
@@ -35,7 +35,6 @@ from worker.platform.tasks import for_each
 from worker.platform.text import Json, to_json
 from worker.platform.threads import run_in_thread
 
-_MAX_WAIT_S = 7 * 86400.0  # for memory: nothing waits for a single answer
 _HEADS = ("questions", "decoder", "right", "of", "accuracy", "95 %", "as ar", "tokens/step", "rows/token", "ms/token")
 
 _SERVER_FIELDS = tuple(name for name in flags.WINDOWS if name != "decode")
@@ -209,7 +208,7 @@ async def loaded(options: ClusterOptions, cases: Sequence[EvalCase], concurrency
             for spec in specs:
                 longest = max(longest, most_rows(await inputs.make_request(spec), inputs.spec.context))
     options = replace(options, context=max(options.context, longest))
-    async with open_engine(inputs, options, max_waiting=concurrency, max_wait_s=_MAX_WAIT_S) as engine:
+    async with open_engine(inputs, options, max_waiting=concurrency, max_wait_s=MAX_WAIT_S) as engine:
 
         async def score(prompt: str, continuations: Sequence[str]) -> list[float]:
             scores = await score_continuations(engine, prompt, continuations)

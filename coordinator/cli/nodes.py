@@ -62,11 +62,11 @@ def node_table(found: "Sequence[FoundNode]", file: str, width: int) -> Group:
     rows = []
     for node in found:
         certificate = node.fingerprint[:16] if node.fingerprint else "none" if node.is_announced else "–"
-        for i, endpoint in enumerate(node.endpoints):
-            of_node = [node.name, node.version or "not heard"] if i == 0 else ["", ""]
-            standing = ("at another address" if node.is_elsewhere else "yes") if node.is_configured else "no"
-            last = [certificate, *([standing] if file else [])] if i == 0 else [""] * (1 + bool(file))
-            rows.append([*of_node, endpoint.address, endpoint.link or "–", *last])
+        standing = ("at another address" if node.is_elsewhere else "yes") if node.is_configured else "no"
+        first, last = [node.name, node.version or "not heard"], [certificate, *([standing] if file else [])]
+        for endpoint in node.endpoints:
+            rows.append([*first, endpoint.address, endpoint.link or "–", *last])
+            first, last = [""] * len(first), [""] * len(last)  # once per node is enough
     return fitting(heads, rows, width, num_left=len(heads))
 
 

@@ -45,9 +45,8 @@ from worker.platform.tasks import together
 from worker.platform.text import format_bytes, printable
 
 _CLOCK_TRIES = 3
-_TRANSPORTS = {TRANSPORT_TCP: "tcp", TRANSPORT_TLS: "tls", TRANSPORT_GRPC: "grpc_without_tls"}  # names in JSON
-_PLAIN: Sequence[Transport] = (TRANSPORT_TCP,)  # measured beside gRPC where links are not encrypted
-_ENCRYPTED: Sequence[Transport] = (TRANSPORT_TCP, TRANSPORT_TLS, TRANSPORT_GRPC)  # and where they are
+# Measured beside gRPC, with their names in JSON: all of them where links are encrypted, else TCP.
+_TRANSPORTS = {TRANSPORT_TCP: "tcp", TRANSPORT_TLS: "tls", TRANSPORT_GRPC: "grpc_without_tls"}
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ async def collect_facts(
             return ExaminedCluster([ExaminedNode(own.name, facts, error, configured_bytes=own.memory)])
         asking = [_ask(*pair, network) for pair in zip(peers, cluster.workers, strict=True)]
         found = ExaminedCluster(await together(_ask_here(cluster, network), *asking))
-        hops = await _measure_hops(found, peers, begin, _ENCRYPTED if cluster.tls else _PLAIN)
+        hops = await _measure_hops(found, peers, begin, [*_TRANSPORTS] if cluster.tls else [TRANSPORT_TCP])
         begin("measuring how fast every node is at the model")
         speeds: dict[str, NodeSpeed] = {}
         if checkpoint:
