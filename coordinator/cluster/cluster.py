@@ -83,7 +83,6 @@ class Cluster:
         speeds: Survey = NO_SPEEDS,
         measure: Measuring | None = None,
         objective: Objective | None = None,
-        layers: Sequence[int] | None = None,
         missing: Collection[str] = (),
     ) -> None:
         """
@@ -93,8 +92,8 @@ class Cluster:
             on_recovered: takes a report when a recovery has ended.
             speeds: of the nodes, for later plans.
             measure: adds the speeds of workers that were `missing`; None if plans are not made by speed.
-            objective: of the first plan. Later plans may have less context than the first one, down to the objective's.
-            layers: that the user gave, for plans over all configured nodes.
+            objective: of later plans, which may have less context than the first one, down to the objective's. Its
+                layers are those that the user gave, for plans over all configured nodes.
             missing: workers that did not answer: the deployment leaves them out, and they join later.
         """
         self.chain: Chain
@@ -109,7 +108,7 @@ class Cluster:
         self._deployment = deployment  # of the present chain, or of the one being opened
         whole = deployment.plan
         objective = replace(objective or Objective(whole.context), max_context=whole.context)
-        self._planner = Planner(deployment.spec, speeds, objective, whole, layers)
+        self._planner = Planner(deployment.spec, speeds, objective, whole)
         self._state = ChainState.STARTING
         self._recovery: Recovery | None = None  # the latest
         self._planned: Plan | None = None  # that the chain was ended for

@@ -170,7 +170,7 @@ async def choose_plan(
     """Ask every node what it offers and plan. Workers that make nothing faster are left out.
 
     Returns:
-        The plan, and the speeds and the objective for later plans, whose layers are not given any more.
+        The plan, and the speeds and the objective for later plans.
     Raises:
         ConfigError: `layers` does not suit the model and the nodes. StageLost: a node is missing.
     """
@@ -330,8 +330,7 @@ async def cluster_over(
             on_recovered=on_recovered,
             speeds=speeds,
             measure=partial(known_speeds, options, checkpoint) if options.by_speed else None,
-            objective=objective,
-            layers=layers,
+            objective=replace(objective, layers=layers),
             missing=missing,
         ) as cluster,
     ):

@@ -237,9 +237,8 @@ class Planner:
 
     spec: ModelSpec
     speeds: Survey
-    objective: Objective
+    objective: Objective  # its layers are those that the user gave: for as many nodes, if they fit
     whole: Plan  # the plan over all configured nodes, as far as they have answered
-    layers: Sequence[int] | None = None  # that the user gave: for as many nodes, if these layers fit
 
     def best(self, nodes: Sequence[Node]) -> Plan | None:
         """Return the best plan over these nodes, without the drafter if it fits only so, or None if none fits."""
@@ -256,9 +255,10 @@ class Planner:
             return same
         if len(nodes) > self.spec.num_layers:
             return None
-        if self.layers is not None and len(self.layers) == len(nodes):
-            given = replace(self.objective, layers=self.layers)
-            if (found := self._fitting(nodes, self.speeds, given)) is not None:
+        given = self.objective.layers
+        if given is not None and len(given) == len(nodes):
+            found = self._fitting(nodes, self.speeds, self.objective)
+            if found is not None:
                 return found
         return self._fitting(nodes, self.speeds, replace(self.objective, layers=None))
 

@@ -306,7 +306,7 @@ def test_a_drafter_that_does_not_fit_on_what_is_left_is_left_out(last: int, fits
     spec = replace(model([GB] * 4), drafter=model([3 * GB]))
     whole = plan(spec, nodes(ROOMY, ROOMY, ROOMY), NO_SPEEDS, Objective(100))
     for layers in (None, (3, 1)):
-        planner = Planner(spec, NO_SPEEDS, Objective(100), whole, layers)
+        planner = Planner(spec, NO_SPEEDS, Objective(100, layers=layers), whole)
         found = planner.best(nodes(3 * GB + GB // 2, last))
         assert (found is not None) == fits
         assert found is None or (found.has_drafter == has_drafter and found.layers == list(layers or found.layers))
@@ -336,7 +336,7 @@ def test_a_returned_node_gets_the_given_layers_or_others_if_those_do_not_fit(
 ) -> None:
     """It was missing at first, so that nothing refused them."""
     whole = plan(SPEC, nodes(3 * GB, 3 * GB), NO_SPEEDS, Objective(100))
-    found = Planner(SPEC, NO_SPEEDS, Objective(100), whole, layers).best(nodes(3 * GB, 3 * GB // 2, 3 * GB))
+    found = Planner(SPEC, NO_SPEEDS, Objective(100, layers=layers), whole).best(nodes(3 * GB, 3 * GB // 2, 3 * GB))
     assert found and found.layers == expected
 
 
