@@ -120,7 +120,6 @@ class Server:
     def sleep(self, why: str) -> None:
         """Drop the engine until a request comes; that request waits for the next one."""
         self._become(ServerState.ASLEEP, why)
-        self.status.forget()
 
     def stop(self) -> None:
         """Refuse requests for good."""

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -85,7 +86,8 @@ class ClusterStatus:
     def __init__(self, stats: Stats) -> None:
         self._stats = stats
         self._lock = asyncio.Lock()
-        self._asked: tuple[float, Engine, dict[str, StatusReply | None]] | None = None
+        # A weak reference: a failed engine would stay in memory while the next one loads.
+        self._asked: tuple[float, weakref.ref[Engine], dict[str, StatusReply | None]] | None = None
 
     async def look(self, model: Engine | None) -> StatusSnapshot:
         if model is None:
@@ -95,20 +97,16 @@ class ClusterStatus:
             model.cluster.chain.epoch, nodes, _hops(nodes, self._stats), _requests(model, self._stats)
         )
 
-    def forget(self) -> None:
-        """Drop the reference to a model that was unloaded."""
-        self._asked = None
-
     async def _replies(self, model: Engine) -> dict[str, StatusReply | None]:
         """Return the status of every node; None for one that does not answer."""
         async with self._lock:
-            if self._asked and self._asked[1] is model and time.monotonic() - self._asked[0] < _FRESH_S:
+            if self._asked and self._asked[1]() is model and time.monotonic() - self._asked[0] < _FRESH_S:
                 return self._asked[2]
             cluster = model.cluster
             names = list(cluster.nodes.workers)
             replies = await asyncio.gather(*(_ask(cluster, name) for name in names))
             own = {cluster.chain.plan.assignments[0].name: cluster.chain.own_status}
-            self._asked = time.monotonic(), model, own | dict(zip(names, replies, strict=True))
+            self._asked = time.monotonic(), weakref.ref(model), own | dict(zip(names, replies, strict=True))
             return self._asked[2]
 
 

@@ -15,6 +15,7 @@ from coordinator.planning.plan import Assignment
 from coordinator.sessions.output import Output, Token, Usage
 from coordinator.sessions.waterfall import Moments, Passage, Route
 from protos.brigade_pb2 import StatusReply
+from tests.unit.engine.test_status import FakeEngine
 from worker.errors import QueueFull, StageLost
 
 TASK: Any = SimpleNamespace(prompt=(1, 2, 3), decode=SimpleNamespace(kind="ngram"))
@@ -146,7 +147,7 @@ def test_nodes_beside_the_chain_are_idle_or_lost_and_requests_without_a_slot_wai
     plan = SimpleNamespace(assignments=[here])
     workers = {"idle": peer(StatusReply()), "silent": peer(StageLost("silent"))}
     workers["gone"] = SimpleNamespace(address="", peer=None)
-    engine: Any = SimpleNamespace(
+    engine: Any = FakeEngine(
         cluster=SimpleNamespace(
             chain=SimpleNamespace(plan=plan, own_status=StatusReply(), epoch=3),
             nodes=SimpleNamespace(workers=workers),
