@@ -16,6 +16,7 @@ from worker.errors import (
     InternalError,
     ModelError,
     NodeBusy,
+    PoisonRequest,
     QueueFull,
     SamplingError,
     WaitedTooLong,
@@ -48,6 +49,7 @@ _STATUSES: tuple[tuple[type[BrigadeError], int, str], ...] = (
     (InternalError, 500, "internal_error"),
     (ModelError, 500, "internal_error"),
     (ConfigError, 500, "internal_error"),
+    (PoisonRequest, 500, "internal_error"),  # sent again it would take further nodes down
     (BrigadeError, 503, "cluster_failed"),
 )
 
