@@ -25,6 +25,7 @@ _UNREAD_S = 30.0  # within which a client has to read all that was sent, or at l
 _MIN_READ_BYTES = 48 << 10
 _CLOSE_S = 2  # for connections to close, once all requests are answered
 _BACKLOG = 512
+_MOST_PIPELINED = 16  # requests that are read while an earlier one of their connection is answered
 _IDLE_S = 65  # of a connection between two requests: longer than clients and proxies keep theirs
 
 
@@ -99,6 +100,7 @@ class BoundedProtocol(HttpToolsProtocol):
     A client that does not read is cut off: closing the connection would wait forever for its bytes to be sent.
     """
 
+    _running: Any = None  # uvicorn's record of the request that is answered; `cycle` is that of the latest one
     _is_in_body = False
     _num_gathered = 0  # bytes that the parser keeps: of an incomplete head, part of a body, or request
     _head_timer: asyncio.TimerHandle | None = None
@@ -115,6 +117,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
         self._stop_read_timer()
+        self.cycle = self._running  # it is told that its client has left; later ones have not begun
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -141,6 +144,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_gathered = 0
         self._stop_head_timer()
         super().on_headers_complete()
+        if len(self.pipeline) < _MOST_PIPELINED:
+            self.flow.resume_reading()  # the end of a connection that is not read goes unnoticed
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         self._num_gathered = 0

@@ -189,6 +189,26 @@ def test_a_client_is_cut_off_only_once_it_reads_next_to_nothing() -> None:
     time.close()
 
 
+async def test_a_client_that_leaves_after_further_requests_is_noticed_by_the_one_that_is_answered() -> None:
+    begun, left = asyncio.Event(), asyncio.Event()
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        begun.set()
+        if (await receive())["type"] == "http.disconnect":
+            left.set()
+
+    with listening_socket("127.0.0.1", 0) as listener:
+        async with answering(answer, listener, None):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            for _ in range(2):
+                writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+                await begun.wait()
+            writer.close()
+            async with asyncio.timeout(10):
+                await left.wait()
+
+
 async def test_a_server_whose_listening_fails_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     async def failed(self: uvicorn.Server, sockets: Any = None) -> None:
         raise OSError("no more files")
