@@ -12,10 +12,12 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from coordinator import api
 from tests.cluster import browser
 from tests.cluster.models import make_reciter
 from tests.cluster.processes import START_S, Running, Starter
 
+PAGE = Path(api.__file__).with_name("page.html")
 HOSTILE = "<h1>xyz"  # what the model says over and over
 PROMPT = "wherefore art thou a prompt"
 KEY = "open-sesame"
@@ -106,7 +108,12 @@ def test_the_state_shows_a_request_in_progress(server: Server) -> None:
     assert [len(rates) for rates in state["rates"].values()] == [120, 120]
 
 
-@pytest.mark.skipif(browser.FOUND is None, reason="no Chromium on this machine: the page is not tried in a browser")
+needs_browser = pytest.mark.skipif(
+    browser.FOUND is None, reason="no Chromium on this machine: the page is not tried in a browser"
+)
+
+
+@needs_browser
 def test_the_page_streams_shows_a_killed_worker_as_lost_and_its_recovery(server: Server, tmp_path: Path) -> None:
     url = str(server.client.base_url).rstrip("/")
     with browser.browsing(tmp_path) as page:
@@ -138,3 +145,14 @@ def test_the_page_streams_shows_a_killed_worker_as_lost_and_its_recovery(server:
         assert page.run("document.documentElement.scrollWidth") == 360
         assert {asked.rsplit("/", 1)[0] for asked in page.asked} <= {url, f"{url}/v1/chat"}
         assert not page.complaints
+
+
+@needs_browser
+def test_the_page_shows_a_long_thought_as_a_thought_to_its_end(tmp_path: Path) -> None:
+    with browser.browsing(tmp_path) as page:
+        page.open(PAGE.as_uri())
+        page.until("document.readyState === 'complete' && document.getElementById('answer')")
+        for kind in ("thought", "said"):
+            page.run(f"for (let n = 0; n < 60; n++) write(document.getElementById('answer'), '{kind}', '{kind[0]}')")
+            shown = page.run(f"[...document.querySelectorAll('#answer .{kind}')].map(it => it.textContent).join('')")
+            assert shown == 60 * kind[0]
