@@ -8,7 +8,7 @@ from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import Engine, collect
 from coordinator.engine.inputs import InputProcessor
 from coordinator.sessions.output import Scored
-from coordinator.sessions.request import RequestSpec
+from coordinator.sessions.request import RequestSpec, most_prompt
 from worker.compute.header import common_prefix
 
 ScoredPrompt = str | tuple[int, ...]
@@ -85,12 +85,13 @@ async def score_continuations(
 async def continuation_specs(
     inputs: InputProcessor, prompt: ScoredPrompt, continuations: Sequence[ScoredPrompt]
 ) -> list[RequestSpec]:
-    """Return the requests of `score_continuations`. Raises InputError for texts that cannot be tokenized."""
-    begin, specs = await inputs.prompt_ids(prompt), []
+    """Return the requests of `score_continuations`. Raises InputError for a text that is far too long or unsuitable."""
+    most = most_prompt(inputs.spec, 1)
+    begin, specs = await inputs.prompt_ids(prompt, most=most), []
     for continuation in continuations:
         if isinstance(prompt, str) and isinstance(continuation, str):
-            whole = await inputs.prompt_ids(prompt + continuation)
+            whole = await inputs.prompt_ids(prompt + continuation, most=most)
         else:
-            whole = begin + await inputs.prompt_ids(continuation, special=False)
+            whole = begin + await inputs.prompt_ids(continuation, most=most, special=False)
         specs.append(scoring(whole, max(1, common_prefix(begin, whole)) if begin else 0))
     return specs

@@ -18,7 +18,7 @@ from coordinator.decoding.decode_options import Decode, make_cache_choice
 from coordinator.engine import inputs
 from coordinator.engine.bounded import Bounds, GrammarTrials, LongTexts
 from coordinator.engine.grammars import json_grammar, lark_grammar, regex_grammar
-from coordinator.engine.scores import scoring
+from coordinator.engine.scores import continuation_specs, scoring
 from coordinator.engine.stats import BEST_PRIORITY, KEY_DIGEST
 from coordinator.engine.tokenizer import Tokenizer
 from coordinator.sessions.request import Calls, Conversation, RequestSpec
@@ -135,6 +135,14 @@ def test_a_too_long_prompt_is_refused(front: inputs.InputProcessor, run: Run, mo
     for prompt in both(LONG):
         with pytest.raises(ContextExceeded, match=r"^prompt: expected at most 2047 tokens, found at least [0-9]{4,}"):
             run(front.make_request(RequestSpec(prompt, max_tokens=1)))
+
+
+@pytest.mark.parametrize(("prompt", "continuation"), [(LONG, (5,)), ("a", LONG), ((5,), LONG)])
+def test_a_text_to_score_is_refused_by_its_length(
+    front: inputs.InputProcessor, run: Run, prompt: Any, continuation: Any
+) -> None:
+    with pytest.raises(ContextExceeded):
+        run(continuation_specs(front, prompt, [continuation]))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def test_each_token_but_the_first_is_scored_once_by_half_a_window_at_least() -> 
 
 
 def test_an_engine_is_in_use_while_continuations_are_tokenized(virtual: VirtualTime) -> None:
-    async def prompt_ids(text: str, **more: bool) -> tuple[int, ...]:
+    async def prompt_ids(text: str, **more: int) -> tuple[int, ...]:
         await asyncio.sleep(20)
         return tuple(map(ord, text))
 
@@ -32,7 +32,8 @@ def test_an_engine_is_in_use_while_continuations_are_tokenized(virtual: VirtualT
         raise InputError("prompt", "refused")
 
     async def score() -> None:
-        engine: Any = SimpleNamespace(inputs=SimpleNamespace(prompt_ids=prompt_ids), use=Use(), prepare=refuse)
+        inputs = SimpleNamespace(prompt_ids=prompt_ids, spec=SimpleNamespace(context=9))
+        engine: Any = SimpleNamespace(inputs=inputs, use=Use(), prepare=refuse)
         unused = asyncio.create_task(engine.use.wait_unused(30))
         with pytest.raises(InputError):
             await score_continuations(engine, "a", ["b", "c", "d"])
