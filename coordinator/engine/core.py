@@ -25,7 +25,7 @@ from coordinator.sessions.admission import MOST_WAITING, CacheCosts, Slots, cach
 from coordinator.sessions.output import Output
 from coordinator.sessions.request import Request, room_for_answer
 from coordinator.sessions.scheduler import Commit, Scheduler
-from coordinator.sessions.session import MOST_UNREAD, Session, SessionState
+from coordinator.sessions.session import MOST_UNREAD, Group, Session, SessionState
 from coordinator.sessions.stored_prefixes import StoredPrefixes
 from coordinator.sessions.waterfall import Passage, Route
 from worker.errors import (
@@ -110,7 +110,9 @@ class EngineCore:
         assert self._task is not None
         await asyncio.shield(self._task)
 
-    def session(self, request: Request, queue: OutputQueue, chunk: int | None, *, traced: bool) -> Session:
+    def session(
+        self, request: Request, queue: OutputQueue, group: Group, chunk: int | None, *, traced: bool
+    ) -> Session:
         """Return the session of a request, whose outputs go to the queue; `submit` starts it."""
         return Session(
             request,
@@ -120,6 +122,7 @@ class EngineCore:
             started=time.monotonic_ns(),
             is_traced=traced,
             owner=KEY_DIGEST.get(),
+            group=group,
         )
 
     def _make_decoder(self, request: Request, owner: str) -> Decoder:
@@ -233,7 +236,7 @@ class EngineCore:
             self._deadlines[session] = loop.call_later(self._max_wait_s, self._give_up_waiting, session)
 
     def _give_up_waiting(self, session: Session) -> None:
-        if session.state is SessionState.WAITING:
+        if session.state is SessionState.WAITING and not session.group.has_begun:
             self._fail(session, WaitedTooLong(f"waited {self._max_wait_s:.0f} s for memory; try again later"))
 
     def _give_up_unread(self, session: Session, num_taken: int) -> None:

@@ -21,7 +21,7 @@ from coordinator.sessions.admission import MOST_WAITING
 from coordinator.sessions.output import Answer, Output
 from coordinator.sessions.request import Request, RequestSpec
 from coordinator.sessions.scheduler import Scheduler
-from coordinator.sessions.session import MOST_UNREAD, Session, SessionState
+from coordinator.sessions.session import MOST_UNREAD, Group, Session, SessionState
 from coordinator.sessions.text import TextParser
 from protos.brigade_pb2 import Cache, Sampling
 from worker.errors import InputError, NodeBusy
@@ -78,7 +78,8 @@ class Engine:
             cluster: what `chain` was opened by, for its state.
             stats: counts all requests and frames.
             when_lost: opens the chain on which requests continue after a failure; None: they fail, too.
-            max_waiting: most requests that wait for memory, each for at most `max_wait_s`.
+            max_waiting: most requests that wait for memory.
+            max_wait_s: how long one may wait for it before any request of its call has begun.
         """
         stats = stats or (Stats() if inputs is not None else None)
         self.core = EngineCore(chain, when_lost=when_lost, stats=stats, max_waiting=max_waiting, max_wait_s=max_wait_s)
@@ -265,7 +266,7 @@ class Engine:
     ) -> AsyncGenerator[tuple[int, Output], None]:
         """Yield the outputs of all sessions of one call, which share one queue."""
         self._require_open()
-        queue = OutputQueue()
+        queue, group = OutputQueue(), Group()
         numbers: dict[Session, int] = {}
         parsers: dict[int, TextParser] = {}
         watched: dict[int, RequestStats] = {}
@@ -281,7 +282,7 @@ class Engine:
                 parsers[number] = parser or self._parser(request)
                 if counted:
                     watched[number] = self.stats.begin(request)
-                session = self.core.session(request, queue, chunk, traced=traced)
+                session = self.core.session(request, queue, group, chunk, traced=traced)
                 numbers[session] = number  # before it starts: an abort closes it
                 await self.core.submit(session)
 

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import islice
 
@@ -42,6 +42,13 @@ _NEXT = {
 }
 
 
+@dataclass
+class Group:
+    """The sessions that answer one call of the engine."""
+
+    has_begun: bool = False  # a window of one of them was sent: the others wait for memory as long as it takes
+
+
 class Session:
     """One sequence. Its known tokens are fed in windows; the last of these windows carries a decoder's proposal.
 
@@ -58,6 +65,7 @@ class Session:
         started: int = 0,
         is_traced: bool = False,
         owner: str = "",
+        group: Group | None = None,
     ) -> None:
         """
         Args:
@@ -67,9 +75,11 @@ class Session:
             put: takes the outputs for the reader; an exception is the last of them.
             is_traced: keep the timing records of every frame.
             owner: a digest of its API key: no session of another one begins with its rows.
+            group: the one that it belongs to; None: it is alone.
         """
         self.request = request
         self.owner = owner
+        self.group = group or Group()
         self.state = SessionState.WAITING
         self.finish_reason: str | None = None  # once it is finished
         self.slot: int | None = None  # its number on the stages, once it has one
@@ -324,6 +334,7 @@ class Session:
         window.pooled = self._num_pooled(base + len(window.tokens))
         num_rows = count_rows(window)
         self.num_rows += num_rows
+        self.group.has_begun = True
         self.rows_written = max(self.rows_written, base + num_rows)
         return window
 

@@ -35,6 +35,7 @@ from worker.errors import (
     PoisonRequest,
     ReaderLost,
     StageLost,
+    WaitedTooLong,
 )
 
 SPEC = replace(network.SPEC, context=4000)
@@ -189,6 +190,26 @@ def test_an_answer_that_has_begun_waits_for_memory_without_a_deadline(clock: Vir
         assert [await task for task in tasks] == [expected(request) for request in requests]
 
     run(clock, Chains(WIDE, 5000), work, max_wait_s=60.0)
+
+
+def test_a_call_of_which_an_answer_has_begun_waits_for_memory_without_a_deadline(clock: VirtualTime) -> None:
+    """There is memory for one prompt at a time, and each answer takes less time than a call may wait."""
+    small = Chains(2600).open()
+    prompt = (7,) * (cache_costs(small.plan, small.spec).most_rows(Cache(), SPEC.context) * 2 // 3)
+    twice, other = [Request(prompt, 80)] * 2, Request((8, *prompt), 80)
+
+    async def call(engine: Engine, requests: Sequence[Request]) -> list[int]:
+        tokens = defaultdict[int, list[int]](list)
+        async for number, output in engine.generate_all(requests):
+            tokens[number] += [token.token for token in output.tokens]
+        return [len(each) for each in tokens.values()]
+
+    async def work(engine: Engine) -> None:
+        calls = [asyncio.create_task(call(engine, requests)) for requests in (twice, [other], twice)]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        assert found[:2] == [[80, 80], [80]] and isinstance(found[2], WaitedTooLong)
+
+    run(clock, Chains(2600), work, max_wait_s=30.0)
 
 
 @pytest.mark.parametrize("room", [100, 3], ids=["for more than it has", "for less than it has"])
