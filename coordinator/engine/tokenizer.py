@@ -61,6 +61,7 @@ class Tokenizer:
         # tokenizers that are code look these up in their modules, so they are replaced for the whole process.
         tokenization_utils_base.render_jinja_template = TEMPLATES.render  # type: ignore[assignment]  # returns no str
         dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+        self._token_texts: dict[int, str] = {}  # logprobs ask for the same ones again and again
         self._markers: dict[tuple[str, bool], Markers] = {}  # by how an answer begins, and whether calls are generic
         code = trusted_code(checkpoint, is_trusted=trust_remote_code)
         folder = checkpoint.folder
@@ -191,7 +192,10 @@ class Tokenizer:
 
     def token_text(self, token: int) -> str:
         """Return what a token adds to a text; some tokenizers drop the space that a text begins with."""
-        return self.decode([*self._letter, token]).removeprefix(self.decode(self._letter))
+        if token not in self._token_texts:
+            text = self.decode([*self._letter, token])
+            self._token_texts[token] = text.removeprefix(self.decode(self._letter))
+        return self._token_texts[token]
 
     def token_bytes(self, token: int) -> bytes | None:
         """Return the bytes of a token; None for a part of a character whose bytes the tokenizer does not reveal."""

@@ -283,6 +283,17 @@ def test_the_text_of_a_token_has_the_space_that_a_text_would_lose(front: inputs.
     assert b"".join(told.token_bytes(token) or b"?" for token in ids).decode() == " the skytheé"
 
 
+def test_a_token_is_decoded_once(front: inputs.InputProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer with logprobs asks for twenty at each step, on the event loop."""
+
+    def read() -> list[tuple[str, bytes | None]]:
+        return [(front.token_text(token), front.token_bytes(token)) for token in range(99)]
+
+    first = read()
+    monkeypatch.setattr(Tokenizer, "decode", None)
+    assert read() == first
+
+
 def test_texts_of_a_request_that_would_hold_up_others_are_refused(front: inputs.InputProcessor, run: Run) -> None:
     for field, spec in (
         ("stop", RequestSpec("a", stops=("x" * 4097,))),
