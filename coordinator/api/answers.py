@@ -4,7 +4,7 @@ import re
 import uuid
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Union
 
@@ -131,9 +131,10 @@ class BlockAnswer(ApiAnswer):
             yield from self.close(is_whole=output.finish_reason != "length")
             yield from self.finish(output)
 
-    def whole(self, outputs: Sequence[Sequence[Output]]) -> Mapping[str, Any]:
-        for output in outputs[0]:
-            deque(self.events(0, output), maxlen=0)
+    def add(self, index: int, output: Output) -> None:
+        deque(self.events(index, output), maxlen=0)
+
+    def whole(self) -> Mapping[str, Any]:
         return self.answer
 
     def start(self) -> Iterator[Event]:

@@ -14,7 +14,7 @@ from coordinator.api.openai import MAX_CHOICES, CompletionUsage, Finish, OpenAIA
 from coordinator.api.server import Server
 from coordinator.decoding.decode_options import Decode
 from coordinator.engine.inputs import InputProcessor, numbered, prepare_choices
-from coordinator.sessions.output import Output, Scored, Token
+from coordinator.sessions.output import Output, Token
 from coordinator.sessions.request import Request, RequestSpec, most_prompt
 from worker.errors import InputError
 from worker.platform.text import Json
@@ -81,7 +81,9 @@ class Choice:
     echoed: str = ""
     prompt: tuple[int, ...] = ()  # if its tokens are to be scored
     eos: frozenset[int] = frozenset()
-    scores: list[Scored] = field(default_factory=list)
+    scores: list[tuple[float, dict[str, float]]] = field(
+        default_factory=list
+    )  # of each token: its logprob, the likeliest
     is_begun: bool = False  # the echoed prompt was sent
     end: int = 0  # of the text so far, in characters
     decoder: IncrementalDecoder = field(default_factory=lambda: getincrementaldecoder("utf-8")("replace"))
@@ -129,7 +131,7 @@ class CompletionAnswer(OpenAIAnswer):
 
     def events(self, index: int, output: Output) -> Iterator[Json]:
         choice = self.choices[index]
-        choice.scores += output.scores
+        choice.scores += [(score.token.logprob, self._top(score.token)) for score in output.scores]
         if not choice.is_begun and len(choice.scores) >= len(choice.prompt) - 1:
             choice.is_begun = True
             if choice.echoed or choice.prompt:
@@ -142,24 +144,23 @@ class CompletionAnswer(OpenAIAnswer):
             yield self.chunk(index=index, text=output.text, logprobs=logprobs, finish_reason=output.finish_reason)
         self.note(index, output)
 
-    def join(self, choices: Sequence[Json], outputs: Sequence[Output]) -> Json:
-        logprobs = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    def join(self, parts: Sequence[Json]) -> Json:
+        logprobs = [part["logprobs"] for part in parts if part["logprobs"]]
         joined = {name: [each for one in logprobs for each in one[name]] for name in TextLogprobs.__annotations__}
-        text = "".join(choice["text"] for choice in choices)
-        return choices[-1] | {"text": text, "logprobs": joined if logprobs else None}
+        text = "".join(part["text"] for part in parts)
+        return parts[-1] | {"text": text, "logprobs": joined if logprobs else None}
 
     def _prompt_logprobs(self, choice: Choice) -> TextLogprobs | None:
         """Return those of an echoed prompt, if they are wanted."""
         if not choice.prompt:
             return None
-        tokens = [score.token for score in choice.scores]
         begins = [choice.place(self.token_bytes(token) or b"") for token in choice.prompt]
         # What a tokenizer puts before a text, such as a token that begins it or a space, may not be echoed.
         unseen = max(0, choice.end - len(choice.echoed))
         return {
             "tokens": [self.token_text(token) for token in choice.prompt],
-            "token_logprobs": [None, *(token.logprob for token in tokens)],
-            "top_logprobs": [None, *map(self._top, tokens)],
+            "token_logprobs": [None, *(logprob for logprob, _ in choice.scores)],
+            "top_logprobs": [None, *(top for _, top in choice.scores)],
             "text_offset": [min(max(0, begin - unseen), len(choice.echoed)) for begin in begins],
         }
 

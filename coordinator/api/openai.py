@@ -3,6 +3,7 @@
 import time
 import uuid
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
@@ -312,13 +313,14 @@ class OpenAIAnswer(ApiAnswer):
         self._n = body.n
         self._about = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._lasts: dict[int, Output] = {}  # the last output of each choice that has ended
+        self._parts: defaultdict[int, list[Json]] = defaultdict(list)  # of each choice of a whole answer
 
     @abstractmethod
     def events(self, index: int, output: Output) -> Iterator[Json]: ...
 
     @abstractmethod
-    def join(self, choices: Sequence[Json], outputs: Sequence[Output]) -> Json:
-        """Return the whole of a choice, from its parts in all events and from its outputs."""
+    def join(self, parts: Sequence[Json]) -> Json:
+        """Return the whole of a choice, from its parts in all events."""
 
     def note(self, index: int, output: Output) -> None:
         """Keep the last output of a choice."""
@@ -333,11 +335,11 @@ class OpenAIAnswer(ApiAnswer):
             yield {**self._about, "object": self.chunk_kind, "choices": [], **self._usage_and_stats()}
         yield DONE
 
-    def whole(self, outputs: Sequence[Sequence[Output]]) -> Json:
-        choices = [
-            self.join([event["choices"][0] for output in of_choice for event in self.events(index, output)], of_choice)
-            for index, of_choice in enumerate(outputs)
-        ]
+    def add(self, index: int, output: Output) -> None:
+        self._parts[index] += [event["choices"][0] for event in self.events(index, output)]
+
+    def whole(self) -> Json:
+        choices = [self.join(parts) for _, parts in sorted(self._parts.items())]
         return {**self._about, "object": self.kind, "choices": choices, **self._usage_and_stats()}
 
     def _usage_and_stats(self) -> Json:
@@ -396,21 +398,23 @@ class ChatAnswer(OpenAIAnswer):
             yield chunk
         self.note(index, output)
 
-    def join(self, choices: Sequence[Json], outputs: Sequence[Output]) -> Json:
-        deltas = [choice["delta"] for choice in choices]
-        calls: list[Call] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in joined_calls([call for output in outputs for call in output.tool_calls])
-        ]
+    def join(self, parts: Sequence[Json]) -> Json:
+        deltas = [part["delta"] for part in parts]
+        calls: list[Json] = []
+        for piece in (piece for delta in deltas for piece in delta.get("tool_calls", ())):
+            if piece["index"] == len(calls):
+                calls.append({"id": piece["id"], "type": "function", "function": {**piece["function"]}})
+            else:
+                calls[piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
         content = "".join(delta.get("content", "") for delta in deltas)
         message: Json = {"role": "assistant", "content": None if calls and not content else content}
         if reasoning := "".join(delta.get("reasoning", "") for delta in deltas):
             message["reasoning"] = message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = calls
-        entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+        entries = [entry for part in parts if part["logprobs"] for entry in part["logprobs"]["content"]]
         logprobs = {"content": entries, "refusal": None} if self._body.logprobs else None
-        last = choices[-1]
+        last = parts[-1]
         reason = last["finish_reason"]
         return {"index": last["index"], "message": message, "logprobs": logprobs, "finish_reason": reason}
 

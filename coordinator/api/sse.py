@@ -14,7 +14,7 @@ from coordinator.api.errors import HttpError, JSONResponse, http_error
 from coordinator.api.left_out import leave_out
 from coordinator.api.server import Server
 from coordinator.cluster.log import log
-from coordinator.engine.engine import Engine, collect
+from coordinator.engine.engine import Engine
 from coordinator.engine.inputs import InputProcessor
 from coordinator.engine.stats import REQUEST_ID
 from coordinator.sessions.output import Output
@@ -55,8 +55,19 @@ class ApiAnswer(ABC):
         yield error.to_openai()
 
     @abstractmethod
-    def whole(self, outputs: Sequence[Sequence[Output]]) -> Mapping[str, Any]:
-        """Return the answer as one object, from all outputs of each request."""
+    def add(self, index: int, output: Output) -> None:
+        """Take a request's next output for the whole answer."""
+
+    @abstractmethod
+    def whole(self) -> Mapping[str, Any]:
+        """Return the answer as one object, once all outputs were added."""
+
+    async def collect(self, engine: Engine, requests: Sequence[EngineRequest]) -> Mapping[str, Any]:
+        """Return the answer as one object. Its parts are made as the outputs come: other streams go on in between."""
+        async with aclosing(engine.generate_all(requests, traced=self.is_traced)) as outputs:
+            async for index, output in outputs:
+                self.add(index, output)
+        return self.whole()
 
 
 class ClientLeft(Exception):
@@ -103,7 +114,7 @@ async def respond(request: Request, answer: ApiAnswer) -> Response:
 
     async def whole() -> Mapping[str, Any]:
         engine = await prepare()
-        return answer.whole(await collect(engine, requests, traced=answer.is_traced))
+        return await answer.collect(engine, requests)
 
     async def events() -> AsyncGenerator[Event, None]:
         engine = await prepare()

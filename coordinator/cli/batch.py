@@ -200,14 +200,13 @@ async def _answered(engine: Engine, given: Json, *, is_chat: bool) -> Json:
     from coordinator.api.body import read
     from coordinator.api.completions import CompletionAnswer, CompletionBody
     from coordinator.api.openai import ChatAnswer, ChatBody, OpenAIAnswer
-    from coordinator.engine.engine import collect
 
     answer: OpenAIAnswer
     if is_chat:
         answer = ChatAnswer(read(ChatBody, given), engine.name)
     else:
         answer = CompletionAnswer(read(CompletionBody, given), engine.name)
-    whole = answer.whole(await collect(engine, await answer.prepare(engine.inputs)))
+    whole = await answer.collect(engine, await answer.prepare(engine.inputs))
     return {name: value for name, value in whole.items() if name != "brigade"}
 
 

@@ -1,19 +1,19 @@
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from coordinator.api.body import read
 from coordinator.api.completions import Choice, CompletionAnswer, CompletionBody
-from coordinator.api.openai import ChatAnswer, ChatBody
+from coordinator.api.openai import ChatAnswer, ChatBody, OpenAIAnswer
 from coordinator.api.sse import DONE, Event, encode
 from coordinator.engine.inputs import InputProcessor
 from coordinator.engine.tokenizer import Tokenizer
 from coordinator.sessions.output import Output, Scored, Token, ToolCall, Usage
 from coordinator.sessions.request import Conversation
 from protos.brigade_pb2 import Alternative, Sample
-from tests.unit.api.fakes import only
+from tests.unit.api.fakes import ScriptedModel, app_of, ask, only
 from worker.model.checkpoint import DEMO, open_folder
 
 USAGE = Usage(3, 0, 2, 4, 4, num_generated=4)
@@ -37,6 +37,13 @@ def chunks_of(answer: ChatAnswer, outputs: Sequence[Output], index: int = 0) -> 
     first, *chunks = parsed([event for output in outputs for event in answer.events(index, output)])
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     return chunks
+
+
+def whole_of(answer: OpenAIAnswer, *choices: Sequence[Output]) -> Any:
+    for index, outputs in enumerate(choices):
+        for output in outputs:
+            answer.add(index, output)
+    return answer.whole()
 
 
 def messages_of(*messages: dict[str, Any]) -> list[Any]:
@@ -88,7 +95,7 @@ def test_a_stream_and_a_whole_answer_tell_the_same() -> None:
         Output("", (Token(1),), 0, content="look: "),
         Output("", (Token(1),), 0, "tool_calls", USAGE, tool_calls=(CALL,)),
     ]
-    [choice] = answer_of().whole([deltas])["choices"]
+    [choice] = whole_of(answer_of(), deltas)["choices"]
     chunks = [chunk["choices"][0] for chunk in chunks_of(answer_of(), deltas)]
     assert len(chunks) == 3
     message = choice["message"]
@@ -98,6 +105,36 @@ def test_a_stream_and_a_whole_answer_tell_the_same() -> None:
     assert chunks[-1]["delta"]["tool_calls"] == [call | {"index": 0}]
     assert call["function"] == {"name": "look", "arguments": '{"a": 1}'}
     assert choice["finish_reason"] == chunks[-1]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("chat/completions", HELLO | {"logprobs": True}), ("completions", {"prompt": "a", "logprobs": 0})],
+)
+def test_the_logprobs_of_a_whole_answer_are_made_as_they_come(path: str, body: dict[str, Any]) -> None:
+    """All at once at the end, they would hold up every stream."""
+    made: list[set[int]] = []
+
+    class Model(ScriptedModel):
+        def token_text(self, token: int) -> str:  # type: ignore[override]
+            told.add(token)
+            return ""
+
+    def script() -> Iterator[Output]:
+        for number in range(3):
+            yield Output("", [Token(number)], 0)
+            made.append({*told})
+        yield only(0)
+
+    told = set[int]()
+    assert ask(app_of(Model(script())), "POST", f"http://localhost:9338/v1/{path}", json=body).status_code == 200
+    assert made == [{0}, {0, 1}, {0, 1, 2}]
+
+
+def test_the_logprobs_of_an_echoed_prompt_are_made_as_they_come() -> None:
+    made, told = answer(Choice("abca", (0, 1, 0)), echo=True, logprobs=1), list[int]()
+    made.token_text = lambda token: str(told.append(token))
+    assert not chunks(made, scored(token(1, -0.5, (2, -0.5)))) and told == [2, 1]
 
 
 @pytest.mark.parametrize("wants", [True, False])
@@ -132,9 +169,18 @@ def test_calls_of_a_stream_are_numbered_on_and_bytes_of_a_part_of_a_character_ar
     [chunk] = chunks_of(answer_of(), [Output("", (), 0, "tool_calls", USAGE, tool_calls=tuple(pieces))])
     [call] = chunk["choices"][0]["delta"]["tool_calls"]  # some clients read the first only
     assert call["function"] == {"name": "look", "arguments": '{"a": 1}'}
+    apart = [
+        Output("", (), 0, tool_calls=tuple(pieces[:2])),
+        Output("", (), 0, "tool_calls", USAGE, tool_calls=(pieces[2], second)),
+    ]
+    called = whole_of(answer_of(), apart)["choices"][0]["message"]["tool_calls"]
+    assert [(call["id"], call["function"]["arguments"]) for call in called] == [
+        ("call_1", '{"a": 1}'),
+        ("call_2", "{}"),
+    ]
     made = answer_of(logprobs=True)
     made.token_text, made.token_bytes = lambda token: "\ufffd", {1: b"\xe2", 2: None}.get
-    logprobs = made.whole([[Output("", (Token(1), Token(2)), 0, "stop", USAGE)]])["choices"][0]["logprobs"]
+    logprobs = whole_of(made, [Output("", (Token(1), Token(2)), 0, "stop", USAGE)])["choices"][0]["logprobs"]
     assert logprobs and [entry["bytes"] for entry in logprobs["content"]] == [[0xE2], None]
 
 
@@ -167,7 +213,7 @@ def chunks(answer: CompletionAnswer, *outputs: Output) -> list[Any]:
 def test_each_token_has_its_place_in_the_text_though_some_make_a_character_together() -> None:
     deltas = [delta("abc", token(0), token(1)), delta("", token(2)), delta("é", token(3)), delta("", token(4))]
     deltas.append(delta(" a", token(0), token(EOS), finish_reason="stop"))
-    whole = answer(Choice(eos=frozenset({EOS})), logprobs=0).whole([deltas])["choices"][0]
+    whole = whole_of(answer(Choice(eos=frozenset({EOS})), logprobs=0), deltas)["choices"][0]
     assert whole["text"] == "abcé a" and whole["logprobs"]
     assert whole["logprobs"]["text_offset"] == [0, 1, 3, 3, 4, 5, 6]
     streaming = answer(Choice(eos=frozenset({EOS})), logprobs=0)
@@ -175,9 +221,8 @@ def test_each_token_has_its_place_in_the_text_though_some_make_a_character_toget
     assert offsets == whole["logprobs"]["text_offset"]
     answers = CompletionAnswer(read(CompletionBody, {"prompt": [1], "logprobs": 0}), "talker")  # without a tokenizer
     answers.choices = [Choice()]
-    [whole] = answers.whole([[delta("12", token(12)), delta(",5,0", token(5), token(0), finish_reason="stop")]])[
-        "choices"
-    ]
+    deltas = [delta("12", token(12)), delta(",5,0", token(5), token(0), finish_reason="stop")]
+    [whole] = whole_of(answers, deltas)["choices"]
     assert whole["text"] == "12,5,0" and whole["logprobs"]["text_offset"] == [0, 3, 5]
 
 
@@ -190,7 +235,7 @@ async def test_a_token_begins_where_its_text_is_in_the_answer_of_a_real_tokenize
     ids = tokenizer.encode(text, special=False)
     output = delta("", *map(token, ids), finish_reason="length")
     inputs.parser(request).read(output)
-    [whole] = made.whole([[output]])["choices"]
+    [whole] = whole_of(made, [output])["choices"]
     offsets, parts = whole["logprobs"]["text_offset"], [tokenizer.token_bytes(each) or b"" for each in ids]
     assert whole["text"] == text and b"".join(parts) == text.encode()
     before = [b"".join(parts[:number]).decode(errors="ignore") for number in range(len(parts))]
@@ -199,17 +244,18 @@ async def test_a_token_begins_where_its_text_is_in_the_answer_of_a_real_tokenize
 
 def test_the_token_that_was_taken_is_among_the_likeliest_and_look_alikes_are_told_once() -> None:
     found = delta("a", token(0, -2.0, (1, -0.5), (2, -1.0), (3, -1.5)), finish_reason="length")
-    logprobs: Any = answer(Choice(), logprobs=3).whole([[found]])["choices"][0]["logprobs"]
+    logprobs = whole_of(answer(Choice(), logprobs=3), [found])["choices"][0]["logprobs"]
     assert logprobs["top_logprobs"] == [{"bc": -0.5, "\ufffd": -1.0, "a": -2.0}]
     assert logprobs["tokens"] == ["a"] and logprobs["token_logprobs"] == [-2.0]
     never = delta("a", token(0, float("-inf"), (1, float("-inf"))), finish_reason="length")
-    logprobs = answer(Choice(), logprobs=3).whole([[never]])["choices"][0]["logprobs"]
+    logprobs = whole_of(answer(Choice(), logprobs=3), [never])["choices"][0]["logprobs"]
     assert logprobs["token_logprobs"] == [-9999.0] and logprobs["top_logprobs"][0]["bc"] == -9999.0
 
 
 def test_usage_counts_each_prompt_once_and_all_that_was_generated() -> None:
     lasts = [delta("a", token(0), finish_reason="stop", num_prompt=length) for length in (3, 3, 5, 5)]
-    usage = answer(*[Choice() for _ in lasts], prompt=["a", "b"], n=2).whole([[last] for last in lasts])["usage"]
+    made = answer(*[Choice() for _ in lasts], prompt=["a", "b"], n=2)
+    usage = whole_of(made, *[[last] for last in lasts])["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (8, 8, 16)
     assert usage["prompt_tokens_details"]["cached_tokens"] == 2
 
@@ -219,7 +265,7 @@ def test_an_echoed_prompt_comes_first_and_one_that_is_only_scored_has_no_answer(
     assert opening["text"] == "xyz" and chunk["logprobs"]["text_offset"] == [3]
     assert len(chunks(answer(Choice()), delta("a", token(0)))) == 1
     outputs = [scored(token(1, -0.5, (1, -0.5))), delta("", finish_reason="length")]
-    whole = answer(Choice("abc", (0, 1)), echo=True, logprobs=1).whole([outputs])["choices"][0]
+    whole = whole_of(answer(Choice("abc", (0, 1)), echo=True, logprobs=1), outputs)["choices"][0]
     assert whole["text"] == "abc" and whole["logprobs"] and whole["logprobs"]["token_logprobs"] == [None, -0.5]
     assert read(CompletionBody, {"prompt": "a", "max_tokens": 0, "echo": True, "logprobs": 1}).scores_prompts
 
@@ -240,7 +286,7 @@ def test_the_tokens_of_an_echoed_prompt_have_log_probabilities_but_for_the_first
         "text_offset": [0, 1, 3, 4],
     }
     choice = Choice("abca", (0, 1, 0))
-    whole = answer(choice, echo=True, logprobs=1).whole([outputs])["choices"][0]
+    whole = whole_of(answer(choice, echo=True, logprobs=1), outputs)["choices"][0]
     assert (whole["text"], whole["logprobs"]) == ("abcaa", expected)
     opening, chunk = chunks(answer(Choice("abca", (0, 1, 0)), echo=True, logprobs=1), *outputs)
     assert opening["text"] == "abca" and opening["finish_reason"] is None
@@ -250,11 +296,11 @@ def test_the_tokens_of_an_echoed_prompt_have_log_probabilities_but_for_the_first
 def test_what_a_tokenizer_puts_before_an_echoed_prompt_has_no_place_of_its_own() -> None:
     outputs = [scored(token(5), token(1), token(5)), delta(" a", token(5), finish_reason="length")]
     made = answer(Choice("abc a", (EOS, 5, 1, 5), frozenset({EOS})), echo=True, logprobs=1)
-    [whole] = made.whole([outputs])["choices"]
+    [whole] = whole_of(made, outputs)["choices"]
     assert (whole["text"], whole["logprobs"]["text_offset"]) == ("abc a a", [0, 0, 1, 3, 5])
 
 
 def test_an_echoed_prompt_that_ends_within_a_character_leaves_the_answer_its_places() -> None:
     outputs = [scored(token(2)), delta("aa", token(0), token(0), finish_reason="length")]
-    [whole] = answer(Choice("a\ufffd", (0, 2)), echo=True, logprobs=1).whole([outputs])["choices"]
+    [whole] = whole_of(answer(Choice("a\ufffd", (0, 2)), echo=True, logprobs=1), outputs)["choices"]
     assert (whole["text"], whole["logprobs"]["text_offset"]) == ("a\ufffdaa", [0, 1, 2, 3])
