@@ -145,9 +145,9 @@ class EngineCore:
         """Continue a session that was paused for its reader."""
         self._thread.post(partial(self._resume, session))
 
-    def close(self, session: Session, *, keep: bool) -> None:
-        """End a session in any state; the next frame frees its slot, unless it is kept as a prefix cache."""
-        self._thread.post(partial(self._close, session, keep=keep))
+    def close(self, session: Session) -> None:
+        """End a session in any state; its slot is kept as a prefix cache, also if its reader has left."""
+        self._thread.post(partial(self._close, session))
 
     def _put(self, queue: OutputQueue, session: Session, item: Output | BaseException) -> None:
         """Put an item into a reader's queue, on either loop.
@@ -264,22 +264,23 @@ class EngineCore:
     def _fail(self, session: Session, error: BaseException) -> None:
         if session in self.sessions:
             session.put(again(error))
-            self._close(session, keep=False)
+            self._close(session)
 
-    def _close(self, session: Session, *, keep: bool) -> None:
+    def _close(self, session: Session) -> None:
         if session in self.sessions:
-            self._forget(session, keep=keep)
+            self._forget(session)
             self._send_all()
         elif session.state is not SessionState.FINISHED:
             session.finish()  # `_submit` of a reader that has left may still come
 
-    def _forget(self, session: Session, *, keep: bool) -> None:
+    def _forget(self, session: Session) -> None:
         """Remove a session; call `_send_all` afterwards. No slot is kept while a node drains."""
         self._end_deadline(session)
         if session in self.sessions and session.request.decode.reads_text:
             self._ended_texts.add(session.owner, session.generated)
         self.sessions.pop(session, None)
-        self.scheduler.close(session, keep=keep and self.chain.draining is None)
+        begins_others = session.request.pool_from is None  # texts to embed rarely begin alike
+        self.scheduler.close(session, keep=begins_others and self.chain.draining is None)
         self._release_next(session)
 
     # --- the loop ---------------------------------------------------------------------------------------------------
@@ -346,7 +347,7 @@ class EngineCore:
                 self._release_next(session)
             session.put_output(samples, arrival.at)
             if session.state is SessionState.FINISHED:
-                self._forget(session, keep=session.request.pool_from is None)  # texts to embed rarely begin alike
+                self._forget(session)
             elif session.num_unread >= MOST_UNREAD and not session.is_paused:
                 session.is_paused = True
                 if session.num_unread <= MOST_UNREAD // 2:  # its reader has caught up meanwhile, and saw no pause
@@ -425,7 +426,7 @@ class EngineCore:
         if session.num_generated > 0 and session.max_tokens <= session.num_generated:  # memory for no further token
             session.finish("length")
             session.put_output([], time.monotonic_ns())
-            self._forget(session, keep=False)
+            self._forget(session)
             return
         try:
             self._enter(session, is_replayed=True)
@@ -447,7 +448,7 @@ class EngineCore:
             return  # requests can go on without that node by now
         for session in [session for session in self.sessions if session.state is SessionState.WAITING]:
             session.put(again(draining))
-            self._forget(session, keep=False)
+            self._forget(session)
         self.scheduler.slots.forget_kept()
         self._send_all()
 
@@ -494,7 +495,7 @@ class EngineCore:
         self._is_closing = True
         for session in list(self.sessions):
             session.put(NodeBusy("the answer was cut off: the server was shut down"))
-            self._forget(session, keep=False)
+            self._forget(session)
         self._send_all()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STORE_S):

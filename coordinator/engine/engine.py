@@ -307,7 +307,7 @@ class Engine:
                     if output.finish_reason is not None:
                         num_left -= 1
                         del numbers[session]
-                        self.core.close(session, keep=True)
+                        self.core.close(session)
                         if counted:
                             watched.pop(number).end()
                     ready.extendleft(reversed(later.pop(number, ())))  # while their prompt's slot is kept
@@ -315,7 +315,7 @@ class Engine:
                     yield number, output
             finally:
                 for session in numbers:
-                    self.core.close(session, keep=False)
+                    self.core.close(session)
                 for number, unfinished in watched.items():  # an answer that ends with another's error is aborted
                     unfinished.end(sys.exc_info()[1] if number == at_work else None)
 

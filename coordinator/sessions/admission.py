@@ -111,6 +111,7 @@ class SessionSlot:
     session: Session
     promised: Bytes  # memory reserved for it now
     rows: int = 0  # of every cache, for which there is memory
+    rows_before: int = 0  # that it holds until its first window, if it was taken over
     state: SlotState = SlotState.WAITING
     last_step: int = 0  # the last step that carried a window of it
     is_stored: bool = False  # no piece of it is left to be written to disk
@@ -273,12 +274,15 @@ class Slots:
         return session.feeds_apart and cuttable < self._costs.context
 
     def close(self, session: Session, *, keep: bool) -> None:
-        """Free the session's slot, or keep it as a prefix cache if its rows are complete on every stage."""
+        """Free the session's slot, or keep it as a prefix cache if its rows are complete on every stage.
+
+        Those of a window in flight are, by the time of any later one, unless they come from a disk or other nodes.
+        """
         slot = self._slots.get(session)
-        if slot is None or slot.state is SlotState.KEPT:
+        if slot is None or (keep and slot.state is SlotState.KEPT):
             return
-        keep = keep and not session.reading  # a stage may turn out to lack its rows
-        if keep and slot.state is SlotState.OPEN and session.finish_reason != "error":
+        keep = keep and session.held == session.fed and session.finish_reason != "error"
+        if keep and slot.state is SlotState.OPEN:
             self._keep(slot)
         else:
             self._free(slot)
@@ -419,6 +423,7 @@ class Slots:
             source.enter(SlotState.FREE)
             session.take_slot(source.number, shared, source.session.snapshots)
             slot.promised = tuple(map(max, needed, source.promised))
+            slot.rows_before = source.session.fed
             slot.enter(SlotState.TAKEN_OVER)
         else:
             used = {each.number for each in self._slots.values() if each.state is not SlotState.WAITING}
@@ -495,7 +500,8 @@ class Slots:
             held = holder.fed_apart if session.feeds_apart else holder.held
             shared = session.history.num_shared(holder.history, min(held, session.most_reused))
             shared -= shared % session.grid
-            if shared < holder.fed > self._costs.rows_that_can_be_cut(holder.request.cache):
+            rows = slot.rows_before if slot.state is SlotState.TAKEN_OVER else holder.fed
+            if shared < rows > self._costs.rows_that_can_be_cut(holder.request.cache):
                 session.branch = max(session.branch, shared)
                 shared = max((length for length in holder.snapshots if length <= shared), default=0)
             if shared > most:

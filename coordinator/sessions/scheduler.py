@@ -166,6 +166,8 @@ class Scheduler:
         commits = []
         for slot in slots:
             session = slot.session
+            if slot.state is SlotState.KEPT and slot.number in failed:
+                self.slots.close(session, keep=False)  # stages hold different rows
             if session.state is SessionState.FINISHED or slot.state is SlotState.FREE:
                 continue
             number, slot.has_result = slot.number, True

@@ -102,6 +102,29 @@ async def test_windows_leave_a_prefix_that_can_be_continued(models: Models, deco
     assert [each.tokens for each in answers] == [each.tokens for each in alone]
 
 
+@pytest.mark.parametrize("num_read", [0, 3])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_interrupted_answer_leaves_what_was_fed(
+    models: Models, frames: Frames, kind: str, num_read: int
+) -> None:
+    """A step is in flight then, or chunks of the prompt; its last tokens are not known to the reader."""
+    family, arguments, cache = KINDS[kind]
+    async with running(models(family, **arguments).folder, (1, 3)) as chain:
+        async with Engine(chain) as engine:
+            first = request(tokens_of(26), 8, cache=cache)
+            text = (*first.prompt, *(await engine.answer(first, chunk=CHUNK)).tokens)
+            frames.clear()
+            broken = Live(engine, request((*text, *NEW), 40, cache=cache))
+            await frames.wait_window(lambda window: True)
+            await broken.wait_pieces(num_read)
+            broken.task.cancel()
+            last = request((*text, *NEW, *NEW), 8, cache=cache)
+            found = await engine.answer(last, chunk=CHUNK)
+        [alone] = await solo(chain, [last])
+    assert found.tokens == alone.tokens
+    assert found.usage.num_reused >= len(text) or kind not in ("full", "int8")  # others cannot be cut there
+
+
 async def test_a_prompt_that_leaves_the_old_text_reuses_what_both_share(whole: Whole) -> None:
     """Two continuations of one text, several times: the kept text itself stays what it was."""
     async with running(whole.folder, (1, 2, 1)) as chain:

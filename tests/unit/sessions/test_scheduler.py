@@ -381,6 +381,20 @@ def test_only_the_session_of_a_failed_window_ends(num_steps: int) -> None:
     rig.end()
 
 
+def test_a_window_that_fails_after_its_session_was_interrupted_leaves_no_prefix() -> None:
+    rig = Rig(num_stages=2, chunk=16)
+    session = rig.submit(prompt_of(20), 12)
+    rig.step_until(lambda: session.num_generated)
+    rig.send_all()
+    rig.scheduler.close(session, keep=True)
+    assert rig.scheduler.slots.num_kept == 1
+    assert rig.scheduler.commit(failed(rig.chain.receive(), session.slot)) == []
+    assert rig.scheduler.slots.num_kept == 0
+    frame = rig.send_one()
+    assert frame and list(frame.closed) == [session.slot]
+    rig.end()
+
+
 def test_what_else_of_a_failed_session_is_in_flight_is_dropped() -> None:
     """A prompt's chunks follow each other: where one fails the next do, too."""
     rig = Rig(num_stages=3, chunk=4)

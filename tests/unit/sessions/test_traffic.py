@@ -90,7 +90,8 @@ class Traffic:
         if self.alive:
             session = self.numbers.choice([*self.alive])
             del self.alive[session]
-            self.rig.scheduler.close(session)
+            self.rig.scheduler.close(session, keep=self.numbers.random() < 0.5)
+            self.ended.append(session)
 
     def lose(self) -> None:
         self.rig.lose_chain(self.alive)
