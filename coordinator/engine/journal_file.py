@@ -62,6 +62,8 @@ class JournalFile:
         self._syncing.cancel()
         await asyncio.wait([self._syncing])
         try:
+            if not self._syncing.cancelled():
+                self._syncing.result()  # the disk has failed, and may tell so only once
             with self._naming():
                 await self._writer.run(partial(sync_file, self._file))
         finally:

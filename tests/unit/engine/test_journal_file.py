@@ -172,3 +172,26 @@ async def test_a_full_disk_ends_the_answer_with_the_files_name(tmp_path: Path, m
             patch.setattr(journal_file.os, "write", full)
             with pytest.raises(InputError, match="journal: No space left on device"):
                 await journal.keep(piece(5))
+
+
+def test_a_disk_that_tells_its_failure_once_and_behind_the_last_piece_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Linux does: the next fsync of the file succeeds."""
+    has_failed = threading.Event()
+
+    def fail(file: int) -> None:
+        if not has_failed.is_set():
+            has_failed.set()
+            raise OSError(5, "Input/output error")
+
+    async def work() -> None:
+        async with JournalFile(tmp_path / "journal") as journal:
+            await journal.begin(HEADER)
+            monkeypatch.setattr(journal_file, "sync_file", fail)
+            await journal.keep(piece(5, end="stop"))
+            while not has_failed.is_set():  # noqa: ASYNC110 - on another thread
+                await asyncio.sleep(0.01)
+
+    with pytest.raises(InputError, match="Input/output error"):
+        asyncio.run(work())
