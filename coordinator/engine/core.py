@@ -200,8 +200,8 @@ class EngineCore:
         """Cut the answer to what the context and the memory of the present nodes hold, and feed it as they need it."""
         session.feeds_apart = self._pays_apart(session)
         session.max_tokens = room_for_answer(session.request, self.chain.spec.context)
-        rows = session.most_rows
-        session.max_tokens = max(1, session.max_tokens - rows + self.costs.most_rows(session.request.cache, rows))
+        excess = session.most_rows - self.scheduler.slots.most_rows(session)
+        session.max_tokens = max(1, session.max_tokens - excess)
 
     def _pays_apart(self, session: Session) -> bool:
         """Return whether all nodes are to compute the prompt of a session whose answer the first one makes alone."""
@@ -231,13 +231,19 @@ class EngineCore:
     def _enter(self, session: Session, *, is_replayed: bool = False) -> None:
         """Give the session to the present scheduler; one that has not begun has a deadline for its wait for memory."""
         self.scheduler.slots.add(session, is_replayed=is_replayed)
-        if session.state is SessionState.WAITING and session not in self._deadlines:
-            loop = asyncio.get_running_loop()
-            self._deadlines[session] = loop.call_later(self._max_wait_s, self._give_up_waiting, session)
+        if not session.num_rows and session not in self._deadlines:
+            self._await_memory(session)
+
+    def _await_memory(self, session: Session) -> None:
+        loop = asyncio.get_running_loop()
+        self._deadlines[session] = loop.call_later(self._max_wait_s, self._give_up_waiting, session)
 
     def _give_up_waiting(self, session: Session) -> None:
+        """Fail a session that waits; one that has memory may lose it again before it begins."""
         if session.state is SessionState.WAITING and not session.group.has_begun:
             self._fail(session, WaitedTooLong(f"waited {self._max_wait_s:.0f} s for memory; try again later"))
+        else:
+            self._await_memory(session)
 
     def _give_up_unread(self, session: Session, num_taken: int) -> None:
         """Fail a paused session whose reader has taken nothing for so long; else look again later."""

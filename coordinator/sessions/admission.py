@@ -45,11 +45,13 @@ class CacheCosts:
     snapshot_bytes: Callable[[Cache], Bytes]  # the most that a snapshot takes
     context: int = 0  # the model's, tokens: caches that can be cut up to there can be cut anywhere
 
-    def most_rows(self, cache: Cache, at_most: int) -> int:
-        """Return the longest such cache, up to this many rows, that every stage has memory for."""
+    def most_rows(self, cache: Cache, at_most: int, num_snapshots: int = 0) -> int:
+        """Return the longest such cache, up to this many rows, that every stage has memory for beside its snapshots."""
+        sizes = self.snapshot_bytes(cache) if num_snapshots else repeat(0)
+        budgets = [budget - num_snapshots * size for budget, size in zip(self.budgets, sizes, strict=False)]
 
         def exceeds(rows: int) -> bool:
-            return any(need > budget for need, budget in zip(self.bytes_of(cache, rows), self.budgets, strict=True))
+            return any(need > budget for need, budget in zip(self.bytes_of(cache, rows), budgets, strict=True))
 
         return bisect(range(1, at_most + 1), False, key=exceeds) if exceeds(at_most) else at_most
 
@@ -137,6 +139,7 @@ class Slots:
         """`stored` are the prefixes on the nodes' disks; None if none are written there."""
         self.max_waiting = max_waiting  # most sessions that wait for memory
         self.closed: list[int] = []  # slots for the stages to free with the next frame
+        self._num_freed = 0  # of these, that the first node has freed
         self._closing: dict[int, list[int]] = {}  # by step: those that its frame frees, until its result has come
         self._costs = costs
         self._stored = stored
@@ -167,6 +170,10 @@ class Slots:
             total = tuple(map(add, total, slot.promised))
         return total
 
+    def most_rows(self, session: Session) -> int:
+        """Return the longest caches, up to what the session may need, for which every stage has memory alone."""
+        return self._costs.most_rows(session.request.cache, session.most_rows, self._num_snapshots(session))
+
     def add(self, session: Session, *, is_replayed: bool = False) -> None:
         """Accept a session. It waits until there is memory for it and earlier sessions have theirs.
 
@@ -182,7 +189,7 @@ class Slots:
                 raise ContextExceeded("prompt", f"with its answer it {found}; shorten it or use an int8 cache")
         num_before = self.num_waiting
         slot = self._wait(session)
-        self._admit()
+        self.admit()
         if slot.state is SlotState.WAITING and num_before >= self.max_waiting and not is_replayed:
             self._free(slot)
             raise QueueFull(f"there is no memory for it now, and {num_before} requests wait already; try again later")
@@ -197,7 +204,7 @@ class Slots:
         for slot in [*before._in(SlotState.KEPT), *reversed(before.active)]:  # what gives way first comes first
             if num_held := before._num_held(slot, held):
                 session = slot.session.remainder(num_held)
-                promised = self._bytes_of(session, max(num_held, len(held[slot.number])))
+                promised = self._bytes_of(session, max(session.rows_written, len(held[slot.number])))
                 self._slots[session] = SessionSlot(session, promised, state=SlotState.KEPT, has_result=True)
         while min(self.unreserved) < 0:
             del self._slots[next(iter(self._slots))]
@@ -236,8 +243,6 @@ class Slots:
         openings = [self._opening(slot) for slot in new]
         for slot in new:  # only now: a slot cannot be copied before the stages hold it
             slot.enter(SlotState.OPEN)
-        if openings:
-            self._admit()  # a slot that was taken over may have held more than its session needs
         return openings
 
     def num_shared(self, session: Session) -> int:
@@ -286,7 +291,7 @@ class Slots:
             self._keep(slot)
         else:
             self._free(slot)
-        self._admit()
+        self.admit()
 
     def forget_kept(self) -> None:
         """Free every kept slot."""
@@ -326,11 +331,17 @@ class Slots:
         if self._stored:
             self._stored.forget(slot.session.reading)
         self._take(slot)
-        self._admit()
+        self.admit()
 
-    def take_closed(self, step: int) -> list[int]:
-        """Return the slots that the frame of this step frees. Their numbers are used again once its result has come."""
-        closed, self.closed = self.closed, []
+    def take_closed(self, step: int, *, stays: bool) -> list[int]:
+        """Return the slots that the frame of this step frees. Their numbers are used again once its result has come.
+
+        If it stays on the first node, it frees them only there, and the next one that does not names them again.
+        """
+        if stays:
+            closed, self._num_freed = self.closed[self._num_freed :], len(self.closed)
+            return closed
+        closed, self.closed, self._num_freed = self.closed, [], 0
         if closed:
             self._closing[step] = closed
         return closed
@@ -342,7 +353,7 @@ class Slots:
     def _in(self, state: SlotState) -> list[SessionSlot]:
         return [slot for slot in list(self._slots.values()) if slot.state is state]
 
-    def _admit(self) -> None:
+    def admit(self) -> None:
         """Reserve memory for waiting sessions, by priority and arrival; a large one is never overtaken."""
         for slot in _by_priority(self._in(SlotState.WAITING)):
             if not self._reserve(slot):
@@ -366,8 +377,9 @@ class Slots:
     def _num_snapshots_with_room(self, session: Session) -> int:
         """Return for how many more snapshots of the session there is memory, at most as many as it may have."""
         sizes = self._costs.snapshot_bytes(session.request.cache)
-        rooms = [free // size for free, size in zip(self.unreserved, sizes, strict=True) if size]
-        return min([MOST_SNAPSHOTS, *rooms])
+        left = map(sub, self._costs.budgets, self._bytes_of(session, session.most_rows))  # or its answer could not end
+        rooms = [min(at) // size for *at, size in zip(self.unreserved, left, sizes, strict=True) if size]
+        return max(0, min([MOST_SNAPSHOTS, *rooms]))
 
     @property
     def unreserved(self) -> Bytes:
@@ -386,7 +398,7 @@ class Slots:
             return False
         slot.rows, slot.promised = rows, tuple(map(max, needed, slot.promised))
         if any([self._take(takeable[place]) for place in room.evicted]):
-            self._admit()  # it may have taken more memory than it needs
+            self.admit()  # it may have taken more memory than it needs
         return True
 
     def _take(self, slot: SessionSlot) -> bool:
@@ -452,6 +464,9 @@ class Slots:
                     self._use(source)
         while session.stored and session.stored[0].end <= session.fed:
             session.stored.popleft()
+        cuttable = self._costs.rows_that_can_be_cut(request.cache)
+        if session.stored and session.stored[0].begin < session.fed and cuttable < self._costs.context:
+            session.stored.clear()  # its piece begins where the rows in memory cannot be cut
         lengths, session.snapshots = session.snapshots, ()
         slot.promised = self._bytes_of(session, slot.rows)
         session.snapshots = lengths[max(0, len(lengths) - self._num_snapshots_with_room(session)) :]

@@ -117,9 +117,10 @@ class Scheduler:
             snapshot = self.slots.next_snapshot(slot, chunk) if is_chunk else None
             frame.windows.append(slot.session.next_window(len(chosen), chunk, snapshot))
             slot.last_step = self._step
-        if not stays:  # every stage frees them
-            frame.closed.extend(self.slots.take_closed(frame.step))
+        frame.closed.extend(self.slots.take_closed(frame.step, stays=stays))
         in_flight[frame.step] = chosen
+        if frame.opened:  # a slot that was taken over may have held more; only now, or it could take one of this frame
+            self.slots.admit()
         return frame
 
     def _next_store(self) -> Frame | None:

@@ -462,7 +462,7 @@ class Session:
         """Return an ended session that holds this one's slot with its first tokens, for others to begin with."""
         other = Session(replace(self.request, known=NO_TOKENS), owner=self.owner)
         other.history, other.slot = self.history.fork(num_tokens), self.slot
-        other.fed = other.rows_written = num_tokens
+        other.fed, other.rows_written = num_tokens, self.rows_written
         other.state = SessionState.FINISHED
         return other
 

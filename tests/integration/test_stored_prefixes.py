@@ -129,6 +129,23 @@ def bytes_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in files_of(folder))
 
 
+@pytest.mark.parametrize("kind", ["full", "recurrent"])
+async def test_a_piece_that_begins_within_what_memory_holds_is_read_only_where_that_can_be_cut(
+    models: Models, tmp_path: Path, kind: str
+) -> None:
+    """The end of a turn was skipped at first, so near the last one, and is in memory after a restart."""
+    family, arguments, cache = KINDS[kind]
+    model, layers = model_of(models, tmp_path, family, arguments), (1, 3) if kind == "full" else (2, 4)
+    text = tokens_of(300)
+    whole = request(text, 9, cache=cache, turn_ends=(140, 170, 280))
+    [expected] = await kept(model, layers, whole)
+    async with keeping(model, layers) as chain, Engine(chain) as engine:
+        await engine.answer(request(text[:175], 3, cache=cache, turn_ends=(140, 170)), chunk=CHUNK)
+        for least in (128, 170):
+            found = await engine.answer(whole, chunk=CHUNK)
+            assert found.tokens == expected.tokens and found.usage.num_reused >= least
+
+
 async def test_a_lost_or_damaged_piece_costs_only_time(models: Models, folder: Path, frames: list[Frame]) -> None:
     model = models("qwen3", **{"config": MASKED["config"] | LONG}).folder
     asked = request(TEXT, 9)

@@ -105,6 +105,7 @@ class FakeChain:
     frames: list[Frame] = field(default_factory=list)
     in_flight: deque[tuple[Frame, Result]] = field(default_factory=deque)
     openings: list[tuple[int, int]] = field(default_factory=list)  # slot and seed
+    freed_here: set[int] = field(default_factory=set)  # slots that only the first stage was told to free
     disk: dict[bytes, list[int]] = field(default_factory=dict)  # by a piece's name: the tokens up to its end
 
     def send(self, frame: Frame) -> None:
@@ -166,7 +167,12 @@ class FakeChain:
     def _open_and_close(self, frame: Frame) -> None:
         before = dict(self.slots)
         for slot in frame.closed:
-            del self.slots[slot]  # KeyError: closed twice, or never opened
+            if slot in self.freed_here:
+                self.freed_here.remove(slot)
+            else:
+                del self.slots[slot]  # KeyError: closed twice, or never opened
+        if frame.stays:
+            self.freed_here.update(frame.closed)
         for opening in frame.opened:
             held = Held(History(), opening.cache)
             if opening.HasField("fork_of"):

@@ -37,6 +37,7 @@ from worker.errors import (
     StageLost,
     WaitedTooLong,
 )
+from worker.platform.tasks import cancel_all
 
 SPEC = replace(network.SPEC, context=4000)
 WIDE, STEP_S = 60_000, 0.2
@@ -190,6 +191,24 @@ def test_an_answer_that_has_begun_waits_for_memory_without_a_deadline(clock: Vir
         assert [await task for task in tasks] == [expected(request) for request in requests]
 
     run(clock, Chains(WIDE, 5000), work, max_wait_s=60.0)
+
+
+@pytest.mark.parametrize("max_wait_s", [60.0, STEP_S / 2], ids=["before", "after it would have passed"])
+def test_who_loses_its_memory_before_it_begins_has_a_deadline_too(clock: VirtualTime, max_wait_s: float) -> None:
+    """One of the background had memory at once; what comes next is more urgent, and needs all."""
+
+    async def work(engine: Engine) -> None:
+        stream, early = asked(engine, Request((1,) * 20, 3000), Request((2,) * 300, 5, priority=5))
+        await asyncio.sleep(STEP_S)
+        urgent = Request((3,) * (engine.context - 1100), 700)
+        others = asked(engine, urgent, Request((4,) * 1200, 5, priority=5))
+        for waiting in (early, others[1]):
+            with pytest.raises(WaitedTooLong):
+                async with asyncio.timeout(130):
+                    await waiting
+        await cancel_all(stream, *others)
+
+    run(clock, Chains(9000), work, max_wait_s=max_wait_s)
 
 
 def test_a_call_of_which_an_answer_has_begun_waits_for_memory_without_a_deadline(clock: VirtualTime) -> None:

@@ -1,5 +1,7 @@
 """Slots: which sessions are admitted, whose prefix is reused and how, and which slots give way when memory is short."""
 
+from dataclasses import replace
+
 import pytest
 
 from coordinator.decoding.decoders import Verified
@@ -8,7 +10,7 @@ from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS
 from coordinator.sessions.admission import Bytes, Room, Slots, cache_costs, make_room
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
-from tests.unit.fake_chain import Rig, decoders, make_session, prompt_of
+from tests.unit.fake_chain import Rig, costs_per_row, decoders, make_session, prompt_of
 from worker.errors import InputError, QueueFull
 from worker.model.cache_spec import Memory
 from worker.model.model_spec import LayerSpec, ModelSpec
@@ -195,6 +197,32 @@ def test_snapshots_take_only_memory_that_nobody_needs() -> None:
         rig.end()
     rig.answer(prompt_of(1005, seed=3), 5)  # and give way to those who do
     assert rig.scheduler.slots.num_kept == 1
+
+
+def test_snapshots_leave_the_memory_that_the_answer_needs_to_end() -> None:
+    rig = Rig(num_stages=1, chunk=500, cuttable=0, budget=2000)
+    session = rig.answer(LONG[:1000], 1000, turn_ends=(300, 900))
+    assert (session.snapshots, session.finish_reason) == ((), "length")
+
+
+def test_the_memory_of_the_snapshot_that_is_sent_is_not_the_answers() -> None:
+    slots = Slots(replace(costs_per_row(1000, num_stages=1, cuttable=0), context=40_000))
+    session = make_session(prompt_of(600), 5000)
+    for session.feeds_apart, most_rows in ((False, 1000), (True, 995)):  # of 2 bytes, and the snapshot of 10
+        assert slots.most_rows(session) == most_rows
+
+
+def test_a_slot_that_was_taken_over_is_copied_only_where_its_long_rows_can_be_cut() -> None:
+    """It holds them until its first window: here while the frames of another prompt fill the pipe."""
+    rig = Rig(num_stages=2, chunk=256, cuttable=1023, budget=4000, keep=True)
+    rig.answer([*LONG[:700], *prompt_of(2600, 1)], 5, turn_ends=(700,))
+    rig.answer(prompt_of(3, seed=9), 1)
+    busy = rig.submit(prompt_of(300, 5), 5)
+    rig.send_all()
+    long = rig.submit([*LONG[:700], *prompt_of(2000, 2)], 5, turn_ends=(700,))
+    short = rig.submit([*LONG[:300], *prompt_of(20, 3)], 5)
+    rig.run(busy, long, short)
+    assert (long.num_reused, short.num_reused) == (700, 0)
 
 
 def test_a_slot_has_at_most_8_snapshots_and_ends_of_turns_go_last() -> None:

@@ -26,12 +26,15 @@ class Asked:
     seed: int = 0  # 0: greedy
     window: int = 8
     cache: Cache = field(default_factory=Cache)
+    priority: int = 0
+    turn_ends: tuple[int, ...] = ()
 
     def build(self, rig: Rig, known: KnownTokens = NO_TOKENS) -> Session:
         """A session that is not submitted yet."""
         decoder = decoders(self.eos, self.window)[self.kind]()
         sampling = Sampling(seed=self.seed, temperature=1.0 if self.seed else 0.0)
         more = {"chunk": rig.chunk, "sampling": sampling, "cache": self.cache, "known": known}
+        more |= {"priority": self.priority, "turn_ends": self.turn_ends}
         return make_session(self.prompt, self.max_tokens, self.eos, decoder, **more)  # type: ignore[arg-type]
 
     def submit(self, rig: Rig) -> Session:
@@ -147,6 +150,15 @@ def test_a_second_loss_before_the_first_frame_makes_no_row_complete() -> None:
     assert session._num_cached == 0, "these rows are its own"
     rig.run(session)
     rig.end()
+
+
+def test_the_rows_of_masks_on_the_first_node_are_promised_on_the_next_chain() -> None:
+    rig = Rig(num_stages=1, chunk=64)
+    session = Asked(prompt_of(60), 40, kind="diffusion", window=32).submit(rig)
+    rig.step_until(lambda: session.num_generated >= 3)
+    rig.send_all()
+    rig.lose_chain([], len(rig.chain.frames))
+    assert rig.scheduler.slots.promised >= rig.chain.held(rig.costs.bytes_of) > (0,)
 
 
 def test_where_a_new_chain_has_less_memory_the_rows_of_running_sessions_are_kept_first() -> None:

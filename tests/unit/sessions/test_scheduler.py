@@ -13,7 +13,7 @@ from coordinator.planning.costs import ChainCosts
 from coordinator.sessions.scheduler import Scheduler
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import Failure, Frame, Result
-from tests.unit.fake_chain import Rig, decoders, prompt_of
+from tests.unit.fake_chain import Rig, decoders, make_session, prompt_of
 from worker.compute.header import MOST_GRAMMAR
 
 DECODERS = decoders()
@@ -447,4 +447,39 @@ def test_a_better_session_takes_memory_and_turns_from_the_background() -> None:
     rig.run(better)
     assert any(session.finish_reason is None for session in others)
     rig.run(*others, worst)
+    rig.end()
+
+
+def test_no_session_gives_way_to_another_one_while_its_frame_is_made() -> None:
+    """One of the background that has lost its slot before may do so again once it has generated enough."""
+    rig = Rig(num_stages=1, chunk=16, budget=9000)
+    first = rig.submit(prompt_of(200, seed=1), 900, priority=5)
+    rig.step_until(lambda: first.num_generated > 5)
+    rig.run(rig.submit(prompt_of(8700, seed=2), 5))  # for which it lost its slot
+    rig.step_until(lambda: first.slot is not None and first.num_generated > 8)
+    others = [rig.submit(prompt_of(length, seed=length), 300, priority=5) for length in (2000, 1900, 1800)]
+    urgent = rig.submit(prompt_of(8700, seed=3), 5)
+    assert urgent.slot is None and all(session.slot is not None for session in others)
+    rig.run(urgent, first, *others)
+
+
+def test_where_the_first_node_answers_alone_its_slots_are_freed_beside_the_prompts_of_others() -> None:
+    rig = Rig(num_stages=2, chunk=500, budget=4000, answers_alone=True)
+    long = make_session(prompt_of(1500), 5, chunk=500)
+    long.feeds_apart = True
+    rig.scheduler.slots.add(long)
+    prompts = rig.send_all()
+    assert prompts and not any(frame.stays for frame in prompts)
+    for seed in range(30):
+        short = rig.submit(prompt_of(400, seed=seed), 2)
+        rig.send_all()
+        while short.finish_reason is None:  # the results of the first node overtake those of the others
+            own = next(each for each in rig.chain.in_flight if each[0].stays)
+            rig.chain.in_flight.remove(own)
+            rig.scheduler.commit(own[1])
+            rig.send_all()
+        rig.scheduler.close(short)
+        rig.send_all()
+        assert rig.chain.held(rig.costs.bytes_of)[0] <= 4000 * 2
+    rig.run(long)
     rig.end()
