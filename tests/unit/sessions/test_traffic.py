@@ -42,12 +42,15 @@ class Traffic:
             self.take: 6.0,
             self.step: 4.0,
             self.cancel: 1.0,
+            self.pause: 1.0,
             self.forget: 1.0,
             self.lose: 0.4,
         }
         for move in self.numbers.choices([*moves], [*moves.values()], k=num_moves):
             move()
             self.check_what_is_promised()
+        for session in self.alive:
+            session.is_paused = False
         for _ in range(3000):
             if self.alive:
                 self.step()
@@ -93,6 +96,12 @@ class Traffic:
             self.rig.scheduler.close(session, keep=self.numbers.random() < 0.5)
             self.ended.append(session)
 
+    def pause(self) -> None:
+        """A reader that does not read, or that reads again."""
+        if self.alive:
+            session = self.numbers.choice([*self.alive])
+            session.is_paused = not session.is_paused
+
     def lose(self) -> None:
         self.rig.lose_chain(self.alive)
 
@@ -122,7 +131,9 @@ class Traffic:
 
     def _submit(self, prompt: list[int], max_tokens: int, eos: frozenset[int], kind: str, cache: Cache) -> None:
         kind = kind if self.rig.chain.cuttable == PLENTY else "ar"
-        asked = Asked(prompt, max_tokens, eos, kind, self.numbers.choice([0, self.numbers.randrange(99)]), 4, cache)
+        seed, priority = self.numbers.choice([0, self.numbers.randrange(99)]), self.numbers.choice([0, 0, 5])
+        turn_ends = tuple(sorted(self.numbers.sample(range(1, 80), 3))) if self.numbers.random() < 0.5 else ()
+        asked = Asked(prompt, max_tokens, eos, kind, seed, 4, cache, priority, turn_ends)
         slots = self.rig.scheduler.slots
         num_waiting, needed = slots.num_waiting, self.rig.costs.bytes_of(cache, asked.build(self.rig).most_rows)
         fits = all(map(le, needed, self.rig.costs.budgets))
@@ -131,9 +142,9 @@ class Traffic:
         except InputError:
             assert not fits
         except QueueFull:
-            assert fits and num_waiting == slots.max_waiting
+            assert fits and num_waiting >= slots.max_waiting
         else:
-            assert fits and num_waiting < slots.max_waiting
+            assert fits and (num_waiting < slots.max_waiting or session.slot is not None)
             self.alive[session] = asked, asked.undisturbed(self.rig.chain.is_lossy)
 
 
