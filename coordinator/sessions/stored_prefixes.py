@@ -35,6 +35,7 @@ class StoredPrefixes:
         """
         self._key = key
         self._pieces = {piece.name: piece for piece in pieces}
+        self._spans = {(piece.end, piece.begin) for piece in self._pieces.values()}  # that any of them has or had
         self._rows_that_can_be_cut = rows_that_can_be_cut
         self._pays = pays
 
@@ -55,9 +56,9 @@ class StoredPrefixes:
 
     def pieces_of(self, session: Session, most: int) -> list[Piece]:
         """Return the pieces of the session's first `most` tokens, by their ends."""
-        pieces = sorted((each for each in self._pieces.values() if each.end <= most), key=lambda each: each.end)
-        hashes = self._hashes(session, {piece.end for piece in pieces})
-        return [piece for piece in pieces if piece.name == _name(hashes[piece.end], piece.begin)]
+        hashes = self._hashes(session, {end for end, _ in self._spans if end <= most})
+        names = (_name(hashes[end], begin) for end, begin in sorted(self._spans) if end <= most)
+        return [piece for name in names if (piece := self._pieces.get(name))]
 
     def next_piece(self, session: Session) -> Piece | None:
         """Return the first piece of what a session has fed that is not stored; None if all are."""
@@ -78,6 +79,7 @@ class StoredPrefixes:
     def add(self, piece: Piece) -> None:
         """Note that every node was given this piece."""
         self._pieces[piece.name] = piece
+        self._spans.add((piece.end, piece.begin))
 
     def forget(self, name: bytes) -> None:
         """Note that a node has lost a piece."""
