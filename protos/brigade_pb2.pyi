@@ -97,7 +97,7 @@ class HelloReply(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., node: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., mlx_version: _Optional[str] = ..., mlx_lm_version: _Optional[str] = ..., incarnation: _Optional[str] = ..., configuration: _Optional[_Union[Configuration, _Mapping]] = ..., certificate_expires: _Optional[int] = ..., started: _Optional[int] = ...) -> None: ...
 
 class Configuration(_message.Message):
-    __slots__ = ("model", "layers", "context", "others")
+    __slots__ = ("model", "layers", "context", "others", "name")
     class OthersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -109,11 +109,13 @@ class Configuration(_message.Message):
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     OTHERS_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     model: str
     layers: _containers.RepeatedScalarFieldContainer[int]
     context: int
     others: _containers.ScalarMap[str, str]
-    def __init__(self, model: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., context: _Optional[int] = ..., others: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    name: str
+    def __init__(self, model: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., context: _Optional[int] = ..., others: _Optional[_Mapping[str, str]] = ..., name: _Optional[str] = ...) -> None: ...
 
 class Coordinator(_message.Message):
     __slots__ = ("id", "name")

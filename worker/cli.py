@@ -99,12 +99,13 @@ def worker(
     from worker.node.network import Network
     from worker.node.serve import serve
 
-    name = name or f"worker-{port}"
+    given_name, name = name or "", name or f"worker-{port}"
     serve(
         name,
         binds,
         Network.of(cluster, name, partial(_warn, name)),
-        cluster=cluster if config else None,
+        cluster=cluster,
+        given_name=given_name,
         sources=ModelSources.of(cluster, name, model, draft_model),
         memory_bytes=entry.memory if entry else None,
         announces=cluster.announce if announce is None else announce,

@@ -372,10 +372,8 @@ def differences(name: str, cluster: ClusterConfig, greeting: HelloReply) -> Iter
             yield f"worker {name} has {package} {theirs}, this node {ours}"
     if until := reported_expiry(greeting.certificate_expires):
         yield from filter(None, [expiry_warning(name, Role.WORKER, until)])
-    if not greeting.HasField("configuration"):
-        return
-    if greeting.node != name:
-        yield f"worker {name} calls itself {greeting.node}: one of both has the wrong name or address"
+    if (called := greeting.configuration.name) not in ("", name):
+        yield f"worker {name} calls itself {printable(called)}: one of both has the wrong name or address"
     found = differing(greeting.configuration, configuration_of(cluster))
     for key, there, here in found[:_MOST_DIFFERENCES]:
         yield f"worker {name} has another configuration: {key} is {there} there, {here} here"

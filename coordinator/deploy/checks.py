@@ -115,7 +115,7 @@ def check_cluster(cluster: ExaminedCluster, model: ModelInUse, now: datetime) ->
         yield from _check_node(node, node.facts, now, is_coordinator=node is coordinator)
         if node is not coordinator and coordinator.facts is not None:
             yield from _check_versions(node.name, node.facts, coordinator.facts)
-            yield from _check_configuration(node, node.facts, coordinator)
+            yield from _check_configuration(node, coordinator)
         if node.speed and model.spec:
             yield _check_rows(node.name, node.speed.gbps_by_rows(model.spec))
     for hop in cluster.hops:
@@ -287,12 +287,10 @@ def _check_versions(name: str, facts: Facts, own: Facts) -> Iterator[Finding]:
         yield note(Kind.PYTHON, name, text, "it works; the same version on all nodes rules it out as a cause")
 
 
-def _check_configuration(node: ExaminedNode, facts: Facts, coordinator: ExaminedNode) -> Iterator[Finding]:
+def _check_configuration(node: ExaminedNode, coordinator: ExaminedNode) -> Iterator[Finding]:
     """Yield where a worker has another name or another cluster.yaml than the coordinator, whose copy counts."""
-    if node.configuration is None or coordinator.configuration is None:
-        return
-    if facts.node != node.name:
-        text = f"calls itself {facts.node}: either its name or the address here is wrong"
+    if (name := node.configuration.name) not in ("", node.name):
+        text = f"calls itself {name}: either its name or the address here is wrong"
         fix = f"there: brigade worker --name {node.name}, or correct `address:`"
         yield problem(Kind.CONFIGURATION, node.name, text, fix)
     for key, there, here in differing(node.configuration, coordinator.configuration)[:_MAX_DIFFERENCES]:

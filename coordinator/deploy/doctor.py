@@ -180,7 +180,7 @@ async def _ask(peer: Peer, worker: WorkerConfig, network: Network) -> ExaminedNo
         return replace(found, error=StageLost(f"{ways[0].address}: {ways[0].error}"))
     try:
         hello = await peer.hello()
-        found = replace(found, configuration=hello.configuration if hello.HasField("configuration") else None)
+        found = replace(found, configuration=hello.configuration)
         return replace(found, facts=await peer.examine(), clock_offset_s=await _clock_offset_s(peer))
     except BrigadeError as error:
         return replace(found, error=error)

@@ -5,7 +5,7 @@ docs/doctor.md has a section for each kind of finding.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 
@@ -110,7 +110,7 @@ class ExaminedNode:
     error: BrigadeError | None = None
     ways: Sequence[Way] = ()
     clock_offset_s: float | None = None  # its clock minus the coordinator's
-    configuration: Configuration | None = None  # of its own cluster.yaml; None if it was started without one
+    configuration: Configuration = field(default_factory=Configuration)  # of its own name and cluster.yaml
     configured_bytes: int | None = None  # the memory limit in cluster.yaml
     is_here: bool = False  # a worker on the coordinator's machine, which shares its memory
     start: str = ""  # where and how a worker is started

@@ -115,6 +115,19 @@ def test_a_line_per_finding_and_exit_code_1_if_one_is_a_problem(
     assert [node["error"] is None for node in found["nodes"]] == [True, True, False]
 
 
+def test_workers_at_each_others_addresses_are_told_though_they_have_no_configuration(
+    workers: list[Worker], tmp_path: Path
+) -> None:
+    mini, air = workers
+    config = write_cluster(tmp_path / "cluster.yaml", (mini.name, air.address), (air.name, mini.address))
+    found = json.loads(run_here("doctor", "--config", config, "--json").out)["findings"]
+    worst = [(each["about"], each["kind"]) for each in found if each["level"] == "must be mended"]
+    assert worst == [(mini.name, "configuration"), (air.name, "configuration")]
+    err = run_here("generate", "--config", config, "-m", "1", "Hi").err
+    told = sorted(line.split(":")[1] for line in err.splitlines() if line.startswith("warning: "))
+    assert told == [" worker air calls itself mini", " worker mini calls itself air"]
+
+
 def test_without_a_configuration_this_machine_alone_is_examined() -> None:
     done = run_here("doctor", "--json")
     found = json.loads(done.out)

@@ -1,4 +1,4 @@
-"""A node's report on its cluster.yaml, to find copies that differ from the coordinator's."""
+"""A node's report on its name and cluster.yaml, to find what differs from the coordinator's."""
 
 from collections.abc import Iterator
 
@@ -10,13 +10,17 @@ _MOST_SHOWN = 200  # characters of another node's value
 _MOST_LAYERS = 64
 
 
-def configuration_of(cluster: ClusterConfig) -> Configuration:
-    """Return the keys of the file that the coordinator uses. Addresses are left out: they may differ between nodes."""
+def configuration_of(cluster: ClusterConfig, name: str = "") -> Configuration:
+    """Return the keys of the file that the coordinator uses, and the node's name if the user gave it one.
+
+    Addresses are left out: they may differ between nodes.
+    """
     return Configuration(
         model=cluster.model or "",
         layers=cluster.layers or (),
         context=cluster.context or 0,
         others=dict(_others(cluster)),
+        name=name,
     )
 
 

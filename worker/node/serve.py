@@ -43,7 +43,8 @@ def serve(
     binds: Sequence[str],
     network: Network,
     *,
-    cluster: ClusterConfig | None,
+    cluster: ClusterConfig,
+    given_name: str,
     sources: ModelSources,
     memory_bytes: int | None,
     announces: bool,
@@ -57,6 +58,7 @@ def serve(
 
     Args:
         cluster: the node's own configuration, which it reports to coordinators.
+        given_name: its name, if that is no default; likewise.
         sources: the models that coordinators may load.
         keep_alive_s: how long an unused shard is kept; None: for ever.
         announces: announce the node on its network; ignored with `follow_parent`.
@@ -86,7 +88,7 @@ def serve(
     running_code()  # records the code as it is now
     thread = MlxThread()
     log = worker_log(name, None if follow_parent else sys.stderr)
-    service = NodeService(name, thread, network, sources, memory_bytes, cluster, log)
+    service = NodeService(name, thread, network, sources, memory_bytes, cluster, given_name, log)
     try:
         with kept_awake():
             uvloop.run(run())

@@ -75,6 +75,7 @@ class NodeService(NodeServicer):
         sources: ModelSources | None = None,
         memory_bytes: int | None = None,
         cluster: ClusterConfig | None = None,
+        given_name: str = "",
         log: Logger | None = None,
     ) -> None:
         """Make a node with an empty worker.
@@ -83,6 +84,7 @@ class NodeService(NodeServicer):
             sources: the models that coordinators may load; by default the bundled one and those of the hub's cache.
             memory_bytes: the memory that the node was told to offer; by default its memory budget.
             cluster: its own configuration: coordinators see it, and its `cache_disk` limits prefixes on disk.
+            given_name: its name, if that is no default.
         """
         self.name = name
         self.log = log or worker_log(name, None)
@@ -91,8 +93,9 @@ class NodeService(NodeServicer):
         self.thread = thread
         self._cache = sources.cache if sources else None
         self._memory_bytes = memory_bytes
-        self._prefix_limit = cluster.cache_disk if cluster else None
-        self._configuration = configuration_of(cluster) if cluster else None
+        cluster = cluster or ClusterConfig()
+        self._prefix_limit = cluster.cache_disk
+        self._configuration = configuration_of(cluster, given_name)
         self._incarnation = secrets.token_hex(8)
         self._started = time.time_ns()
 

@@ -32,12 +32,13 @@ def reply(configuration: Configuration | None = None, **changes: str) -> HelloRe
     ("greeting", "lines"),
     [
         (reply(), []),
-        (reply(node="worker-50070"), []),  # started without a configuration: nobody chose that name
+        (reply(node="worker-50070"), []),  # started without --name: nobody chose that name
+        (reply(Configuration(name="mini")), []),
         (reply(SAME), []),
         (reply(Configuration()), []),
         (reply(SAME, mlx_version="0.1"), [f"worker mini has mlx 0.1, this node {version('mlx')}"]),
         (reply(SAME, mlx_lm_version="0.2"), [f"worker mini has mlx-lm 0.2, this node {version('mlx-lm')}"]),
-        (reply(SAME, node="air"), ["worker mini calls itself air: one of both has the wrong name or address"]),
+        (reply(Configuration(name="air")), ["worker mini calls itself air: one of both has the wrong name or address"]),
         (
             reply(Configuration(model="demo", layers=[3, 3], context=512)),
             [

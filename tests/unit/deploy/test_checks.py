@@ -95,7 +95,6 @@ def test_every_kind_of_finding_is_on_the_page_about_doctor() -> None:
         ({"versions": VERSIONS | {"mlx": "0.31.0"}}, NOTE, Kind.MLX, "has mlx 0.31.0, the coordinator 0.32.4"),
         ({"versions": VERSIONS | {"mlx-lm": "0.31.0"}}, NOTE, Kind.MLX, "has mlx-lm 0.31.0"),
         ({"versions": VERSIONS | {"python": "3.11.9"}}, NOTE, Kind.PYTHON, "runs Python 3.11.9"),
-        ({"node": "maxi"}, PROBLEM, Kind.CONFIGURATION, "calls itself maxi"),
         ({"wired_limit_mb": 57344}, OK, Kind.MACHINE, "iogpu.wired_limit_mb is 57344"),
         ({"rdma": "enabled", "rdma_devices": ["rdma_en2"]}, OK, Kind.RDMA, "is enabled (rdma_en2)"),
         ({"rdma": ""}, OK, Kind.RDMA, "could be enabled"),
@@ -126,6 +125,13 @@ def test_a_configuration_that_differs_is_noted(theirs: dict[str, Any], words: li
     assert worse(findings) == [(NOTE, Kind.CONFIGURATION, "mini")] * len(words)
     found = [each.text for each in findings if each.kind is Kind.CONFIGURATION]
     assert all(word in text for word, text in zip(words, found, strict=True))
+
+
+def test_a_worker_that_was_given_another_name_is_a_problem() -> None:
+    for name, found in (("mini", []), ("", []), ("maxi", [(PROBLEM, Kind.CONFIGURATION, "mini")])):
+        findings = judged(known(replace(node(), configuration=Configuration(name=name))))
+        assert worse(findings) == found, name
+    assert "calls itself maxi" in said(findings, Kind.CONFIGURATION).text
 
 
 def test_power_and_clock_of_a_node() -> None:
