@@ -294,7 +294,7 @@ def _check_configuration(node: ExaminedNode, coordinator: ExaminedNode) -> Itera
         fix = f"there: brigade worker --name {node.name}, or correct `address:`"
         yield problem(Kind.CONFIGURATION, node.name, text, fix)
     for key, there, here in differing(node.configuration, coordinator.configuration)[:_MAX_DIFFERENCES]:
-        text = f"its cluster.yaml has `{key}: {there}`, the coordinator's {here}, which counts"
+        text = f"its cluster.yaml has `{key}: {there}`; the coordinator's counts, in which it is {here}"
         yield note(Kind.CONFIGURATION, node.name, text, "copy the coordinator's cluster.yaml to it")
 
 

@@ -4,10 +4,12 @@ from collections.abc import Iterator
 
 from protos.brigade_pb2 import Configuration
 from worker.config import ClusterConfig
-from worker.platform.text import printable
+from worker.platform.text import format_bytes, printable
 
 _MOST_SHOWN = 200  # characters of another node's value
 _MOST_LAYERS = 64
+_USUAL = ClusterConfig()
+_DEFAULTS = {"order": _USUAL.order, "objective": _USUAL.objective, "coordinator.name": _USUAL.coordinator.name}
 
 
 def configuration_of(cluster: ClusterConfig, name: str = "") -> Configuration:
@@ -25,28 +27,31 @@ def configuration_of(cluster: ClusterConfig, name: str = "") -> Configuration:
 
 
 def differing(there: Configuration, here: Configuration) -> list[tuple[str, str, str]]:
-    """Return (key, value there, value here) for each key that both have with different values."""
-    pairs = (
-        ("model", there.model, here.model),
-        ("layers", list(there.layers[:_MOST_LAYERS]), list(here.layers)),
-        ("context", there.context, here.context),
-        *((key, there.others[key], here.others[key]) for key in sorted({*there.others} & {*here.others})),
-    )
+    """Return (key, value there, value here) for each key that is set there and has another value, or none, here."""
+    ours = {"model": there.model} | _DEFAULTS | _values(here)  # a flag may give this node's model
     return [
-        (key, printable(str(theirs), _MOST_SHOWN), str(ours))
-        for key, theirs, ours in pairs
-        if theirs and ours and theirs != ours
+        (printable(key, _MOST_SHOWN), printable(value, _MOST_SHOWN), ours.get(key, "unset"))
+        for key, value in _values(there).items()
+        if value != ours.get(key)
     ]
 
 
+def _values(configuration: Configuration) -> dict[str, str]:
+    layers = list(configuration.layers[:_MOST_LAYERS])
+    own = {"model": configuration.model, "layers": layers, "context": configuration.context}
+    return {key: str(value) for key, value in own.items() if value} | dict(sorted(configuration.others.items()))
+
+
 def _others(cluster: ClusterConfig) -> Iterator[tuple[str, str]]:
+    own = cluster.coordinator
     if "order" in cluster.model_fields_set:
         yield "order", cluster.order
-    own = cluster.coordinator
+    if "objective" in cluster.model_fields_set:
+        yield "objective", cluster.objective
     if "name" in own.model_fields_set:
         yield "coordinator.name", own.name
     if own.memory is not None:
-        yield "coordinator.memory", str(own.memory)
+        yield "coordinator.memory", format_bytes(own.memory)
     for worker in cluster.workers:
         if worker.memory is not None:
-            yield f"workers[{worker.name}].memory", str(worker.memory)
+            yield f"workers[{worker.name}].memory", format_bytes(worker.memory)

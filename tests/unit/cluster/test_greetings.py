@@ -51,31 +51,49 @@ def reply(configuration: Configuration | None = None, **changes: str) -> HelloRe
 )
 def test_what_may_surprise_somebody_is_told_in_a_line_each(greeting: HelloReply, lines: list[str]) -> None:
     assert list(differences("mini", OURS, greeting)) == lines
-    assert not list(differences("mini", ClusterConfig(), reply(SAME))), "what only one of both says is none"
 
 
 def test_each_key_that_counts_on_a_coordinator_is_compared() -> None:
-    def configured(order: str, name: str, port: int, memory: int, *more: dict[str, str]) -> ClusterConfig:
+    def configured(order: str, name: str, port: int, memory: str, *more: dict[str, str]) -> ClusterConfig:
         workers = [{"name": "mini", "address": f"127.0.0.1:{port}", "memory": memory}, *more]
         return ClusterConfig.model_validate({"order": order, "coordinator": {"name": name}, "workers": workers})
 
-    theirs = configured("free", "studio", 1, 8)
-    ours = configured("fixed", "max", 2, 9, {"name": "air", "address": "127.0.0.1:9"})
+    theirs = configured("free", "studio", 1, "1GiB")
+    ours = configured("fixed", "max", 2, "9GiB", {"name": "air", "address": "127.0.0.1:9", "memory": "2GiB"})
     assert list(differences("mini", ours, reply(configuration_of(theirs)))) == [
         f"{ANOTHER}coordinator.name is studio there, max here",
         f"{ANOTHER}order is free there, fixed here",
-        f"{ANOTHER}workers[mini].memory is 8 there, 9 here",
+        f"{ANOTHER}workers[mini].memory is 1.0 GiB there, 9.0 GiB here",
     ]
     assert not list(differences("mini", ours, reply(configuration_of(ours))))
 
 
+def test_a_key_that_only_the_worker_sets_is_compared_with_the_default() -> None:
+    usual = {"order": "free", "objective": "latency", "coordinator": {"name": "coordinator"}}
+    other = {"context": 512, "layers": [2, 6], "objective": "prompt", "coordinator": {"memory": "1GiB"}}
+    for keys, told in (
+        (usual | {"model": "demo"}, []),  # the coordinator may have its model from a flag
+        (
+            other,
+            [
+                "layers is [2, 6] there, unset here",
+                "context is 512 there, unset here",
+                "coordinator.memory is 1.0 GiB there, unset here",
+                "objective is prompt there, latency here",
+            ],
+        ),
+    ):
+        theirs = configuration_of(ClusterConfig.model_validate(keys))
+        lines = list(differences("mini", ClusterConfig(), reply(theirs)))
+        assert lines == [f"{ANOTHER}{line}" for line in told]
+        assert not list(differences("mini", ClusterConfig.model_validate(keys), reply()))
+
+
 def test_what_another_node_says_is_told_in_so_many_lines_of_plain_text() -> None:
-    many = {f"workers[{i}].memory": f"{i}\x1b[2J" for i in range(9)}
-    workers = [{"name": str(i), "address": f"127.0.0.1:{i + 1}", "memory": 99} for i in range(9)]
-    ours = ClusterConfig.model_validate({"workers": workers})
-    lines = list(differences("mini", ours, reply(Configuration(others=many))))
+    many = {f"{i}\x1b[2J": f"{i}\x1b[2J" for i in range(9)}
+    lines = list(differences("mini", OURS, reply(Configuration(others=many))))
     assert len(lines) == 6 and lines[-1] == f"{ANOTHER}4 more keys differ"
-    assert lines[0] == f"{ANOTHER}workers[0].memory is 0\N{REPLACEMENT CHARACTER}[2J there, 99 here"
+    assert lines[0] == f"{ANOTHER}0\N{REPLACEMENT CHARACTER}[2J is 0\N{REPLACEMENT CHARACTER}[2J there, unset here"
     [line] = differences("mini", OURS, reply(Configuration(model="m" * 9999)))
     assert len(line) < 300
 

@@ -112,9 +112,9 @@ def test_what_is_said_of_a_node(changed: dict[str, Any], level: Level, kind: Kin
 @pytest.mark.parametrize(
     ("theirs", "words"),
     [
-        ({"model": "small"}, ["`model: small`, the coordinator's big"]),
+        ({"model": "small"}, ["`model: small`; the coordinator's counts, in which it is big"]),
         ({"layers": [1, 3], "context": 100}, ["`layers: [1, 3]`", "`context: 100`"]),
-        ({"others": {"order": "fixed", "coordinator.name": "studio"}}, ["`order: fixed`, the coordinator's free"]),
+        ({"others": {"order": "fixed", "coordinator.memory": "1.0 GiB"}}, ["memory: 1.0 GiB`", "`order: fixed`"]),
         ({}, []),
     ],
 )
