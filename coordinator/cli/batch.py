@@ -26,7 +26,7 @@ from coordinator.cluster.progress import TokenReport, say, show_tokens, telling_
 from coordinator.engine.bounded import TEMPLATES
 from worker.errors import BrigadeError, InputError, NodeBusy, PoisonRequest, QueueFull, StageLost, again
 from worker.platform.files import reading, writing
-from worker.platform.tasks import for_each
+from worker.platform.tasks import background, for_each
 from worker.platform.text import Json, json_bytes, json_problem
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ T = TypeVar("T")
 
 _MOST_AT_ONCE = 128  # requests that run or wait for memory
 MAX_WAIT_S = 7 * 86400.0  # for memory: nothing waits for a single answer
+_REPORT_S = 1.0  # between reports of tokens
 _RETRY_S = 1.0  # between looks at whether the cluster accepts requests again
 _MOST_PROBLEMS = 10  # that are printed
 _BAD_INPUT, _FAILED = 2, 3
@@ -141,7 +142,16 @@ class BatchRun:
 
     async def answer_all(self, entries: list[BatchEntry]) -> None:
         """Answer all entries, a limited number at a time."""
-        await for_each(entries, self._add_line_of, most=_MOST_AT_ONCE)
+        async with background(self._report_tokens()):
+            await for_each(entries, self._add_line_of, most=_MOST_AT_ONCE)
+
+    async def _report_tokens(self) -> None:
+        """Report tokens as they come: of many answers at once none may end for long."""
+        told = 0
+        while True:
+            await asyncio.sleep(_REPORT_S)
+            before, told = told, self.engine.stats.total("generation_tokens")
+            self.report(0, told - before)
 
     async def _add_line_of(self, entry: BatchEntry) -> None:
         try:
@@ -154,7 +164,7 @@ class BatchRun:
         self.answers.add(line)
         self.num_answered += 1
         self.num_tokens += num_tokens
-        self.report(1, num_tokens)
+        self.report(1, 0)
 
     def _require_running(self) -> None:
         """Raise the engine's failure, if it failed: it ends all requests, and another run may answer them."""

@@ -1,6 +1,7 @@
 """Progress of long work on standard error: bars on a terminal, elsewhere lines about work that takes long."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,7 +43,7 @@ _TOKENS_FIRST_S, _TOKENS_MOST_S = 5.0, 60.0  # the pauses between lines about to
 NodeProgress = Callable[[str, LoadProgress], None]  # gets a node, or "" for all nodes, and its progress
 Begin = Callable[[str], None]  # gets the step that begins
 ByteReport = Callable[[int, bool], None]  # gets the bytes done since the last call, and whether an earlier run did them
-TokenReport = Callable[[int, int], None]  # gets the items done since the last call, and their tokens
+TokenReport = Callable[[int, int], None]  # gets the items done and the tokens made since the last call
 
 
 def say(lines: str) -> None:
@@ -100,9 +101,12 @@ def show_steps(total: int) -> Iterator[Begin]:
 
 @contextmanager
 def show_tokens(what: str, total: int, done: int = 0) -> Iterator[TokenReport]:
-    """Draw one bar with the speed, if items have tokens. Outside a terminal write lines, less and less often."""
+    """Draw one bar with the speed, if items have tokens. Outside a terminal write lines, less and less often.
+
+    Lines tell the time left from twice the time of the first item on: if many items run at once, none ends for long.
+    """
     console = plain_console(stderr=True)
-    began, due_s, num_tokens, first = time.monotonic(), _TOKENS_FIRST_S, 0, done
+    began, due_s, num_tokens, first, first_s = time.monotonic(), _TOKENS_FIRST_S, 0, done, math.inf
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -114,15 +118,17 @@ def show_tokens(what: str, total: int, done: int = 0) -> Iterator[TokenReport]:
         task = bars.add_task(what, total=total, completed=done, tokens=0)
 
         def report(more: int, more_tokens: int) -> None:
-            nonlocal due_s, done, num_tokens
+            nonlocal due_s, done, num_tokens, first_s
             done, num_tokens = done + more, num_tokens + more_tokens
             bars.update(task, completed=done, tokens=num_tokens)
             took_s = time.monotonic() - began
+            first_s = min(first_s, took_s) if more else first_s
             if not console.is_terminal and took_s >= due_s and done < total:
                 due_s = took_s + min(took_s, _TOKENS_MOST_S)
-                left = timedelta(seconds=round(took_s * (total - done) / (done - first))) if done > first else "?"
                 speed = f", {num_tokens / took_s:.0f} tok/s" if num_tokens else ""
-                say(f"{what} {done} of {total}{speed}, {left} left ...")
+                left_s = took_s * (total - done) / max(1, done - first)
+                left = f", {timedelta(seconds=round(left_s))} left" if took_s >= 2 * first_s else ""
+                say(f"{what} {done} of {total}{speed}{left} ...")
 
         yield report
 

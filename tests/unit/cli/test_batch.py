@@ -18,6 +18,7 @@ from coordinator.cli.batch import BatchEntry, BatchRun, key_and_status, open_ans
 from coordinator.cluster.options import cluster_options
 from coordinator.cluster.progress import telling_interrupts
 from coordinator.engine.engine import Engine
+from coordinator.engine.stats import Stats
 from tests.unit.virtual_time import VirtualTime
 from worker.errors import (
     BrigadeError,
@@ -38,6 +39,7 @@ class Draining:
     def __init__(self, error: BrigadeError, until: float, failure: BrigadeError | None = None) -> None:
         self.num_tried = 0
         self.num_waiting = 0
+        self.stats = Stats()
         self._error = error
         self._until = until
         self._failure = failure
@@ -181,6 +183,26 @@ def test_a_disk_without_room_is_told_by_the_name_of_the_file(tmp_path: Path, mon
             answers.add({})
 
 
+def test_tokens_are_reported_before_an_answer_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, virtual: VirtualTime
+) -> None:
+    stats, reports = Stats(), list[tuple[int, int]]()
+
+    async def answer(engine: Engine, body: dict[str, Any]) -> dict[str, Any]:
+        for _ in range(4):
+            stats.counters["generation_tokens"].inc(5)
+            await asyncio.sleep(2)
+        return {"usage": {"completion_tokens": 20}}
+
+    monkeypatch.setitem(batch_module.ROUTES, "/v1/completions", answer)
+    entries = [BatchEntry(n, f"r{n}", "POST", "/v1/completions", {}) for n in range(3)]
+    with open_answers(tmp_path / "out.jsonl", key_and_status, BEGIN) as answers:
+        engine = cast(Engine, type("Model", (), {"failure": None, "stats": stats}))
+        virtual.run(BatchRun(engine, answers, lambda *report: reports.append(report)).answer_all(entries))
+    assert [num_tokens for done, num_tokens in reports if not done and num_tokens] == [15, 15, 15, 15]
+    assert [report for report in reports if report[0]] == [(1, 0)] * 3
+
+
 async def test_a_batch_that_is_interrupted_tells_what_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,7 +219,7 @@ async def test_a_batch_that_is_interrupted_tells_what_is_done(
 
     monkeypatch.setitem(batch_module.ROUTES, "/v1/completions", answer)
     with open_answers(target, key_and_status, BEGIN) as answers:
-        engine = cast(Engine, type("Model", (), {"failure": None}))
+        engine = cast(Engine, type("Model", (), {"failure": None, "stats": Stats()}))
         run = BatchRun(engine, answers, lambda num_done, num_tokens: None)
 
         async def work() -> None:

@@ -94,6 +94,12 @@ def test_token_lines_get_less_frequent(monkeypatch: pytest.MonkeyPatch, capsys: 
             report(1, 20)
     said = [f"scored {done} of 60, 20 tok/s, 0:00:{60 - done} left ..." for done in (15, 20, 30, 50)]
     assert capsys.readouterr().err.splitlines() == said
+    with progress_module.show_tokens("answered", 80) as report:  # many at once, of which the first ends after 20 s
+        for second in range(1, 45):
+            now += 1.0
+            report(2 * (second >= 20), 50)
+    said = ["0 of 80, 50 tok/s", "0 of 80, 50 tok/s", "2 of 80, 50 tok/s", "42 of 80, 50 tok/s, 0:00:36 left"]
+    assert capsys.readouterr().err.splitlines() == [f"answered {line} ..." for line in said]
     with progress_module.show_tokens("scored", 5) as report:
         report(5, 5)
     assert capsys.readouterr().err == ""
