@@ -35,7 +35,7 @@ from protos.brigade_pb2 import (
     Transport,
     Way,
 )
-from worker.errors import CLOSED_AT_ONCE, NOT_ENCRYPTED, CallerRefused, ConfigError, ModelError, Unanswered
+from worker.errors import CLOSED_AT_ONCE, BrigadeError, CallerRefused, ConfigError, ModelError, Unanswered
 from worker.model.model_spec import ModelSpec
 from worker.node.certificates import WARN_AHEAD, Role, reported_expiry
 from worker.node.configuration import differing
@@ -111,7 +111,7 @@ def check_cluster(cluster: ExaminedCluster, model: ModelInUse, now: datetime) ->
                 text = f"is not reached at {way.address} ({way.error}), but at another of its addresses"
                 yield _blocked(node.name, way, coordinator) or note(Kind.UNREACHABLE, node.name, text, _LOOK)
         if node.error is not None:  # the coordinator's own certificate: it can ask no other node
-            yield problem(Kind.CERTIFICATE, node.name, node.error.message, Role.COORDINATOR.issue_hint(node.name))
+            yield _check_trust(node.name, node.error, Role.COORDINATOR)
         yield from _check_node(node, node.facts, now, is_coordinator=node is coordinator)
         if node is not coordinator and coordinator.facts is not None:
             yield from _check_versions(node.name, node.facts, coordinator.facts)
@@ -139,10 +139,7 @@ def _check_unreached(node: ExaminedNode, coordinator: ExaminedNode) -> Finding:
     error = node.error
     text = error.message if error else "did not answer"
     if isinstance(error, ConfigError):
-        fix = Role.WORKER.issue_hint(node.name)
-        if text == NOT_ENCRYPTED:
-            fix = "start it with a copy of this cluster.yaml and its certificate, or with --keys"
-        return problem(Kind.CERTIFICATE, node.name, text, fix)
+        return _check_trust(node.name, error, Role.WORKER)
     if isinstance(error, ModelError):
         return problem(Kind.BRIGADE, node.name, text, _SAME_BRIGADE)
     if node.ways and all(way.error for way in node.ways):
@@ -163,6 +160,12 @@ def _check_unreached(node: ExaminedNode, coordinator: ExaminedNode) -> Finding:
         text = f"{error.found if isinstance(error, Unanswered) else text}, though connections are accepted"
         fix = f"it hangs, sleeps, or is no worker: wake or end it; then {node.start}"
     return problem(Kind.UNREACHABLE, node.name, text, fix)
+
+
+def _check_trust(name: str, error: BrigadeError, role: Role) -> Finding:
+    """Return why a certificate does not serve: the error names the fix after a semicolon."""
+    text, _, fix = error.message.partition("; ")
+    return problem(Kind.CERTIFICATE, name, text, fix or role.issue_hint(name))
 
 
 def _blocked(about: str, way: Way, caller: ExaminedNode) -> Finding | None:

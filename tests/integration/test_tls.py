@@ -75,7 +75,11 @@ REFUSES = r"it refuses this node's certificate, .*; .*brigade keys issue coordin
     [
         ("foreign", ConfigError, OF_ANOTHER),
         ("expired", ConfigError, r"its certificate has expired; where the authority is: brigade keys issue node-1"),
-        ("plaintext", ConfigError, r"it does not encrypt; set `tls:` in its configuration, too"),
+        (
+            "plaintext",
+            ConfigError,
+            r"it does not encrypt; start it with a copy of this cluster.yaml and its certificate, or with --keys",
+        ),
         ("another name", ConfigError, r"its certificate carries another name"),
         ("trusts another", CallerRefused, REFUSES),
     ],

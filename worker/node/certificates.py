@@ -94,7 +94,7 @@ class KeyFile:
         if not stat.S_ISREG(found.st_mode):
             raise ConfigError(f"{self.path} is no file; {self._way_out}")
         if os.name == "posix" and found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise ConfigError(f"{self.path} holds a private key and others may read it: chmod 600 {self.path}")
+            raise ConfigError(f"{self.path} holds a private key and others may read it; chmod 600 {self.path}")
         return found.st_ino, found.st_size, found.st_mtime_ns
 
     def _load(self) -> Identity:
@@ -137,7 +137,8 @@ class KeyFile:
             raise self._wrong(f"the certificate is not valid before {begins:%Y-%m-%d}, and here it is {now:%Y-%m-%d}")
 
     def _unreadable(self, error: OSError) -> ConfigError:
-        return ConfigError(f"{self.path} cannot be read: {error.strerror}; {self._way_out}")
+        first = "" if self.path.parent.exists() else "make an authority, if there is none: brigade keys init; "
+        return ConfigError(f"{self.path} cannot be read: {error.strerror}; {first}{self._way_out}")
 
     def _wrong(self, what: str) -> ConfigError:
         return ConfigError(f"{self.path}: {what}; {self._way_out}")

@@ -45,6 +45,7 @@ from tests.unit.deploy.cases import (
     worse,
 )
 from worker.errors import CLOSED_AT_ONCE, ConfigError, ModelError, NodeSilent, StageLost, Unanswered
+from worker.node.certificates import Role
 from worker.node.network import Network
 
 PROBLEM, NOTE, OK = Level.PROBLEM, Level.NOTE, Level.OK
@@ -388,7 +389,8 @@ def test_a_coordinator_that_is_not_trusted_is_told_how_to_get_a_certificate() ->
         )
         found = said(judged(known(closed, studio=studio)), Kind.UNREACHABLE)
         assert found.text == CLOSED_AT_ONCE and fix in found.fix and "brigade worker" not in found.fix
-    error = ConfigError("keys/studio.pem cannot be read")
-    findings = judged(ExaminedCluster([replace(node("studio", STUDIO), error=error)]))
-    assert (PROBLEM, Kind.CERTIFICATE, "studio") in worse(findings)
-    assert any("brigade keys issue studio --coordinator" in each.fix for each in findings)
+    for told, fix in (("; chmod 600 it", "chmod 600 it"), ("", Role.COORDINATOR.issue_hint("studio"))):
+        error = ConfigError(f"keys/studio.pem cannot be read{told}")
+        findings = judged(ExaminedCluster([replace(node("studio", STUDIO), error=error)]))
+        found = [(each.text, each.fix) for each in findings if each.level is PROBLEM]
+        assert found == [("keys/studio.pem cannot be read", fix)], "the fix stands once"

@@ -52,7 +52,7 @@ WRONG: dict[str, tuple[Callable[[Authority], object], str]] = {
     "none": (lambda authority: None, "cannot be read: No such file or directory"),
     "readable by others": (
         lambda authority: issue(authority).chmod(0o640),
-        "holds a private key and others may read it: chmod 600 ",
+        "holds a private key and others may read it; chmod 600 ",
     ),
     "empty": (lambda authority: issue(authority).write_bytes(b""), f"{PARTS}0 readable parts"),
     "cut short": (lambda authority: os.truncate(issue(authority), 700), f"{PARTS}1 readable parts"),
@@ -97,6 +97,16 @@ def test_what_is_wrong_with_ones_own_certificate_is_said_before_connecting(wrong
     if wrong != "readable by others":
         with pytest.raises(ConfigError, match=r"; where the authority is: brigade keys issue mini, and copy that file"):
             keys.read()
+
+
+def test_the_command_that_makes_an_authority_is_named_only_without_a_folder_of_keys(
+    authority: Authority, tmp_path: Path
+) -> None:
+    for folder, is_named in ((authority.folder, False), (tmp_path / "none", True)):
+        for role in Role:
+            with pytest.raises(ConfigError, match="brigade keys issue mini") as refused:
+                KeyFile(folder, "mini", role).read()
+            assert ("brigade keys init; " in str(refused.value)) == is_named
 
 
 def test_the_file_is_read_again_once_it_has_changed_and_case_does_not_count(authority: Authority) -> None:
