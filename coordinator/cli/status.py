@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
+from rich.segment import SegmentLines
 from rich.text import Text
 
 from coordinator.cli import flags
@@ -73,10 +74,12 @@ async def status(
                 found = {"standing": {"state": "lost", "why": error.message}, "nodes": []}
             else:
                 raise
-        if watch and console.is_terminal:
-            console.clear()
         if as_json:
             print(json.dumps(found), flush=True)
+        elif watch and console.is_terminal:
+            console.clear()
+            lines = console.render_lines(tables(found, console.width), pad=False)
+            console.print(SegmentLines(lines[: console.height - 1], new_lines=True))  # the last one is the cursor's
         else:
             console.print(tables(found, console.width))
         if not watch:

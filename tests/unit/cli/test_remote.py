@@ -1,6 +1,7 @@
 """What a client makes of servers that answer otherwise than ours."""
 
 import asyncio
+import io
 import json
 import re
 import ssl
@@ -11,6 +12,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from rich.console import Console
 
 from coordinator.cli import status
 from coordinator.cli.eval import read_answer
@@ -214,6 +216,21 @@ def test_a_server_that_is_watched_may_restart(
     with pytest.raises(InputError, match="enough"):
         brigade("status", "--watch")
     assert re.findall("ready|lost|no server", capsys.readouterr().out) == ["ready", meanwhile, "ready"]
+
+
+def test_a_watched_status_keeps_its_heading_on_a_low_terminal(
+    answers: list[Any], brigade: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=80, height=6, color_system=None)
+    monkeypatch.setattr(status, "plain_console", lambda: console)
+    nodes = [{"name": name, "state": "idle"} for name in ("max", "mini", "air")]
+    answers += [READY | {"nodes": nodes}, InputError("server", "enough")]
+    with pytest.raises(InputError, match="enough"):
+        brigade("status", "--watch")
+    shown = screen.getvalue()
+    assert "ready" in shown and "mini" in shown and "air" not in shown
+    assert shown.count("\n") == 5, "the cursor stands in the last line, and nothing has scrolled"
 
 
 def test_workers_are_asked_where_their_file_is_named(
