@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
@@ -22,6 +22,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.table import Table
 from rich.text import Text
 
 from coordinator.cluster.log import log
@@ -38,6 +39,7 @@ _WORK = (*_TRANSFERS, "load", "warm-up", "installing packages")  # worth a line;
 _ALL = "all nodes"
 _LONG_S = 2.0
 _REPEAT_S = 20.0
+_WIDEST = 1000  # columns of a terminal, more than any row has
 _TOKENS_FIRST_S, _TOKENS_MOST_S = 5.0, 60.0  # the pauses between lines about tokens grow from the first to the second
 
 NodeProgress = Callable[[str, LoadProgress], None]  # gets a node, or "" for all nodes, and its progress
@@ -68,7 +70,7 @@ def show_progress() -> Iterator[NodeProgress]:
     if console.is_terminal:
         node = TextColumn("{task.fields[node]:<12}", markup=False)
         phase = TextColumn("{task.description:<16}", markup=False)
-        with _drawn(console, node, phase, BarColumn(), _Done(), TimeElapsedColumn(), _Pace()) as bars:
+        with _Bars(console, node, phase, BarColumn(), TimeElapsedColumn(), _Pace(), _Done()) as bars:
             yield _Rows(bars).report
         return
     lines: dict[str, _Line] = {}
@@ -93,8 +95,8 @@ def show_progress() -> Iterator[NodeProgress]:
 def show_steps(total: int) -> Iterator[Begin]:
     """Draw one bar with the latest step. Show nothing outside a terminal."""
     console = plain_console(stderr=True)
-    columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False)
-    with _drawn(console, *columns) as bars:
+    step = TextColumn("{task.completed:.0f}/{task.total:.0f} {task.description}", markup=False)
+    with _Bars(console, step, BarColumn(), TimeRemainingColumn()) as bars:
         task, done = bars.add_task("", total=total), count()
         yield lambda step: bars.update(task, completed=next(done), description=step, refresh=True)
 
@@ -114,7 +116,7 @@ def show_tokens(what: str, total: int, done: int = 0) -> Iterator[TokenReport]:
         _Speed(),
         TimeRemainingColumn(),
     )
-    with _drawn(console, *columns) as bars:
+    with _Bars(console, *columns) as bars:
         task = bars.add_task(what, total=total, completed=done, tokens=0)
 
         def report(more: int, more_tokens: int) -> None:
@@ -139,7 +141,7 @@ def show_bytes(what: str, total: int) -> Iterator[ByteReport]:
     console = plain_console(stderr=True)
     began, due_s, done, known = time.monotonic(), _TOKENS_FIRST_S, 0, 0
     speed_columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    with _drawn(console, TextColumn("{task.description}", markup=False), BarColumn(), *speed_columns) as bars:
+    with _Bars(console, TextColumn("{task.description}", markup=False), BarColumn(), *speed_columns) as bars:
         task = bars.add_task(what, total=total)
 
         def report(more: int, is_known: bool) -> None:
@@ -155,9 +157,26 @@ def show_bytes(what: str, total: int) -> Iterator[ByteReport]:
         yield report
 
 
-def _drawn(console: Console, *columns: ProgressColumn) -> Progress:
-    """Return bars that vanish at the end. They leave standard output alone, which may be a pipe."""
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal, redirect_stdout=False)
+class _Bars(Progress):
+    """Bars in one line each, which vanish at the end. A terminal that is too narrow lacks the last columns.
+
+    They leave standard output alone, which may be a pipe.
+    """
+
+    def __init__(self, console: Console, *columns: ProgressColumn) -> None:
+        self._terminal = console
+        for column in columns:
+            if isinstance(column, BarColumn):
+                column.bar_width = console.width // 5
+        disable = not console.is_terminal
+        super().__init__(*columns, console=console, transient=True, disable=disable, redirect_stdout=False)
+
+    def make_tasks_table(self, tasks: Iterable[Task]) -> Table:
+        table, width = super().make_tasks_table(tasks), self._terminal.width
+        unlimited = self._terminal.options.update_width(_WIDEST)
+        while len(table.columns) > 1 and self._terminal.measure(table, options=unlimited).maximum > width:
+            table.columns.pop()
+        return table
 
 
 class _Rows:

@@ -85,6 +85,24 @@ def test_a_terminal_shows_every_phase_with_its_node(monkeypatch: pytest.MonkeyPa
     assert "load" not in screen.getvalue(), "once all nodes warm up, none of them loads"
 
 
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_each_node_has_one_line_on_a_terminal_of_any_width(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=width, color_system=None)
+    monkeypatch.setattr(progress_module, "plain_console", lambda **_: console)
+    nodes = ("coordinator", "mini", "air")
+    with show_progress() as report:
+        for done in (0, 1, 2):
+            for node in nodes:
+                screen.truncate(screen.seek(0))
+                report(node, load(done * MIB))
+        screen.truncate(screen.seek(0))
+    rows = re.findall(r"\w.*", re.sub(r"\x1b\[\S*?[A-Za-z]", "\n", screen.getvalue()))
+    assert {row.split()[0] for row in rows} == {*nodes}
+    assert all("load" in row and "━" in row and len(row) <= width for row in rows)
+    assert ("2.0 MiB of 3.0 MiB" in screen.getvalue()) == (width >= 80)
+
+
 def test_token_lines_get_less_frequent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     now = 100.0
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: now)
