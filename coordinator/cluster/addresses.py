@@ -66,7 +66,7 @@ class AddressRace:
             await wait_head_start(asking.values(), within_s)
             replies = {address: task.result() for address, task in asking.items() if has_succeeded(task)}
             if not replies:
-                raise self._failure([task.exception() for task in asking.values()], within_s)
+                raise self._failure([task.exception() for task in asking.values()])
             address, older = newest(self.name, replies)
             self._note(address, older, replies)
             self._use(address, channels[address])
@@ -80,7 +80,7 @@ class AddressRace:
         try:
             return await self._ask_at(self.address, self._channel, within_s, waits=True)
         except _Silence as silence:
-            raise self._failure([silence], within_s) from None
+            raise self._failure([silence]) from None
 
     async def close(self) -> None:
         await self._channel.close(grace=None)
@@ -149,7 +149,7 @@ class AddressRace:
         issue = Role.COORDINATOR.issue_hint(own.name)
         return f"it refuses this node's certificate, as of another authority or time; {issue}" if is_closed else ""
 
-    def _failure(self, errors: Sequence[BaseException | None], within_s: float) -> BaseException:
+    def _failure(self, errors: Sequence[BaseException | None]) -> BaseException:
         """Return the error to raise if every address failed: the first one that says more than silence."""
         if found := next((error for error in errors if error and not isinstance(error, _Silence)), None):
             return found
@@ -157,7 +157,7 @@ class AddressRace:
         if len(unknown) == len(errors):
             fix = f"check its `address:` in {self._network.file}, or give its IP address there"
             return StageLost(f"the name {unknown[0]} does not resolve on this machine: {fix}", node=self.name)
-        silence = f"nothing answers at {' or '.join(self.addresses)} ({within_s:.0f} s)"
+        silence = f"nothing answers at {' or '.join(self.addresses)}"
         return Unanswered(silence, node=self.name, start=self._network.start_hint(self.name))
 
     def _note(self, address: str, older: Sequence[str], replies: Mapping[str, HelloReply]) -> None:

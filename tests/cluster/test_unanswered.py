@@ -41,4 +41,4 @@ def test_status_shows_silent_workers_and_fails_if_none_answers(tmp_path: Path, m
         assert outcome.err.startswith(f"error: expected any of the 2 workers of {config} to answer: ")
     nodes = json.loads(outcome.out)["nodes"]
     assert [node["state"] for node in nodes] == ["lost", "lost"]
-    assert nodes[0]["why"].startswith(f"nothing answers at {HOST}:9 or {place} ")
+    assert nodes[0]["why"].startswith(f"nothing answers at {HOST}:9 or {place}. Start it there: ")

@@ -36,7 +36,7 @@ class Running(Remote):
             "mini.invalid:1",  # no name server knows one that ends so (RFC 6761)
             r"the name mini\.invalid does not resolve on this machine: check its `address:` in .*\.",
         ),
-        (0.2, "127.0.0.1:1", r"nothing answers at 127\.0\.0\.1:1 \(0 s\): is that its address, .*Firewall\)\?"),
+        (0.2, "127.0.0.1:1", r"nothing answers at 127\.0\.0\.1:1: is that its address, .*Firewall\)\?"),
     ],
 )
 async def test_the_reason_is_told(within_s: float, address: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
