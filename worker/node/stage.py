@@ -20,7 +20,7 @@ from worker.compute.executor import Executor, Step
 from worker.errors import BrigadeError, ChainReplaced, FrameError, StageLost, again, without_trace
 from worker.node.framing import PLAIN, Arrival, FrameAssembler, Wire
 from worker.node.hop import pack, pack_segments, unpack
-from worker.platform.mlx_memory import forget_peak, memory_errors_named, memory_held
+from worker.platform.mlx_memory import forget_peak, memory_held, mlx_errors_named
 from worker.platform.tasks import cancel_all, shielded
 from worker.platform.threads import MlxThread
 
@@ -288,7 +288,7 @@ class Stage:
     # Run
 
     async def _run_frames(self) -> None:
-        with memory_errors_named("at a step"):
+        with mlx_errors_named("at a step"):
             while True:
                 frame = None if self._begun else await self._frames.get()
                 if frame and self.failure is None:

@@ -1,4 +1,4 @@
-"""MLX's memory in this process: how much it holds, its limits, and its out-of-memory errors."""
+"""MLX's memory in this process: how much it holds, its limits, and MLX's errors about this and its compiler."""
 
 import contextlib
 import ctypes
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import psutil
 
-from worker.errors import OutOfMemory
+from worker.errors import ConfigError, OutOfMemory
 
 _LEAST_CACHE = 64 << 20  # buffers that a step frees and the next one takes again
 _MOST_CACHE = 2 << 30  # as many as the chunks of a long prompt need; Metal keeps all of them wired
@@ -20,6 +20,7 @@ _MOST_CACHE = 2 << 30  # as many as the chunks of a long prompt need; Metal keep
 _SIZE = re.compile(r"(?:Unable|Attempting) to allocate (\d+) bytes")
 _LIMIT = re.compile(r"maximum allowed buffer size of (\d+) bytes")
 _SIGNS = ("MemoryError", "out of memory", "OutOfMemory", "Insufficient Memory", "bad_alloc")
+_COMPILE_SIGNS = ("[Compile::eval_cpu]", "temp_directory_path")
 
 
 class MemoryHeld(NamedTuple):
@@ -130,13 +131,24 @@ def out_of_memory(text: str, doing: str) -> OutOfMemory | None:
     )
 
 
+def not_compiled(text: str) -> ConfigError | None:
+    """Return the error for an MLX text about code that it could not compile for a CPU, or None for another text."""
+    if not any(sign in text for sign in _COMPILE_SIGNS):
+        return None
+    *_, last = [line for line in text.splitlines() if "error:" in line] or [text]
+    return ConfigError(
+        f"MLX could not compile for this CPU: {last.rpartition('output is: ')[2]}; free space in the folder of TMPDIR "
+        "(else /tmp), set TMPDIR to another one, or remove the C++ compiler, without which MLX works, too"
+    )
+
+
 @contextmanager
-def memory_errors_named(doing: str) -> Iterator[None]:
-    """Turn MLX's out-of-memory errors into OutOfMemory."""
+def mlx_errors_named(doing: str) -> Iterator[None]:
+    """Turn MLX's errors about memory into OutOfMemory, those about its compiler into ConfigError."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if (named := out_of_memory(f"{error!r}", doing)) is None:
+        if (named := not_compiled(str(error)) or out_of_memory(f"{error!r}", doing)) is None:
             raise
         raise named from error
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from tests.unit.platform.test_machine import CPU, MAC_MINI_16, NVIDIA
-from worker.errors import OutOfMemory
+from worker.errors import ConfigError, OutOfMemory
 from worker.platform.mlx_memory import (
     MemoryLimits,
     begin_step_peak,
@@ -14,8 +14,8 @@ from worker.platform.mlx_memory import (
     give_back,
     keep_within,
     limits_of,
-    memory_errors_named,
     memory_held,
+    mlx_errors_named,
     out_of_memory,
 )
 
@@ -108,16 +108,35 @@ def test_an_exhausted_memory_is_one_line_that_says_what_for_and_how_much(text: s
 
 @pytest.mark.parametrize("text", OTHER)
 def test_another_error_stays_what_it_is(text: str) -> None:
-    with pytest.raises(RuntimeError) as caught, memory_errors_named("at a step"):
+    with pytest.raises(RuntimeError) as caught, mlx_errors_named("at a step"):
         raise RuntimeError(text)
     assert type(caught.value) is RuntimeError and out_of_memory(text, "at a step") is None
 
 
 @pytest.mark.parametrize("error", [RuntimeError("[malloc] Unable to allocate 5 bytes."), MemoryError()])
 def test_it_is_raised_instead_of_what_mlx_raises(error: Exception) -> None:
-    with pytest.raises(OutOfMemory) as caught, memory_errors_named("at a step"):
+    with pytest.raises(OutOfMemory) as caught, mlx_errors_named("at a step"):
         raise error
     assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            "[Compile::eval_cpu] Failed to compile function CV2ISigmoid_contiguous: Failed to execute command with "
+            'return code 1: "g++ -O3 /tmp/a.cpp 2>&1", the output is: /tmp/a.cpp:1: fatal error: error closing '
+            "/tmp/a.s: No space left on device\ncompilation terminated.",
+            "/tmp/a.cpp:1: fatal error: error closing /tmp/a.s: No space left on device",
+        ),
+        ("filesystem error: temp_directory_path: No such file or directory",) * 2,
+    ],
+)
+def test_what_mlx_could_not_compile_is_one_line_with_the_reason_and_a_fix(text: str, why: str) -> None:
+    with pytest.raises(ConfigError) as caught, mlx_errors_named("at a step"):
+        raise RuntimeError(text)
+    assert caught.value.message.startswith(f"MLX could not compile for this CPU: {why}; ")
+    assert "TMPDIR" in caught.value.message and "\n" not in caught.value.message
 
 
 def test_the_peak_of_a_step_is_its_own_and_the_peak_before_it_is_still_told() -> None:
