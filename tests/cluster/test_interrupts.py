@@ -89,6 +89,22 @@ def test_a_process_ends_as_it_should_while_a_call_that_was_given_up_computes() -
         assert (process.communicate(timeout=60)[1], process.wait()) == ("error: torn\n", 2)
 
 
+@pytest.mark.parametrize(("command", "code"), [("plan --model demo", 2), ("keys init", 0)])
+def test_only_what_has_an_answer_to_write_fails_if_standard_output_is_closed(
+    command: str, code: int, tmp_path: Path
+) -> None:
+    shell = f"exec {sys.executable} -m coordinator {command} >&-"
+    done = subprocess.run(
+        ["sh", "-c", shell],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        text=True,
+        stderr=subprocess.PIPE,
+        timeout=60,
+    )
+    assert done.returncode == code and ("error: cannot write standard output: " in done.stderr) == (code == 2)
+
+
 def test_a_server_that_is_told_to_stop_before_it_answers_ends_well(start: Starter, talker: Path) -> None:
     running = start.brigade("serve", "--model", talker, "--local", "1", "--port", "0")
     start.children(running, 2)  # one of them renders chat templates

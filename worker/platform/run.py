@@ -133,15 +133,18 @@ def _exit_code(app: typer.Typer) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Open the null device for each closed standard stream, or the next opened file would take its place."""
-    for number, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
+    """Open the null device for each closed standard stream, or the next opened file would take its place.
+
+    Nothing can be written to a closed standard output: what has an answer to write fails.
+    """
+    for number, mode in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, mode)  # the lowest free number is this one
     sys.stdin, sys.stdout, sys.stderr = (
-        stream or open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115 - for as long as the process lives
-        for stream, mode in ((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w"))
+        stream or open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115 - for as long as the process lives
+        for number, stream, mode in ((0, sys.stdin, "r"), (1, sys.stdout, "w"), (2, sys.stderr, "w"))
     )
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as standard error does
