@@ -36,7 +36,11 @@ class OneValueEach(TyperCommand):
             collecting = copy(option)
             collecting.multiple = True
             collecting.add_to_parser(parser, ctx)  # in the place of the option, which keeps its last value only
-        values, _, _ = parser.parse_args(args=list(args))
+        try:
+            values, _, _ = parser.parse_args(args=list(args))
+        except TyperException as error:
+            vars(error)["ctx"] = ctx  # which lacks where a value is missing
+            raise
         for option in options:
             if len(set(values.get(option.name or "", ()))) > 1:
                 raise InputError(field_of(option), "expected one value, found several")

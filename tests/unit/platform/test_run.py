@@ -198,6 +198,12 @@ def test_a_wrong_flag_is_one_line_that_points_to_the_help(run: Run, arguments: s
     assert err.startswith("error: ") and words in err and err.endswith("--help)\n") and err.count("\n") == 1
 
 
+def test_the_help_of_the_command_is_pointed_to_where_a_value_is_missing(run: Run) -> None:
+    for arguments in ("plan --config", "plan --nonsense"):
+        code, _, err = run(brigade, *arguments.split())
+        assert code == 2 and err.endswith(" plan --help)\n")
+
+
 def test_help_is_shown_where_it_is_asked_for_and_where_there_is_no_command(run: Run) -> None:
     code, out, err = run(brigade, "--help")
     assert (code, err) == (0, "")
