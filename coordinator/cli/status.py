@@ -31,6 +31,7 @@ _EVERY_S = 1.0
 _SERVER_WITHIN_S = 5.0
 _WORKER_WITHIN_S = 1.0
 _MOST_REQUESTS = 8  # shown in the table
+_NO_SERVER = "no server"  # was asked
 _OF_STATUS = ("weight_bytes", "peak_memory_bytes", "active_memory_bytes", "cached_memory_bytes", "slots")
 _STYLES = {"ready": "green", "active": "green", "lost": "bold red", "recovering": "bold red", "failed": "bold red"}
 
@@ -135,7 +136,10 @@ async def _ask_workers(config: Path) -> Json:
     network = Network.of(cluster, warn=lambda line: say(f"warning: {line}"))
     async with peers_of(cluster, network) as peers:
         nodes = await asyncio.gather(*map(_ask_worker, peers))
-    return {"standing": {"state": "no server", "why": f"the workers of {config.name}"}, "nodes": list(nodes)}
+    return {
+        "standing": {"state": _NO_SERVER, "why": f"those of {config.name}; a server may use them"},
+        "nodes": list(nodes),
+    }
 
 
 async def _ask_worker(peer: Peer) -> dict[str, Any]:
@@ -175,7 +179,8 @@ def tables(found: Json, width: int) -> Group:
 def _heading(found: Json) -> Text:
     standing = found["standing"]
     line = Text(found["model"]["name"] + ": " if "model" in found else "")
-    line.append(standing["state"], _STYLES.get(standing["state"], "yellow"))
+    state = "workers, asked directly" if standing["state"] == _NO_SERVER else standing["state"]
+    line.append(state, _STYLES.get(state, "yellow"))
     if standing["why"]:
         line.append(f" ({standing['why']})")
     if "totals" in found:

@@ -196,7 +196,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         return answer
 
     async def ask_workers(config: Path) -> Any:
-        return {"standing": {"state": "no server", "why": f"the workers of {config.name}"}, "nodes": []}
+        return {"standing": {"state": "no server", "why": f"those of {config.name}"}, "nodes": []}
 
     monkeypatch.setattr(status, "ask_server", ask)
     monkeypatch.setattr(status, "_ask_workers", ask_workers)
@@ -205,7 +205,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     return answers
 
 
-@pytest.mark.parametrize(("config", "meanwhile"), [("", "lost"), ("insecure: true", "no server")])
+@pytest.mark.parametrize(("config", "meanwhile"), [("", "lost"), ("insecure: true", "asked directly")])
 def test_a_server_that_is_watched_may_restart(
     answers: list[Any], config: str, meanwhile: str, brigade: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,7 +215,7 @@ def test_a_server_that_is_watched_may_restart(
     answers += [READY, LOST, READY, InputError("server", "enough")]
     with pytest.raises(InputError, match="enough"):
         brigade("status", "--watch")
-    assert re.findall("ready|lost|no server", capsys.readouterr().out) == ["ready", meanwhile, "ready"]
+    assert re.findall("ready|lost|asked directly", capsys.readouterr().out) == ["ready", meanwhile, "ready"]
 
 
 def test_a_watched_status_keeps_its_heading_on_a_low_terminal(
@@ -238,7 +238,8 @@ def test_workers_are_asked_where_their_file_is_named(
 ) -> None:
     Path("cluster.yaml").write_text("insecure: true")
     brigade("status", "--config", "cluster.yaml")
-    assert "the workers of cluster.yaml" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "workers, asked directly (those of cluster.yaml)" in told and "no server" not in told
     answers.append(LOST)
     with pytest.raises(NothingAnswers):
         brigade("status", "--server", "http://here", "--watch")
