@@ -137,8 +137,12 @@ class BatchRun:
     report: TokenReport
     codes: Counter[int] = field(default_factory=Counter)  # exit codes of what failed
     num_answered: int = 0
-    num_tokens: int = 0
     began: float = field(default_factory=time.monotonic)
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens made so far, also of answers that have not ended."""
+        return self.engine.stats.total("generation_tokens")
 
     async def answer_all(self, entries: list[BatchEntry]) -> None:
         """Answer all entries, a limited number at a time."""
@@ -150,20 +154,18 @@ class BatchRun:
         told = 0
         while True:
             await asyncio.sleep(_REPORT_S)
-            before, told = told, self.engine.stats.total("generation_tokens")
+            before, told = told, self.num_tokens
             self.report(0, told - before)
 
     async def _add_line_of(self, entry: BatchEntry) -> None:
         try:
-            body = await self._answer(entry)
-            line, num_tokens = _line(entry, 200, body), body["usage"]["completion_tokens"]
+            line = _line(entry, 200, await self._answer(entry))
         except BrigadeError as error:
             self._require_running()
-            line, num_tokens = _failed(entry, error), 0
+            line = _failed(entry, error)
             self.codes[_exit_code(line["response"]["status_code"])] += 1
         self.answers.add(line)
         self.num_answered += 1
-        self.num_tokens += num_tokens
         self.report(1, 0)
 
     def _require_running(self) -> None:
