@@ -241,8 +241,9 @@ class Scheduler:
         grammars = MOST_GRAMMAR - _grammar_size(first)  # they travel in the frame's first message
         for slot in ready:
             rows, size = slot.session.num_unfed, _grammar_size(slot)
-            fits = rows <= min(room, self._chunk_rows(slot.session, num_unfed, beside_streams)) and size <= grammars
-            if slot is not first and fits:
+            if slot is first or rows > room or size > grammars:
+                continue
+            if rows <= self._chunk_rows(slot.session, num_unfed, beside_streams):
                 chosen.append(slot)
                 room -= rows
                 grammars -= size
