@@ -231,7 +231,7 @@ class EngineCore:
     def _enter(self, session: Session, *, is_replayed: bool = False) -> None:
         """Give the session to the present scheduler; one that has not begun has a deadline for its wait for memory."""
         self.scheduler.slots.add(session, is_replayed=is_replayed)
-        if not session.num_rows and session not in self._deadlines:
+        if self._has_chain and not session.num_rows and session not in self._deadlines:
             self._await_memory(session)
 
     def _await_memory(self, session: Session) -> None:
@@ -403,6 +403,9 @@ class EngineCore:
         leaving = {peer.name for peer in self.chain.peers if peer.is_draining}
         is_handover = isinstance(error, ChainReplaced) or error.node in leaving
         now = time.monotonic_ns()
+        for session in self.sessions:
+            if not session.is_paused:
+                self._end_deadline(session)  # it waits for a chain now, and then anew for memory
         for session in [session for session in self.sessions if session.slot is not None]:
             if not is_handover and not self._quarantine.survives(session, session.num_generated):
                 reason = f"given up: the chain was lost {MOST_LOSSES + 1} times without a token of it in between"
