@@ -119,8 +119,8 @@ class Scheduler:
             slot.last_step = self._step
         frame.closed.extend(self.slots.take_closed(frame.step, stays=stays))
         in_flight[frame.step] = chosen
-        if frame.opened:  # a slot that was taken over may have held more; only now, or it could take one of this frame
-            self.slots.admit()
+        if frame.opened:  # a slot that was taken over may have held more
+            self.slots.admit()  # only now: a waiting session could take the slot of a session of this frame
         return frame
 
     def _next_store(self) -> Frame | None:
@@ -212,7 +212,9 @@ class Scheduler:
         return self._lane_of(lane)
 
     def _lane_of(self, lane: list[SessionSlot]) -> list[SessionSlot]:
-        """Return the first of these whose windows fit into a frame, by their slots."""
+        """Return the first of these whose windows and grammars fit into a frame, by their slots."""
+        sizes = accumulate(map(_grammar_size, lane))
+        lane = lane[: max(1, sum(size <= MOST_GRAMMAR for size in sizes))]
         if self._most_lane_rows is not None:
             rows = accumulate(slot.session.longest_window for slot in lane)
             lane = lane[: max(1, sum(count <= self._most_lane_rows for count in rows))]
@@ -251,8 +253,8 @@ class Scheduler:
 
 
 def _grammar_size(slot: SessionSlot) -> int:
-    """Return the characters of the grammar with which the slot is opened."""
-    return len(slot.session.request.sampling.grammar.text)
+    """Return the characters of the grammar with which the slot is to be opened."""
+    return 0 if slot.state is SlotState.OPEN else len(slot.session.request.sampling.grammar.text)
 
 
 def _by_slot(samples: Iterable[Any]) -> defaultdict[int, list[Any]]:

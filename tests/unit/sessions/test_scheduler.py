@@ -239,6 +239,12 @@ def test_prompts_share_a_frame_as_far_as_their_grammars_fit_into_one_message() -
         session.request.sampling.grammar.text = "x" * (MOST_GRAMMAR * share // 6)
     rig.send_all()
     assert [len(frame.windows) for frame in rig.chain.frames] == [3, 1]
+    rig = Rig(num_stages=1)
+    for number in range(3):  # of one token, which the first lane feeds
+        rig.submit([number], 9).request.sampling.grammar.text = "x" * (MOST_GRAMMAR // 2)
+    rig.step()
+    rig.send_all()
+    assert [len(frame.windows) for frame in rig.chain.frames] == [2, 3]  # stages have those of two by then
 
 
 def test_a_prompt_frame_is_sized_by_all_prompts_and_takes_each_within_its_own_limit() -> None:
