@@ -97,7 +97,7 @@ class SlotState(Enum):
 _NEXT = {
     SlotState.WAITING: (SlotState.PROMISED, SlotState.TAKEN_OVER, SlotState.FREE),
     SlotState.PROMISED: (SlotState.OPEN, SlotState.FREE),
-    SlotState.TAKEN_OVER: (SlotState.OPEN, SlotState.FREE),
+    SlotState.TAKEN_OVER: (SlotState.OPEN, SlotState.KEPT, SlotState.FREE),
     SlotState.OPEN: (SlotState.KEPT, SlotState.FREE),
     SlotState.KEPT: (SlotState.FREE,),
     SlotState.FREE: (),
@@ -204,7 +204,7 @@ class Slots:
         for slot in [*before._in(SlotState.KEPT), *reversed(before.active)]:  # what gives way first comes first
             if num_held := before._num_held(slot, held):
                 session = slot.session.remainder(num_held)
-                promised = self._bytes_of(session, max(session.rows_written, len(held[slot.number])))
+                promised = self._bytes_of(slot.session, max(session.rows_written, len(held[slot.number])))
                 self._slots[session] = SessionSlot(session, promised, state=SlotState.KEPT, has_result=True)
         while min(self.unreserved) < 0:
             del self._slots[next(iter(self._slots))]
@@ -281,7 +281,7 @@ class Slots:
     def close(self, session: Session, *, keep: bool) -> None:
         """Free the session's slot, or keep it as a prefix cache if its rows are complete on every stage.
 
-        Those of a window in flight are, by the time of any later one, unless they come from a disk or other nodes.
+        A later frame finds the rows of a window in flight, except those read from disk or sent by other nodes.
         """
         slot = self._slots.get(session)
         if slot is None or (keep and slot.state is SlotState.KEPT):
@@ -289,6 +289,9 @@ class Slots:
         keep = keep and session.held == session.fed and session.finish_reason != "error"
         if keep and slot.state is SlotState.OPEN:
             self._keep(slot)
+        elif keep and slot.state is SlotState.TAKEN_OVER:
+            slot.enter(SlotState.KEPT)  # with all its memory: no window has cut it yet
+            self._use(slot)
         else:
             self._free(slot)
         self.admit()
@@ -377,7 +380,9 @@ class Slots:
     def _num_snapshots_with_room(self, session: Session) -> int:
         """Return for how many more snapshots of the session there is memory, at most as many as it may have."""
         sizes = self._costs.snapshot_bytes(session.request.cache)
-        left = map(sub, self._costs.budgets, self._bytes_of(session, session.most_rows))  # or its answer could not end
+        left = map(
+            sub, self._costs.budgets, self._bytes_of(session, session.most_rows)
+        )  # what its whole answer needs is left
         rooms = [min(at) // size for *at, size in zip(self.unreserved, left, sizes, strict=True) if size]
         return max(0, min([MOST_SNAPSHOTS, *rooms]))
 

@@ -10,7 +10,7 @@ from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS
 from coordinator.sessions.admission import Bytes, Room, Slots, cache_costs, make_room
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
-from tests.unit.fake_chain import Rig, costs_per_row, decoders, make_session, prompt_of
+from tests.unit.fake_chain import PLENTY, Rig, costs_per_row, decoders, make_session, prompt_of
 from worker.errors import InputError, QueueFull
 from worker.model.cache_spec import Memory
 from worker.model.model_spec import LayerSpec, ModelSpec
@@ -197,6 +197,19 @@ def test_snapshots_take_only_memory_that_nobody_needs() -> None:
         rig.end()
     rig.answer(prompt_of(1005, seed=3), 5)  # and give way to those who do
     assert rig.scheduler.slots.num_kept == 1
+
+
+@pytest.mark.parametrize(("cuttable", "length", "num_reused"), [(PLENTY, 1000, 900), (0, 2004, 2004), (0, 900, 700)])
+def test_a_cancel_before_the_first_frame_keeps_what_was_taken_over(cuttable: int, length: int, num_reused: int) -> None:
+    rig = Rig(num_stages=1, chunk=256, keep=True, cuttable=cuttable, budget=9000)
+    text = rig.answer(prompt_of(2000), 5, turn_ends=(700,)).history.tokens[:length]
+    busy = [rig.submit(prompt_of(3000, seed=seed), 5) for seed in (1, 2)]
+    rig.send_all()
+    rig.scheduler.close(rig.submit([*text, 1, 2, 3], 5), keep=True)
+    again = rig.submit([*text, 4, 5], 5)
+    rig.run(*busy, again)
+    assert again.num_reused >= num_reused
+    rig.end()
 
 
 def test_snapshots_leave_the_memory_that_the_answer_needs_to_end() -> None:

@@ -161,6 +161,14 @@ def test_the_rows_of_masks_on_the_first_node_are_promised_on_the_next_chain() ->
     assert rig.scheduler.slots.promised >= rig.chain.held(rig.costs.bytes_of) > (0,)
 
 
+def test_the_snapshots_on_the_first_node_are_promised_on_the_next_chain() -> None:
+    rig = Rig(num_stages=1, chunk=300, cuttable=800)
+    session = rig.submit(prompt_of(900), 5, turn_ends=(300, 600))
+    rig.step_until(lambda: session.fed >= 600)
+    rig.lose_chain([], 2)
+    assert rig.scheduler.slots.promised >= rig.chain.held(rig.costs.bytes_of) > (1200,)
+
+
 def test_where_a_new_chain_has_less_memory_the_rows_of_running_sessions_are_kept_first() -> None:
     rig = Rig(num_stages=1, chunk=64, budget=200, keep=True)
     for seed in (1, 2):
