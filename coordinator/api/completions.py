@@ -81,9 +81,7 @@ class Choice:
     echoed: str = ""
     prompt: tuple[int, ...] = ()  # if its tokens are to be scored
     eos: frozenset[int] = frozenset()
-    scores: list[tuple[float, dict[str, float]]] = field(
-        default_factory=list
-    )  # of each token: its logprob, the likeliest
+    scores: list[tuple[float, dict[str, float]]] = field(default_factory=list)  # of each token, and the likeliest
     is_begun: bool = False  # the echoed prompt was sent
     end: int = 0  # of the text so far, in characters
     decoder: IncrementalDecoder = field(default_factory=lambda: getincrementaldecoder("utf-8")("replace"))

@@ -146,7 +146,7 @@ class EngineCore:
         self._thread.post(partial(self._resume, session))
 
     def close(self, session: Session) -> None:
-        """End a session in any state; its slot is kept as a prefix cache, also if its reader has left."""
+        """End a session in any state; what it has fed is kept as a prefix cache if it can be."""
         self._thread.post(partial(self._close, session))
 
     def _put(self, queue: OutputQueue, session: Session, item: Output | BaseException) -> None:
@@ -239,7 +239,7 @@ class EngineCore:
         self._deadlines[session] = loop.call_later(self._max_wait_s, self._give_up_waiting, session)
 
     def _give_up_waiting(self, session: Session) -> None:
-        """Fail a session that waits; one that has memory may lose it again before it begins."""
+        """Fail a session that waits, unless an answer of its call has begun; one with memory may lose it again."""
         if session.state is SessionState.WAITING and not session.group.has_begun:
             self._fail(session, WaitedTooLong(f"waited {self._max_wait_s:.0f} s for memory; try again later"))
         else:
