@@ -46,7 +46,13 @@ def bits_of(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("method", "family", "bits"),
-    [("awq", "llama", 3), ("awq", "qwen3", 4), ("gptq", "llama", 2), ("gptq", "qwen3_moe", 4), ("dynamic", "qwen3", 4)],
+    [
+        pytest.param("awq", "llama", 3, marks=pytest.mark.matrix),
+        ("awq", "qwen3", 4),
+        ("gptq", "llama", 2),
+        ("gptq", "qwen3_moe", 4),
+        ("dynamic", "qwen3", 4),
+    ],
 )
 def test_mlx_lm_and_brigade_read_what_a_method_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str, family: str, bits: int
