@@ -27,7 +27,7 @@ from tools.faults.rig import Rig
 from tools.faults.trial import Seen
 from tools.proxy import proxy_to
 
-ASKED = ("--prompt", "go", "--ignore-eos", "--temp", "0.8", "--seed", "5", "--max-tokens", "400")
+ASKED = ("--prompt", "go", "--ignore-eos", "--temp", "0.8", "--seed", "5", "--max-tokens", "240")
 FAR_S = 60.0  # a deadline for what takes a moment on a machine that is not busy
 
 

@@ -52,7 +52,7 @@ def test_an_answer_continues_after_its_coordinator_was_killed(
 ) -> None:
     """The worker is free soon; what was printed and what the second run prints is the text."""
     model, worker, config = cluster
-    request: tuple[str, ...] = (*PROMPT, "240", *REQUESTS[name])
+    request: tuple[str, ...] = (*PROMPT, "160", *REQUESTS[name])
     expected = answer_here("--model", model, "--local", "0", *request)
     if name == "sampled":
         request = (*request, "--stop", expected["text"][-30:-26])

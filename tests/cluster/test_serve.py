@@ -21,7 +21,7 @@ from tests.schemas import breaches
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 SAMPLED: Any = {"temperature": 0.8, "seed": 5, "max_tokens": 24}
-LONG: Any = {"temperature": 0.8, "seed": 5, "max_tokens": 150, "extra_body": {"ignore_eos": True}}
+LONG: Any = {"temperature": 0.8, "seed": 5, "max_tokens": 60, "extra_body": {"ignore_eos": True}}
 OWN = ("--local", "0", "--logprobs", "2")
 
 

@@ -218,7 +218,7 @@ async def test_the_last_stage_holds_no_more_than_the_plan_and_the_promises_say(m
         async def require_kept() -> None:
             assert 0 < (await chain.statuses())[1].cache_bytes <= engine.scheduler.slots.promised[1]
 
-        live = [Live(engine, request(tokens_of(200 + at, at), 40, Decode("draft", num_drafts=15))) for at in range(3)]
+        live = [Live(engine, request(tokens_of(200 + at, at), 24, Decode("draft", num_drafts=15))) for at in range(3)]
         for each in live:
             await each.answer()
         await require_kept()

@@ -43,6 +43,7 @@ from tests.integration.conftest import NETWORK, Models, Whole, answer, opened, s
 from tests.unit.deploy import cases
 from tests.unit.deploy.cases import said
 from tools.proxy import proxy_to
+from worker.compute import microbenchmark
 from worker.config import ClusterConfig, TlsConfig, WorkerConfig, join_address, split_address
 from worker.errors import ConfigError, FrameError, NodeBusy, StageLost
 from worker.model.checkpoint import open_folder
@@ -109,6 +110,7 @@ async def test_every_node_tells_how_fast_it_reads_the_layers_by_rows(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # an earlier measurement may have had no time for all rows
     monkeypatch.setattr(speed_cache, "measure_speed", partial(speed_cache.measure_speed, within_s=PATIENCE_S))
+    monkeypatch.setattr(microbenchmark, "ROWS", (1, 8, 2))
     checkpoint, spec = await read_model("demo")
     async with serving(1, checkpoint.folder) as [node]:
         known = await collect_facts(cluster_of(node.address), checkpoint=checkpoint)

@@ -132,7 +132,7 @@ async def test_a_model_whose_template_knows_no_tools_calls_them_all_the_same(tmp
         _, delta = await answered(model, ask(1, calls=Calls(are_forced=True)))
         require_called(delta)
         for seed, decode in enumerate(DECODES[:1] if thinks else DECODES[::2], 1):
-            bias = {"logit_bias": {THINK_END: 5.0, CALL_BEGIN: 9.0}}  # random weights would rarely call
+            bias = {"logit_bias": {THINK_END: 5.0, CALL_BEGIN: 12.0}}  # random weights would rarely call
             spec = ask(seed, decode=decode)
             tokens, delta = await answered(model, replace(spec, sampling={**spec.sampling, **bias}))
             delta.content = ""  # any text may stand before a call

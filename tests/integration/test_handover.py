@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.cluster.chain import Chain
 from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.open import open_cluster
 from coordinator.cluster.options import ClusterOptions
@@ -16,6 +18,7 @@ from coordinator.decoding.decode_options import make_cache_choice
 from coordinator.engine.engine import Engine
 from coordinator.planning.recovery import Limits
 from coordinator.sessions.request import Request
+from protos.brigade_pb2 import Frame
 from tests.integration.conftest import Models, opened_folder, running
 from tests.integration.many import Frames, request, solo, tokens_of, until
 from tests.integration.many import frames as frames
@@ -82,6 +85,13 @@ async def test_running_sessions_go_on_with_their_caches_where_a_worker_ends_or_j
 ) -> None:
     """The disk of the one that joins is empty: the others give it what they have of its layers."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "coordinator"))
+    send = Chain.send
+
+    def send_slowly(chain: Chain, frame: Frame) -> None:
+        time.sleep(0.01)  # a worker takes a second to start: the stream need not be long for that
+        send(chain, frame)
+
+    monkeypatch.setattr(Chain, "send", send_slowly)
     config = MASKED["config"] | {"max_position_embeddings": 4096, "head_dim": 32}
     model = models("qwen3", config=config).folder
     asked = request(PROMPT, 2500, seed=3, temperature=0.7, cache=make_cache_choice(cache, None))
@@ -109,6 +119,7 @@ async def test_running_sessions_go_on_with_their_caches_where_a_worker_ends_or_j
         from_disk = [window for frame in frames if frame.epoch == epoch for window in frame.windows if window.stored]
         assert [len(window.tokens) for window in from_disk][:2] == [512, 512]
         assert fed_again(frames, epoch) < 512 + 20
+    monkeypatch.setattr(Chain, "send", send)
     async with running(model, (4,)) as chain:
         [expected] = await solo(chain, [replace(asked, max_tokens=len(found))], chunk=512)
     assert found == expected.tokens

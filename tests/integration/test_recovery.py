@@ -235,7 +235,7 @@ async def test_answers_that_one_node_makes_go_on_in_their_slots_when_a_prompt_no
     is_full = family == "qwen3"
     folder = models("qwen3", **MASKED).folder if is_full else make_type(tmp_path / family, family)
     layers = LAYERS if is_full else (1, 2, 3)
-    ended, asked = request(tokens_of(30, 3), 4), request(tokens_of(40), 80, temperature=0.9, seed=3, logprobs=4)
+    ended, asked = request(tokens_of(30, 3), 4), request(tokens_of(40), 48, temperature=0.9, seed=3, logprobs=4)
     follow_up = request((*ended.prompt, 1, 2), 4)
     expected = await unfailed(folder, [ended, asked, follow_up], layers)
     drafter = folder if decode.kind == "draft" else None

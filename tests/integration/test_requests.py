@@ -276,7 +276,7 @@ async def test_a_chain_that_is_lost_fails_every_request_at_once_by_the_name_of_t
 
 
 @pytest.mark.parametrize("busy", [pytest.param(0, marks=pytest.mark.matrix), 1])
-async def test_a_hundred_cancels_while_a_stage_is_busy_do_not_flood_the_chain(folder: Path, busy: int) -> None:
+async def test_forty_cancels_while_a_stage_is_busy_do_not_flood_the_chain(folder: Path, busy: int) -> None:
     release = threading.Event()
     async with (
         serving(1) as [node],
@@ -284,7 +284,7 @@ async def test_a_hundred_cancels_while_a_stage_is_busy_do_not_flood_the_chain(fo
         asyncio.timeout(20),
         Engine(chain) as engine,
     ):
-        live = [Live(engine, request(tokens_of(3, i), FOREVER)) for i in range(100)]
+        live = [Live(engine, request(tokens_of(3, i), FOREVER)) for i in range(40)]
         other = Live(engine, request(tokens_of(3, 101), 100))
         for each in (other, *live):
             await each.wait_pieces(1)
