@@ -72,7 +72,9 @@ async def wait_tasks(most: int) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("count", [600, pytest.param(2000, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "count", [pytest.param(600, marks=pytest.mark.long), pytest.param(2000, marks=pytest.mark.matrix)]
+)
 async def test_hundreds_of_requests_leave_nothing_behind(models: Models, count: int) -> None:
     """Kept slots are as many after the first 300 as in the end, each of one block of rows: MLX holds the very same."""
     waiting, served, most_tasks, most_kept = requests(count), 0, 0, 0
