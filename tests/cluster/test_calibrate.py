@@ -11,7 +11,7 @@ def test_thresholds_are_found_for_the_kinds_that_reach_them(tmp_path: Path) -> N
     asked = ("calibrate", "--questions", "arithmetic", "-m", "32", "-o", target)
     none = run_here(*asked, "--agreement", "0.9999", "--limit", "2", "--local", "0")
     assert none.code == 1 and "arithmetic" in none.err and not target.exists()
-    report = parse(run_here(*asked, "--agreement", "0.8", "--limit", "4", "--local", "1", "--json"))
+    report = parse(run_here(*asked, "--agreement", "0.8", "--limit", "4", "--local", "0", "--json"))
     found = report["kinds"]["arithmetic"]
     assert found["low"] >= 0.8 and found["num_held"] <= found["num_kept"] <= found["num"]
     written = json.loads(target.read_text())

@@ -27,7 +27,7 @@ def without_times(found: dict[str, Any]) -> list[Row]:
 
 def test_a_killed_evaluation_goes_on_to_the_same_table(start: Starter, reciter: Path, tmp_path: Path) -> None:
     source, target = write_questions(tmp_path / "q.jsonl", 8), tmp_path / "a.jsonl"
-    asked = ("eval", "--questions", source, "--check", "contains", "-m", "40", "--decode", "ar,ngram", *HERE, reciter)
+    asked = ("eval", "--questions", source, "--check", "contains", "-m", "24", "--decode", "ar,ngram", *HERE, reciter)
     whole = parse(run_here(*asked, "--json"))
     assert [(row["decoder"], row["num"], row["num_right"], row["equal_to_ar"]) for row in whole["rows"]] == [
         ("ar", 8, 4, 1.0),

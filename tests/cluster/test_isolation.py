@@ -25,7 +25,7 @@ LOOP = (
     "{% if loop_for_ever %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
     "{% for m in messages %}{{ m.content }}{% endfor %}"
 )
-NUM_STREAMS, NUM_TOKENS = 4, 120
+NUM_STREAMS, NUM_TOKENS = 3, 80
 MOST_SLOWER = 8  # times: processes that are bounded take their share of two cores
 MOST_GROWN = 200e6  # bytes, of which allocators keep some
 

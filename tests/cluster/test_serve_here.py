@@ -6,6 +6,7 @@ import signal
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +77,14 @@ def last(module_start: Starter, worker_file: Path) -> Worker:
 
 
 async def test_a_full_queue_is_refused_at_once_and_a_long_wait_in_the_end(talker: Path) -> None:
-    cluster = ClusterConfig.model_validate({"coordinator": {"memory": await bytes_for(talker, 4096)}})
-    limits = RequestLimits(queue_timeout_s=1.5, heartbeat_s=1.0)  # the second is the time to begin to wait in
-    async with served(options_of(talker, cluster), max_waiting=1, limits=limits) as (client, _):
-        assert (await client.get("/v1/models/talker")).json()["max_model_len"] == 4096
-        exceeding = await client.post(TEXTS, json=ENDLESS | {"prompt": [5] * 4100})
+    cluster = ClusterConfig.model_validate({"coordinator": {"memory": await bytes_for(talker, 2048)}})
+    limits = RequestLimits(queue_timeout_s=0.8, heartbeat_s=0.5)  # the second is the time to begin to wait in
+    async with served(replace(options_of(talker, cluster), context=2048), max_waiting=1, limits=limits) as (client, _):
+        assert (await client.get("/v1/models/talker")).json()["max_model_len"] == 2048
+        exceeding = await client.post(TEXTS, json=ENDLESS | {"prompt": [5] * 2052})
         assert (exceeding.status_code, exceeding.json()["error"]["code"]) == (400, "context_length_exceeded")
-        async with streaming(client, **ENDLESS | {"prompt": [5] * 2050, "max_tokens": 1000}):  # its prompt is fed
-            both = [client.post(TEXTS, json=ENDLESS | {"max_tokens": 600, "stream": True}) for _ in range(2)]
+        async with streaming(client, **ENDLESS | {"prompt": [5] * 1026, "max_tokens": 1000}):  # its prompt is fed
+            both = [client.post(TEXTS, json=ENDLESS | {"max_tokens": 300, "stream": True}) for _ in range(2)]
             full, late = sorted(await asyncio.gather(*both), key=lambda found: found.status_code)
             assert (full.status_code, full.json()["error"]["code"]) == (429, "rate_limit_exceeded")
             assert full.headers["retry-after"] == "1" and "x-should-retry" not in full.headers

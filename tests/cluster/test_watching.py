@@ -137,7 +137,7 @@ def test_the_page_streams_shows_a_killed_worker_as_lost_and_its_recovery(server:
         assert page.until("document.querySelector('#recoveries p').textContent").count("worker-1") >= 1
         known = page.run(f"{said}.length")
         page.until(f"{said}.length > {known} && document.querySelectorAll('.node.active').length === 2")
-        page.until(f"{said}.length > 1000")
+        page.until(f"{said}.length > 400")
         assert page.run("document.querySelectorAll('#answer *').length") < 50  # however long the answer is
         page.run("document.getElementById('stop').click()")
         page.until(f"{said}.endsWith('[stopped]') && document.querySelector('#recent .request')")

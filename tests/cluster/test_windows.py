@@ -141,17 +141,17 @@ def test_diffusion_gemma_over_three_processes_and_http_answers_as_one_process(
     """tests/integration/test_diffusion_gemma.py loses a worker amid canvases."""
     refiner = make_refiner(tmp_path / "refiner")
     config = write_cluster(tmp_path / "cluster.yaml", *nodes, model=str(refiner), layers="[2, 1, 3]")
-    sampled = ("--raw", "--max-tokens", "40", "--seed", "3", "--temp", "0.8", "--ignore-eos", "--canvas-steps", "5")
+    sampled = ("--raw", "--max-tokens", "24", "--seed", "3", "--temp", "0.8", "--ignore-eos", "--canvas-steps", "5")
     kinds = (("entropy", "exact"), ("confidence", "top-64"))
     texts = []
     for sampler, conditioning in kinds:
         flags = (PROMPT, *sampled, "--canvas-sampler", sampler, "--conditioning", conditioning)
         here = answer_here(*flags, "--model", refiner, "--local", "0")
-        assert answer_here(*flags, "--config", config)["tokens"] == here["tokens"] and len(here["tokens"]) == 40
+        assert answer_here(*flags, "--config", config)["tokens"] == here["tokens"] and len(here["tokens"]) == 24
         texts.append(here["text"])
 
     async def ask() -> list[str]:
-        body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 40, "seed": 3, "temperature": 0.8, "ignore_eos": True}
+        body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "seed": 3, "temperature": 0.8, "ignore_eos": True}
         async with served(cluster_options(None, str(refiner), 0, None, None)) as (client, _):
             bodies = [body | {"canvas_steps": 5, "canvas_sampler": one, "conditioning": other} for one, other in kinds]
             return [(await client.post(TEXTS, json=each)).json()["choices"][0]["text"] for each in bodies]

@@ -23,7 +23,7 @@ INT8, INT4 = make_cache_choice("int8"), make_cache_choice("int4")
 FULL = make_cache_choice("full")
 WIDE: dict[str, Any] = {"config": {"mask_token_id": 90, "head_dim": 32}, "sharpen": 4.0}  # int8 needs groups of 32
 
-VERIFIED = [("ar", None), ("ngram", None), ("diffusion", 4), ("diffusion", 8), ("diffusion", None)]
+VERIFIED = [("ar", None), ("ngram", None), ("diffusion", 4), ("diffusion", None)]
 
 splits = pytest.mark.parametrize(
     "layers",

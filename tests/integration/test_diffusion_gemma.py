@@ -189,11 +189,11 @@ async def test_sampled_answers_are_the_same_on_every_split_alone_and_in_lanes() 
             found.append([(await generate_once(chain, each, chunk=CHUNK)).tokens for each in ANSWERED])
             async with Engine(chain) as engine:
                 found.append([each.tokens for each in await asyncio.gather(*map(engine.answer, ANSWERED))])
+            if layers == SPLITS[0]:
+                for sampling in (Sampling(seed=7), Sampling(seed=8, temperature=3.0)):
+                    other = replace(ANSWERED[1], sampling=sampling)
+                    assert (await generate_once(chain, other, chunk=CHUNK)).tokens != found[0][1]
     assert all(each == found[0] for each in found)
-    async with running(FOLDER, (3, 3)) as chain:
-        for sampling in (Sampling(seed=7), Sampling(seed=8, temperature=3.0)):
-            other = replace(ANSWERED[1], sampling=sampling)
-            assert (await generate_once(chain, other, chunk=CHUNK)).tokens != found[0][1]
 
 
 def test_draws_of_a_canvas_follow_both_temperatures_the_request_s_and_the_step_s() -> None:
