@@ -126,7 +126,7 @@ async def test_a_forced_call_needs_an_end_of_sequence_token(folder: Path) -> Non
         await frontend.make_request(ask(calls=FORCED, ignore_eos=True))
 
 
-@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize("thinks", [False, pytest.param(True, marks=pytest.mark.long)])
 async def test_a_model_whose_template_knows_no_tools_calls_them_all_the_same(tmp_path: Path, thinks: bool) -> None:
     async with resident(make_caller(tmp_path / "model", thinks=thinks, knows_tools=False), (1, 3)) as model:
         _, delta = await answered(model, ask(1, calls=Calls(are_forced=True)))

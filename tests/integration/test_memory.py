@@ -220,7 +220,7 @@ async def test_a_worker_of_our_own_runs_no_code_of_the_folder_it_is_started_in(
     await worker.stop()
 
 
-@pytest.mark.parametrize("kind", ["full", "int8"])
+@pytest.mark.parametrize("kind", ["full", pytest.param("int8", marks=pytest.mark.long)])
 async def test_prompt_chunks_shrink_as_attention_takes_more_memory(models: Models, kind: str) -> None:
     cache = make_cache_choice(kind, None)
     config = {"num_attention_heads": 32, "num_hidden_layers": 2, "head_dim": 32, "max_position_embeddings": 2048}
