@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import psutil
 from openai import OpenAI
 
 from coordinator.api.serve import ServeOptions, serve
 from coordinator.cluster.options import ClusterOptions
-from protos.brigade_pb2 import StatusReply
-from tests.cluster.processes import START_S, Running, Starter, status_of
+from tests.cluster.processes import START_S, Running, Starter
 from tools.worker_process import free_port
 
 PATIENCE_S = 30.0
@@ -37,12 +35,6 @@ class Server:
 
     def post(self, path: str, **body: Any) -> httpx2.Response:
         return httpx2.post(f"{self.url}{path}", json=body, timeout=60.0)
-
-    def status(self, worker: psutil.Process) -> StatusReply:
-        """What a local worker says of itself."""
-        found = status_of(worker)
-        assert found is not None
-        return found
 
 
 def start_server(start: Starter, model: Path, *flags: str | Path) -> Server:
