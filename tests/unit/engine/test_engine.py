@@ -231,6 +231,31 @@ def test_a_call_of_which_an_answer_has_begun_waits_for_memory_without_a_deadline
     run(clock, Chains(2600), work, max_wait_s=30.0)
 
 
+def test_the_wait_for_a_chain_is_none_for_memory(clock: VirtualTime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is memory for one prompt at a time; one request comes before the chain is lost, and one after that."""
+    chains = Chains(2600)
+
+    async def reopen(error: BrigadeError) -> Any:
+        await asyncio.sleep(100)
+        return chains.open()
+
+    monkeypatch.setattr(chains, "reopen", reopen)
+    small = Chains(2600).open()
+    prompt = (7,) * (cache_costs(small.plan, small.spec).most_rows(Cache(), SPEC.context) * 2 // 3)
+    requests = [Request((number, *prompt), 80) for number in range(3)]
+
+    async def work(engine: Engine) -> None:
+        chain: Any = engine.chain
+        tasks = asked(engine, *requests[:2])
+        await asyncio.sleep(3 * STEP_S)
+        chain.lose(StageLost("lost", node="a"))
+        await asyncio.sleep(STEP_S)
+        tasks += asked(engine, requests[2])
+        assert [await task for task in tasks] == [expected(request) for request in requests]
+
+    run(clock, chains, work, max_wait_s=60.0)
+
+
 @pytest.mark.parametrize("room", [100, 3], ids=["for more than it has", "for less than it has"])
 def test_an_answer_that_no_longer_fits_ends_with_what_memory_holds_and_length(clock: VirtualTime, room: int) -> None:
     """The first chain has memory for all of it, the next one for the prompt and `room` tokens."""
