@@ -316,10 +316,12 @@ class Store(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., piece: _Optional[_Union[Piece, _Mapping]] = ..., prefix_hash: _Optional[int] = ...) -> None: ...
 
 class PrefixesRequest(_message.Message):
-    __slots__ = ("remove",)
+    __slots__ = ("remove", "remove_named")
     REMOVE_FIELD_NUMBER: _ClassVar[int]
+    REMOVE_NAMED_FIELD_NUMBER: _ClassVar[int]
     remove: bool
-    def __init__(self, remove: _Optional[bool] = ...) -> None: ...
+    remove_named: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, remove: _Optional[bool] = ..., remove_named: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class PrefixesReply(_message.Message):
     __slots__ = ("pieces", "bytes", "used")

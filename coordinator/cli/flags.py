@@ -188,6 +188,7 @@ _NOT_WITH_SERVER = {
     (*(field.name for field in fields(ClusterFlags)), "prefill_step_size"): "which has its model loaded",
     ("stats", "trace"): "whose API reports no stages",
     ("journal",): "which keeps no journal for its clients",
+    ("prompt_cache",): "which keeps caches by its own `cache_disk`",
     ("logprobs",): "which sends no token ids; its /v1 routes return logprobs by the tokens' text",
 }
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iter
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -83,6 +84,14 @@ def generate(
             "the system prompt has. (default: 4)",
         ),
     ] = None,
+    prompt_cache: Annotated[
+        Path | None,
+        _cache(
+            metavar="FILE",
+            help="Keep the prompt's caches in this file: a later prompt that begins alike goes on from there, also on "
+            "other nodes.",
+        ),
+    ] = None,
     output: flags.OutputFlags,
 ) -> Coroutine[Any, Any, None]:
     """Answer one prompt; the text goes to standard output as it comes.
@@ -114,7 +123,9 @@ def generate(
     )  # fmt: skip
     options = cluster.options() if server.server is None else None
     asked = GenerateOptions(
-        read_prompt(prompt), tokens, prompt.system_prompt, prompt.raw, spec, prefill_step_size, output, given_flags(ctx)
+        *(read_prompt(prompt), tokens, prompt.system_prompt, prompt.raw, spec, prefill_step_size, prompt_cache),
+        output=output,
+        given=given_flags(ctx),
     )
     if options is not None:
         if asked.prompt is not None and not asked.raw:
@@ -163,6 +174,7 @@ class GenerateOptions:
     raw: bool = False
     spec: RequestSpec = RequestSpec((), 256)  # noqa: RUF009 - immutable; without the prompt
     chunk: int | None = None  # the most rows of a prompt chunk
+    prompt_cache: Path | None = None
     output: flags.OutputFlags = flags.OutputFlags()  # noqa: RUF009 - immutable
     given: frozenset[str] = frozenset()  # flags of the command line, which must agree with a journal's request
 
@@ -239,6 +251,7 @@ async def _answer(
 ) -> None:
     """Print an answer, or the part of it that its journal lacks."""
     from coordinator.engine.engine import open_engine
+    from coordinator.engine.prompt_cache import PromptCache
 
     inputs, request, own_sampling = prepared
     output, parser, answer = asked.output, inputs.parser(request), Answer()
@@ -247,6 +260,9 @@ async def _answer(
         return
     options = replace(options, context=max(options.context, most_rows(request, inputs.spec.context)))
     is_traced = output.as_json or output.stats or output.trace is not None
+    prompt_cache = None if asked.prompt_cache is None else PromptCache(asked.prompt_cache, inputs.checkpoint)
+    if prompt_cache:
+        options = await prompt_cache.options(options)
     async with open_engine(inputs, options, max_waiting=1) as engine:
         with Printer(answer, is_silent=output.as_json) as printer:
             try:
@@ -271,11 +287,13 @@ async def _answer(
                 stages=stages_of(answer, chain.plan, waterfall),
                 waterfall={"wall_ms": waterfall.wall_ms, **waterfall.parts},
             )
-            return
-        drawn = how_drawn(request.sampling, own_sampling)
-        print_summary(answer, how_it_ended(request, answer, inputs.spec.context), drawn)
-        if output.stats:
-            print_stats(answer, chain.plan, answer.waterfall())
+        else:
+            drawn = how_drawn(request.sampling, own_sampling)
+            print_summary(answer, how_it_ended(request, answer, inputs.spec.context), drawn)
+            if output.stats:
+                print_stats(answer, chain.plan, answer.waterfall())
+        if prompt_cache:
+            await prompt_cache.keep(engine)
 
 
 async def print_outputs(

@@ -36,6 +36,7 @@ class Deployment:
     check_finite: bool = False  # have every stage check its output for NaN and infinities
     feeds: bool = True  # send the workers the weights that they lack
     prefix_bytes: int = 0  # that prefixes may take on each node's disk; 0: none are kept there
+    naming_secret: bytes = b""  # by which pieces of prefixes are named; empty: that of this user
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -179,7 +180,7 @@ class OwnNode:
         """
         checkpoint = deployment.checkpoint
         if self._naming_key is None or self._naming_key[0] is not checkpoint:
-            secret = await run_in_thread(naming_secret)
+            secret = deployment.naming_secret or await run_in_thread(naming_secret)
             contents = await run_in_thread(partial(contents_of, checkpoint))
             model = Contents(marks=contents.marks, hub_hashes=contents.hub_hashes).SerializeToString(deterministic=True)
             model += checkpoint.fingerprint.SerializeToString(deterministic=True)

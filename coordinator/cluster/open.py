@@ -321,6 +321,7 @@ async def cluster_over(
     deployment = Deployment(
         *(checkpoint, plan, nodes.peers(plan.names[1:]), options.check_finite, options.feeds),
         prefix_bytes=options.cluster.cache_disk or 0,
+        naming_secret=options.naming_secret,
     )
     async with (
         OwnNode(thread, keeps_to_plan=thread is None and bool(options.limits.recovery_s)) as own,

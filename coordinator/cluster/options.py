@@ -35,6 +35,7 @@ class ClusterOptions:
     max_context: int = 0  # tokens up to which that grows if memory is left
     given_context: int | None = None  # by a flag or the file; None: by neither
     draft_model: str | None = None  # a small model or a draft head; or NO_DRAFTER
+    naming_secret: bytes = b""  # by which pieces of prefixes on disk are named; empty: that of this user
 
     def __post_init__(self) -> None:
         names = [self.cluster.coordinator.name, *self.worker_names]

@@ -116,22 +116,29 @@ class ChainPrefixes:
     async def keep_of_leaving(self, names: Collection[bytes]) -> None:
         """Keep here what nodes that are about to end have of the pieces of these names, as far as there is time."""
         if names and any(peer.is_draining for peer in self._peers):
-            await _as_far_as_possible(self._keep_of_leaving(names), _LEAVE_S)
+            leaving = [node for node, peer in enumerate(self._peers, 1) if peer.is_draining]
+            await _as_far_as_possible(self.gather(names, leaving), _LEAVE_S)
 
-    async def _keep_of_leaving(self, names: Collection[bytes]) -> None:
+    async def gather(self, names: Collection[bytes], nodes: Collection[int]) -> None:
+        """Keep here what these nodes, by their place in the chain, have of the pieces of these names."""
         own, *others = await self._files()
         there = {(each.name, each.first_layer, each.last_layer) for each in own}
-        leaving = [(node, files) for node, files in enumerate(others, 1) if self._peers[node - 1].is_draining]
-        wanted = [Move(node, 0, each) for node, files in leaving for each in files if each.name in names]
+        asked = [(node, files) for node, files in enumerate(others, 1) if node in nodes]
+        wanted = [Move(node, 0, each) for node, files in asked for each in files if each.name in names]
         for move in sorted(wanted, key=lambda move: move.piece.end):
             if (move.piece.name, move.piece.first_layer, move.piece.last_layer) not in there:
                 with suppress(BrigadeError):  # other files may come
                     await self._move(move)
 
-    async def _files(self) -> list[Sequence[Piece]]:
+    async def remove(self, names: Collection[bytes]) -> None:
+        """Remove the pieces of these names from all disks. Raises BrigadeError if a node does not answer."""
+        await self._files(PrefixesRequest(remove_named=names))
+
+    async def _files(self, request: PrefixesRequest | None = None) -> list[Sequence[Piece]]:
         """Return the files of all nodes, this one first, once what they are writing is there."""
-        own = run_in_thread(partial(list_prefixes, PrefixesRequest()))
-        replies = await asyncio.gather(own, *(peer.prefixes(PrefixesRequest()) for peer in self._peers))
+        request = request or PrefixesRequest()
+        own = run_in_thread(partial(list_prefixes, request))
+        replies = await asyncio.gather(own, *(peer.prefixes(request) for peer in self._peers))
         return [reply.pieces[-_MOST_FILES:] for reply in replies]
 
     async def _move(self, move: Move) -> None:

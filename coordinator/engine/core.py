@@ -149,6 +149,10 @@ class EngineCore:
         """End a session in any state; what it has fed is kept as a prefix cache if it can be."""
         self._thread.post(partial(self._close, session))
 
+    async def stored_names(self) -> set[bytes]:
+        """Wait until nodes have stored what ended sessions left in the caches; return the names of its pieces."""
+        return await self._thread.call(self._stored_names())
+
     def _put(self, queue: OutputQueue, session: Session, item: Output | BaseException) -> None:
         """Put an item into a reader's queue, on either loop.
 
@@ -469,7 +473,9 @@ class EngineCore:
             async with asyncio.timeout(_RETIRE_S):
                 self._send_all()
                 await self._idle.wait()
-        leaving = asyncio.run_coroutine_threadsafe(chain.leave(self.scheduler.slots.stored_of_running()), self._main)
+        leaving = asyncio.run_coroutine_threadsafe(
+            chain.leave(self.scheduler.slots.stored_names(of_running=True)), self._main
+        )
         await asyncio.wrap_future(leaving)
 
     async def _bring(self, chain: Chain, sessions: Sequence[Session], num_there: Callable[[Session], int]) -> None:
@@ -498,6 +504,11 @@ class EngineCore:
         if self._stored and chain is self.chain:
             for piece in brought:
                 self._stored.add(piece)
+
+    async def _stored_names(self) -> set[bytes]:
+        while not self._idle.is_set():
+            await self._idle.wait()
+        return self.scheduler.slots.stored_names()
 
     async def _close_all(self) -> None:
         """End all sessions, free every slot on every stage, and wait for the frames in flight."""

@@ -305,23 +305,23 @@ class Slots:
         """Return a kept slot, or one `of_running` sessions, and the next piece of it that is not on the disks."""
         if self._stored is None:
             return None
-        for slot in self._running if of_running else self._in(SlotState.KEPT):
+        for slot in self._storable(of_running=of_running):
             if not slot.is_stored:
                 if piece := self._stored.next_piece(slot.session):
                     return slot, piece
                 slot.is_stored = True
         return None
 
-    @property
-    def _running(self) -> list[SessionSlot]:
-        """The slots of sessions with rows on the stages that have not ended."""
+    def stored_names(self, *, of_running: bool = False) -> set[bytes]:
+        """Return the names of the pieces on the nodes' disks of kept slots, or of those `of_running` sessions."""
+        stored, sessions = self._stored, [slot.session for slot in self._storable(of_running=of_running)]
+        return {piece.name for each in sessions for piece in stored.pieces_of(each, each.fed)} if stored else set()
+
+    def _storable(self, *, of_running: bool) -> list[SessionSlot]:
+        if not of_running:
+            return self._in(SlotState.KEPT)
         active = [slot for slot in self.active if slot.state is SlotState.OPEN]
         return [slot for slot in active if slot.session.request.pool_from is None]  # texts to embed are not kept either
-
-    def stored_of_running(self) -> set[bytes]:
-        """Return the names of the pieces on the nodes' disks with which sessions that run can go on elsewhere."""
-        stored, running = self._stored, [slot.session for slot in self._running]
-        return {piece.name for each in running for piece in stored.pieces_of(each, each.fed)} if stored else set()
 
     def note_stored(self, slot: SessionSlot, piece: Piece, *, is_written: bool) -> None:
         """Note whether all stages write a piece of this slot to their disks; if not, nothing more of it is written."""

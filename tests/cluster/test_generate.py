@@ -105,3 +105,18 @@ def test_text_comes_while_it_is_made_in_whole_characters_and_an_interrupt_ends_t
     assert len(text) == len(outcome.out) - 1
     assert list(text) == list(itertools.islice(itertools.cycle(RECITED), len(text)))
     assert re.search(r"(?m)^interrupted after \d+ tokens, [\d.]+ tok/s; first after [\d.]+ s\n\Z", outcome.err)
+
+
+def test_a_prompt_cache_serves_the_next_run_and_a_file_of_another_kind_is_left_alone(
+    talker: Path, tmp_path: Path
+) -> None:
+    file, letter = tmp_path / "cache", tmp_path / "letter"
+    letter.write_text("Dear Ann,")
+    tokens = ",".join(str(7 * i % 89) for i in range(600))
+    command = ("generate", "--model", talker, "--prompt-tokens", tokens, "--context", "1024", "--local", "0", "-m", "4")
+    first, second = (run_here(*command, "--prompt-cache", file) for _ in range(2))
+    assert f"{file} holds the caches of 512 tokens" in first.err and "caches" not in second.err
+    assert (first.code, second.code, second.out) == (0, 0, first.out)
+    refused = run_here(*command, "--prompt-cache", letter)
+    assert refused.code == 2 and refused.err.startswith("error: --prompt-cache: expected a file that --prompt-cache")
+    assert letter.read_text() == "Dear Ann,"

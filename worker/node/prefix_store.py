@@ -45,7 +45,7 @@ _LOCK_S = 2.0  # for the writes of others; a process may be stopped in the middl
 _READ_S = 2.0  # for a piece, from when it is needed
 _MOST_WAITING = 2  # pieces in memory that the disk has not taken yet; a further one waits
 _PART_BYTES = 1 << 20  # of a message: a larger one would hold up tokens
-_MOST_MOVED_BYTES = 1 << 30  # of a piece that goes to another node, which is in memory then
+MOST_MOVED_BYTES = 1 << 30  # of a piece that goes to another node, which is in memory then
 _being_written: set[Future[None]] = set()  # by all stores of this process
 _TOKEN_S = 0.01  # by which the next token of a prefix counts as used earlier
 _SPARE = 10  # a tenth of the disk stays free, whatever the limit
@@ -100,23 +100,27 @@ def piece_files(folder: Path) -> list[PieceFile]:
     found = []
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            if (match := _FILE.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
+            if (piece := piece_named(entry.name)) and entry.is_file(follow_symlinks=False):
                 with contextlib.suppress(OSError):  # removed meanwhile
                     stat = entry.stat(follow_symlinks=False)
-                    begin, end, first, last = map(int, match.groups()[1:])
-                    piece = Piece(
-                        name=bytes.fromhex(match[1]), begin=begin, end=end, first_layer=first, last_layer=last
-                    )
                     found.append(PieceFile(Path(entry.path), piece, stat.st_size, stat.st_mtime))
     return sorted(found, key=lambda file: file.used)
+
+
+def piece_named(name: str) -> Piece | None:
+    """Return the piece whose file has this name; None if none has."""
+    if (match := _FILE.fullmatch(name)) is None:
+        return None
+    begin, end, first, last = map(int, match.groups()[1:])
+    return Piece(name=bytes.fromhex(match[1]), begin=begin, end=end, first_layer=first, last_layer=last)
 
 
 def list_prefixes(request: PrefixesRequest, folder: Path | None = None) -> PrefixesReply:
     """Return the pieces of this node once what this process is writing is there; remove them if the request says so."""
     wait(list(_being_written), _WRITE_S * _MOST_WAITING)
     files = piece_files(folder or prefix_folder())
-    if request.remove:
-        _remove(file.path for file in files)  # not the secret, by which a running coordinator goes on
+    named = set(request.remove_named)  # the secret stays, by which a running coordinator goes on
+    _remove(file.path for file in files if request.remove or file.piece.name in named)
     used = int(max((file.used for file in files), default=0))
     return PrefixesReply(pieces=[file.piece for file in files], bytes=sum(file.nbytes for file in files), used=used)
 
@@ -143,8 +147,8 @@ async def join_parts(parts: AsyncIterable[FilePart]) -> tuple[Piece, bytes]:
         piece = piece if found else part.piece
         found.append(part.data)
         num_bytes += len(part.data)
-        if num_bytes > _MOST_MOVED_BYTES:
-            raise FrameError(f"expected a piece of a prefix of at most {_MOST_MOVED_BYTES} bytes, got more")
+        if num_bytes > MOST_MOVED_BYTES:
+            raise FrameError(f"expected a piece of a prefix of at most {MOST_MOVED_BYTES} bytes, got more")
     return piece, b"".join(found)
 
 

@@ -118,6 +118,7 @@ def test_a_prompt_is_an_argument_a_flag_or_standard_input(opened: Command, monke
         ("generate a --server http://here --model demo", "model"),
         ("generate a --server http://here --trace file", "trace"),
         ("generate a --server http://here --journal file", "journal"),
+        ("generate a --server http://here --prompt-cache file", "prompt_cache"),
         ("generate a --server http://here --logprobs 2", "logprobs"),
         ("generate a --server http://here --context 9", "context"),
         ("chat --server http://here --config cluster.yaml", "config"),

@@ -155,7 +155,7 @@ def test_a_chain_that_retires_writes_what_running_sessions_have_and_goes_no_furt
     pieces = [(piece.begin, piece.end) for piece in written(rig)]
     of_first = [(0, 512), (512, 1024)] if cuttable == PLENTY else [(0, 300), (300, 900)]
     assert pieces == [*of_first, *([(0, 512)] if cuttable == PLENTY else [])]
-    assert rig.scheduler.slots.stored_of_running() == {piece.name for piece in written(rig)}
+    assert rig.scheduler.slots.stored_names(of_running=True) == {piece.name for piece in written(rig)}
     assert rig.scheduler.is_idle and rig.scheduler.schedule() is None
     assert first.num_generated - numbers[0] <= 1 >= second.num_generated - numbers[1] and not late.num_generated
     again = restarted(rig, cuttable)
@@ -171,7 +171,8 @@ def test_nothing_of_ended_sessions_is_written_while_running_ones_wait() -> None:
     rig.step_until(lambda: ended.finish_reason)
     rig.scheduler.retire()
     rig.drain()
-    assert len(written(rig)) == 1 and rig.scheduler.slots.stored_of_running() == {written(rig)[0].name}
+    assert len(written(rig)) == 1
+    assert rig.scheduler.slots.stored_names(of_running=True) == {written(rig)[0].name}
 
 
 def test_a_piece_that_a_stage_does_not_write_is_not_counted_as_stored_and_its_slot_not_asked_again() -> None:
