@@ -114,6 +114,8 @@ class TextParser:
         """Add text; return what is certainly before a stop string. Once `is_last`, nothing is held back."""
         if self._stop is None:
             return text
+        if self._stop.found is not None:
+            return ""
         found = ""
         for is_call, piece in self._regions(text, is_last=is_last):
             if is_call:

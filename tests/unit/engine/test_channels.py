@@ -134,6 +134,15 @@ def test_stop_strings_end_what_is_said_and_no_call(size: int, stops: Any, said: 
     ]
 
 
+@pytest.mark.parametrize("size", [1, 2, 7, 40])
+def test_nothing_behind_a_stop_string_is_told_if_it_ends_as_a_marker_begins(size: int) -> None:
+    pieces = Pieces(f"a << b <{CALL}", size)
+    parser = TextParser(pieces, ("b <",), markers(), TOOLS)
+    output = Output("", pieces.tokens, 0, "stop")
+    parser.read(output)
+    assert (output.text, output.content, output.tool_calls, output.stop) == ("a << ", "a << ", (), "b <")
+
+
 def test_no_stop_string_ends_an_answer_whose_call_is_forced() -> None:
     pieces = Pieces(f"<think>Hm.</think>{CALL}", 3)
     parser = TextParser(pieces, ("add", "Hm", "<"), markers(), TOOLS, Calls(are_forced=True))
