@@ -119,8 +119,11 @@ class Asked:
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     """Return the length of the longest common prefix."""
+    shorter = min(len(one), len(other))
+    if one[:shorter] == other[:shorter]:  # ten times faster than one by one
+        return shorter
     pairs = enumerate(zip(one, other, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
+    return next((n for n, (a, b) in pairs if a != b), shorter)
 
 
 def check_result(result: Result, asked: Asked, spec: ModelSpec, node: str) -> None:
