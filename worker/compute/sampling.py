@@ -231,7 +231,8 @@ class Sampler:
 
     def _likeliest(self, logprobs: mx.array) -> tuple[mx.array, mx.array]:
         """Return ids and logprobs [N, n] of the alternatives to report."""
-        best = mx.argsort(-logprobs, axis=-1)[:, : self._sampling.logprobs - 1]
+        count = self._sampling.logprobs - 1
+        best = mx.argsort(-logprobs, axis=-1)[:, :count] if count else mx.zeros((logprobs.shape[0], 0), mx.uint32)
         return best, mx.take_along_axis(logprobs, best, axis=-1)
 
     def _without_ends(self, logits: mx.array, positions: Sequence[int]) -> mx.array:
