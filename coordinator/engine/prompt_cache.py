@@ -54,6 +54,8 @@ class PromptCache:
         Raises:
             InputError: it cannot be read or written, or is another kind of file, or of another model.
         """
+        if path.exists() and not path.is_file():
+            raise InputError(_FIELD, f"expected a file, found another kind of thing: {path}")
         require_writable(_FIELD, path)
         self._path, self._model = path, checkpoint.name
         self._fingerprint = checkpoint.fingerprint.SerializeToString(deterministic=True).hex()
@@ -132,7 +134,7 @@ class PromptCache:
         )
         with (
             writing(_FIELD, self._path),
-            replacing(self._path) as unfinished,
+            replacing(self._path.resolve()) as unfinished,
             open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as packed,
         ):
             packed.write(header.model_dump_json().encode() + b"\n")

@@ -107,5 +107,7 @@ async def test_only_its_own_files_are_used_and_written(model: Path, models: Mode
         with pytest.raises(InputError, match=expected) as raised:
             PromptCache(file, checkpoint)
         assert raised.value.field == "prompt_cache" and file.read_bytes() == content
-    with pytest.raises(InputError, match="cannot write"):
-        PromptCache(disk / "none" / "prompt", checkpoint)
+    os.mkfifo(disk / "pipe")
+    for path, expected in (("none/prompt", "cannot write"), ("pipe", "expected a file"), (".", "expected a file")):
+        with pytest.raises(InputError, match=expected):
+            PromptCache(disk / path, checkpoint)
