@@ -352,7 +352,9 @@ def _plan_for_next(nodes: Sequence[NodeRecord], now: Situation, limits: Limits, 
         target = _at_present(now.target, sound)
         if target.fits or not now.lost_at:  # the first plan is the user's
             return target
-    for candidates in (sound, usable):
+    # a node that loads to join later holds nothing up
+    settled = [each for each in sound if each.name in expected or each.state is not NodeState.LOADING]
+    for candidates in (settled, sound, usable):
         if {each.name for each in candidates} == set(expected) and (same := _at_present(now.plan, candidates)).fits:
             return same  # only nodes that were started anew have to load then
         if found := planner.best([each.node for each in candidates]):

@@ -141,6 +141,19 @@ def test_a_spare_node_takes_part_and_is_not_awaited() -> None:
     assert decide(there, situation, LIMITS, Splits()) == Load(WHOLE, ("mini", "air"))
 
 
+def test_streams_wait_for_no_node_that_loads_to_join_later() -> None:
+    """The chain had no air yet. Where the nodes that are left do not suffice, the load is awaited."""
+    there = nodes(LD, LD, LG, plan=PAIR)
+    situation = replace(lost(6), plan=PAIR)
+    for each in there:
+        each.asked_at += 6
+    assert decide(there, situation, LIMITS, Splits()) == Open(PAIR)
+    there[0].shard = plan_over(("max",)).assignments[0]
+    there[1].meet(NodeEvent.LOST, 100)
+    assert decide(there, situation, LIMITS, Splits()) == Open(plan_over(("max",)), ("mini",))
+    assert isinstance(decide(there, situation, LIMITS, Splits(least=2)), Load | Wait)
+
+
 def test_a_node_that_answers_and_fails_is_tried_as_long_as_one_that_is_silent_is_awaited() -> None:
     there = nodes(LD, LD, LD, plan=WHOLE)
     there[2].fail(101, has_chain=False)
