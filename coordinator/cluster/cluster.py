@@ -259,8 +259,10 @@ class Cluster:
         costs = ChainCosts(len(plan.assignments), predicted.chunks_s)
         answers_alone = plan.prompt_end is not None
         answer_costs = ChainCosts(1, predicted.of_answers.chunks_s) if answers_alone else costs
-        is_awaited = recovery.still_since is not None and (
-            (self.chain.num_stages, self.chain.answers_alone) == (len(plan.assignments), answers_alone)
+        is_awaited = (  # where the link of a node that fell silent may be slow, it is measured anew
+            recovery.still_since is not None
+            and not isinstance(recovery.error, NodeSilent)
+            and (self.chain.num_stages, self.chain.answers_alone) == (len(plan.assignments), answers_alone)
         )
         if is_awaited:
             costs, answer_costs = self.chain.costs, self.chain.answer_costs

@@ -223,7 +223,7 @@ class EngineCore:
         costs = chain.costs if session.feeds_apart else chain.answer_costs
         rows = session.chunk or costs.chunk_size(num_unfed, beside_streams=beside_streams)
         longest = replace(chain.spec, cache=session.request.cache).longest_chunk or rows
-        rows = min(rows, longest, most_chunk_rows(chain.spec.row_bytes))
+        rows = costs.carried_rows(min(rows, longest, most_chunk_rows(chain.spec.row_bytes)))
         before = len(session.history) - session.num_unfed
         stages = zip(costs.scratch, self.scheduler.slots.unreserved, chain.plan.assignments, strict=False)
         fitting = (

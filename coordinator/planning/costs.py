@@ -13,6 +13,7 @@ _LEAST_ROWS = 4  # of a chunk where memory is short: a few times what each token
 _CHUNK_GAIN = 1.1  # factor by which a larger chunk has to be faster
 _GROWTH = 4  # factor by which a chunk beside streams may be larger than all that are known
 _TRIED = 512  # rows: a size up to which costs are tried, since the rows of a mixture of experts share their weights
+_ON_LINKS_S = 1.0  # for the prompt frames that wait for a link: a node counts as silent after a second
 _BESIDE_STREAMS_S = 0.5  # for a chunk of more than 32 rows through the whole chain, beside streams
 _WEIGHT = 0.1  # of a new observation
 _FORGIVEN = 0.9  # of the time of a read that was too slow, with each one that is left out
@@ -247,6 +248,15 @@ class ChainCosts:
         rows = chunk_size(num_unfed, self.stages_s, return_s, beside_streams=beside_streams)
         tried = [size for size in _CHUNKS[1:] if size <= _GROWTH * known]
         return min(rows, max(tried, default=_CHUNKS[0])) if beside_streams else rows
+
+    def carried_rows(self, num_rows: int) -> int:
+        """Return how many of these rows a prompt frame may have so that links carry signs of life behind it in time.
+
+        As many prompt frames as there are stages may wait for one link.
+        """
+        while num_rows > _CHUNKS[0] and self.hops_s(num_rows) * len(self._stages) > _ON_LINKS_S:
+            num_rows //= 2
+        return num_rows
 
     def pays_apart(self, num_alone: int, num_apart: int, share: float) -> bool:
         """Return whether all stages compute a prompt sooner than the first one would alone.

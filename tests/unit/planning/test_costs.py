@@ -163,6 +163,28 @@ def test_the_transfer_of_long_prompts_does_not_count_for_single_rows() -> None:
     assert costs.hops_s(1025) == pytest.approx(0.2, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("num_stages", "rows", "row_s", "expected"),
+    [
+        (2, 512, 0.00001, 512),
+        (2, 512, 0.005, 64),
+        (4, 512, 0.005, 32),
+        (2, 2048, 1.0, 32),
+        (2, 24, 1.0, 24),
+        (1, 512, 0, 512),
+    ],
+)
+def test_signs_of_life_wait_behind_prompts_for_less_than_a_second(
+    num_stages: int, rows: int, row_s: float, expected: int
+) -> None:
+    """As many chunks as there are stages may wait for a link."""
+    costs = ChainCosts(num_stages)
+    assert costs.carried_rows(rows) == rows, "nothing is known"
+    for size in (1, 64):
+        costs.observe(size, [0.01] * num_stages, 0.01 * num_stages + size * row_s, was_alone=True)
+    assert costs.carried_rows(rows) == expected
+
+
 def test_one_slow_frame_hardly_counts_and_a_fast_one_does() -> None:
     costs = observed(1, (1, 9.0, 1), (1, 0.010, 2), (1, 0.100, 1))  # the first compiles: it never counts
     assert costs.stages_s(1)[0] < 0.020
