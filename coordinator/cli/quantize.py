@@ -143,7 +143,7 @@ def _state(checkpoint: Checkpoint, options: QuantizeOptions) -> dict[str, Any]:
     return {
         "model": checkpoint.fingerprint.tensors,
         "config": checkpoint.fingerprint.config,
-        "files": [list(pair) for pair in checkpoint.stamp()],
+        "files": [list(pair) for pair in checkpoint.require_unchanged()],
         "options": [options.mode, options.bits, options.group_size, list(options.keep)],
     }
 

@@ -110,7 +110,8 @@ class OwnCopy:
 
     @classmethod
     async def of(cls, checkpoint: Checkpoint) -> "OwnCopy":
-        """Describe this copy. Raises ModelError if a weight file cannot be read."""
+        """Describe this copy. Raises ModelError if a weight file cannot be read, or was changed since it was opened."""
+        await run_in_thread(checkpoint.require_unchanged)
         contents = await run_in_thread(partial(contents_of, checkpoint))
         return cls(contents, await run_in_thread(partial(known_digests, checkpoint)))
 
@@ -197,6 +198,7 @@ class OwnNode:
         if held and self._source is deployment.checkpoint and (held.start, held.end) == (own.start, own.end):
             progress(own.name, LoadProgress(phase="kept", done=held.nbytes, total=held.nbytes))
             return
+        await run_in_thread(deployment.checkpoint.require_unchanged)
         await self.thread.run(partial(close_slots, self.slots))
         tensors = held.tensors if held and self._source is deployment.checkpoint else {}
         self.shard = held = None  # frees its memory
@@ -209,6 +211,7 @@ class OwnNode:
             held=tensors,
             memory_bytes=own.memory_bytes if self._keeps_to_plan else 0,
         )
+        await run_in_thread(deployment.checkpoint.require_unchanged)
         assert isinstance(found, Shard)
         self.shard = found
         await self.thread.run(forget_peak)
@@ -218,7 +221,9 @@ class OwnNode:
         """Load what this stage needs of the drafter beside its layers."""
         own = deployment.plan.assignments[0]
         assert self.shard is not None
-        self.part = await load_shard(source, 0, end, self.thread, partial(progress, own.name))
+        part = await load_shard(source, 0, end, self.thread, partial(progress, own.name))
+        await run_in_thread(source.require_unchanged)
+        self.part = part
         self._part_source = source, end
         memory_bytes = own.memory_bytes if self._keeps_to_plan else 0
         await self.thread.run(partial(keep_within, memory_bytes, self.shard.nbytes + self.part.nbytes))

@@ -67,6 +67,7 @@ async def load_pushing(
             ) from lack
         log("note", f"worker {peer.name}: {lack.message.partition(';')[0]}: sending it what it lacks")
     await push_weights(peer, request, checkpoint, report)
+    await run_in_thread(checkpoint.require_unchanged)
     await peer.load(request, report)
 
 

@@ -215,7 +215,7 @@ async def test_a_file_that_changes_while_being_read_is_refused(tmp_path: Path, m
         materialise(shard, progress)
 
     async with serving(1) as [node]:
-        with monkeypatch.context() as patch, pytest.raises(ModelError, match=rf"{file.name} changed while it was read"):
+        with monkeypatch.context() as patch, pytest.raises(ModelError, match=rf"{file.name} was changed"):
             patch.setattr(Shard, "materialise", replace_and_read)
             await node.load(load_request(folder, 2, 4))
         assert (await node.load(load_request(folder, 2, 4)))[-1].phase == "load"

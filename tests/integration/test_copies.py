@@ -106,7 +106,7 @@ def arriving(origin: Path, model: str) -> Checkpoint:
         for file in files:
             shutil.copy(origin / file, folder)
 
-    return replace(open_folder(origin), folder=folder, name=model, download=download)
+    return replace(open_folder(origin), folder=folder, name=model, download=download, opened=())
 
 
 # Folders that lack files

@@ -191,6 +191,18 @@ async def test_a_changed_layer_is_sent_anew(models: Models, tmp_path: Path, lack
     assert sum(taken) == changed.nbytes
 
 
+async def test_a_worker_loads_nothing_of_files_that_were_changed_since_its_coordinator_opened_them(
+    models: Models, lacking: Lacking, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(models("qwen3").folder, tmp_path / "model"))
+    wanted, checkpoint = full_request(folder, 2, 4), open_folder(folder)
+    overwrite(folder, "model.layers.2.mlp.down_proj.weight", num_bytes=2000)
+    async with lacking(1) as [node], node.reached() as peer:
+        with pytest.raises(ModelError, match="was changed"):
+            await load_pushing(peer, wanted, checkpoint, lambda report: None, feeds=True)
+        assert node.service.worker.shard is None
+
+
 def overwrite(folder: Path, name: str, num_bytes: int) -> None:
     """The first bytes of a tensor."""
     info = open_folder(folder).tensors[name]

@@ -2,6 +2,7 @@
 
 import io
 import weakref
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from coordinator.cluster.deployment import Deployment, OwnNode
+from coordinator.cluster.deployment import Deployment, OwnCopy, OwnNode
 from coordinator.cluster.local import LocalWorker
 from coordinator.decoding.decode_options import make_cache_choice
 from coordinator.engine.engine import Engine
@@ -194,6 +195,38 @@ async def test_a_shard_is_kept_only_for_the_checkpoint_that_it_is_of(tmp_path: P
         for deployment in (one, one, other, other):
             await own.load(deployment, note)
     assert phases == ["load", "kept", "load", "kept"]
+
+
+async def test_a_coordinator_mixes_no_layers_with_those_of_files_that_were_changed_meanwhile(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    whole = deployment_of(folder)
+    async with OwnNode() as own:
+        await own.load(whole)
+        make_model(folder, seed=2)
+        await own.load(whole)  # it reads nothing
+        spec, nodes = whole.spec, [Node(name, 1 << 40) for name in ("coordinator", "mini")]
+        fewer = plan(spec, nodes, NO_SPEEDS, Objective(128, layers=(2, 2)))
+        with pytest.raises(ModelError, match="was changed"):
+            await own.load(replace(whole, plan=fewer))
+    with pytest.raises(ModelError, match="was changed"):
+        await OwnCopy.of(whole.checkpoint)
+
+
+async def test_a_coordinator_takes_nothing_of_a_file_that_is_changed_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment = deployment_of(make_model(tmp_path / "model"))
+    materialise: Callable[..., None] = Shard.materialise
+
+    def replace_and_read(shard: Shard, progress: Callable[[int], None]) -> None:
+        make_model(tmp_path / "model", seed=2)
+        materialise(shard, progress)
+
+    monkeypatch.setattr(Shard, "materialise", replace_and_read)
+    async with OwnNode() as own:
+        with pytest.raises(ModelError, match="was changed"):
+            await own.load(deployment)
+        assert own.shard is None
 
 
 async def test_a_thread_that_others_use_too_outlives_the_node() -> None:

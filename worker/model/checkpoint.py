@@ -25,6 +25,7 @@ _TOKENIZER_NAME = re.compile(  # copies that a browser or a desktop has made hav
 )
 
 Download = Callable[[Iterable[str], Callable[[int], None]], None]
+Stamp = tuple[tuple[str, int], ...]  # names and modification times of files
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, as a key of caches
@@ -39,6 +40,7 @@ class Checkpoint:
     hub_hashes: Mapping[str, str] = field(default_factory=dict)  # the hub's own hash of each weight file
     drafter: "Checkpoint | None" = None  # its drafter, if any: a small model or a draft head
     embeds_last: bool = False  # the last shard holds the embedding too, for a draft head
+    opened: Stamp = ()  # of the weight files that were here, before their headers were read
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -82,10 +84,17 @@ class Checkpoint:
         """Return the files of these tensors that are not here."""
         return sorted(file for file in self.files_of(names) if not (self.folder / file).exists())
 
-    def stamp(self) -> tuple[tuple[str, int], ...]:
-        """Return names and modification times of the weight files that are here."""
-        files = sorted({info.file for info in self.tensors.values()})
-        return tuple((f, (self.folder / f).stat().st_mtime_ns) for f in files if (self.folder / f).exists())
+    def require_unchanged(self) -> Stamp:
+        """Return the stamp of the weight files that are here now.
+
+        Raises:
+            ModelError: one of `opened` has changed since, so that its layers would not be of the model in memory.
+        """
+        now = stamp_of(self.folder, self.files_of(self.tensors).union(file for file, _ in self.opened))
+        if changed := sorted(set(self.opened) - set(now)):
+            path = self.folder / changed[0][0]
+            raise ModelError(f"{path} was changed or removed after the model was opened; start again")
+        return now
 
     def vocabulary(self) -> dict[int, str]:
         """Return the tokens of tokenizer.json by id; empty if the file or its list of tokens is missing.
@@ -110,6 +119,11 @@ class Checkpoint:
         return files
 
 
+def stamp_of(folder: Path, files: Iterable[str]) -> Stamp:
+    """Return the stamp of those of these files that are in the folder."""
+    return tuple((file, (folder / file).stat().st_mtime_ns) for file in sorted(files) if (folder / file).exists())
+
+
 def is_tokenizer_file(name: str) -> bool:
     """Return whether a file of this name is one of a tokenizer's data files."""
     return bool(_TOKENIZER_NAME.fullmatch(name)) and any(fnmatchcase(name, pattern) for pattern in SMALL_FILES)
@@ -129,7 +143,9 @@ def open_folder(folder: Path, name: str | None = None, known: Mapping[str, Tenso
         raise ModelError(f"model folder {folder} does not exist here; give a folder or a hub repository (owner/name)")
     config = read_config(folder)
     tensors: dict[str, TensorInfo] = {}
-    for file in weight_files(folder):
+    files = weight_files(folder)
+    opened = stamp_of(folder, files)
+    for file in files:
         if not known or (folder / file).exists():
             tensors |= read_tensors(folder, file)
     here, places = {path.name for path in folder.iterdir() if path.exists()}, _index(folder) or {} if known else {}
@@ -137,7 +153,7 @@ def open_folder(folder: Path, name: str | None = None, known: Mapping[str, Tenso
         info = replace(info, file=places.get(key, info.file))  # the folder's own index has other file names
         if key not in tensors and info.file not in here:
             tensors[key] = info
-    return Checkpoint(name or str(folder), folder, config, tensors)
+    return Checkpoint(name or str(folder), folder, config, tensors, opened=opened)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -24,7 +24,15 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import tqdm
 
 from worker.errors import ModelError, first_line
-from worker.model.checkpoint import SMALL_FILES, Checkpoint, choose_weight_files, open_folder, read_config, weight_files
+from worker.model.checkpoint import (
+    SMALL_FILES,
+    Checkpoint,
+    choose_weight_files,
+    open_folder,
+    read_config,
+    stamp_of,
+    weight_files,
+)
 from worker.model.headers import TensorInfo, read_tensors, tensors_of
 from worker.platform.installation import read_record, write_record
 
@@ -46,10 +54,11 @@ def open_repository(model: str) -> Checkpoint:
         folder = _snapshot(repository, revision or None)
         config = read_config(folder)
         files = _weight_files(repository, folder)
+        opened = stamp_of(folder, files)
         tensors = _tensors(repository, folder, files)
     hashes = _hashes(repository, folder.name, files)
     name, download = f"{repository}@{folder.name}", partial(_download, repository, folder)
-    return Checkpoint(name, folder, config, tensors, download, hashes)
+    return Checkpoint(name, folder, config, tensors, download, hashes, opened=opened)
 
 
 def open_cached(model: str, known: Mapping[str, TensorInfo]) -> Checkpoint:

@@ -22,7 +22,7 @@ from worker.compute.header import check_grammar
 from worker.compute.shard import Shard
 from worker.drafters.kinds import DrafterPart
 from worker.errors import FrameError, ModelError, NodeBusy, StageLost
-from worker.model.checkpoint import Checkpoint
+from worker.model.checkpoint import Checkpoint, Stamp
 from worker.model.contents import check_contents
 from worker.node.attachment import Attachment, check_place
 from worker.node.loading import QUIET_S, load_shard
@@ -44,7 +44,6 @@ _WAITING_S = 1.0  # between two reports of a load that waits for another one
 _ENDED = object()
 
 T = TypeVar("T")
-Stamp = tuple[tuple[str, int], ...]
 ReportProgress = Callable[[LoadProgress], Awaitable[None]]
 
 
@@ -394,18 +393,18 @@ class Worker:
         return held.shard
 
     async def _load(self, request: LoadRequest, report: ReportProgress) -> None:
-        checkpoint, stamp, lease = await _checked(partial(self._open, request), report)
+        checkpoint, lease = await _checked(partial(self._open, request), report)
         held, wanted = self._drafter if request.is_drafter else self._held, _shard_of(request)
         if held:
             held.lease.close()
-        if held and held.shard and (held.request, held.stamp) == (wanted, stamp):
+        if held and held.shard and (held.request, held.stamp) == (wanted, checkpoint.opened):
             self._hold(request, replace(held, lease=lease))
             self._log.info("kept %s", _name_of(request))
             await self._thread.run(partial(keep_within, request.memory_bytes, self._weight_bytes))
             await report(LoadProgress(phase="kept", done=held.shard.nbytes, total=held.shard.nbytes))
             return
         tensors: dict[str, mx.array] = {}  # that can be kept
-        if held and _is_of_same_model(held, wanted, stamp):
+        if held and _is_of_same_model(held, wanted, checkpoint.opened):
             tensors = held.shard.tensors if held.shard else held.read
         held = None  # the memory of the other tensors is needed
         self._hold(request, None)
@@ -423,14 +422,14 @@ class Worker:
         except asyncio.CancelledError:
             self._log.info("gave up loading %s: the coordinator cancelled it", _name_of(request))
             try:
-                self._hold(request, HeldModel(wanted, _stamp_after(checkpoint, stamp), None, tensors, lease))
+                self._hold(request, HeldModel(wanted, checkpoint.require_unchanged(), None, tensors, lease))
             except ModelError:  # a file has changed: keep nothing
                 lease.close()
             raise
         except BaseException:
             lease.close()
             raise
-        self._hold(request, HeldModel(wanted, _stamp_after(checkpoint, stamp), shard, {}, lease))
+        self._hold(request, HeldModel(wanted, checkpoint.require_unchanged(), shard, {}, lease))
         await self._thread.run(forget_peak)
         took_s = time.monotonic() - began
         self._log.info("loaded %s: %.1f MiB in %.1f s", _name_of(request), shard.nbytes / 2**20, took_s)
@@ -484,10 +483,10 @@ class Worker:
             given_up.set()
             await asyncio.gather(load, return_exceptions=True)
 
-    def _open(self, request: LoadRequest, note_read: Callable[[], None]) -> tuple[Checkpoint, Stamp, Lease]:
-        """Return this node's copy of the requested model, its stamp, and a lease of its files."""
+    def _open(self, request: LoadRequest, note_read: Callable[[], None]) -> tuple[Checkpoint, Lease]:
+        """Return this node's copy of the requested model, and a lease of its files."""
         checkpoint = self._sources.open(request, lambda found: check_load_request(request, found, note_read))
-        return checkpoint, checkpoint.stamp(), self._sources.lease(checkpoint, request.start, request.end)
+        return checkpoint, self._sources.lease(checkpoint, request.start, request.end)
 
 
 async def _checked(check: Callable[[Callable[[], None]], T], report: ReportProgress) -> T:
@@ -515,14 +514,6 @@ async def _checked(check: Callable[[Callable[[], None]], T], report: ReportProgr
 def _name_of(request: LoadRequest) -> str:
     what = "the drafter" if request.is_drafter else f"layers [{request.start}, {request.end}) of"
     return f"{what} {request.model}"
-
-
-def _stamp_after(checkpoint: Checkpoint, before: Stamp) -> Stamp:
-    """Return the stamp after everything was read. Raises ModelError if a file of the first stamp has changed."""
-    after = checkpoint.stamp()
-    if changed := sorted(set(before) - set(after)):
-        raise ModelError(f"{checkpoint.folder / changed[0][0]} changed while it was read; start again")
-    return after
 
 
 def _is_of_same_model(held: HeldModel, wanted: LoadRequest, stamp: Stamp) -> bool:

@@ -26,7 +26,14 @@ from blake3 import blake3
 
 from protos.brigade_pb2 import Fingerprint, LoadRequest
 from worker.errors import ModelError
-from worker.model.checkpoint import MOST_CONFIG_BYTES, MOST_TOKENIZER_BYTES, Checkpoint, is_tokenizer_file, read_config
+from worker.model.checkpoint import (
+    MOST_CONFIG_BYTES,
+    MOST_TOKENIZER_BYTES,
+    Checkpoint,
+    is_tokenizer_file,
+    read_config,
+    stamp_of,
+)
 from worker.model.describe import BACK, FRONT, layout_of, shard_tensors
 from worker.model.draft_heads import head_kind
 from worker.model.headers import ITEM_BITS, TensorInfo, read_tensors
@@ -307,7 +314,8 @@ class WeightsCache:
                 if name not in known or (info.dtype, info.shape) != (known[name].dtype, known[name].shape):
                     raise ModelError(f"{path} does not belong to this model; remove it by `brigade cache rm`")
                 tensors[name] = info
-        return Checkpoint(model, folder, read_config(folder), tensors)
+        opened = stamp_of(folder, {info.file for info in tensors.values()})
+        return Checkpoint(model, folder, read_config(folder), tensors, opened=opened)
 
     def begin_file(self, fingerprint: Fingerprint, name: str, nbytes: int, digest: str) -> PartialFile | Path | None:
         """Do as `begin_piece` for one of the model's small files. Raises ModelError if no such file is accepted."""

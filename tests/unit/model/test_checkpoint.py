@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -236,10 +237,24 @@ def test_copies_of_a_tokenizers_files_are_none_of_its_files(folder: Path) -> Non
     assert open_folder(folder).fingerprint != before
 
 
-def test_the_stamp_changes_with_a_weight_file(folder: Path) -> None:
-    before = open_folder(folder).stamp()
+def test_a_weight_file_that_was_changed_or_removed_since_the_opening_is_named(folder: Path) -> None:
+    checkpoint = open_folder(folder)
+    assert checkpoint.require_unchanged() == checkpoint.opened
     write_tensors(folder / FILE, TENSORS, fill=b"\1")
-    assert open_folder(folder).stamp() != before
+    assert open_folder(folder).opened != checkpoint.opened
+    for change in (lambda: None, (folder / FILE).unlink):
+        change()
+        with pytest.raises(ModelError, match=re.escape(str(folder / FILE))):
+            checkpoint.require_unchanged()
+
+
+def test_weight_files_that_come_after_the_opening_are_no_change(folder: Path) -> None:
+    known = dict(open_folder(folder).tensors)
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(known, FILE)}))
+    moved = (folder / FILE).rename(folder / "elsewhere")
+    checkpoint = open_folder(folder, known=known)
+    moved.rename(folder / FILE)
+    assert [file for file, _ in checkpoint.require_unchanged()] == [FILE] and checkpoint.opened == ()
 
 
 def test_fetch_asks_for_each_file_once() -> None:
