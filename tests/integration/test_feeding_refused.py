@@ -124,6 +124,14 @@ async def test_a_coordinator_that_falls_silent_is_not_waited_for(
             _ = [each async for each in held]
 
 
+async def test_a_file_that_is_not_of_the_model_stays_only_until_the_next_transfer(
+    store: WeightsCache, sound: list[Feeding]
+) -> None:
+    await say(store, [sound[0], *file("vocab.json")])
+    await say(store, sound)
+    assert "vocab.json" not in files_in(store.folder) and len(store.kept()[0].places) == 3
+
+
 async def test_what_a_disk_did_not_take_leaves_no_gap(
     store: WeightsCache, sound: list[Feeding], monkeypatch: pytest.MonkeyPatch
 ) -> None:

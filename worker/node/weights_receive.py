@@ -18,7 +18,7 @@ from worker.errors import BrigadeError, FrameError, ModelError
 from worker.model.headers import unpack_headers
 from worker.node.framing import MOST_CHUNK_BYTES, Chunk, checksum_of, read_transfer
 from worker.node.model_sources import check_layers, check_model
-from worker.node.weights_cache import Lease, PartialFile, Piece, WeightsCache, as_requested, pieces_of
+from worker.node.weights_cache import Lease, PartialFile, Piece, WeightsCache, as_requested, pieces_of, remove_unused
 from worker.platform.tasks import shielded
 from worker.platform.threads import CallThread
 
@@ -259,6 +259,9 @@ class Receiver:
         request = self._request
         known = unpack_headers(request.contents.headers)
         checkpoint = self._cache.open(request.model, request.fingerprint, known, {})
+        for path in checkpoint.tokenizer_files():
+            if path.name not in self._files:  # an earlier call's, which would make another model of this one
+                remove_unused(path)
         check_model(request, checkpoint)
         check_layers(request, checkpoint)
         pieces = pieces_of(as_requested(checkpoint, request), request.start, request.end)
