@@ -127,8 +127,10 @@ async def test_a_coordinator_that_falls_silent_is_not_waited_for(
 async def test_a_file_that_is_not_of_the_model_stays_only_until_the_next_transfer(
     store: WeightsCache, sound: list[Feeding]
 ) -> None:
-    await say(store, [sound[0], *file("vocab.json")])
-    await say(store, sound)
+    with pytest.raises(ModelError, match="tokenizer files"):
+        await say(store, [*sound[:3], *file("vocab.json"), *sound[3:]])
+    assert [kept.name for kept in store.kept()] == [sound[0].model.model]
+    await say(store, [*sound[:2], *sound[3:]])  # its config.json is here
     assert "vocab.json" not in files_in(store.folder) and len(store.kept()[0].places) == 3
 
 

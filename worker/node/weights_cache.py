@@ -464,16 +464,15 @@ class WeightsCache:
 
 
 def _kept(folder: Path) -> Kept:
-    name, files = "?", _files_in(folder)
+    name, pieces, files = "?", _files_in(folder), _files_in(folder, "*")
     with contextlib.suppress(FileNotFoundError, PermissionError):
         name = (folder / _NAME_FILE).read_text(encoding="utf-8")
-    pieces = [path.name for path in files if _PIECE.fullmatch(path.name)]
     return Kept(
         key=folder.name,
         name=name,
-        places=tuple(sorted({place_of(piece.partition("-")[0]) for piece in pieces})),
+        places=tuple(sorted({place_of(found[1]) for path in pieces if (found := _PIECE.fullmatch(path.name))})),
         nbytes=sum(stat.st_size for stat in files.values()),
-        used=max((stat.st_atime_ns / 1e9 for stat in files.values()), default=0.0),
+        used=max((stat.st_atime_ns / 1e9 for stat in (pieces or files).values()), default=0.0),
         is_used=any(map(is_used, files)),
     )
 

@@ -259,6 +259,7 @@ class Receiver:
         request = self._request
         known = unpack_headers(request.contents.headers)
         checkpoint = self._cache.open(request.model, request.fingerprint, known, {})
+        self._cache.name_model(request.fingerprint, request.model)  # also for the user of what is refused
         for path in checkpoint.tokenizer_files():
             if path.name not in self._files:  # an earlier call's, which would make another model of this one
                 remove_unused(path)
@@ -266,7 +267,6 @@ class Receiver:
         check_layers(request, checkpoint)
         pieces = pieces_of(as_requested(checkpoint, request), request.start, request.end)
         self._cache.require_room(sum(piece.nbytes for piece in pieces))
-        self._cache.name_model(request.fingerprint, request.model)
         return {piece.place: piece for piece in pieces}
 
 

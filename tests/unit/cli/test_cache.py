@@ -98,8 +98,23 @@ def test_the_cached_models_are_shown(brigade: Command, kept: Path, capsys: pytes
     found = json.loads(capsys.readouterr().out)
     first = next(each for each in found["models"] if each["key"] == KEYS[0])
     assert found["folder"] == str(kept) and first.pop("used") > 1e9
-    expected = {"model": "owner/first@1234", "layers": [3, 4, 5, 7], "bytes": 5 << 20, "in_use": False}
+    expected = {"model": "owner/first@1234", "layers": [3, 4, 5, 7], "bytes": (5 << 20) + 16, "in_use": False}
     assert first == {"key": KEYS[0]} | expected
+
+
+def test_a_model_without_layers_is_shown_with_its_small_files(
+    brigade: Command, kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    next((kept / KEYS[1]).glob("*.part")).unlink()
+    (kept / KEYS[1] / "config.json").write_bytes(bytes(100))
+    lease = Lease()
+    lease.add(kept / KEYS[1] / "config.json")
+    brigade("cache", "ls", "--json")
+    second = next(each for each in json.loads(capsys.readouterr().out)["models"] if each["key"] == KEYS[1])
+    assert second["used"] > 1e9 and (second["layers"], second["bytes"], second["in_use"]) == ([], 106, True)
+    lease.close()
+    brigade("cache", "rm", "second")
+    assert [path.name for path in kept.iterdir()] == [KEYS[0]]
 
 
 def test_what_this_node_keeps_of_prompts_is_shown_and_removed(
