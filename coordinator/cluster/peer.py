@@ -55,6 +55,7 @@ COORDINATOR_ID = secrets.token_hex(8)  # of this process, which may attach again
 _HELLO_S = 5.0
 _ATTACH_S = 10.0
 _STALL_S = 120.0  # without progress of a load
+_LONGEST_PHASE = 40
 _DIGEST_S = 600.0
 _UNLOAD_S = 5.0
 _COMPILE_S = 5.0  # of a grammar
@@ -140,6 +141,7 @@ class Peer:
                         report = await call.read()
                     if report is grpc.aio.EOF:  # type: ignore[attr-defined]
                         return
+                    report.phase = printable(report.phase, _LONGEST_PHASE)
                     progress(report)
             except TimeoutError:
                 raise NodeSilent(f"no progress in loading for {_STALL_S:.0f} s", node=self.name) from None

@@ -38,6 +38,7 @@ _IN_BYTES = (*_TRANSFERS, "load", "kept")  # kept: the node holds its shard alre
 _WORK = (*_TRANSFERS, "load", "warm-up", "installing packages")  # worth a line; waiting has its own deadlines
 _ALL = "all nodes"
 _LONG_S = 2.0
+_MOST_LEFT_S = 1e9
 _REPEAT_S = 20.0
 _WIDEST = 1000  # columns of a terminal, more than any row has
 _TOKENS_FIRST_S, _TOKENS_MOST_S = 5.0, 60.0  # the pauses between lines about tokens grow from the first to the second
@@ -247,4 +248,4 @@ class _Speed(ProgressColumn):
 
 
 def _pace(bytes_per_s: float, left_s: float) -> str:
-    return f"{format_bytes(int(bytes_per_s))}/s, {timedelta(seconds=round(left_s))} left"
+    return f"{format_bytes(int(bytes_per_s))}/s, {timedelta(seconds=round(min(left_s, _MOST_LEFT_S)))} left"

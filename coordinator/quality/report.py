@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 from coordinator.planning.plan import Assignment
+from worker.platform.text import printable
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def compare_tensors(
         expected = {name: digest for layer in ours[node.start : node.end] for name, digest in layer.items()}
         num_tensors += len(expected)
         names = sorted({*expected, *found})
-        differing += [(node.name, name) for name in names if found.get(name) != expected.get(name)]
+        differing += [(node.name, printable(name)) for name in names if found.get(name) != expected.get(name)]
     return num_tensors, differing
 
 

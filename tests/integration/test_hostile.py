@@ -29,6 +29,7 @@ from protos.brigade_pb2 import (
     Frame,
     HelloReply,
     HelloRequest,
+    LoadProgress,
     LoadRequest,
     Report,
     Result,
@@ -183,7 +184,7 @@ class Liar(NodeServicer, HopServicer):
         return self.greeting
 
     async def Load(self, request: LoadRequest, context: Any) -> None:
-        pass
+        await context.write(LoadProgress(phase="\x1b[2J" + "x" * 1000))
 
     async def Status(self, request: StatusRequest, context: Any) -> StatusReply:
         return StatusReply(node="liar")
@@ -343,6 +344,14 @@ async def test_a_node_waits_with_reports_for_a_busy_mlx_thread(models: Models, m
 def test_a_date_that_there_is_not_is_no_reason_to_warn_or_to_fail(until_s: int) -> None:
     lines = differences("liar", ClusterConfig(), HelloReply(certificate_expires=until_s))
     assert not any("expires" in line for line in lines)
+
+
+async def test_the_phase_that_a_worker_names_is_text_for_a_terminal(models: Models) -> None:
+    async with lying(models) as (_, chain):
+        reports = list[LoadProgress]()
+        await chain.peers[0].load(LoadRequest(), reports.append)
+    [report] = reports
+    assert report.phase.isprintable() and len(report.phase) < 50
 
 
 async def test_an_empty_greeting_is_no_workers(models: Models) -> None:

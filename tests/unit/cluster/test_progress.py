@@ -60,6 +60,16 @@ def test_without_a_terminal_a_feed_tells_its_speed(virtual: VirtualTime, capsys:
     ]
 
 
+def test_a_worker_may_tell_of_any_size(virtual: VirtualTime, capsys: pytest.CaptureFixture[str]) -> None:
+    async def show() -> None:
+        with show_progress() as report:
+            report("mini", load(1, 2**64 - 1, "feed"))
+            await asyncio.sleep(3)
+
+    virtual.run(show())
+    assert re.fullmatch(r"mini: feed .*, 0 B/s, \d+ days, .* left \.\.\.\n", capsys.readouterr().err)
+
+
 def test_a_terminal_shows_every_phase_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     monkeypatch.setattr(

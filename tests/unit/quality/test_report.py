@@ -63,6 +63,10 @@ def test_a_nodes_tensors_are_compared_with_those_of_its_layers() -> None:
     other = {"0.w": "a", "1.w": "x", "2.w": "c", "embed": "e"}
     assert compare_tensors(SPLIT, [other, last], ours) == (6, [("coordinator", "1.w")])
     assert compare_tensors(SPLIT, [first, {"3.w": "d", "4.w": "f"}], ours) == (6, [("mini", "4.w"), ("mini", "embed")])
+    assert compare_tensors(SPLIT, [first, last | {"\x1b[2K": "f"}], ours) == (
+        6,
+        [("mini", "\N{REPLACEMENT CHARACTER}[2K")],
+    )
 
 
 def test_json_holds_the_verdicts_and_figures() -> None:
