@@ -12,7 +12,7 @@ from typing import Any
 
 from protos.brigade_pb2 import Fingerprint
 from worker.errors import ModelError
-from worker.model.headers import TensorInfo, inside, read_json, read_tensors, require_file
+from worker.model.headers import TensorInfo, inside, read_json, read_tensors, reading, require_file
 
 DEMO = Path(__file__).parents[1] / "demo"
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model", "*.tiktoken", "tokenizer.jsonl")
@@ -47,12 +47,14 @@ class Checkpoint:
         """Hashes of the configuration, the tokenizer and the tensor layout.
 
         Fine-tunes of one model may be equal in all three; contents.py distinguishes them.
+
+        Raises:
+            ModelError: a file of the tokenizer cannot be read.
         """
-        return Fingerprint(
-            config=_sha256(_canonical(self.config)),
-            tokenizer=_sha256(*(path.name.encode() + path.read_bytes() for path in self.tokenizer_files())),
-            tensors=_sha256(self._canonical_tensors()),
-        )
+        with reading(self.folder):
+            tokenizer = _sha256(*(path.name.encode() + path.read_bytes() for path in self.tokenizer_files()))
+        tensors = _sha256(self._canonical_tensors())
+        return Fingerprint(config=_sha256(_canonical(self.config)), tokenizer=tokenizer, tensors=tensors)
 
     @property
     def description(self) -> str:
@@ -135,25 +137,29 @@ def open_folder(folder: Path, name: str | None = None, known: Mapping[str, Tenso
     Args:
         known: the headers of another node's copy; they describe the tensors of missing files.
     Raises:
-        ModelError: the folder or its config.json is missing, or a safetensors file is missing, cut short or corrupt.
+        ModelError: the folder or its config.json is missing, or a safetensors file is missing, cut short or corrupt,
+            or one of them cannot be read.
     """
-    if folder.is_file():
-        raise ModelError(f"{folder} is a file; expected the folder of a model, such as {folder.parent}")
-    if not folder.is_dir():
-        raise ModelError(f"model folder {folder} does not exist here; give a folder or a hub repository (owner/name)")
-    config = read_config(folder)
-    tensors: dict[str, TensorInfo] = {}
-    files = weight_files(folder)
-    opened = stamp_of(folder, files)
-    for file in files:
-        if not known or (folder / file).exists():
-            tensors |= read_tensors(folder, file)
-    here, places = {path.name for path in folder.iterdir() if path.exists()}, _index(folder) or {} if known else {}
-    for key, info in (known or {}).items():
-        info = replace(info, file=places.get(key, info.file))  # the folder's own index has other file names
-        if key not in tensors and info.file not in here:
-            tensors[key] = info
-    return Checkpoint(name or str(folder), folder, config, tensors, opened=opened)
+    with reading(folder):
+        if folder.is_file():
+            raise ModelError(f"{folder} is a file; expected the folder of a model, such as {folder.parent}")
+        if not folder.is_dir():
+            raise ModelError(
+                f"model folder {folder} does not exist here; give a folder or a hub repository (owner/name)"
+            )
+        config = read_config(folder)
+        tensors: dict[str, TensorInfo] = {}
+        files = weight_files(folder)
+        opened = stamp_of(folder, files)
+        for file in files:
+            if not known or (folder / file).exists():
+                tensors |= read_tensors(folder, file)
+        here, places = {path.name for path in folder.iterdir() if path.exists()}, _index(folder) or {} if known else {}
+        for key, info in (known or {}).items():
+            info = replace(info, file=places.get(key, info.file))  # the folder's own index has other file names
+            if key not in tensors and info.file not in here:
+                tensors[key] = info
+        return Checkpoint(name or str(folder), folder, config, tensors, opened=opened)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -4,7 +4,8 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,13 +120,24 @@ def read_json(path: Path, most_bytes: int, expected: str = "valid JSON") -> Any:
     """Return the content of a JSON file, None if it is missing.
 
     Raises:
-        ModelError: it is not a file, is longer than `most_bytes`, or is not JSON; the message says what was `expected`.
+        ModelError: it is not a file, cannot be read, is longer than `most_bytes`, or is not JSON; the message says what
+            was `expected`.
     """
-    require_file(path, most_bytes)
     try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        with reading(path):
+            require_file(path, most_bytes)
+            return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not {expected} ({error}); download the model again") from error
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise ModelError, which names the file, for an error of the disk in the body, which reads `path` or below it."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(f"cannot read {error.filename or path}: {error.strerror or error}") from error
 
 
 def require_file(path: Path, most_bytes: int | None = None) -> None:

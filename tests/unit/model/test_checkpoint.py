@@ -1,5 +1,6 @@
 """What a model's folder may look like, and what is said of one that is damaged."""
 
+import errno
 import json
 import math
 import os
@@ -91,6 +92,21 @@ def test_the_tensors_of_a_header_are_read_and_its_metadata_is_no_tensor(folder: 
     }
     assert [info.nbytes for info in checkpoint.tensors.values()] == [24, 8, 1]
     assert checkpoint.name == str(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", FILE, "tokenizer.json"])
+def test_a_file_that_cannot_be_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+    read = Path.open
+
+    def refuse(path: Path, *given: Any, **more: Any) -> Any:
+        if path.name == name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return read(path, *given, **more)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ModelError, match=f"^cannot read {re.escape(str(folder / name))}: Permission denied"):
+        _ = open_folder(folder).fingerprint
 
 
 def test_a_file_that_ends_early_or_whose_header_is_no_json_object_is_refused(folder: Path) -> None:
