@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from io import FileIO
 from pathlib import Path
+from weakref import WeakSet
 
 from blake3 import blake3
 
@@ -243,6 +245,11 @@ class PartialFile:
         """The number of bytes that are here, not counting `begin`."""
         return self._at - self._begin_bytes
 
+    @property
+    def num_missing(self) -> int:
+        """The number of bytes that this transfer may still write."""
+        return 0 if self._file.closed else self.nbytes - self.offset
+
     def write(self, blocks: Sequence[bytes | memoryview]) -> None:
         """Append these blocks. Raises OSError, for example for a full disk."""
         for block in blocks:
@@ -291,6 +298,8 @@ class WeightsCache:
         """`limit` is the most bytes that all files may take; None leaves a tenth of the disk free."""
         self.folder = folder or cache_folder() / "shards"
         self._limit = limit
+        self._room = threading.Lock()
+        self._begun = WeakSet[PartialFile]()  # there is room for what they miss
 
     def open(
         self, model: str, fingerprint: Fingerprint, known: Mapping[str, TensorInfo], digests: Mapping[int, str]
@@ -388,12 +397,14 @@ class WeightsCache:
     def make_room(self, nbytes: int, own: Path | None = None) -> None:
         """Evict the least recently used pieces until there is room, and a model's small files with its last piece.
 
+        What this process is receiving has its room already.
+
         Args:
             own: the folder whose small files stay, since its pieces come next.
         Raises:
             ModelError: that is not enough.
         """
-        free = self._free_bytes()
+        free = self._free_bytes() - sum(each.num_missing for each in self._begun)
         for path, stat in sorted(self._evictable(own).items(), key=lambda item: item[1].st_atime_ns):
             if free >= nbytes:
                 return
@@ -419,7 +430,9 @@ class WeightsCache:
                 unfinished.unlink(missing_ok=True)
                 return None
             partial_file = PartialFile(path, unfinished, begin, nbytes, digest, file)
-            self.make_room(nbytes - partial_file.offset, path.parent)
+            with self._room:
+                self.make_room(partial_file.num_missing, path.parent)
+                self._begun.add(partial_file)
             undo.pop_all()
         return partial_file
 

@@ -49,6 +49,7 @@ class Receiver:
 
     store: WeightsCache
     checkpoint: Checkpoint
+    limit: int = 0  # of the store
 
     def piece(self, place: int) -> Piece:
         [piece] = (each for each in pieces_of(self.checkpoint, 0, 4) if each.place == place)
@@ -93,7 +94,8 @@ def cache(tmp_path: Path, checkpoint: Checkpoint) -> Receiver:
 def small(cache: Receiver, tmp_path: Path) -> Receiver:
     """A cache with room for two layers."""
     size = len(cache.piece(0).header) + cache.piece(0).nbytes
-    return Receiver(WeightsCache(tmp_path / "shards", limit=2 * size + 2000), cache.checkpoint)  # with a config.json
+    limit = 2 * size + 2000  # with a config.json
+    return Receiver(WeightsCache(tmp_path / "shards", limit), cache.checkpoint, limit)
 
 
 def age(path: Path, days: int) -> None:
@@ -202,6 +204,18 @@ def test_the_least_recently_used_is_evicted_first_and_only_as_much_as_is_needed(
     small.receive(0)  # it is there: used now
     third = small.receive(2)
     assert (first.exists(), second.exists(), third.exists()) == (True, False, True)
+
+
+def test_files_that_are_received_at_once_share_the_room(small: Receiver) -> None:
+    first, second = small.partial(0), small.partial(1)
+    with pytest.raises(ModelError, match="has room for"):
+        small.begin(2)
+    first.close()
+    third = small.partial(2)
+    for layer, file in ((1, second), (2, third)):
+        file.write(small.blocks(layer))
+        file.finish()
+    assert sum(path.stat().st_size for path in small.store.folder.rglob("*") if path.is_file()) <= small.limit
 
 
 def test_a_file_in_use_is_never_removed(small: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
