@@ -120,7 +120,7 @@ async def test_a_coordinator_that_falls_silent_is_not_waited_for(
         yield b""
 
     async with receiving(store, Feeding(model=wanted), nothing()) as held:
-        with pytest.raises(FrameError, match="expected more weights, got nothing for"):
+        with pytest.raises(FrameError, match="expected weights, got nothing for"):
             _ = [each async for each in held]
 
 

@@ -28,6 +28,7 @@ from worker.config import load_cluster, split_address
 from worker.errors import ConfigError, FrameError, StageLost
 from worker.node import network as network_module
 from worker.node import serve as listening_module
+from worker.node import service as service_module
 from worker.node.certificates import Role
 from worker.node.hop import Link, results
 from worker.node.log import worker_log
@@ -322,15 +323,16 @@ def test_names_are_looked_up_as_the_system_does() -> None:
     assert f"errors resolving {HOST}" in done.stderr and "getaddrinfo" in done.stderr
 
 
-@pytest.mark.parametrize("method", ["Node/Status", "Node/Attach"], ids=["one reply", "many"])
+@pytest.mark.parametrize("method", ["Node/Status", "Node/Attach", "Node/Feed"], ids=["one reply", "many", "weights"])
 async def test_a_call_that_never_sends_its_request_gives_its_place_back(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(network_module, "_MOST_CALLS", 3)
-    monkeypatch.setattr(network_module, "_REQUEST_S", 0.2)
+    for module in (network_module, service_module):
+        monkeypatch.setattr(module, "REQUEST_S", 0.2)
     async with serving(1) as [node], NETWORK.channel(node.name, node.address) as channel:
         idle = [channel.stream_stream(f"/brigade.v1.{method}")() for _ in range(3)]
         for call in idle:
-            with pytest.raises(grpc.RpcError, match="expected a request within"):
+            with pytest.raises(grpc.RpcError, match=r"expected a request within|expected weights"):
                 await asyncio.wait_for(call.read(), 20)
         assert (await NodeStub(channel).Status(StatusRequest())).node == node.name

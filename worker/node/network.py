@@ -30,7 +30,7 @@ MOST_CONNECTIONS = 1024  # to one server, from all callers together
 _MOST_CALLS = 64  # at one time; a node of a chain serves two, plus occasional ones
 HEAD_START_S = 0.25  # a later address wins only if it is faster than an earlier one by this much
 _REACH_S = 3.0
-_REQUEST_S = 10.0  # for the request of a call; the largest have a few MB
+REQUEST_S = 10.0  # for the request of a call; the largest have a few MB
 _WHERE = "as `address:` in cluster.yaml or as --bind"
 _MAX_MESSAGE_BYTES = 24 * 2**20  # a part of a hop has 15 MiB of rows, and may have grammars of 4 MiB in its header
 _BOTH_ENDS = [
@@ -68,7 +68,7 @@ class _InTime(grpc.aio.ServerInterceptor):
     """Reads the request of a call that has one: gRPC would wait for it for ever, in one of the places for calls."""
 
     async def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
-        """Return the call's handler, or one that reads its request within `_REQUEST_S` first."""
+        """Return the call's handler, or one that reads its request within `REQUEST_S` first."""
         handler = await continuation(details)
         if handler is None or handler.request_streaming:
             return handler
@@ -76,10 +76,10 @@ class _InTime(grpc.aio.ServerInterceptor):
 
         async def read(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
             try:
-                async with asyncio.timeout(_REQUEST_S):
+                async with asyncio.timeout(REQUEST_S):
                     request = await anext(requests)
             except (TimeoutError, StopAsyncIteration):
-                found = f"expected a request within {_REQUEST_S:g} s, got none"
+                found = f"expected a request within {REQUEST_S:g} s, got none"
                 await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, found)
             return await answer(request, context)
 

@@ -6,6 +6,7 @@ A file begins with the piece's name and a digest of all that follows: a segment 
 in several files reads them all, and files of other nodes can be taken in.
 """
 
+import asyncio
 import contextlib
 import fcntl
 import logging
@@ -15,7 +16,7 @@ import secrets
 import shutil
 import struct
 import time
-from collections.abc import AsyncIterable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ _WRITE_S = 0.5  # for one of the pieces that wait, before the next one
 _LOCK_S = 2.0  # for the writes of others; a process may be stopped in the middle of its own
 _READ_S = 2.0  # for a piece, from when it is needed
 _MOST_WAITING = 2  # pieces in memory that the disk has not taken yet; a further one waits
+_PART_S = 60.0  # for the next part
 _PART_BYTES = 1 << 20  # of a message: a larger one would hold up tokens
 MOST_MOVED_BYTES = 1 << 30  # of a piece that goes to another node, which is in memory then
 _being_written: set[Future[None]] = set()  # by all stores of this process
@@ -140,16 +142,25 @@ def file_parts(piece: Piece, content: bytes) -> Iterator[FilePart]:
 
 
 async def join_parts(parts: AsyncIterable[FilePart]) -> tuple[Piece, bytes]:
-    """Return the piece and the content of its file. Raises FrameError if that is too large."""
+    """Return the piece and the content of its file. Raises FrameError if it is too large, or does not come."""
     piece, num_bytes = Piece(), 0
     found: list[bytes] = []
-    async for part in parts:
+    following = aiter(parts)
+    while (part := await _next_part(following)) is not None:
         piece = piece if found else part.piece
         found.append(part.data)
         num_bytes += len(part.data)
         if num_bytes > MOST_MOVED_BYTES:
             raise FrameError(f"expected a piece of a prefix of at most {MOST_MOVED_BYTES} bytes, got more")
     return piece, b"".join(found)
+
+
+async def _next_part(parts: AsyncIterator[FilePart]) -> FilePart | None:
+    try:
+        async with asyncio.timeout(_PART_S):
+            return await anext(parts, None)
+    except TimeoutError:
+        raise FrameError(f"expected a piece of a prefix, got nothing for {_PART_S:g} s") from None
 
 
 class PrefixStore:

@@ -52,7 +52,7 @@ from worker.node.lifecycle import Worker, WorkerState
 from worker.node.links import answer_probe, measure_link, open_port
 from worker.node.log import worker_log
 from worker.node.model_sources import ModelSources
-from worker.node.network import ACCEPTED, PROTOCOL_VERSION, UPDATE_BOTH, Network
+from worker.node.network import ACCEPTED, PROTOCOL_VERSION, REQUEST_S, UPDATE_BOTH, Network
 from worker.node.prefix_store import file_parts, join_parts, list_prefixes, read_piece
 from worker.node.rpc_errors import Context, reporting
 from worker.node.speed_cache import kept_speed, measured_speed
@@ -162,7 +162,7 @@ class NodeService(NodeServicer):
     async def Feed(self, messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[Held]:
         async with self._serving(context, "to receive weights"):
             # read before the other refusals: a sender whose write fails gets no status
-            first = await next_message(messages) or b""
+            first = await next_message(messages, REQUEST_S) or b""
             self.worker.refuse_if_draining()
             if self._cache is None:
                 raise ModelError("takes no model from a coordinator: `pull` in its own cluster.yaml says so")

@@ -52,7 +52,7 @@ async def receive_weights(
         yield Held()
         model, began = first.model, time.monotonic()
         async with Receiver(cache, model, has_checksums=has_checksums) as receiver:
-            while (message := await next_message(messages)) is not None:
+            while (message := await next_message(messages, _SILENT_S)) is not None:
                 async for reply in receiver.take(read_transfer(message)):
                     yield reply
             await receiver.end()
@@ -64,13 +64,13 @@ async def receive_weights(
         raise
 
 
-async def next_message(messages: AsyncIterator[bytes]) -> bytes | None:
-    """Return the next message, or None at the end. Raises FrameError after a long silence, which would lock files."""
+async def next_message(messages: AsyncIterator[bytes], within_s: float) -> bytes | None:
+    """Return the next message, or None at the end. Raises FrameError after a silence: it holds a place and files."""
     try:
-        async with asyncio.timeout(_SILENT_S):
+        async with asyncio.timeout(within_s):
             return await anext(messages, None)
     except TimeoutError:
-        raise FrameError(f"expected more weights, got nothing for {_SILENT_S:.0f} s") from None
+        raise FrameError(f"expected weights, got nothing for {within_s:g} s") from None
 
 
 async def _wait_ended(messages: AsyncIterator[bytes]) -> None:

@@ -1,5 +1,6 @@
 """Pieces of prefixes on a node's disk: read as they were written, by the same layers only, within a limit."""
 
+import asyncio
 import contextlib
 import fcntl
 import os
@@ -234,7 +235,9 @@ def test_a_stage_reads_its_layers_from_several_files_whichever_of_them_are_sound
             read(tmp_path, layers=(0, 5))
 
 
-async def test_a_piece_goes_to_another_node_whole_and_undamaged_or_not_at_all(tmp_path: Path) -> None:
+async def test_a_piece_goes_to_another_node_whole_and_undamaged_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     write(here, 1)
     [piece] = list_prefixes(PrefixesRequest(), here).pieces
@@ -247,7 +250,14 @@ async def test_a_piece_goes_to_another_node_whole_and_undamaged_or_not_at_all(tm
         for part in parts:
             yield part
 
+    async def silent() -> AsyncIterator[FilePart]:
+        yield next(file_parts(piece, content))
+        await asyncio.Event().wait()
+
     assert await join_parts(sent(file_parts(piece, content))) == (piece, content)
+    with monkeypatch.context() as patch, pytest.raises(FrameError, match="got nothing for"):
+        patch.setattr("worker.node.prefix_store._PART_S", 0.05)
+        await join_parts(silent())
     store = PrefixStore(3, 5, LIMIT, there)
     made_up = [content[:16] + name_of(1) + blake3(body).digest() + body for body in (b"x", b"x" * 99)]
     for body in made_up:
