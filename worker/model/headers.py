@@ -15,6 +15,7 @@ from worker.errors import ModelError
 _MAX_HEADER_BYTES = 100_000_000
 _MOST_SIZES = 32  # dimensions of a tensor: the product of a million sizes takes very long
 _MOST_BYTES = 2**63  # of a tensor
+_MOST_SIZE = 2**31  # MLX counts one dimension in 32 bits
 _LONGEST_NAME = 255  # bytes of a file name, on usual file systems
 ITEM_BITS = {
     "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16, "I8": 8,
@@ -158,7 +159,7 @@ def _shape(sizes: Any) -> tuple[int, ...]:
     if len(sizes) > _MOST_SIZES:
         raise ValueError(f"{len(sizes)} sizes")
     shape = tuple(int(n) for n in sizes)
-    if any(not 0 <= n < _MOST_BYTES for n in shape) or math.prod(shape) >= _MOST_BYTES:
+    if any(not 0 <= n < _MOST_SIZE for n in shape) or math.prod(shape) >= _MOST_BYTES:
         raise ValueError(f"shape {shape}")
     return shape
 
