@@ -18,7 +18,7 @@ from tools.proxy import Proxy
 from tools.worker_process import free_port
 from worker.config import MOST_ADDRESSES
 from worker.errors import FrameError, StageLost
-from worker.node.attachment import check_place
+from worker.node.network import dial
 
 ASKED = request(tokens_of(5), 60)
 
@@ -107,11 +107,10 @@ async def test_a_hop_is_opened_at_the_address_that_answers(folder: Path, tmp_pat
             await peers[0].attach(first)
 
 
-def test_no_more_addresses_are_tried_than_a_configuration_can_have(folder: Path) -> None:
-    request = attach_request(folder)
-    request.successor_fallbacks.extend(["127.0.0.1:9"] * MOST_ADDRESSES)
-    with pytest.raises(FrameError, match=r"^expected at most 8 addresses of the next stage, got 9$"):
-        check_place(request)
+@pytest.mark.parametrize("count", [0, MOST_ADDRESSES + 1])
+async def test_a_worker_dials_as_many_addresses_as_a_configuration_can_have(count: int) -> None:
+    with pytest.raises(FrameError, match=rf"^expected 1 to 8 addresses of node-2, got {count}$"):
+        await dial(NETWORK, "node-2", ["127.0.0.1:9"] * count)
 
 
 async def test_of_two_processes_with_one_name_the_newer_takes_part_and_the_older_is_fenced(folder: Path) -> None:

@@ -7,7 +7,6 @@ from functools import partial
 from protos.brigade_pb2 import AttachRequest, Draining, Report
 from worker.compute.executor import Executor
 from worker.compute.shard import Shard
-from worker.config import MOST_ADDRESSES
 from worker.drafters.kinds import DrafterPart, prepare_drafting
 from worker.errors import FrameError
 from worker.node.framing import write_report
@@ -49,7 +48,7 @@ class Attachment:
             part: what drafts here or reads layers for that.
             drop_drafter: frees `part`; the loop of this call runs it if the drafter fails.
         Raises:
-            BrigadeError: the refusal of the next stage.
+            BrigadeError: the refusal of the next stage. FrameError: it has too many addresses.
         """
         request = self.request
         address = ""
@@ -108,14 +107,12 @@ def check_place(request: AttachRequest) -> None:
     """Check that the request describes one place in the chain.
 
     Raises:
-        FrameError: layers, stage and successor disagree on whether this is the last stage, the stage is not a
-            worker's, or the successor has too many addresses.
+        FrameError: layers, stage and successor disagree on whether this is the last stage, or the stage is not a
+            worker's.
     """
     loaded, stage, num_stages = request.loaded, request.stage, request.num_stages
     if not 0 < stage < num_stages:
         raise FrameError(f"expected a stage after the first of {num_stages}, got stage {stage}")
-    if 1 + (num_others := len(request.successor_fallbacks)) > MOST_ADDRESSES:
-        raise FrameError(f"expected at most {MOST_ADDRESSES} addresses of the next stage, got {1 + num_others}")
     for is_last, place in (
         (loaded.end == loaded.num_layers, f"layers [{loaded.start}, {loaded.end}) of {loaded.num_layers}"),
         (stage == num_stages - 1, f"stage {stage} of {num_stages}"),

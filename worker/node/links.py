@@ -73,7 +73,8 @@ async def measure_link(network: Network, request: LinkRequest) -> LinkReply:
 
     Raises:
         StageLost: the node does not answer. If `examined` the reply's `way.error` says so instead.
-        FrameError: the request's listeners are malformed; only well-formed tokens are sent to the far node.
+        FrameError: the request has no address, or too many, or its listeners are malformed: only well-formed tokens are
+            sent to the far node.
     """
     if len(request.listeners) > _MAX_LISTENERS or any(len(each.token) != _TOKEN_BYTES for each in request.listeners):
         raise FrameError(f"expected at most {_MAX_LISTENERS} listeners with tokens of {_TOKEN_BYTES} bytes")

@@ -16,7 +16,7 @@ from urllib.parse import quote
 import grpc
 import grpc.aio
 
-from worker.config import ClusterConfig, hop_port, join_address, may_be_plaintext, split_address
+from worker.config import MOST_ADDRESSES, ClusterConfig, hop_port, join_address, may_be_plaintext, split_address
 from worker.errors import ConfigError, FrameError, StageLost
 from worker.node.certificates import Identity, KeyFile, Role, expiry_warning
 from worker.node.framing import ENCRYPTED, PLAIN, Wire
@@ -357,7 +357,12 @@ async def dial(network: Network, node: str, addresses: Sequence[str]) -> str:
     """Return the node's best reachable address; the first one if none can be reached.
 
     All are tried at once. An earlier one wins if it is not much slower.
+
+    Raises:
+        FrameError: there is none, or there are too many.
     """
+    if not 1 <= len(addresses) <= MOST_ADDRESSES:
+        raise FrameError(f"expected 1 to {MOST_ADDRESSES} addresses of {node}, got {len(addresses)}")
     if len(addresses) == 1:
         return addresses[0]
     channels = [network.channel(node, address) for address in addresses]
