@@ -33,6 +33,7 @@ _IPV6 = r"[0-9A-Fa-f]{0,4}(:[0-9A-Fa-f]{0,4}){2,7}(%[A-Za-z0-9]+)?"
 _SSH_PLACE = rf"([A-Za-z0-9_][A-Za-z0-9._+-]*@)?([A-Za-z0-9_][A-Za-z0-9._-]*|{_IPV6})"
 NAME_RULE = "a name of letters, digits, '-', '_' and '.'"
 SIZE_RULE = "a size such as 24GiB, 24GB, 512MiB or a whole number of bytes above 0"
+KEYS_FOLDER = "keys"  # beside cluster.yaml, here and on workers that are launched
 MOST_ADDRESSES = 8  # of one worker: all are dialled at once
 _REQUIRED = {"name": NAME_RULE, "address": "HOST:PORT", "keys": "a folder"}
 _MOST_BYTES = 1 << 20

@@ -8,11 +8,9 @@ import typer
 from coordinator.cli import flags
 from coordinator.cli.flags import find_config
 from coordinator.cluster.progress import say
-from worker.config import ClusterConfig, load_cluster
+from worker.config import KEYS_FOLDER, ClusterConfig, load_cluster
 from worker.errors import ConfigError
 from worker.platform.run import App
-
-_FOLDER = "keys"
 
 keys = App(no_args_is_help=True, help="Certificates, by which nodes recognise each other and encrypt their links.")
 
@@ -46,7 +44,7 @@ def init(
     say(f"made the authority in {authority.folder}; its key stays there")
     say(f"made {authority.issue(name, Role.COORDINATOR)}, the certificate of the coordinator {name}")
     if cluster.tls is None:
-        say(f"to use it, put into cluster.yaml: tls: {{keys: {_FOLDER}}}")
+        say(f"to use it, put into cluster.yaml: tls: {{keys: {KEYS_FOLDER}}}")
     steps = ["launch" if worker.ssh else f"keys issue {worker.name}" for worker in cluster.workers]
     for step in dict.fromkeys(steps):
         say(f"next: brigade {step}" + (f" --config {config}" if config else ""))
@@ -84,4 +82,4 @@ def issue(
 def _folder(cluster: ClusterConfig, config: Path | None) -> Path:
     if cluster.tls:
         return Path(cluster.tls.keys)
-    return (config.parent if config else Path()) / _FOLDER
+    return (config.parent if config else Path()) / KEYS_FOLDER

@@ -14,7 +14,7 @@ from coordinator.cli.flags import find_config
 from coordinator.cli.run import run_async
 from coordinator.cluster.progress import say
 from coordinator.cluster.tables import fitting, plain_console
-from worker.config import CONFIG, CoordinatorConfig, load_cluster
+from worker.config import CONFIG, KEYS_FOLDER, CoordinatorConfig, load_cluster
 from worker.errors import InputError, StageLost
 from worker.model.repository import require_model
 
@@ -109,7 +109,6 @@ def init(
 
     Here: brigade init --yes, or only two of them: brigade init mini air
     """
-    from coordinator.deploy.authority import KEYS_FOLDER
     from coordinator.deploy.cluster_file import (
         check_target,
         cluster_text,

@@ -21,7 +21,6 @@ from worker.errors import ConfigError
 from worker.node.certificates import KeyFile, Role, file_name, split_pem, subjects_of, to_pem
 from worker.platform.files import replacing, sync_file
 
-KEYS_FOLDER = "keys"  # beside cluster.yaml, here and on workers that are launched
 AUTHORITY_FILE = "authority.key"  # key and certificate; nodes' files end with .pem
 NODE_VALID = timedelta(days=365)
 _AUTHORITY_VALID = timedelta(days=3650)

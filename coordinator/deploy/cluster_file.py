@@ -14,10 +14,9 @@ import yaml
 from cryptography import x509
 
 from coordinator.cluster.peer import Peer
-from coordinator.deploy.authority import KEYS_FOLDER
 from coordinator.deploy.discovery import FoundNode
 from coordinator.planning.plan import Plan
-from worker.config import ClusterConfig, CoordinatorConfig, is_certifiable, load_cluster, split_address
+from worker.config import KEYS_FOLDER, ClusterConfig, CoordinatorConfig, is_certifiable, load_cluster, split_address
 from worker.errors import BrigadeError, ConfigError
 from worker.node.certificates import Role, split_pem, subjects_of
 from worker.node.network import Network

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from coordinator.deploy.authority import KEYS_FOLDER
+from worker.config import KEYS_FOLDER
 from worker.errors import BrigadeError
 from worker.platform.text import printable
 
