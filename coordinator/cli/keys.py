@@ -40,9 +40,11 @@ def init(
 
     name = cluster.coordinator.name
     require_certifiable(name)
-    authority = Authority.make(_folder(cluster, config), replace=replace)
+    authority = Authority.make(_folder(cluster, config), name, replace=replace)
     say(f"made the authority in {authority.folder}; its key stays there")
     say(f"made {authority.issue(name, Role.COORDINATOR)}, the certificate of the coordinator {name}")
+    if replace and (others := [file for file in authority.folder.glob("*.pem") if not authority.has_issued(file)]):
+        say(f"kept {', '.join(sorted(map(str, others)))}: not known to be of the authority that was replaced")
     if cluster.tls is None:
         say(f"to use it, put into cluster.yaml: tls: {{keys: {KEYS_FOLDER}}}")
     steps = ["launch" if worker.ssh else f"keys issue {worker.name}" for worker in cluster.workers]

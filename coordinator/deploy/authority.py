@@ -36,18 +36,25 @@ class Authority:
         self._key = key
 
     @classmethod
-    def make(cls, folder: Path, *, replace: bool = False) -> "Authority":
+    def make(cls, folder: Path, coordinator: str = "", *, replace: bool = False) -> "Authority":
         """Make a new authority. If it replaces another one, delete the certificates that it issued.
 
+        Args:
+            coordinator: the name of the node whose file tells the authority where its own file is missing or damaged.
         Raises:
-            ConfigError: one exists already and `replace` is not given.
+            ConfigError: one exists already, or the coordinator's file, and `replace` is not given.
             OSError: a node's file cannot be read; nothing has changed.
         """
-        path = folder / AUTHORITY_FILE
+        path, own = folder / AUTHORITY_FILE, folder / file_name(coordinator)
         if path.exists() and not replace:
             raise ConfigError(
                 f"{path} exists already: to make a certificate, brigade keys issue NAME; to shut a node out, "
                 "brigade keys init --replace, after which every node needs a new one"
+            )
+        if own.exists() and not replace:
+            raise ConfigError(
+                f"expected no certificate where there is no {AUTHORITY_FILE}, found {own}: run brigade keys on the Mac "
+                "that keeps the key, or brigade keys init --replace, after which every node needs a new one"
             )
         key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"brigade {secrets.token_hex(4)}")])
@@ -58,7 +65,7 @@ class Authority:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except FileExistsError:
             raise ConfigError(f"expected {folder} to be a folder for keys, found a file") from None
-        issued = _issued(folder) if replace else []
+        issued = _issued(folder, own) if replace else []
         _write_private(path, key, certificate)
         for file in issued:
             file.unlink()
@@ -123,13 +130,13 @@ def require_certifiable(name: str) -> None:
         raise ConfigError(f"expected a name like that of a host, as certificates carry it, found {name!r}")
 
 
-def _issued(folder: Path) -> list[Path]:
-    """Return the node files that the authority in this folder has issued; [] if it is missing or damaged."""
+def _issued(folder: Path, own: Path) -> list[Path]:
+    """Return the node files of the authority in this folder, or of that of the file `own` if it cannot be opened."""
     try:
-        authority = Authority.open(folder)
+        issuer = [to_pem(Authority.open(folder).certificate)]
     except ConfigError:
-        return []
-    return [file for file in folder.glob(file_name("*")) if authority.has_issued(file)]
+        issuer = split_pem(own.read_bytes())[2:] if own.exists() else []
+    return [file for file in folder.glob(file_name("*")) if issuer and split_pem(file.read_bytes())[2:] == issuer]
 
 
 def _require_same(path: Path, name: str, role: Role) -> None:

@@ -69,6 +69,33 @@ def test_replacing_an_authority_removes_what_it_issued_and_nothing_else(authorit
     assert Authority.open(authority.folder).certificate == renewed.certificate != authority.certificate
 
 
+def test_a_coordinator_s_certificate_is_not_replaced_by_that_of_an_authority_made_beside_it(
+    authority: Authority,
+) -> None:
+    own = authority.issue("studio", Role.COORDINATOR)
+    (authority.folder / AUTHORITY_FILE).unlink()  # or the file was copied to another Mac
+    before = own.read_bytes()
+    with pytest.raises(ConfigError, match=r"found \S*studio\.pem: .*--replace"):
+        Authority.make(authority.folder, "studio")
+    assert [file.name for file in authority.folder.iterdir()] == ["studio.pem"] and own.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [None, b"", b"damaged"])
+def test_what_a_damaged_authority_issued_is_known_by_the_coordinator_s_file(
+    authority: Authority, content: bytes | None
+) -> None:
+    authority.issue("studio", Role.COORDINATOR)
+    authority.issue("mini", Role.WORKER)
+    foreign = Authority.make(authority.folder.with_name("other")).issue("air", Role.WORKER)
+    foreign.rename(authority.folder / "air.pem")
+    if content is None:
+        (authority.folder / AUTHORITY_FILE).unlink()
+    else:
+        (authority.folder / AUTHORITY_FILE).write_bytes(content)
+    Authority.make(authority.folder, "studio", replace=True)
+    assert sorted(file.name for file in authority.folder.iterdir()) == ["air.pem", AUTHORITY_FILE]
+
+
 def test_an_authority_that_cannot_be_replaced_keeps_the_certificates_that_it_issued(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:

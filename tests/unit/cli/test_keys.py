@@ -1,0 +1,32 @@
+"""`brigade keys`: a certificate has the role that cluster.yaml gives its node, and none is replaced unnoticed."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.conftest import Command
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("coordinator: {name: studio}\nworkers: [{name: mini, address: '127.0.0.1:50070'}]\n")
+    return path
+
+
+def test_certificates_that_a_replacement_leaves_are_named(
+    brigade: Command, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    brigade("keys", "init", "--config", str(config))
+    brigade("keys", "issue", "mini", "--config", str(config))
+    keys = config.parent / "keys"
+    (keys / "authority.key").unlink()
+    (keys / "studio.pem").unlink()
+    capsys.readouterr()
+    brigade("keys", "init", "--replace", "--config", str(config))
+    kept = f"kept {keys / 'mini.pem'}: not known to be of the authority that was replaced"
+    assert kept in capsys.readouterr().err.splitlines()
+    brigade("keys", "issue", "mini", "--config", str(config))
+    capsys.readouterr()
+    brigade("keys", "init", "--replace", "--config", str(config))
+    assert "kept" not in capsys.readouterr().err and not (keys / "mini.pem").exists()
