@@ -73,6 +73,9 @@ def issue(
     known = [cluster.coordinator.name, *(worker.name for worker in cluster.workers)] if config else []
     if name not in known and (spelled := [each for each in known if each.lower() == name.lower()]):
         raise ConfigError(f"expected {spelled[0]!r}, as {config} spells this node's name, found {name!r}")
+    if name in known and coordinator != (name == cluster.coordinator.name):
+        expected, found = ("no --coordinator", "a worker") if coordinator else ("--coordinator", "the coordinator")
+        raise ConfigError(f"expected {expected} for {name!r}, which is {found} in {config}")
     role = Role.COORDINATOR if coordinator else Role.WORKER
     path = Authority.open(_folder(cluster, config)).issue(name, role)
     if config and name not in known:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli.conftest import Command
+from worker.errors import ConfigError
 
 
 @pytest.fixture
@@ -12,6 +13,28 @@ def config(tmp_path: Path) -> Path:
     path = tmp_path / "cluster.yaml"
     path.write_text("coordinator: {name: studio}\nworkers: [{name: mini, address: '127.0.0.1:50070'}]\n")
     return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["studio"], "expected --coordinator for 'studio', which is the coordinator in "),
+        (["mini", "--coordinator"], "expected no --coordinator for 'mini', which is a worker in "),
+    ],
+)
+def test_no_certificate_has_another_role_than_its_node(
+    brigade: Command, config: Path, arguments: list[str], message: str
+) -> None:
+    brigade("keys", "init", "--config", str(config))
+    keys = config.parent / "keys"
+    (keys / "studio.pem").unlink()
+    with pytest.raises(ConfigError) as refused:
+        brigade("keys", "issue", *arguments, "--config", str(config))
+    assert refused.value.message == f"{message}{config}"
+    assert [file.name for file in keys.iterdir()] == ["authority.key"]
+    brigade("keys", "issue", "studio", "--coordinator", "--config", str(config))
+    brigade("keys", "issue", "mini", "--config", str(config))
+    brigade("keys", "issue", "laptop", "--coordinator", "--config", str(config))  # of another cluster.yaml
 
 
 def test_certificates_that_a_replacement_leaves_are_named(
