@@ -20,7 +20,7 @@ _MOST_CACHE = 2 << 30  # as many as the chunks of a long prompt need; Metal keep
 _SIZE = re.compile(r"(?:Unable|Attempting) to allocate (\d+) bytes")
 _LIMIT = re.compile(r"maximum allowed buffer size of (\d+) bytes")
 _SIGNS = ("MemoryError", "out of memory", "OutOfMemory", "Insufficient Memory", "bad_alloc")
-_COMPILE_SIGNS = ("[Compile::eval_cpu]", "temp_directory_path")
+_COMPILE_SIGNS = ("[Compile::eval_cpu]", "filesystem error")
 
 
 class MemoryHeld(NamedTuple):

@@ -130,6 +130,7 @@ def test_it_is_raised_instead_of_what_mlx_raises(error: Exception) -> None:
             "/tmp/a.cpp:1: fatal error: error closing /tmp/a.s: No space left on device",
         ),
         ("filesystem error: temp_directory_path: No such file or directory",) * 2,
+        ("filesystem error: cannot create directories: Read-only file system [/ro/mlx/0.32.4/cpu]",) * 2,
     ],
 )
 def test_what_mlx_could_not_compile_is_one_line_with_the_reason_and_a_fix(text: str, why: str) -> None:
