@@ -89,6 +89,23 @@ def test_a_process_ends_as_it_should_while_a_call_that_was_given_up_computes() -
         assert (process.communicate(timeout=60)[1], process.wait()) == ("error: torn\n", 2)
 
 
+@pytest.mark.parametrize("error", ["2>/dev/full", "2>&1 >&3 | true"])
+def test_a_standard_error_that_takes_nothing_fails_nothing(error: str, tmp_path: Path) -> None:
+    """The disk is full, or its reader has left: a server goes on without a log, a batch without its progress."""
+    script = "import sys; from worker.platform.run import run_command; run_command(lambda: command())"
+    command = "def command():\n  for _ in range(99): print('0' * 999, file=sys.stderr)\n  print('done')\n  return 7"
+    code = f"exec({command!r}); {script}"
+    shell = f'exec 3>&1; ({sys.executable} -c "$0"; echo $? >&3) {error}'
+    done = subprocess.run(
+        ["sh", "-c", shell, code],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        text=True,
+        stdout=subprocess.PIPE,
+        timeout=60,
+    )
+    assert done.stdout == "done\n7\n"
+
+
 @pytest.mark.parametrize(("command", "code"), [("plan --model demo", 2), ("keys init", 0)])
 def test_only_what_has_an_answer_to_write_fails_if_standard_output_is_closed(
     command: str, code: int, tmp_path: Path

@@ -154,13 +154,8 @@ async def test_it_tells_what_it_waits_for_when_it_is_to_end(folder: Path, monkey
         assert_lines(out, "draining: sessions in progress or kept: 1, at most 10 s", "drained")
 
 
-def test_a_log_without_a_place_or_a_reader_is_no_failure(capfd: pytest.CaptureFixture[str]) -> None:
-    class Gone(io.StringIO):
-        def write(self, text: str) -> int:
-            raise BrokenPipeError
-
-    for out in (None, Gone()):
-        worker_log("mini", out).error("drained")
+def test_a_log_without_a_place_is_no_failure(capfd: pytest.CaptureFixture[str]) -> None:
+    worker_log("mini", None).error("drained")
     assert capfd.readouterr() == ("", "")
 
 

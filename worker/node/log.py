@@ -17,7 +17,7 @@ _MOST_CHARACTERS = 2000  # of a line
 def worker_log(name: str, out: TextIO | None) -> logging.Logger:
     """Return the log of the worker `name`, which writes to `out` if given. Levels are not shown."""
     log = logging.Logger(f"worker {name}", logging.INFO)  # outside the hierarchy: a process may have several workers
-    handler = logging.NullHandler() if out is None else _LineHandler(out)
+    handler = logging.NullHandler() if out is None else logging.StreamHandler(out)
     handler.setFormatter(_LineFormatter())
     log.addHandler(handler)
     return log
@@ -27,11 +27,6 @@ def log_failure(log: logging.Logger, task: "asyncio.Task[None]") -> None:
     """Log why a background task failed. A callback for the end of a task."""
     if not task.cancelled() and (error := task.exception()):
         log.error("%s", error_text(error))
-
-
-class _LineHandler(logging.StreamHandler[TextIO]):
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Go on serving if the log can no longer be written."""
 
 
 class _LineFormatter(logging.Formatter):

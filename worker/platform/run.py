@@ -152,6 +152,22 @@ def _open_standard_streams() -> None:
     )
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as standard error does
+    if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr is sys.__stderr__:
+        encoding = sys.stderr.encoding
+        sys.stderr = _Unfailing(sys.stderr.detach(), encoding, "backslashreplace", line_buffering=True)
+
+
+class _Unfailing(io.TextIOWrapper):
+    """Standard error: what cannot be written there, on a full disk or without a reader, is lost and fails nothing."""
+
+    def write(self, text: str, /) -> int:
+        with contextlib.suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
 
 
 def _complain(message: str) -> None:
