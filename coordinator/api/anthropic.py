@@ -329,11 +329,10 @@ class MessageAnswer(BlockAnswer):
             "stop_reason": "stop_sequence" if is_stopped else reasons[last.finish_reason],
             "stop_sequence": last.stop if is_stopped else None,
         }
-        num_cached = min(usage.num_reused, usage.num_prompt)
         counts: MessageUsage = {
-            "input_tokens": usage.num_prompt - num_cached,
+            "input_tokens": usage.num_prompt - usage.num_reused,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": num_cached,
+            "cache_read_input_tokens": usage.num_reused,
             "output_tokens": usage.num_generated,
         }
         stats = answer_stats(last)

@@ -352,7 +352,7 @@ class OpenAIAnswer(ApiAnswer):
             "prompt_tokens": num_prompt,
             "completion_tokens": num_generated,
             "total_tokens": num_prompt + num_generated,
-            "prompt_tokens_details": {"cached_tokens": sum(min(each.num_reused, each.num_prompt) for each in firsts)},
+            "prompt_tokens_details": {"cached_tokens": sum(each.num_reused for each in firsts)},
         }
         stats = [answer_stats(last) for last in lasts]
         return {"usage": usage, "brigade": stats[0] if len(stats) == 1 else stats}

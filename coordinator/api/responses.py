@@ -469,10 +469,7 @@ class ResponsesAnswer(BlockAnswer):
             "completed_at": None if is_cut else self.answer["created_at"] + took_s,
             "usage": {
                 "input_tokens": usage.num_prompt,
-                "input_tokens_details": {
-                    "cached_tokens": min(usage.num_reused, usage.num_prompt),
-                    "cache_write_tokens": 0,
-                },
+                "input_tokens_details": {"cached_tokens": usage.num_reused, "cache_write_tokens": 0},
                 "output_tokens": usage.num_generated,
                 "output_tokens_details": {"reasoning_tokens": self._num_reasoning},
                 "total_tokens": usage.num_prompt + usage.num_generated,

@@ -241,7 +241,7 @@ class RequestStats:
             first_token_s=(self._first_at - self.started) / 1e9 if self._first_at else None,
             queue_s=max(0, usage.begun - self.started) / 1e9 if usage and usage.begun else None,
             num_recoveries=usage.num_recoveries if usage else 0,
-            num_reused=min(usage.num_reused, self.num_prompt) if usage else 0,
+            num_reused=usage.num_reused if usage else 0,
             parts_ms={part: (ns - self.parts_before[part]) / 1e6 for part, ns in self._stats.stages.parts.items()},
         )
 

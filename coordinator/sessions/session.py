@@ -543,10 +543,11 @@ class Session:
         self._num_read += len(output.tokens)
         if output.finish_reason is None:
             return
+        num_cached = min(self._num_cached, self.num_prompt)  # the tokens of a journal may have been cached, too
         num_held = tuple(self._num_held)  # copied first, since another thread lengthens these lists
         legs = [replace(leg, passages=[p for p in leg.passages if p.returned <= output.at]) for leg in self._legs or ()]
         output.usage = Usage(
-            self.num_prompt, self._started, self._num_cached, output.num_steps, output.num_rows, legs,
+            self.num_prompt, self._started, num_cached, output.num_steps, output.num_rows, legs,
             self._num_recoveries, self._still_ns / 1e9, self._num_read, self.begun,
             tuple(self._num_tried[: len(num_held)]), num_held,
         )  # fmt: skip
