@@ -26,7 +26,7 @@ from coordinator.cli.show import showing, with_prompt_shown
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
 from coordinator.engine.bounded import TEMPLATES
-from coordinator.sessions.output import Output, Usage, tokens_after_first
+from coordinator.sessions.output import Answer, Output
 from coordinator.sessions.request import Conversation, RequestSpec, require_text
 from worker.errors import BrigadeError, InputError
 from worker.platform.files import reading, writing
@@ -273,20 +273,15 @@ class Chat:
             answering.result()
 
     async def _speak(self, said: list[str]) -> None:
-        began, first, num_first, lengths = time.monotonic_ns(), 0, 0, list[int]()
+        answer, began = Answer(), time.monotonic_ns()
         with showing(self._console) as show:
             async with aclosing(self._stream(self.dialogue.messages())) as outputs:
                 async for output in outputs:
-                    num_first += 0 if first else len(output.tokens)
-                    if output.content or output.reasoning:
-                        first = first or output.at
-                        lengths.append(len(output.content) + len(output.reasoning))
+                    answer.add(output)
                     show.think(output.reasoning)
                     show.say(output.content)
                     said.append(output.content)
-                    if output.usage is not None:
-                        num_later = tokens_after_first(output.usage.num_generated, lengths, num_first)
-                        self.stats = _stats_line(output.usage, began, first or output.at, output.at, num_later)
+        self.stats = _stats_line(answer, began)
 
     def _interrupt(self) -> None:
         if self._answering is not None:
@@ -301,14 +296,14 @@ class Chat:
             print(f"{_PROMPT}{begun}", end="", file=sys.stderr, flush=True)  # it is still being typed
 
 
-def _stats_line(usage: Usage, began: int, first: int, last: int, num_later: float) -> str:
-    """Return the statistics of an answer; times are nanoseconds, monotonic; `num_later` tokens came after `first`."""
-    decode_s = (last - first) / 1e9
-    speed = f", {num_later / decode_s:.1f} tok/s" if decode_s and num_later > 0 else ""
+def _stats_line(answer: Answer, began: int) -> str:
+    """Return the statistics of an answer, which was asked for at this moment, nanoseconds, monotonic."""
+    usage, later_s, first_s = answer.usage, answer.later_s, (answer.first_text_at - began) / 1e9
+    speed = f", {answer.num_later / later_s:.1f} tok/s" if later_s and answer.num_later > 0 else ""
     recoveries = f"; {usage.num_recoveries} recoveries" if usage.num_recoveries else ""
     return (
         f"prompt of {usage.num_prompt} tokens, {usage.num_reused} of them reused; "
-        f"answer of {usage.num_generated} tokens, the first after {(first - began) / 1e9:.3f} s{speed}{recoveries}"
+        f"answer of {usage.num_generated} tokens, the first after {first_s:.3f} s{speed}{recoveries}"
     )
 
 

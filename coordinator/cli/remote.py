@@ -16,7 +16,7 @@ from coordinator.api.auth import first_key
 from coordinator.cli.flags import ServerFlags
 from coordinator.cli.show import Printer
 from coordinator.cluster.progress import say
-from coordinator.sessions.output import Output, Usage, tokens_after_first
+from coordinator.sessions.output import Answer, Output, Usage
 from coordinator.sessions.request import Conversation, Prompt
 from worker.errors import BrigadeError, InputError, ServerFailed
 from worker.platform.text import Json, json_bytes
@@ -247,21 +247,14 @@ async def run_remote(given: ServerFlags, body: Mapping[str, Any], asked: Generat
         InputError: the request is wrong. ServerFailed: no server answers, or the answer failed.
     """
     prompt = asked.require_prompt()
-    text, first, last, lengths = "", None, None, list[int]()
+    answer = Answer()
     async with open_server(given) as server:
-        began = time.monotonic()
         with Printer(is_silent=asked.output.as_json) as printer:
             async with aclosing(server.generate(prompt, body)) as outputs:
-                async for last in outputs:
-                    if last.content or last.reasoning:
-                        first = first or time.monotonic()
-                        lengths.append(len(last.content) + len(last.reasoning))
-                    printer.write(last.content)
-                    text += last.content
-        ended = time.monotonic()
-    assert last is not None and last.usage is not None and last.finish_reason is not None
-    times = (first or ended) - began, ended - (first or ended)
-    found = answer_as_json(text, last.finish_reason, last.usage, *times, lengths)
+                async for output in outputs:
+                    printer.write(output.content)
+                    answer.add(output)
+    found = answer_as_json(answer)
     if asked.output.as_json:
         print(json.dumps(found), flush=True)
         return
@@ -270,24 +263,20 @@ async def run_remote(given: ServerFlags, body: Mapping[str, Any], asked: Generat
     say(f"{stats['num_tokens']} tokens{speed}; first after {stats['ttft_s']:.3f} s, by {server.name} at {given.server}")
 
 
-def answer_as_json(
-    text: str, finish_reason: str, usage: Usage, ttft_s: float, decode_s: float, lengths: Sequence[int]
-) -> Json:
-    """Return what `generate --server --json` prints: a server sends no token ids and no times of its stages.
-
-    `lengths` are those of its pieces of text: the first one, which may be a whole canvas, is not of `decode_s`.
-    """
-    num_later = tokens_after_first(usage.num_generated, lengths)
+def answer_as_json(answer: Answer) -> Json:
+    """Return what `generate --server --json` prints: a server sends no token ids and no times of its stages."""
+    usage, later_s = answer.usage, answer.later_s
+    ttft_s = (answer.first_text_at - usage.started) / 1e9
     stats = {
         "ttft_s": ttft_s,
-        "decode_s": decode_s,
-        "tokens_per_s": num_later / decode_s if decode_s and num_later else None,
+        "decode_s": later_s,
+        "tokens_per_s": answer.num_later / later_s if later_s and answer.num_later else None,
         "prompt_tokens_per_s": usage.num_prompt / ttft_s if ttft_s else None,
         "num_tokens": usage.num_generated,
         "reused_tokens": usage.num_reused,
         "recoveries": usage.num_recoveries,
     }
     return {
-        "text": text, "tokens": None, "prompt_tokens": usage.num_prompt, "finish_reason": finish_reason,
+        "text": answer.text, "tokens": None, "prompt_tokens": usage.num_prompt, "finish_reason": answer.finish_reason,
         "logprobs": None, "stats": stats, "stages": [],
     }  # fmt: skip

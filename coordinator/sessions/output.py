@@ -116,18 +116,6 @@ def speed_after_first(token_times: Sequence[float]) -> float | None:
     return sum(at > first for at in token_times) / (token_times[-1] - first)
 
 
-def tokens_after_first(num_generated: int, lengths: Sequence[int], num_first: int = 0) -> float:
-    """Return how many tokens came after an answer's first text, which windows and canvases make of several.
-
-    Args:
-        lengths: letters of the pieces of text, by which the tokens are shared out where they are not sent.
-        num_first: tokens of all outputs up to the first text; 0 where they are not sent, as by a server.
-    """
-    if num_first:
-        return num_generated - num_first
-    return num_generated * sum(lengths[1:]) / max(1, sum(lengths))
-
-
 @dataclass
 class Answer:
     """All outputs of a request together."""
@@ -142,11 +130,18 @@ class Answer:
     usage: Usage = field(default_factory=lambda: Usage(0, 0, 0, 0, 0))
     last_at: int = 0  # when its last output was made, nanoseconds
     first_steps: int = 0  # windows that asked for tokens, up to the first ones: several for a canvas
+    lengths: list[int] = field(default_factory=list)  # letters of its pieces of text and of thoughts
+    first_text_at: int = 0  # when the first of these was made
+    _num_first: int = 0  # tokens up to then
 
     def add(self, output: Output) -> None:
         """Append the next output."""
         if output.tokens and not self.samples:
             self.first_steps = output.num_steps
+        if not self.lengths:
+            self.first_text_at, self._num_first = output.at, self._num_first + len(output.tokens)
+        if length := len(output.content) + len(output.reasoning):
+            self.lengths.append(length)
         self.text += output.text
         self.samples += output.tokens
         self.scores += output.scores
@@ -184,6 +179,21 @@ class Answer:
         """Return the tokens per second after those of the first step; None without any."""
         speed = speed_after_first(self.token_times)
         return None if speed is None else 1e9 * speed
+
+    @property
+    def num_later(self) -> float:
+        """How many tokens came after the first text, which windows and canvases make of several.
+
+        Where tokens are not sent, as by a server, the pieces of text share them out by their letters.
+        """
+        if self._num_first:
+            return self.usage.num_generated - self._num_first
+        return self.usage.num_generated * sum(self.lengths[1:]) / max(1, sum(self.lengths))
+
+    @property
+    def later_s(self) -> float:
+        """Seconds from the first text to the end."""
+        return (self.last_at - self.first_text_at) / 1e9
 
     def waterfall(self) -> Waterfall:
         """Return where its time went, up to its last token."""

@@ -26,7 +26,7 @@ from coordinator.cli.remote import (
     open_server,
     unauthorised,
 )
-from coordinator.sessions.output import Output, Usage
+from coordinator.sessions.output import Answer, Output, Usage
 from tests.unit.cli.conftest import Command
 from worker.errors import BrigadeError, InputError, ServerFailed
 
@@ -69,8 +69,11 @@ def test_the_lines_of_a_stream_end_where_its_format_says(data: str, end: str) ->
 
 def test_the_speed_leaves_out_the_tokens_of_the_first_text() -> None:
     for lengths, speed in (([30, 10, 10], 8 / 2), ([50], None), ([], None)):
-        usage = Usage(3, 0, 0, 5, 5, num_generated=20)
-        assert answer_as_json("", "stop", usage, 1.0, 2.0, lengths)["stats"]["tokens_per_s"] == speed
+        answer = Answer()
+        for number, length in enumerate(lengths, 1):
+            answer.add(Output("", (), number * 10**9, content="a" * length))
+        answer.add(Output("", (), 3 * 10**9, "stop", Usage(3, 0, 0, 5, 5, num_generated=20)))
+        assert answer_as_json(answer)["stats"]["tokens_per_s"] == speed
 
 
 def test_errors_in_the_stream_are_raised_as_the_servers_failure() -> None:
