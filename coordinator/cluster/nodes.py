@@ -20,8 +20,6 @@ from worker.node.network import Network
 from worker.platform.machine import memory_budget
 from worker.platform.tasks import cancel_all
 
-_ASK_S = 1.0
-_PAUSE_S = 0.1
 _GRACE_S = 0.2  # for a worker that did not answer in time to give the reason
 _HUNG_S = 3.0  # without an answer of a process of our own, after which it is ended
 
@@ -167,21 +165,6 @@ class Nodes:
     def note_change(self) -> None:
         """End the present `pause`, or the next one."""
         self._changed.set()
-
-    async def wait_all(self, within_s: float) -> None:
-        """Return once every worker answers; our own may end meanwhile, and are started again.
-
-        Raises:
-            StageLost: one of them does not answer in time.
-        """
-        until = time.monotonic() + within_s
-        while True:
-            await self.ask(self.workers, _ASK_S)
-            if not (missing := [each.name for each in self.workers.values() if not each.answers]):
-                return
-            if time.monotonic() >= until:
-                raise StageLost(f"does not answer, or ends again and again ({within_s:g} s)", node=missing[0])
-            await self.pause(_PAUSE_S)
 
     def peers(self, names: Iterable[str]) -> list[Peer]:
         """Return the connections to those of these workers that run."""

@@ -247,10 +247,8 @@ async def open_cluster(
             recovers = bool(options.limits.recovery_s)
             nodes = await stack.enter_async_context(open_nodes(options, describe(checkpoint), keep=recovers))
             progress("", ASKING)
-            if recovers and options.local:
-                await nodes.wait_all(options.limits.recovery_s)
-            elif recovers:
-                await _wait_for_workers(nodes, options.limits.arrival_s)
+            if recovers:  # our own that end are started again
+                await _wait_for_workers(nodes, options.limits.recovery_s if options.local else options.limits.arrival_s)
             missing = [each.name for each in nodes.workers.values() if recovers and not each.answers]
             peers = nodes.peers(name for name in nodes.workers if name not in missing)
             opening = cluster_over(
