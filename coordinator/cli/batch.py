@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import hashlib
 import json
 import os
-import stat
 import time
 import uuid
 from collections import Counter
@@ -25,7 +23,7 @@ from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import TokenReport, say, show_tokens, telling_interrupts
 from coordinator.engine.bounded import TEMPLATES
 from worker.errors import BrigadeError, InputError, NodeBusy, PoisonRequest, QueueFull, StageLost, again
-from worker.platform.files import reading, writing
+from worker.platform.files import open_locked, reading, writing
 from worker.platform.tasks import background, for_each
 from worker.platform.text import Json, json_bytes, json_problem
 
@@ -328,17 +326,8 @@ def open_answers(path: Path, read: Callable[[Json], tuple[str, T]], begin: bytes
     Raises:
         InputError: the file cannot be written or locked, another run writes it, or it holds something else.
     """
-    with writing("output", path):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o644)
+    descriptor = open_locked("output", path, 0o644)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise InputError("output", f"{path} is no file: expected one in which to keep the answers")
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError("output", f"another run writes {path}") from None
-        except OSError as error:
-            raise InputError("output", f"cannot lock {path}: {error.strerror}") from error
         known, end = _known(path, read, begin)
         os.ftruncate(descriptor, end)
         yield Answers(path, descriptor, known)

@@ -2,10 +2,8 @@
 
 import asyncio
 import contextlib
-import fcntl
 import os
-import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -13,7 +11,7 @@ from typing import Self
 from coordinator.sessions.journal import MOST_BYTES, Header, Journal, read_journal, write_batch, write_header
 from coordinator.sessions.output import Output
 from worker.errors import InputError
-from worker.platform.files import sync_file
+from worker.platform.files import open_locked, sync_file, writing
 from worker.platform.threads import CallThread
 
 _SYNC_EVERY_S = 0.1  # at most: a disk that is asked after every step makes the steps wait
@@ -44,11 +42,10 @@ class JournalFile:
         self._unsynced = asyncio.Event()
         self._syncing: asyncio.Task[None] | None = None
         self._is_new = not path.exists()
-        with self._naming():
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o600)
-        with contextlib.ExitStack() as stack, self._naming():
+        self._file = open_locked("journal", path, 0o600)
+        with contextlib.ExitStack() as stack, writing("journal", self._path):
             stack.callback(os.close, self._file)
-            self.found = self._lock_and_read()
+            self.found = self._read()
             stack.pop_all()
         self._num_tokens = len(self.found.known.tokens) if self.found else 0
         self._writer, self._syncer = CallThread("journal"), CallThread("journal-sync")
@@ -64,7 +61,7 @@ class JournalFile:
         try:
             if not self._syncing.cancelled():
                 self._syncing.result()  # the disk has failed, and may tell so only once
-            with self._naming():
+            with writing("journal", self._path):
                 await self._writer.run(partial(sync_file, self._file))
         finally:
             self._writer.close()
@@ -77,7 +74,7 @@ class JournalFile:
         """Write the header into an empty file."""
         assert self.found is None and not self._num_bytes
         await self._append(write_header(header))
-        with self._naming():
+        with writing("journal", self._path):
             await self._writer.run(self._sync_with_folder)
 
     async def keep(self, output: Output, emit: Callable[[str], None] = lambda text: None) -> None:
@@ -106,7 +103,7 @@ class JournalFile:
         self._num_bytes += len(record)
 
     def _write(self, record: bytes, then: Callable[[], None] | None) -> None:
-        with self._naming():
+        with writing("journal", self._path):
             view = memoryview(record)
             while view:
                 view = view[os.write(self._file, view) :]
@@ -118,18 +115,11 @@ class JournalFile:
         while True:
             await self._unsynced.wait()
             self._unsynced.clear()
-            with self._naming():
+            with writing("journal", self._path):
                 await self._syncer.run(partial(sync_file, self._file))
             await asyncio.sleep(_SYNC_EVERY_S)
 
-    def _lock_and_read(self) -> Journal | None:
-        status = os.fstat(self._file)
-        if not stat.S_ISREG(status.st_mode):
-            raise InputError("journal", f"{self._path} is no file")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError("journal", f"{self._path} is in use by another process") from None
+    def _read(self) -> Journal | None:
         size = os.fstat(self._file).st_size
         if size > MOST_BYTES:
             raise InputError("journal", f"expected at most {MOST_BYTES} bytes, found {size} in {self._path}")
@@ -148,10 +138,3 @@ class JournalFile:
             sync_file(folder)  # it holds the name
         finally:
             os.close(folder)
-
-    @contextlib.contextmanager
-    def _naming(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise InputError("journal", f"{self._path}: {error.strerror}") from error

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,3 +62,22 @@ def sync_file(descriptor: int) -> None:
             fcntl.fcntl(descriptor, command)
             return
     os.fsync(descriptor)
+
+
+def open_locked(name: str, path: Path, mode: int) -> int:
+    """Open a file to append to, make it if it is missing, and lock it; return its descriptor.
+
+    Raises:
+        InputError: it is no regular file, cannot be written or locked, or another process has it.
+    """
+    with contextlib.ExitStack() as stack, writing(name, path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, mode)
+        stack.callback(os.close, descriptor)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise InputError(name, f"expected a file, found something else: {path}")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(name, f"{path} is in use by another process") from None
+        stack.pop_all()
+    return descriptor

@@ -147,7 +147,7 @@ def test_another_run_is_told_of_only_where_there_is_one(tmp_path: Path, monkeypa
     path = tmp_path / "answers.jsonl"
     with (
         open_answers(path, key_and_status, BEGIN),
-        pytest.raises(InputError, match=r"^output: another run writes"),
+        pytest.raises(InputError, match=r"^output: \S+ is in use by another process"),
         open_answers(path, key_and_status, BEGIN),
     ):
         pass
@@ -157,7 +157,7 @@ def test_another_run_is_told_of_only_where_there_is_one(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(fcntl, "flock", refused)
     with (
-        pytest.raises(InputError, match=r"^output: cannot lock \S+: No locks available$"),
+        pytest.raises(InputError, match=r"^output: cannot write \S+: No locks available$"),
         open_answers(path, key_and_status, BEGIN),
     ):
         pass
@@ -167,7 +167,7 @@ def test_answers_are_kept_in_a_file_that_holds_nothing_else(tmp_path: Path) -> N
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "deep").write_text("[" * 200_000 + "\n")
     for path, why in (
-        (Path(os.devnull), "is no file"), (tmp_path / "pipe", "is no file"), (tmp_path / "deep", "found something else")
+        (Path(os.devnull), "expected a file"), (tmp_path / "pipe", "expected a file"), (tmp_path / "deep", "line 1")
     ):  # fmt: skip
         with pytest.raises(InputError, match=f"^output: .*{why}"), open_answers(path, key_and_status, BEGIN):
             pass
