@@ -20,6 +20,7 @@ from worker.node.network import Network
 from worker.platform.machine import memory_budget
 from worker.platform.tasks import cancel_all
 
+_Answer = tuple[HelloReply, bool]  # whether it was stalled, and its engine runs no step any more
 _GRACE_S = 0.2  # for a worker that did not answer in time to give the reason
 _HUNG_S = 3.0  # without an answer of a process of our own, after which it is ended
 
@@ -136,13 +137,14 @@ class Nodes:
                 continue  # another process has taken its place
             outcome = outcomes.get(worker.name)
             worker.trouble = outcome if isinstance(outcome, BrigadeError) else None
-            if isinstance(outcome, (HelloReply, IdleReply)):
+            if isinstance(outcome, tuple):
+                reply, is_idle = outcome
                 worker.silent_since = None
-                if isinstance(outcome, HelloReply) and outcome.incarnation != worker.incarnation:
-                    worker.offered_bytes = outcome.memory_bytes
+                if reply.incarnation != worker.incarnation:
+                    worker.offered_bytes = reply.memory_bytes
                     worker.renew()
-                worker.answer(outcome.incarnation, now)
-                if isinstance(outcome, IdleReply):
+                worker.answer(reply.incarnation, now)
+                if is_idle:
                     worker.meet(NodeEvent.IDLE, now)
             elif is_over or worker.name not in unanswered:
                 worker.asked_at = now
@@ -177,11 +179,11 @@ class Nodes:
             await self._left.pop().close()
 
     async def _wait_asked(
-        self, asking: Collection["asyncio.Task[HelloReply | IdleReply]"], within_s: float, *, is_restarting: bool
+        self, asking: Collection["asyncio.Task[_Answer]"], within_s: float, *, is_restarting: bool
     ) -> bool:
         """Wait for all answers, or for a change while a process `is_restarting`; return whether the time is over."""
         changed = asyncio.create_task(self._changed.wait())
-        pending: set[asyncio.Task[HelloReply | IdleReply] | asyncio.Task[bool]] = {*asking, changed}
+        pending: set[asyncio.Task[_Answer] | asyncio.Task[bool]] = {*asking, changed}
         deadline = time.monotonic() + within_s + _GRACE_S
         try:
             while not changed.done() and (len(pending) > 1 or is_restarting):
@@ -209,17 +211,9 @@ def _say_failure(name: str, say: Callable[[str], None], keeping: "asyncio.Task[N
         say(f"worker {name} is not started again once it ends: {error_text(error)}")
 
 
-@dataclass(frozen=True)
-class IdleReply:
-    """The answer of a stalled worker whose engine runs no step any more."""
-
-    incarnation: str
-
-
-async def _ask(worker: ClusterNode, peer: Peer, within_s: float) -> HelloReply | IdleReply:
+async def _ask(worker: ClusterNode, peer: Peer, within_s: float) -> _Answer:
     """Ask a worker whether it is there, and a stalled one whether its engine is idle. Raises BrigadeError."""
     reply = await peer.hello(within_s)
     is_due = worker.state is NodeState.STALLED and time.monotonic() >= worker.retry_at
-    if is_due and reply.incarnation == worker.incarnation and (await peer.status(within_s)).busy_s == 0.0:
-        return IdleReply(reply.incarnation)
-    return reply
+    is_same = reply.incarnation == worker.incarnation
+    return reply, is_due and is_same and (await peer.status(within_s)).busy_s == 0.0
