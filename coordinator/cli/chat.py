@@ -392,11 +392,14 @@ class Keyboard:
         self.is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self._thread = CallThread("keyboard")
         self._settings: list[object] | None = None
+        self._line_begun: Callable[[], str] = str
 
     def __enter__(self) -> Keyboard:
         if self.is_terminal:
             with contextlib.suppress(ImportError):
-                import readline  # noqa: F401 - makes input() edit lines and keep a history
+                import readline  # makes input() edit lines and keep a history
+
+                self._line_begun = readline.get_line_buffer
             self._settings = termios.tcgetattr(sys.stdin)
         return self
 
@@ -408,11 +411,7 @@ class Keyboard:
     @property
     def begun(self) -> str:
         """The line that is being typed, so far as known."""
-        with contextlib.suppress(ImportError):
-            import readline
-
-            return readline.get_line_buffer() if self.is_terminal else ""
-        return ""
+        return self._line_begun()
 
     async def read(self, prompt: str) -> str | None:
         """Return the next line; None at the end."""
