@@ -127,7 +127,7 @@ class CompletionAnswer(OpenAIAnswer):
             requests += group
         return requests
 
-    def events(self, index: int, output: Output) -> Iterator[Json]:
+    def chunks(self, index: int, output: Output) -> Iterator[Json]:
         choice = self.choices[index]
         choice.scores += [(score.token.logprob, self._top(score.token)) for score in output.scores]
         if not choice.is_begun and len(choice.scores) >= len(choice.prompt) - 1:
@@ -140,7 +140,6 @@ class CompletionAnswer(OpenAIAnswer):
         if output.text or output.finish_reason or (self._body.logprobs is not None and output.tokens):
             logprobs = self._logprobs(choice, output.tokens)
             yield self.chunk(index=index, text=output.text, logprobs=logprobs, finish_reason=output.finish_reason)
-        self.note(index, output)
 
     def join(self, parts: Sequence[Json]) -> Json:
         logprobs = [part["logprobs"] for part in parts if part["logprobs"]]

@@ -316,14 +316,15 @@ class OpenAIAnswer(ApiAnswer):
         self._parts: defaultdict[int, list[Json]] = defaultdict(list)  # of each choice of a whole answer
 
     @abstractmethod
-    def events(self, index: int, output: Output) -> Iterator[Json]: ...
+    def chunks(self, index: int, output: Output) -> Iterator[Json]:
+        """Yield the events of the next output of a choice."""
 
     @abstractmethod
     def join(self, parts: Sequence[Json]) -> Json:
         """Return the whole of a choice, from its parts in all events."""
 
-    def note(self, index: int, output: Output) -> None:
-        """Keep the last output of a choice."""
+    def events(self, index: int, output: Output) -> Iterator[Json]:
+        yield from self.chunks(index, output)
         if output.finish_reason is not None:
             self._lasts[index] = output
 
@@ -376,7 +377,7 @@ class ChatAnswer(OpenAIAnswer):
         with renaming({"prompt": "messages"}), naming_tools(self._body.tools):
             return await prepare_choices(inputs, spec, self._body.n)
 
-    def events(self, index: int, output: Output) -> Iterator[Json]:
+    def chunks(self, index: int, output: Output) -> Iterator[Json]:
         if index not in self._calls:
             self._calls[index] = []
             begun = {"role": "assistant", "content": ""}
@@ -396,7 +397,6 @@ class ChatAnswer(OpenAIAnswer):
             if fills:
                 chunk["brigade"] = {"fills": [(at, self.token_text(token.token)) for at, token in fills]}
             yield chunk
-        self.note(index, output)
 
     def join(self, parts: Sequence[Json]) -> Json:
         deltas = [part["delta"] for part in parts]
