@@ -26,10 +26,10 @@ from coordinator.api.conversations import (
 )
 from coordinator.api.errors import AnthropicError, HttpError
 from coordinator.api.server import Server
-from coordinator.api.sse import Event, renaming
+from coordinator.api.sse import Event
 from coordinator.api.texts import bounded_ids
 from coordinator.engine.grammars import json_grammar
-from coordinator.engine.inputs import InputProcessor
+from coordinator.engine.inputs import InputProcessor, renaming
 from coordinator.sessions.output import Output
 from coordinator.sessions.request import Calls, Conversation, Request, RequestSpec
 from worker.errors import InputError
@@ -292,8 +292,8 @@ class MessageAnswer(BlockAnswer):
     async def prepare(self, inputs: InputProcessor) -> Sequence[Request]:
         with renaming(_NAMES):
             spec = self._body.to_spec()
-        with renaming(_NAMES), naming_tools(self._body.tools):
-            request = await inputs.make_request(spec)
+            with naming_tools(self._body.tools):
+                request = await inputs.make_request(spec)
         self.answer["usage"]["input_tokens"] = len(request.prompt)
         return [request]
 

@@ -8,8 +8,8 @@ from typing_extensions import TypedDict
 
 from coordinator.api.body import ModelName, RawPrompts, Section
 from coordinator.api.server import Server
-from coordinator.api.sse import renaming
 from coordinator.engine.embeddings import embed, read_pooling
+from coordinator.engine.inputs import renaming
 
 
 class EmbeddingsBody(Section):

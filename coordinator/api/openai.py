@@ -26,9 +26,9 @@ from coordinator.api.conversations import (
     tool_type,
 )
 from coordinator.api.server import Server
-from coordinator.api.sse import DONE, ApiAnswer, Event, renaming
+from coordinator.api.sse import DONE, ApiAnswer, Event
 from coordinator.engine.grammars import json_grammar, lark_grammar, regex_grammar
-from coordinator.engine.inputs import InputProcessor, prepare_choices
+from coordinator.engine.inputs import InputProcessor, prepare_choices, renaming
 from coordinator.sessions.calls import joined_calls
 from coordinator.sessions.output import Output, Token, ToolCall
 from coordinator.sessions.request import Calls, Conversation, Prompt, Request, RequestSpec

@@ -38,9 +38,9 @@ from coordinator.api.conversations import (
 from coordinator.api.errors import ErrorBody, HttpError
 from coordinator.api.left_out import leave_out
 from coordinator.api.server import Server
-from coordinator.api.sse import DONE, Event, renaming
+from coordinator.api.sse import DONE, Event
 from coordinator.engine.grammars import json_grammar
-from coordinator.engine.inputs import InputProcessor
+from coordinator.engine.inputs import InputProcessor, renaming
 from coordinator.sessions.output import Output
 from coordinator.sessions.request import Calls, Conversation, Request, RequestSpec
 from protos.brigade_pb2 import Sampling

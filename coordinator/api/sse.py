@@ -3,7 +3,7 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -19,7 +19,7 @@ from coordinator.engine.inputs import InputProcessor
 from coordinator.engine.stats import REQUEST_ID
 from coordinator.sessions.output import Output
 from coordinator.sessions.request import Request as EngineRequest
-from worker.errors import BrigadeError, InputError, again, internal_error_kind
+from worker.errors import BrigadeError, internal_error_kind
 from worker.platform.tasks import cancel_all
 from worker.platform.text import json_bytes
 
@@ -80,18 +80,6 @@ def encode(event: Event) -> bytes:
         return f"data: {event}\n\n".encode()
     name = f"event: {event['type']}\n".encode() if "type" in event else b""
     return name + b"data: " + json_bytes(event, separators=(",", ":")) + b"\n\n"
-
-
-@contextmanager
-def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """Raise InputErrors of this block with the names that an API has for our fields; `prompt.1` is part of `prompt`."""
-    try:
-        yield
-    except InputError as error:
-        renamed = again(error)
-        name, dot, item = error.field.partition(".")
-        renamed.field = names.get(name, name) + dot + item
-        raise renamed from error
 
 
 async def respond(request: Request, answer: ApiAnswer) -> Response:

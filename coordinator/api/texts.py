@@ -15,7 +15,7 @@ from coordinator.api.conversations import offered
 from coordinator.api.errors import HttpError
 from coordinator.api.openai import Message, Tool
 from coordinator.api.server import Server
-from coordinator.api.sse import renaming
+from coordinator.engine.inputs import renaming
 from coordinator.engine.scores import score_continuations
 from coordinator.sessions.output import Scored
 from coordinator.sessions.request import Conversation, Prompt

@@ -148,7 +148,7 @@ class Bridge:
             self._broken.set_exception(error)
 
     async def _answer(self, line: Line) -> None:
-        from coordinator.api.sse import renaming
+        from coordinator.engine.inputs import renaming
 
         reply = Reply(line.id, is_chat=line.op == "chat")
         try:

@@ -211,19 +211,15 @@ async def prepare(asked: GenerateOptions, options: ClusterOptions) -> Prepared:
     Raises:
         InputError: the model cannot serve it. ModelError: there is no such model, or it cannot be read.
     """
-    from coordinator.engine.inputs import InputProcessor
+    from coordinator.engine.inputs import InputProcessor, renaming
 
     if asked.output.trace is not None:
         require_writable("trace", asked.output.trace)
     needs_text = asked.prompt is not None or bool(asked.spec.stops)
     inputs = await InputProcessor.read(options, needs_text=needs_text)
     spec = replace(asked.spec, prompt=asked.require_prompt(has_template=inputs.has_chat_template))
-    try:
+    with renaming({} if asked.prompt_tokens is None else {"prompt": "prompt_tokens"}):
         request = await inputs.make_request(spec)
-    except InputError as error:
-        if error.field == "prompt" and asked.prompt_tokens is not None:
-            raise InputError("prompt_tokens", error.message) from error
-        raise
     if asked.prompt is not None and not inputs.has_chat_template and not asked.raw:
         say("note: this model has no chat template; the prompt is given as it stands")
     own = {name: value for name, value in inputs.defaults.items() if name not in asked.spec.sampling}

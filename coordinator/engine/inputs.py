@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
@@ -387,16 +387,20 @@ class InputProcessor:
 
 
 @contextmanager
-def numbered(number: int, prompts: Sequence[Any]) -> Iterator[None]:
-    """Raise InputErrors of this block about the prompt as `prompt.number` if it is one of several."""
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Raise InputErrors of this block with these names for our fields; `prompt.1` is part of `prompt`."""
     try:
         yield
     except InputError as error:
-        if error.field != "prompt" or len(prompts) < 2:
-            raise
-        named = again(error)
-        named.field = f"prompt.{number}"
-        raise named from error
+        renamed = again(error)
+        name, dot, item = error.field.partition(".")
+        renamed.field = names.get(name, name) + dot + item
+        raise renamed from error
+
+
+def numbered(number: int, prompts: Sequence[Any]) -> AbstractContextManager[None]:
+    """Raise InputErrors of a block about the prompt as `prompt.number` if it is one of several."""
+    return renaming({"prompt": f"prompt.{number}"} if len(prompts) > 1 else {})
 
 
 async def prepare_choices(inputs: InputProcessor, spec: RequestSpec, n: int) -> list[Request]:
