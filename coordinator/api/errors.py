@@ -120,7 +120,7 @@ def http_error(error: BaseException) -> HttpError:
             message = anthropic = str(error)
             # Clients recognise a context that is exceeded by these words, litellm by "is longer than" and what follows.
             if isinstance(error, ContextExceeded) and error.most:
-                found = f"{error.field}: found at least {error.num_tokens} tokens, which is longer than"
+                found = f"{error.field}: found {error.num_tokens} tokens, which is longer than"
                 limit = f"This model's maximum context length is {error.most} tokens"
                 message = f"{found} the model's context length; shorten it. {limit}."
                 anthropic = f"prompt is too long: {error.num_tokens} tokens > {error.most} maximum; shorten it"

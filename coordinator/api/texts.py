@@ -19,7 +19,6 @@ from coordinator.engine.inputs import renaming
 from coordinator.engine.scores import score_continuations
 from coordinator.sessions.output import Scored
 from coordinator.sessions.request import Conversation, Prompt
-from worker.errors import ContextExceeded
 from worker.platform.text import Json
 
 _MIN_LIMIT = 32768  # tokens
@@ -85,13 +84,9 @@ async def tokenize(server: Server, body: TokenizeBody) -> Tokenized:
 
 async def bounded_ids(server: Server, prompt: Prompt, field: str, *, special: bool = True) -> list[int]:
     """Return a prompt's token ids. Raises HttpError (413) for far more than the model's context."""
-    most = _most_tokens(server)
-    try:
-        with renaming({"prompt": field}):
-            tokens = list(await server.inputs.prompt_ids(prompt, most=most, special=special))
-    except ContextExceeded as error:  # the length of the text alone shows that it is too long
-        raise HttpError(413, f"{field}: {error.message}", "too_many_tokens", param=field) from None
-    _require_at_most(most, tokens, field)
+    with renaming({"prompt": field}):
+        tokens = list(await server.inputs.prompt_ids(prompt, special=special))
+    _require_at_most(_most_tokens(server), tokens, field)
     return tokens
 
 

@@ -45,7 +45,16 @@ from coordinator.sessions.text import Markers, TextParser
 from protos.brigade_pb2 import Grammar, Sampling
 from worker.compute.grammar import Grammars
 from worker.compute.header import check_grammar, common_prefix
-from worker.errors import BrigadeError, FrameError, InputError, ModelError, QueueFull, SamplingError, again
+from worker.errors import (
+    BrigadeError,
+    ContextExceeded,
+    FrameError,
+    InputError,
+    ModelError,
+    QueueFull,
+    SamplingError,
+    again,
+)
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import describe
 
@@ -210,7 +219,7 @@ class InputProcessor:
         Args:
             calls: what a conversation's answer may call.
         Raises:
-            ContextExceeded: its length shows that it has more than `most` tokens.
+            ContextExceeded: it has more than `most` tokens.
             InputError: there is no tokenizer or template for it, or it is unsuitable or takes too much.
         """
         if isinstance(prompt, tuple):
@@ -219,13 +228,12 @@ class InputProcessor:
             require_text("prompt", prompt)
         tokenizer = self._require_tokenizer("prompt")
         is_long = _num_letters(prompt) > _LONG
-
-        def encode() -> list[int]:
-            if most is not None:
-                tokenizer.require_few(prompt, most, calls)
-            return tokenizer.encode_prompt(prompt, calls=calls, special=special, apart=is_long)
-
-        return tuple(await (self._reading_long if is_long else self._encoding).run(encode))
+        encode = partial(tokenizer.encode_prompt, prompt, calls=calls, special=special, apart=is_long)
+        ids = tuple(await (self._reading_long if is_long else self._encoding).run(encode))
+        if most is not None and len(ids) > most:
+            reason = f"expected at most {most} tokens, found {len(ids)}; shorten it"
+            raise ContextExceeded("prompt", reason, num_tokens=len(ids), most=most)
+        return ids
 
     async def _num_system(self, asked: RequestSpec) -> int:
         """Return with how many tokens the conversation begins whatever its user says. Raises InputError for none."""

@@ -85,7 +85,7 @@ async def score_continuations(
 async def continuation_specs(
     inputs: InputProcessor, prompt: ScoredPrompt, continuations: Sequence[ScoredPrompt]
 ) -> list[RequestSpec]:
-    """Return the requests of `score_continuations`. Raises InputError for a text that is far too long or unsuitable."""
+    """Return the requests of `score_continuations`. Raises InputError for a text that is too long or unsuitable."""
     most = most_prompt(inputs.spec, 1)
     begin, specs = await inputs.prompt_ids(prompt, most=most), []
     for continuation in continuations:

@@ -3,7 +3,7 @@
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache, cached_property
 from importlib.util import find_spec
@@ -33,7 +33,7 @@ from coordinator.engine.grammars import JSON_FORMATS
 from coordinator.sessions.conversation import CALL_BEGINS, CALL_ENDS, CALL_FORMAT, plainer, with_calls_as_text
 from coordinator.sessions.request import AUTO_CALLS, Calls, Conversation
 from coordinator.sessions.text import Markers, TextParser
-from worker.errors import ContextExceeded, InputError, ModelError, first_line
+from worker.errors import InputError, ModelError, first_line
 from worker.model.checkpoint import Checkpoint
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -106,7 +106,13 @@ class Tokenizer:
             InputError: the prompt is unsuitable, or takes too much.
         """
         if isinstance(prompt, Conversation):
-            method, arguments = "encode_chat", self._chat(prompt, calls)
+            method = "encode_chat"
+            arguments = {
+                "messages": prompt.messages,
+                "tools": prompt.tools,
+                "arguments": prompt.template_arguments,
+                "has_generic_calls": self.has_generic_calls(calls),
+            }
         else:
             method, arguments = "encode", {"text": prompt, "special": special}
         if apart:
@@ -122,40 +128,6 @@ class Tokenizer:
         has_generic_calls: bool = False,
     ) -> list[int]:
         """Return a conversation's token ids, up to where the answer begins; `arguments` are the template's own."""
-        return list(self._apply_template(messages, tools, arguments, has_generic_calls))
-
-    def _chat(self, prompt: Conversation, calls: Calls) -> dict[str, Any]:
-        """Return the arguments of `encode_chat` for a prompt."""
-        return {
-            "messages": prompt.messages,
-            "tools": prompt.tools,
-            "arguments": prompt.template_arguments,
-            "has_generic_calls": self.has_generic_calls(calls),
-        }
-
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Return a text's token ids, with those that the tokenizer puts around any text if `special`."""
-        settings = {} if special else {"add_special_tokens": False}  # not all tokenizers that are code know it
-        return list(self._wrapper.encode(text, **settings))
-
-    def require_few(self, prompt: Conversation | str, most: int, calls: Calls = AUTO_CALLS) -> None:
-        """Raise ContextExceeded if a prompt's length shows that it has more than `most` tokens."""
-        if isinstance(prompt, Conversation):
-            if self._least.of(str(prompt.messages)) <= most:  # templates leave parts of it out
-                return
-            prompt = str(self._apply_template(**self._chat(prompt, calls), tokenize=False))
-        if (least := self._least.of(prompt)) > most:
-            reason = f"expected at most {most} tokens, found at least {least}; shorten it"
-            raise ContextExceeded("prompt", reason, num_tokens=least, most=most)
-
-    def _apply_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        arguments: Mapping[str, Any] | None,
-        has_generic_calls: bool,
-        **settings: bool,
-    ) -> Any:
         if not self.has_chat_template:
             raise InputError("prompt", "this model has no chat template; give it raw, as it stands")
         arguments = arguments or {}
@@ -168,24 +140,25 @@ class Tokenizer:
             begins = {"add_generation_prompt": False, "continue_final_message": True}
         if has_generic_calls:
             messages, tools = with_calls_as_text(messages, tools), ()
-        given = {**begins, **arguments, **settings} | ({"tools": list(tools)} if tools else {})
+        given = {**begins, **arguments} | ({"tools": list(tools)} if tools else {})
         try:
-            return self._rendered(messages, given)
+            return self._tokenized(messages, given)
         except TemplateRefusal:
             for turns in plainer(messages):
                 with suppress(TemplateRefusal):
-                    return self._rendered(turns, given)
+                    return self._tokenized(turns, given)
             raise
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> Any:
+    def _tokenized(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> list[int]:
         try:
-            return self._wrapper.apply_chat_template(list(messages), **given)
+            return list(self._wrapper.apply_chat_template(list(messages), **given))
         except _UNSUITABLE as error:
             raise TemplateRefusal(first_line(error)) from error
 
-    @cached_property
-    def _least(self) -> "LeastTokens":
-        return LeastTokens(self._wrapper, self.encode)
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Return a text's token ids, with those that the tokenizer puts around any text if `special`."""
+        settings = {} if special else {"add_special_tokens": False}  # not all tokenizers that are code know it
+        return list(self._wrapper.encode(text, **settings))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._wrapper.decode(list(tokens)))
@@ -318,29 +291,6 @@ def _config_of(checkpoint: Checkpoint) -> PreTrainedConfig:
         if model_type in CONFIG_MAPPING:
             return CONFIG_MAPPING[model_type](**named)
         return PreTrainedConfig(**(named | {"model_type": model_type}))
-
-
-_MARGIN = 4  # normalizers may shorten a text: NFC and NFKC turn up to three letters into one
-_PROBED = 4096  # letters
-# Some tokenizers drop any number of blanks or unknown letters, or turn them into one token.
-_PROBES = (" " * _PROBED, "\n" * _PROBED, "\u0378" * _PROBED)
-
-
-class LeastTokens:
-    """Lower bounds on a text's number of tokens: no token stands for more letters than the vocabulary's longest one."""
-
-    def __init__(self, tokenizer: Any, encode: Callable[[str], Sequence[int]]) -> None:
-        self._most_letters = _MARGIN * max(map(len, tokenizer.get_vocab()))
-        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        self._eats_blanks = any(token.lstrip or token.rstrip for token in added)
-        self._is_sure = all(len(encode(probe)) >= _PROBED // self._most_letters for probe in _PROBES)
-
-    def of(self, text: str) -> int:
-        """Return a safe lower bound; 0 for a tokenizer that may drop text."""
-        if not self._is_sure:
-            return 0
-        num_letters = sum(map(len, text.split())) if self._eats_blanks else len(text)
-        return num_letters // self._most_letters
 
 
 # --- tokenizers that are Python code --------------------------------------------------------------------------------

@@ -128,12 +128,9 @@ def test_a_text_that_takes_too_long_to_tokenize_or_is_too_long_is_refused(front:
     assert short.encode("encode", text="fox") == front.tokenizer.encode("fox")  # type: ignore[union-attr]
 
 
-def test_a_too_long_prompt_is_refused(front: inputs.InputProcessor, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert front.tokenizer is not None
-    run(front.make_request(RequestSpec(LONG[:5000], max_tokens=1)))  # probes the tokenizer
-    monkeypatch.setattr(type(front.tokenizer), "encode", None)
+def test_a_too_long_prompt_is_refused(front: inputs.InputProcessor, run: Run) -> None:
     for prompt in both(LONG):
-        with pytest.raises(ContextExceeded, match=r"^prompt: expected at most 2047 tokens, found at least [0-9]{4,}"):
+        with pytest.raises(ContextExceeded, match=r"^prompt: expected at most 2047 tokens, found [0-9]{4,}"):
             run(front.make_request(RequestSpec(prompt, max_tokens=1)))
 
 
