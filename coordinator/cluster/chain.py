@@ -97,7 +97,7 @@ class Chain:
         self.has_token = asyncio.Event()  # set with the first token after the warm-up
         self.clock_offsets: list[int] = [0] * self.num_stages  # nanoseconds, by stage
         self._is_awaited = is_awaited
-        self._is_warm = self._has_made_token = False
+        self._is_warm = False
         self._has_lost_drafter = False
         self._can_spare = can_spare
         self._own = own
@@ -349,8 +349,7 @@ class Chain:
             self._has_lost_drafter = True
             line = f"the drafter failed; the chain goes on without drafts: {printable(result.drafter_failure, 500)}"
             self._main.call_soon_threadsafe(self._say, f"worker {node}: {line}" if node else line)
-        if self._is_warm and (result.samples or result.guesses) and not self._has_made_token:
-            self._has_made_token = True
+        if self._is_warm and (result.samples or result.guesses) and not self.has_token.is_set():
             self._main.call_soon_threadsafe(self.has_token.set)
         return ArrivedResult(result, time.monotonic_ns(), sent)
 
