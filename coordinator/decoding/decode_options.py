@@ -295,7 +295,7 @@ def suit(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
             "num_draft_tokens",
             f"expected at most {spec.most_drafts}, which the draft head makes in one block, got {decode.num_drafts}",
         )
-    if decode.kind in ("ngram", "draft"):
+    if decode.reads_text:
         return decode
     if spec.recurrent_layers:
         raise InputError(

@@ -337,12 +337,10 @@ class Engine:
             raise NodeBusy("this server is shutting down and takes no new request")
 
 
-async def collect(
-    engine: Engine, requests: Sequence[Request], *, traced: bool = False, at_once: int = sys.maxsize
-) -> list[list[Output]]:
+async def collect(engine: Engine, requests: Sequence[Request], *, at_once: int = sys.maxsize) -> list[list[Output]]:
     """Return all outputs of each answer; the arguments are those of `Engine.generate_all`."""
     answers: list[list[Output]] = [[] for _ in requests]
-    async with aclosing(engine.generate_all(requests, traced=traced, at_once=at_once)) as outputs:
+    async with aclosing(engine.generate_all(requests, at_once=at_once)) as outputs:
         async for number, output in outputs:
             answers[number].append(output)
     return answers
