@@ -158,18 +158,7 @@ class InputProcessor:
         without = (*PENALTIES, *FILTERS) if refines else PENALTIES if decode.kind == "canvas" else ()
         sampling = self._sampling(asked.sampling, without=without)
         prompt = await self.prompt_ids(asked.prompt, most=most_prompt(spec, asked.max_tokens), calls=asked.calls)
-        has_calls = self.tokenizer is not None and self.tokenizer.has_generic_calls(asked.calls)
-        is_offered = not asked.is_constrained and bool(asked.tools) and has_calls
-        not_enforced: list[str] = []
-        if asked.is_constrained or (is_offered and decode.kind not in LOSSY and not sampling.min_tokens):
-            try:
-                grammar, not_enforced = await self._grammar(asked, prompt)
-                sampling.grammar.CopyFrom(grammar)
-            except (InputError, QueueFull):
-                if not is_offered:
-                    raise
-        if asked.tools and not sampling.HasField("grammar"):
-            not_enforced = ["schema"]
+        not_enforced = await self._constrain(asked, prompt, sampling, can_offer=decode.kind not in LOSSY)
         eos = (frozenset() if asked.ignore_eos else self.eos) | set(asked.stop_token_ids)
         if sampling.min_tokens:
             sampling.begins, sampling.ends[:] = len(prompt), sorted(eos)
@@ -192,7 +181,7 @@ class InputProcessor:
             tools=asked.tools,
             calls=asked.calls,
             continues_text=not isinstance(asked.prompt, Conversation) or is_begun(asked.prompt.messages),
-            not_enforced=tuple(not_enforced),
+            not_enforced=not_enforced,
             turn_ends=await self._turn_ends(asked, prompt) if len(prompt) > spec.rows_that_can_be_cut else (),
         )
         check_request(request, spec)
@@ -306,6 +295,25 @@ class InputProcessor:
         """
         grammar, _ = await self._grammar(RequestSpec((), grammar=regex_grammar("(.|\n)*")), ())
         return grammar
+
+    async def _constrain(
+        self, asked: RequestSpec, prompt: tuple[int, ...], sampling: Sampling, *, can_offer: bool
+    ) -> tuple[str, ...]:
+        """Put the answer's grammar into `sampling`, if it has one; return what of schemas that leaves out.
+
+        The calls that are offered keep to a grammar only if their decoder `can_offer` that, and it can be made.
+        """
+        has_calls = self.tokenizer is not None and self.tokenizer.has_generic_calls(asked.calls)
+        is_offered = bool(asked.tools) and has_calls and can_offer and not sampling.min_tokens
+        if asked.is_constrained or is_offered:
+            try:
+                grammar, not_enforced = await self._grammar(asked, prompt)
+                sampling.grammar.CopyFrom(grammar)
+                return tuple(not_enforced)
+            except (InputError, QueueFull):
+                if asked.is_constrained:
+                    raise
+        return ("schema",) if asked.tools else ()
 
     async def _grammar(self, asked: RequestSpec, prompt: tuple[int, ...]) -> tuple[Grammar, list[str]]:
         """Return the grammar of the answer, after a trial compilation, and the keywords of schemas that it leaves out.
