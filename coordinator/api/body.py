@@ -363,7 +363,7 @@ async def read_body(
 
     Raises:
         HttpError: with the status 400, 408, 413 or 415. InputError: a field is wrong.
-        QueueFull, WaitedTooLong: too many long bodies wait, or this one did.
+        WaitedTooLong: it is long, and waited for others.
     """
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":

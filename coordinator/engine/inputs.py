@@ -51,8 +51,8 @@ from worker.errors import (
     FrameError,
     InputError,
     ModelError,
-    QueueFull,
     SamplingError,
+    WaitedTooLong,
     again,
 )
 from worker.model.checkpoint import Checkpoint
@@ -92,7 +92,7 @@ class InputProcessor:
             tokenizer: None: prompts and texts are token ids.
             sampling: defaults of requests; they override the model's.
             max_tokens: default of requests; None: as many as there is room for.
-            encoding: limits how many requests wait to be encoded, and how long.
+            encoding: limits how long requests wait to be encoded.
         Raises:
             ModelError: generation_config.json is wrong, or the end of sequence in config.json.
         """
@@ -310,7 +310,7 @@ class InputProcessor:
                 grammar, not_enforced = await self._grammar(asked, prompt)
                 sampling.grammar.CopyFrom(grammar)
                 return tuple(not_enforced)
-            except (InputError, QueueFull):
+            except (InputError, WaitedTooLong):
                 if asked.is_constrained:
                     raise
         return ("schema",) if asked.tools else ()
