@@ -19,7 +19,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from worker.config import ClusterConfig, is_certifiable
 from worker.errors import ConfigError
 from worker.node.certificates import KeyFile, Role, file_name, split_pem, subjects_of, to_pem
-from worker.platform.files import replacing, sync_file
+from worker.platform.files import private_file, sync_file
 
 AUTHORITY_FILE = "authority.key"  # key and certificate; nodes' files end with .pem
 NODE_VALID = timedelta(days=365)
@@ -179,10 +179,7 @@ def _write_private(path: Path, key: ec.EllipticCurvePrivateKey, *certificates: x
     content = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     content += b"".join(map(to_pem, certificates))
     try:
-        with (
-            replacing(path) as beside,
-            os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file,
-        ):
+        with private_file(path) as file:
             file.write(content)
             file.flush()
             sync_file(file.fileno())

@@ -4,7 +4,6 @@ Before a chain opens they go to this node's folder of pieces, from where it take
 the pieces of all nodes come there and go on into the file; then no disk keeps them but in this file.
 """
 
-import os
 import secrets
 from collections import defaultdict
 from collections.abc import Collection, Sequence
@@ -23,7 +22,7 @@ from protos.brigade_pb2 import Piece
 from worker.errors import FrameError, InputError, PrefixLost
 from worker.model.checkpoint import Checkpoint
 from worker.node.prefix_store import MOST_MOVED_BYTES, PieceFile, PrefixStore, piece_files, piece_named, prefix_folder
-from worker.platform.files import reading, replacing, require_writable, writing
+from worker.platform.files import private_file, reading, require_writable, writing
 from worker.platform.text import format_bytes
 from worker.platform.threads import run_in_thread
 
@@ -132,11 +131,7 @@ class PromptCache:
             secret=self._secret.hex(),
             pieces=[(file.path.name, file.nbytes) for file in chosen],
         )
-        with (
-            writing(_FIELD, self._path),
-            replacing(self._path.resolve()) as unfinished,
-            open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as packed,
-        ):
+        with writing(_FIELD, self._path), private_file(self._path.resolve()) as packed:
             packed.write(header.model_dump_json().encode() + b"\n")
             for file in chosen:
                 packed.write(file.path.read_bytes())

@@ -29,6 +29,7 @@ from worker.compute.header import MOST_UPCOMING, PIECE_NAME_BYTES
 from worker.errors import ConfigError, FrameError, PrefixLost
 from worker.memory.slot_caches import CacheSegment
 from worker.node.hop import MOST_TENSORS, bytes_of, can_pack, segment_header, unpack_segments
+from worker.platform.files import private_file
 from worker.platform.installation import cache_folder
 from worker.platform.text import format_bytes
 
@@ -78,13 +79,8 @@ def naming_secret(folder: Path | None = None) -> bytes:
     try:
         _make_private(path.parent)
         if not path.exists() or path.stat().st_size != _SECRET_BYTES:
-            unfinished = path.with_name(f"{_SECRET}.{secrets.token_hex(4)}.part")
-            try:
-                with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                    file.write(secrets.token_bytes(_SECRET_BYTES))
-                unfinished.replace(path)
-            finally:
-                unfinished.unlink(missing_ok=True)
+            with private_file(path) as file:
+                file.write(secrets.token_bytes(_SECRET_BYTES))
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot keep prefixes on disk: {error}") from error
@@ -298,7 +294,10 @@ class PrefixStore:
         _make_private(self._folder)
         with _locked(self._folder) as is_locked:
             if has_room := is_locked and self._make_room(num_bytes := sum(map(len, blocks)), piece.end):
-                self._write_blocks(self._folder / _file_name(piece), blocks)
+                path = self._folder / _file_name(piece)
+                with private_file(path) as file:
+                    file.writelines(blocks)
+                _touch(path)
             elif is_locked and not self._lacked_room:
                 self._lacked_room = True  # once is enough
                 _log.warning(
@@ -307,19 +306,9 @@ class PrefixStore:
                 )
         return has_room
 
-    def _write_blocks(self, path: Path, blocks: Sequence[bytes | memoryview]) -> None:
-        unfinished = path.with_suffix(f".{secrets.token_hex(4)}.part")
-        try:
-            with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.writelines(blocks)
-            _touch(unfinished)
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-
     def _make_room(self, nbytes: int, end: int) -> bool:
         """Remove pieces used before a new one with this end, the least recently used first; return whether it fits."""
-        _remove(filter(_is_abandoned, self._folder.glob("*.part")))
+        _remove(filter(_is_abandoned, self._folder.glob(".*")))
         files = piece_files(self._folder)
         disk = shutil.disk_usage(self._folder)
         within_limit = self._limit - sum(file.nbytes for file in files)
@@ -369,9 +358,10 @@ def _used_now(end: int) -> float:
 
 
 def _touch(path: Path) -> None:
-    """Count a piece as used now."""
+    """Count a piece as used now, unless it was removed meanwhile."""
     at = _used_now(int(path.name.split("-")[2]))
-    os.utime(path, (at, at))
+    with contextlib.suppress(FileNotFoundError):
+        os.utime(path, (at, at))
 
 
 def _remove(paths: Iterable[Path]) -> None:

@@ -7,6 +7,7 @@ import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from worker.errors import InputError
 
@@ -50,6 +51,16 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):  # the first error says more
             unfinished.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def private_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file that only its user can read, which takes this place at the end, or is removed if the body fails."""
+    with (
+        replacing(path) as unfinished,
+        open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file,
+    ):
+        yield file
 
 
 def sync_file(descriptor: int) -> None:
