@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Protocol
 import mlx.core as mx
 
 from protos.brigade_pb2 import Result, Sample, Window
-from worker.compute.grammar import Guide
 from worker.compute.header import common_prefix, is_chunk, num_rows
 from worker.errors import SamplingError
 
@@ -109,12 +108,8 @@ def add_drafts(
         result.guesses.extend(Sample(slot=window.slot, token=token) for token in drafted)
 
 
-Guides = Sequence[Guide | None]  # of the slots' grammars, in the order of their requests
-
-
 def draft_in_turn(
     requests: Sequence[DraftRequest],
-    guides: Guides,
     h: mx.array,
     logits: Callable[[mx.array], mx.array],
     feed: Callable[[int, Sequence[int], mx.array, mx.array], mx.array],
@@ -133,7 +128,7 @@ def draft_in_turn(
     active = list(range(len(requests)))
     for number in range(max(request.count for request in requests)):
         some = [requests[at] for at in active]
-        drawn = draw_drafts(some, [guides[at] for at in active], [drafts[at] for at in active], logits(h))
+        drawn = draw_drafts(some, [drafts[at] for at in active], logits(h))
         mx.async_eval(drawn)
         for at, token in zip(active, drawn.split(len(active)), strict=True):
             drafts[at].append(token)
@@ -147,9 +142,7 @@ def draft_in_turn(
     return [mx.concatenate(tokens) for tokens in drafts]
 
 
-def draw_drafts(
-    requests: Sequence[DraftRequest], guides: Guides, drafts: Sequence[Sequence[mx.array]], logits: mx.array
-) -> mx.array:
+def draw_drafts(requests: Sequence[DraftRequest], drafts: Sequence[Sequence[mx.array]], logits: mx.array) -> mx.array:
     """Draw a draft [B] for each slot from logits [B, V], as the slot's own sampler will at that place.
 
     A token that cannot be drawn is 0.
@@ -163,7 +156,7 @@ def draw_drafts(
         if request.slot.can_draw_ahead:
             alike[request.slot.sampler.draw_kind].append(at)
         else:
-            drawn[at] = _draw_alone(request, guides[at], drafts[at], logits[at : at + 1])
+            drawn[at] = _draw_alone(request, drafts[at], logits[at : at + 1])
     for group in alike.values():
         samplers = [requests[at].slot.sampler for at in group]
         positions = [requests[at].num_known + len(drafts[at]) for at in group]
@@ -175,10 +168,10 @@ def draw_drafts(
     return mx.concatenate([drawn[at] for at in range(len(requests))])
 
 
-def _draw_alone(request: DraftRequest, guide: Guide | None, drafts: Sequence[mx.array], logits: mx.array) -> mx.array:
+def _draw_alone(request: DraftRequest, drafts: Sequence[mx.array], logits: mx.array) -> mx.array:
     """Draw the next draft [1] of a slot whose draws depend on its tokens, from logits [1, V]."""
-    end = request.num_known + len(drafts)
-    begin = request.slot.guide.begins if request.slot.guide else request.num_known
+    end, guide = request.num_known + len(drafts), request.slot.draft_guide
+    begin = guide.begins if guide else request.num_known
     begin = max(0, min(begin, end - request.slot.sampler.looks_back))
     tokens: list[int] = [*request.tokens_from(begin), *(draft.item() for draft in drafts)]  # type: ignore[list-item]
     try:

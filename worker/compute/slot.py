@@ -27,6 +27,7 @@ class Slot:
         self.history = history
         self.sampler = Sampler(sampling)
         self.guide = guide
+        self._draft_guide: Guide | None = None
         self.num_unasked = 0  # rows of prompt chunks since the last sampled row
         self.is_drafted = False  # whether a drafter reads its prompt chunks
         self.returns_rows = False  # whether a drafter on another node does
@@ -137,6 +138,13 @@ class Slot:
     def can_draw_ahead(self) -> bool:
         """Whether draws depend only on logits and positions."""
         return not (self.guide or self.sampler.looks_back)
+
+    @property
+    def draft_guide(self) -> Guide | None:
+        """A copy of the guide for drafts, whose way the sampled tokens need not go."""
+        if self._draft_guide is None and self.guide:
+            self._draft_guide = self.guide.copy()
+        return self._draft_guide
 
     def draw_ahead(self, base: int, logits: mx.array) -> Draws:
         """Draw the token after the one at `base`, which need not be known, from the logits [1, V] of its row."""

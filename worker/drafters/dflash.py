@@ -123,5 +123,4 @@ class DFlashDrafter(HeadDrafter):
         def feed(number: int, active: Sequence[int], ids: mx.array, h: mx.array) -> mx.array:
             return logits[None, mx.array([firsts[at] + number + 1 for at in active])]  # they do not depend on drafts
 
-        guides = [text.guide for text in texts]
-        return draft_in_turn(requests, guides, logits[None, mx.array(firsts)], lambda h: h[0], feed)
+        return draft_in_turn(requests, logits[None, mx.array(firsts)], lambda h: h[0], feed)

@@ -19,7 +19,6 @@ import mlx.nn as nn
 from protos.brigade_pb2 import Cache
 from worker.compute.batching import LaneWindow
 from worker.compute.drafting import Drafter, DraftRequest, fit_vocabulary
-from worker.compute.grammar import Guide
 from worker.compute.held_tensors import HeldTensors, TensorReader
 from worker.compute.shard import Shard, accept_rows, run_windows
 from worker.errors import CacheMismatch, ModelError, first_line
@@ -140,7 +139,6 @@ class ReadRows:
     """What a head holds of one slot: cache rows of tokens [first, end), and rows after them that it has yet to read."""
 
     caches: Caches
-    guide: Guide | None = None  # of the slot's grammar
     first: int = 0
     end: int = 0
     tokens: list[int] = field(default_factory=list)  # known from `end` on
@@ -187,7 +185,7 @@ class ReadRows:
         except CacheMismatch:
             return None
         pending = [mx.contiguous(mx.concatenate(self.pending, axis=1)[:, :kept])] if kept else []
-        return replace(self, caches=caches, guide=None, end=end, tokens=self.tokens[:kept], pending=pending)
+        return replace(self, caches=caches, end=end, tokens=self.tokens[:kept], pending=pending)
 
     def close(self) -> None:
         close_all([self.caches])
@@ -260,8 +258,6 @@ class HeadDrafter(Drafter, ABC):
         slot, text = request.slot, request.slot.drafting
         if not isinstance(text, ReadRows):
             text = slot.drafting = ReadRows(make_caches(self._part.layers), first=request.base, end=request.base)
-        if text.guide is None and slot.guide:
-            text.guide = slot.guide.copy()
         return text
 
 

@@ -34,7 +34,7 @@ class NextTokenDrafter(HeadDrafter):
             some = [texts[at] for at in active]
             return self._step(some, [ends[at] + number for at in active], [1] * len(some), ids, h)
 
-        return draft_in_turn(requests, [text.guide for text in texts], h, self._logits, feed)
+        return draft_in_turn(requests, h, self._logits, feed)
 
     def _read(self, texts: Sequence[ReadRows]) -> mx.array:
         ids, features, bases, lengths = [], [], [], []

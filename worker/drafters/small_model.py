@@ -16,7 +16,6 @@ import mlx.core as mx
 from protos.brigade_pb2 import Cache
 from worker.compute.batching import LaneWindow
 from worker.compute.drafting import DraftRequest, draft_in_turn, fit_vocabulary, last_rows
-from worker.compute.grammar import Guide
 from worker.compute.shard import Shard
 from worker.errors import CacheMismatch
 from worker.memory.history import History
@@ -31,7 +30,6 @@ class ReadText:
     """The tokens of one slot that the small model has read, with its caches."""
 
     caches: Caches
-    guide: Guide | None = None  # of the slot's grammar
     history: History = field(default_factory=History)
     before: tuple[int, list[Any]] | None = None  # of recurrent layers: length and states before the last drafts
 
@@ -66,7 +64,7 @@ class ReadText:
     def fork(self, length: int) -> ReadText | None:
         end = min(length, len(self.history))
         try:
-            return ReadText(self.caches.fork(end), None, self.history.fork(end))
+            return ReadText(self.caches.fork(end), self.history.fork(end))
         except CacheMismatch:
             return None
 
@@ -123,8 +121,6 @@ class SmallModel:
         if text is None:
             text = slot.drafting = ReadText(self._shard.make_caches(Cache()))
         assert isinstance(text, ReadText)
-        if text.guide is None and slot.guide:
-            text.guide = slot.guide.copy()
         return text
 
     def _catch_up(self, text: ReadText, request: DraftRequest) -> bool:
@@ -155,7 +151,7 @@ class SmallModel:
             some = [texts[at] for at in active]
             return self._run(some, [len(text.history) + number for text in some], [1] * len(some), ids)
 
-        drafts = draft_in_turn(requests, [text.guide for text in texts], h, logits, feed)
+        drafts = draft_in_turn(requests, h, logits, feed)
         mx.eval(drafts, [array for text in texts for array in text.caches.state_arrays()])
         found: list[list[int]] = [tokens.tolist() for tokens in drafts]  # type: ignore[misc]
         for text, tokens in zip(texts, found, strict=True):

@@ -185,10 +185,8 @@ def test_a_draft_is_drawn_with_all_tokens_that_dry_looks_back_at() -> None:
     logits = mx.zeros((1, 64))
     logits[0, 4], logits[0, 7] = 9.0, 8.0
     request = DraftRequest(slot, len(text), [], 1, False, nothing, 0, len(text))
-    assert draw_drafts([request], [None], [[]], logits).tolist() == [7]
-    assert (
-        draw_drafts([replace(request, slot=Slot(nothing, History(text), Sampling()))], [None], [[]], logits).item() == 4
-    )
+    assert draw_drafts([request], [[]], logits).tolist() == [7]
+    assert draw_drafts([replace(request, slot=Slot(nothing, History(text), Sampling()))], [[]], logits).item() == 4
 
 
 @pytest.mark.parametrize("n", [0.5, 1.0, 2.5])
