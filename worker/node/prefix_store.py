@@ -6,7 +6,6 @@ A file begins with the piece's name and a digest of all that follows: a segment 
 in several files reads them all, and files of other nodes can be taken in.
 """
 
-import asyncio
 import contextlib
 import fcntl
 import logging
@@ -16,7 +15,7 @@ import secrets
 import shutil
 import struct
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from worker.compute.header import MOST_UPCOMING, PIECE_NAME_BYTES
 from worker.errors import ConfigError, FrameError, PrefixLost
 from worker.memory.slot_caches import CacheSegment
 from worker.node.hop import MOST_TENSORS, bytes_of, can_pack, segment_header, unpack_segments
+from worker.node.rpc_errors import next_within
 from worker.platform.files import private_file
 from worker.platform.installation import cache_folder
 from worker.platform.text import format_bytes
@@ -142,21 +142,13 @@ async def join_parts(parts: AsyncIterable[FilePart]) -> tuple[Piece, bytes]:
     piece, num_bytes = Piece(), 0
     found: list[bytes] = []
     following = aiter(parts)
-    while (part := await _next_part(following)) is not None:
+    while (part := await next_within(_PART_S, following, "a piece of a prefix")) is not None:
         piece = piece if found else part.piece
         found.append(part.data)
         num_bytes += len(part.data)
         if num_bytes > MOST_MOVED_BYTES:
             raise FrameError(f"expected a piece of a prefix of at most {MOST_MOVED_BYTES} bytes, got more")
     return piece, b"".join(found)
-
-
-async def _next_part(parts: AsyncIterator[FilePart]) -> FilePart | None:
-    try:
-        async with asyncio.timeout(_PART_S):
-            return await anext(parts, None)
-    except TimeoutError:
-        raise FrameError(f"expected a piece of a prefix, got nothing for {_PART_S:g} s") from None
 
 
 class PrefixStore:

@@ -1,11 +1,12 @@
-"""Errors as gRPC statuses: the class of an error and its node travel in the trailing metadata."""
+"""Errors of calls: the class of an error and its node travel in the trailing metadata."""
 
+import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator
 from logging import Logger
 from traceback import clear_frames
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -30,6 +31,8 @@ from worker.errors import (
 )
 from worker.platform.text import printable, printable_lines
 
+T = TypeVar("T")
+
 _ENDED = (
     *("reset by peer", "Socket closed", "GOAWAY", "EOF", "Broken pipe"),
     *("Cancelling all calls", "Internal error from Core"),  # a server that stops, or is killed, within a call
@@ -49,28 +52,19 @@ _HANDSHAKE = {  # gRPC's texts for a handshake that this side ended, and our mes
 }
 _KIND, _NODE = "brigade-error", "brigade-node"
 
-_STATUSES: dict[type[BrigadeError], grpc.StatusCode] = {
-    CacheMismatch: grpc.StatusCode.ABORTED,
-    ConfigError: grpc.StatusCode.OUT_OF_RANGE,
-    FrameError: grpc.StatusCode.DATA_LOSS,
-    InternalError: grpc.StatusCode.INTERNAL,
-    ModelError: grpc.StatusCode.FAILED_PRECONDITION,
-    ModelLacking: grpc.StatusCode.NOT_FOUND,
-    NodeBusy: grpc.StatusCode.ALREADY_EXISTS,
-    NodeSilent: grpc.StatusCode.DEADLINE_EXCEEDED,
-    OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    PrefixLost: grpc.StatusCode.ABORTED,
-    SamplingError: grpc.StatusCode.INVALID_ARGUMENT,
-    StageLost: grpc.StatusCode.UNAVAILABLE,
-}
-_KINDS = {kind.__name__: kind for kind in _STATUSES}
+_KINDS = {
+    kind.__name__: kind
+    for kind in (
+        CacheMismatch, ConfigError, FrameError, InternalError, ModelError, ModelLacking, NodeBusy, NodeSilent,
+        OutOfMemory, PrefixLost, SamplingError, StageLost,
+    )
+}  # fmt: skip
 
 
 async def abort(context: grpc.aio.ServicerContext, error: BrigadeError) -> None:
     """End the call with this error. Never return: grpc ends the call by an exception."""
     _forget_traces(error)
-    status = _STATUSES.get(type(error), grpc.StatusCode.INTERNAL)
-    await context.abort(status, error.message, ((_KIND, type(error).__name__), (_NODE, error.node)))
+    await context.abort(grpc.StatusCode.ABORTED, error.message, ((_KIND, type(error).__name__), (_NODE, error.node)))
 
 
 def _forget_traces(error: BaseException | None) -> None:
@@ -133,6 +127,19 @@ def closed_before_reply(call: grpc.RpcError) -> bool:
 def error_named(kind: str, message: str, node: str) -> BrigadeError:
     """Return the error of this class, as received from another node; StageLost for a class that no node sends."""
     return _KINDS.get(kind, StageLost)(printable_lines(message), node=printable(node))
+
+
+async def next_within(within_s: float, messages: AsyncIterator[T], expected: str) -> T | None:
+    """Return a call's next message, or None at the end.
+
+    Raises:
+        FrameError: there is neither in time. A silent call would keep its place, and what it holds, from others.
+    """
+    try:
+        async with asyncio.timeout(within_s):
+            return await anext(messages, None)
+    except TimeoutError:
+        raise FrameError(f"expected {expected}, got nothing for {within_s:g} s") from None
 
 
 Context = grpc.aio.ServicerContext

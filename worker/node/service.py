@@ -54,10 +54,10 @@ from worker.node.log import worker_log
 from worker.node.model_sources import ModelSources
 from worker.node.network import ACCEPTED, PROTOCOL_VERSION, REQUEST_S, UPDATE_BOTH, Network
 from worker.node.prefix_store import file_parts, join_parts, list_prefixes, read_piece
-from worker.node.rpc_errors import Context, reporting
+from worker.node.rpc_errors import Context, next_within, reporting
 from worker.node.speed_cache import kept_speed, measured_speed
 from worker.node.stage import Stage
-from worker.node.weights_receive import next_message, receive_weights
+from worker.node.weights_receive import receive_weights
 from worker.platform.machine import memory_budget
 from worker.platform.threads import MlxThread, run_in_thread
 
@@ -162,7 +162,7 @@ class NodeService(NodeServicer):
     async def Feed(self, messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[Held]:
         async with self._serving(context, "to receive weights"):
             # read before the other refusals: a sender whose write fails gets no status
-            first = await next_message(messages, REQUEST_S) or b""
+            first = await next_within(REQUEST_S, messages, "weights") or b""
             self.worker.refuse_if_draining()
             if self._cache is None:
                 raise ModelError("takes no model from a coordinator: `pull` in its own cluster.yaml says so")

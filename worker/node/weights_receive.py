@@ -18,6 +18,7 @@ from worker.errors import BrigadeError, FrameError, ModelError
 from worker.model.headers import unpack_headers
 from worker.node.framing import MOST_CHUNK_BYTES, Chunk, checksum_of, read_transfer
 from worker.node.model_sources import check_layers, check_model
+from worker.node.rpc_errors import next_within
 from worker.node.weights_cache import Lease, PartialFile, Piece, WeightsCache, as_requested, pieces_of, remove_unused
 from worker.platform.tasks import shielded
 from worker.platform.threads import CallThread
@@ -52,7 +53,7 @@ async def receive_weights(
         yield Held()
         model, began = first.model, time.monotonic()
         async with Receiver(cache, model, has_checksums=has_checksums) as receiver:
-            while (message := await next_message(messages, _SILENT_S)) is not None:
+            while (message := await next_within(_SILENT_S, messages, "weights")) is not None:
                 async for reply in receiver.take(read_transfer(message)):
                     yield reply
             await receiver.end()
@@ -62,15 +63,6 @@ async def receive_weights(
         yield Held(refused=True)  # a sender whose write fails gets no status
         await _wait_ended(messages)
         raise
-
-
-async def next_message(messages: AsyncIterator[bytes], within_s: float) -> bytes | None:
-    """Return the next message, or None at the end. Raises FrameError after a silence: it holds a place and files."""
-    try:
-        async with asyncio.timeout(within_s):
-            return await anext(messages, None)
-    except TimeoutError:
-        raise FrameError(f"expected weights, got nothing for {within_s:g} s") from None
 
 
 async def _wait_ended(messages: AsyncIterator[bytes]) -> None:
