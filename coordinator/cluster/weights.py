@@ -30,7 +30,7 @@ from worker.node.framing import CHUNK_BYTES, write_chunk
 from worker.node.loading import READ_BYTES, ByteRange, Progress, fetch, read_spans, spans_of
 from worker.node.weights_cache import Piece, as_requested, pieces_of
 from worker.node.weights_receive import ACK_BYTES
-from worker.platform.installation import cache_folder, read_record, write_record
+from worker.platform.installation import read_record, record_path, write_record
 from worker.platform.text import format_bytes
 from worker.platform.threads import CallThread, run_in_thread
 
@@ -163,8 +163,7 @@ class DigestCache:
     """Digests of a model's files, kept in the cache folder so that files are not read twice before they are sent."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        name = hashlib.sha256(os.fsencode(checkpoint.folder.absolute())).hexdigest()[:32]
-        self._path = cache_folder() / "digests" / f"{name}.msgpack"
+        self._path = record_path("digests", os.fsencode(checkpoint.folder.absolute()))
         self._known = self._read()
 
     def known(self, file: SourceFile) -> str:

@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import struct
 import time
 from collections.abc import AsyncIterable, Iterable, Iterator, Sequence
@@ -29,7 +28,7 @@ from worker.errors import ConfigError, FrameError, PrefixLost
 from worker.memory.slot_caches import CacheSegment
 from worker.node.hop import MOST_TENSORS, bytes_of, can_pack, segment_header, unpack_segments
 from worker.node.rpc_errors import next_within
-from worker.platform.files import private_file
+from worker.platform.files import free_bytes, private_file
 from worker.platform.installation import cache_folder
 from worker.platform.text import format_bytes
 
@@ -51,7 +50,6 @@ _PART_BYTES = 1 << 20  # of a message: a larger one would hold up tokens
 MOST_MOVED_BYTES = 1 << 30  # of a piece that goes to another node, which is in memory then
 _being_written: set[Future[None]] = set()  # by all stores of this process
 _TOKEN_S = 0.01  # by which the next token of a prefix counts as used earlier
-_SPARE = 10  # a tenth of the disk stays free, whatever the limit
 _ABANDONED_S = 600.0  # after which an unfinished file is that of a process that has ended
 
 
@@ -302,9 +300,8 @@ class PrefixStore:
         """Remove pieces used before a new one with this end, the least recently used first; return whether it fits."""
         _remove(filter(_is_abandoned, self._folder.glob(".*")))
         files = piece_files(self._folder)
-        disk = shutil.disk_usage(self._folder)
         within_limit = self._limit - sum(file.nbytes for file in files)
-        room = min(within_limit, disk.free - disk.total // _SPARE)
+        room = min(within_limit, free_bytes(self._folder))
         now = time.time()  # a date that is ahead of it is of a clock that was set back
         older = [file for file in files if file.used < _used_now(end) or file.used > now + 1]  # not its own beginning
         fits = room + sum(file.nbytes for file in older) >= nbytes

@@ -1,6 +1,5 @@
 """This node's speed at a model: from the user's cache folder, or measured now and kept there."""
 
-import hashlib
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -11,7 +10,7 @@ from protos.brigade_pb2 import Speed
 from worker.compute.microbenchmark import measure_speed
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import describe
-from worker.platform.installation import cache_folder, read_record, write_record
+from worker.platform.installation import read_record, record_path, write_record
 from worker.platform.machine import machine_name, memory_budget
 from worker.platform.mlx_memory import memory_held
 from worker.platform.threads import MlxThread, run_in_thread
@@ -47,8 +46,7 @@ def _file_of(checkpoint: Checkpoint) -> Path:
     """Return the file of a speed, which is named by everything that the speed depends on."""
     fingerprint = checkpoint.fingerprint
     key = [machine_name(), version("mlx"), version("mlx-lm"), fingerprint.config, fingerprint.tensors]
-    digest = hashlib.sha256("\n".join(key).encode()).hexdigest()
-    return cache_folder() / "speeds" / f"{digest[:32]}.msgpack"
+    return record_path("speeds", "\n".join(key).encode())
 
 
 def _read(path: Path) -> Speed | None:

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import threading
 import time
 from collections import defaultdict
@@ -39,7 +38,7 @@ from worker.model.checkpoint import (
 from worker.model.describe import BACK, FRONT, layout_of, shard_tensors
 from worker.model.draft_heads import head_kind
 from worker.model.headers import ITEM_BITS, TensorInfo, read_tensors
-from worker.platform.files import sync_file
+from worker.platform.files import free_bytes, sync_file
 from worker.platform.installation import cache_folder
 from worker.platform.text import format_bytes, printable
 
@@ -49,7 +48,6 @@ _ALIGNMENT = 8  # bytes, of the tensors in a piece
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NAME_FILE = "called"  # holds the name that coordinators give the model
 _LONGEST_NAME = 200
-_SPARE = 10  # a tenth of the disk stays free, whatever the limit
 _READ_BYTES = 1 << 22
 _REREAD_S = 60.0  # a slow disk's partial file is cut here: its sender waits only twice as long for an answer
 _RECEIVED_NS = 946_684_800 * 10**9  # the mtime of a verified file, 2000-01-01: any later write changes it
@@ -439,8 +437,7 @@ class WeightsCache:
     def _free_bytes(self) -> int:
         """Return how many more bytes fit in here."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        disk = shutil.disk_usage(self.folder)
-        free = disk.free - disk.total // _SPARE
+        free = free_bytes(self.folder)
         if self._limit is not None:
             free = min(free, self._limit - self._num_bytes())
         return free

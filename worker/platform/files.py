@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,12 @@ def private_file(path: Path) -> Iterator[BinaryIO]:
         open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file,
     ):
         yield file
+
+
+def free_bytes(folder: Path) -> int:
+    """Return how many bytes a cache may take on this folder's disk, a tenth of which stays free."""
+    disk = shutil.disk_usage(folder)
+    return disk.free - disk.total // 10
 
 
 def sync_file(descriptor: int) -> None:

@@ -58,6 +58,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "brigade"
 
 
+def record_path(kind: str, key: bytes) -> Path:
+    """Return the path in the cache folder of a record of this kind, named by a digest of all that it depends on."""
+    return cache_folder() / kind / f"{hashlib.sha256(key).hexdigest()[:32]}.msgpack"
+
+
 def read_record(path: Path) -> Any:
     """Return the record that `write_record` stored at this path; None if it is missing, unreadable or damaged."""
     try:

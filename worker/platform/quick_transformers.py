@@ -3,7 +3,6 @@
 Without the record, transformers reads 1,600 files for it, twice per process: a quarter of a coordinator's start.
 """
 
-import hashlib
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from worker.platform.installation import cache_folder, read_record, version_of, write_record
+from worker.platform.installation import read_record, record_path, version_of, write_record
 
 _SCANNER = "transformers.utils.import_utils"
 
@@ -47,7 +46,7 @@ def _kept(scan: Callable[..., Exports]) -> Callable[..., Exports]:
     def exports(module_path: str | Path, prefix: str | None = None) -> Exports:
         folder = Path(module_path) if Path(module_path).is_dir() else Path(module_path).parent
         key = f"{version_of('transformers')} {folder} {folder.stat().st_mtime_ns} {prefix}"
-        path = cache_folder() / "imports" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.msgpack"
+        path = record_path("imports", key.encode())
         if record := read_record(path):
             return {frozenset(needed): {name: set(names) for name, names in own.items()} for needed, own in record}
         found = scan(module_path, prefix)
