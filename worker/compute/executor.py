@@ -240,44 +240,54 @@ class Executor:
         if ready:
             self._begin_ready(step, ready)
         elif places := self._begin_windows(step):
-            for other in self._in_flight:  # MLX knows one peak, that of all steps together
-                other.held_bytes = None
-            if not self._in_flight and len(step.windows) == 1 and _is_measured(step.windows[0]):
-                step.held_bytes = begin_step_peak()
-            mask = self._shard.mask_token or 0  # without a MASK token these rows are padding
-            fed = [[token for w in step.windows for token in (*w.tokens, *w.canvas, *[mask] * w.masks)]]
-            ids = mx.array(fed, mx.int32)  # [1, sum L]
-            soft = self._soft_rows(step.windows) if x is None else None
-            rows = ids if x is None else rows_of(step.windows, step.frame.windows, x)
-            step.rows = h = self._shard(rows, places, ids, soft, None if frame.stays else self._prompt_end)
-            if self._checks_finite:
-                hidden = h[..., : self._shard.info.hidden_size]  # wrong features of a drafter make bad drafts only
-                step.checks = [(w.slot, mx.isfinite(rows_of([w], step.windows, hidden)).all()) for w in step.windows]
-            held = [array for w in step.windows for array in self._slots[w.slot].caches.state_arrays()]
-            held += [a for w in step.windows if w.snapshots for a in self._slots[w.slot].caches.take_snapshot()]
-            states = list({id(array): array for array in held}.values())  # slots may share them
-            if self.returns_segments:
-                step.segments = list(self._segments(step))
-                states += [array for _, segments in step.segments for each in segments for array in each.arrays]
-            if not step.goes_on:
-                self._begin_sampling(step, h, states)
-            else:
-                step.pending = [h, *states]
-                mx.async_eval(step.pending)
+            self._begin_layers(step, places, x)
         for store in frame.stores:
             self._begin_store(step, store)
-        if step.goes_on:  # a drafter reads the tokens of prompts that pass this stage; rows come from the last one
-            reads = self._drafter is not None and not self._drafter.reads_rows
-            is_shown = reads and any(self._slots[window.slot].is_drafted for window in step.windows)
-        else:
-            is_shown = any(window.drafts or self._slots[window.slot].is_drafted for window in step.windows)
-        if is_shown:
+        if self._shows_drafter(step):
             step.slots = {window.slot: self._slots[window.slot] for window in step.windows}
             step.has_drafting = any(window.drafts or is_chunk(window) for window in step.windows)
         if step.windows and not step.is_under_way:
             step.begun = time.monotonic_ns()
         self._in_flight.append(step)
         return step
+
+    def _begin_layers(self, step: Step, places: Sequence[LaneWindow], x: mx.array | None) -> None:
+        """Start the stage's layers, and on the last stage what samples from them."""
+        self._begin_peak(step)
+        mask = self._shard.mask_token or 0  # without a MASK token these rows are padding
+        fed = [[token for w in step.windows for token in (*w.tokens, *w.canvas, *[mask] * w.masks)]]
+        ids = mx.array(fed, mx.int32)  # [1, sum L]
+        soft = self._soft_rows(step.windows) if x is None else None
+        rows = ids if x is None else rows_of(step.windows, step.frame.windows, x)
+        step.rows = h = self._shard(rows, places, ids, soft, None if step.frame.stays else self._prompt_end)
+        if self._checks_finite:
+            hidden = h[..., : self._shard.info.hidden_size]  # wrong features of a drafter make bad drafts only
+            step.checks = [(w.slot, mx.isfinite(rows_of([w], step.windows, hidden)).all()) for w in step.windows]
+        held = [array for w in step.windows for array in self._slots[w.slot].caches.state_arrays()]
+        held += [a for w in step.windows if w.snapshots for a in self._slots[w.slot].caches.take_snapshot()]
+        states = list({id(array): array for array in held}.values())  # slots may share them
+        if self.returns_segments:
+            step.segments = list(self._segments(step))
+            states += [array for _, segments in step.segments for each in segments for array in each.arrays]
+        if not step.goes_on:
+            self._begin_sampling(step, h, states)
+        else:
+            step.pending = [h, *states]
+            mx.async_eval(step.pending)
+
+    def _begin_peak(self, step: Step) -> None:
+        """Measure the memory that the step takes if it is a prompt chunk alone, and no other step's any more."""
+        for other in self._in_flight:  # MLX knows one peak, that of all steps together
+            other.held_bytes = None
+        if not self._in_flight and len(step.windows) == 1 and _is_measured(step.windows[0]):
+            step.held_bytes = begin_step_peak()
+
+    def _shows_drafter(self, step: Step) -> bool:
+        """Return whether a drafter reads the step: of prompts that pass this stage only tokens, no rows."""
+        if step.goes_on:
+            reads = self._drafter is not None and not self._drafter.reads_rows
+            return reads and any(self._slots[window.slot].is_drafted for window in step.windows)
+        return any(window.drafts or self._slots[window.slot].is_drafted for window in step.windows)
 
     def _soft_rows(self, windows: Sequence[Window]) -> mx.array | None:
         """Take what the step before made of canvases out of the windows: [1, sum L, D], zeros elsewhere."""
