@@ -32,7 +32,7 @@ from worker.memory.layer_cache import (
 )
 from worker.memory.slot_caches import Caches, pack_together
 from worker.model.families import LaneForm
-from worker.model.stub_layers import RunLayer
+from worker.model.stub_layers import RunLayer, first_part
 
 Attention = Callable[..., mx.array]
 
@@ -290,7 +290,7 @@ class View:
             results.append(_end_to_end(self._run_group(group, unit, args, kwargs)))
             if number < len(groups):
                 kept = [cache for entry in self._caches for cache in flat(entry) if isinstance(cache, KVCache)]
-                wait_for(kept, [_first(results[-1])])
+                wait_for(kept, [first_part(results[-1])])
         if not isinstance(results[0], tuple | list):
             return self._lane.in_order(results, groups)
         parts = zip(*results, strict=True)
@@ -474,8 +474,3 @@ def _end_to_end(result: Any) -> Any:
     if isinstance(result, tuple | list):
         return tuple(_end_to_end(part) if isinstance(part, mx.array) and part.ndim >= 3 else None for part in result)
     return result.reshape(1, -1, *result.shape[2:])
-
-
-def _first(result: Any) -> mx.array:
-    first: mx.array = result[0] if isinstance(result, tuple | list) else result
-    return first

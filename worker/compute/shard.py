@@ -30,7 +30,7 @@ from worker.model.describe import layout_of, shard_tensors
 from worker.model.families import LaneForm, lane_form, looks_at_positions
 from worker.model.module_tree import final_norm, module_tree_of
 from worker.model.probe_pass import ModelInfo, strip_front
-from worker.model.stub_layers import RunLayer, as_returned, as_rows, drop_arrays, drop_part, install_gates
+from worker.model.stub_layers import RunLayer, as_returned, as_rows, drop_arrays, drop_part, install_gates, modules_in
 from worker.platform.machine import multiplies_experts
 
 
@@ -318,7 +318,9 @@ class CutModel:
         """
         self._gate.unit.form = form
         for index, layer in enumerate(self.layers, self._start):
-            if units := [part for child in layer.children().values() for part in _modules(child) if _takes_cache(part)]:
+            if units := [
+                part for child in layer.children().values() for part in modules_in(child) if _takes_cache(part)
+            ]:
                 install_gates(units, self._gate.unit)
                 self._gate.open.add(index)
             if form is LaneForm.ROWS:
@@ -422,10 +424,6 @@ def run_windows(places: Sequence[LaneWindow], run: Callable[[Sequence[Any]], mx.
     h = run(place.caches.listed)
     place.caches.settle(place.base + place.num_rows)
     return h
-
-
-def _modules(child: Any) -> list[nn.Module]:
-    return [part for part in (child if isinstance(child, list) else [child]) if isinstance(part, nn.Module)]
 
 
 def _takes_cache(module: nn.Module) -> bool:

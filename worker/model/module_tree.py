@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from worker.errors import ModelError
+from worker.model.stub_layers import modules_in
 
 ModulePart = tuple[nn.Module, str]  # a module and the name of one of its parts
 
@@ -88,8 +89,7 @@ def _parts_around(model: Any, path: str, layers: list[Any]) -> Iterator[tuple[st
         trunk.append((f"{above}.{step}".lstrip("."), module[step]))
     for above, parent in trunk:
         for key, value in parent.items():
-            items = value if isinstance(value, list) else [value]
-            modules = [item for item in items if isinstance(item, nn.Module)]
+            modules = modules_in(value)
             inside = value is layers or any(value is module for _, module in trunk)
             if inside or key.startswith("_") or not (modules or isinstance(value, mx.array)):
                 continue

@@ -22,7 +22,7 @@ from mlx_lm.models.cache import (
 from worker.errors import ModelError, first_line
 from worker.model.cache_spec import Memory, group_size
 from worker.model.module_tree import ModuleTree, module_tree_of
-from worker.model.stub_layers import RunLayer, StubEmbedding, as_returned, drop_part, install_gates
+from worker.model.stub_layers import RunLayer, StubEmbedding, as_returned, drop_part, first_part, install_gates
 from worker.platform.machine import attends_quantised
 
 _ROWS = 11  # of the pass: several, so that masks are made, and no size that a model has
@@ -106,7 +106,7 @@ def probe(model: Any) -> ModelInfo:
         raise ModelError(f"it calls its layers in the order {_listed([call.index for call in calls])}")
     owners = list(_owners(calls, caches))
     shapes = _travelling(calls, caches)
-    hidden = [_first(call.result) for call in calls]
+    hidden = [first_part(call.result) for call in calls]
     if len({array.dtype for array in hidden}) > 1 or len({array.shape for array in hidden}) > 1:
         raise ModelError(
             "its hidden states change their shape or dtype on the way: its tensors may be of several dtypes"
@@ -143,7 +143,7 @@ def _travelling(calls: Sequence[_Call], caches: Sequence[Any]) -> tuple[tuple[in
     Raises:
         ModelError: a layer takes something else; the message names the layer that gave it.
     """
-    last = _first(calls[-1].result).shape
+    last = first_part(calls[-1].result).shape
     if len(last) != 3 or last[1] != _ROWS:
         raise ModelError(f"its hidden states have shape {list(last)}, not a row for each of {_ROWS} tokens")
     travelling: set[tuple[tuple[int, ...], ...]] = {((last[-1],),)} if len(calls) == 1 else set()
@@ -287,10 +287,6 @@ def _skip_layers(model: Any, tree: ModuleTree, given: Any, failures: tuple[type[
 
 def _parts(result: Any) -> Sequence[Any]:
     return result if isinstance(result, tuple | list) else [result]
-
-
-def _first(result: Any) -> mx.array:
-    return _parts(result)[0]
 
 
 def _flat(result: Any) -> Iterator[Any]:

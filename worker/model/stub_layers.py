@@ -51,8 +51,18 @@ def as_returned(rows: mx.array, shapes: Shapes, num_parts: int) -> Any:
 def as_rows(result: Any, shapes: Shapes) -> mx.array:
     """Return the tensors of a layer's result that travel, concatenated to rows [B, L, sum of shapes]."""
     if len(shapes) == 1:
-        return result[0] if isinstance(result, tuple | list) else result
+        return first_part(result)
     return mx.concatenate([part.reshape(*part.shape[:2], -1) for part in result[: len(shapes)]], axis=-1)
+
+
+def first_part(result: Any) -> mx.array:
+    """Return the hidden state of a layer's result: the result itself, or the first of its parts."""
+    return result[0] if isinstance(result, tuple | list) else result
+
+
+def modules_in(part: Any) -> list[nn.Module]:
+    """Return the modules of a module's part: itself, or those of a list."""
+    return [each for each in (part if isinstance(part, list) else [part]) if isinstance(each, nn.Module)]
 
 
 class StubEmbedding:
@@ -70,9 +80,8 @@ def drop_part(parent: nn.Module, key: str, besides: Sequence[nn.Module] = ()) ->
     part = parent[key]
     if isinstance(part, mx.array):
         del parent[key]
-    for module in part if isinstance(part, list) else [part]:
-        if isinstance(module, nn.Module):
-            drop_arrays(module, besides)
+    for module in modules_in(part):
+        drop_arrays(module, besides)
 
 
 def drop_arrays(module: nn.Module, besides: Sequence[nn.Module] = ()) -> None:
