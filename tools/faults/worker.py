@@ -102,9 +102,9 @@ def never_reply(when: str) -> None:
     mute: set[Executor] = set()  # a stage with another engine, of the next chain, speaks
     put_out = Stage._put_out
 
-    def put_unless_mute(stage: Stage, output: Any) -> None:
+    def put_unless_mute(stage: Stage, step: int, output: Any) -> None:
         if stage.executor not in mute:
-            put_out(stage, output)
+            put_out(stage, step, output)
 
     patch(Stage, "_put_out", put_unless_mute)
     before_steps(when, lambda engine, windows: mute.add(engine))

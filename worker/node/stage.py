@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -48,14 +47,6 @@ class Outlet(Protocol):
         """Release the connection."""
 
 
-@dataclass(frozen=True)
-class Outgoing:
-    """A frame for the next stage, as messages."""
-
-    step: int
-    parts: Sequence[bytes]
-
-
 class Stage:
     """One shard at its place in the chain."""
 
@@ -83,7 +74,7 @@ class Stage:
         self._idle = asyncio.Event()  # no slot is open
         self._idle.set()
         # sending
-        self._outputs: asyncio.Queue[Outgoing] = asyncio.Queue()
+        self._outputs: asyncio.Queue[list[bytes]] = asyncio.Queue()  # frames for the next stage, as messages
         self._outcomes: asyncio.Queue[Result | bytes | None] = asyncio.Queue()  # None at the end of the stage
         self._sent_bytes = 0
 
@@ -326,11 +317,11 @@ class Stage:
             self.deliver(report)
         if step.goes_on and self.executor.returns_segments:
             self.deliver(Result(epoch=step.frame.epoch, step=step.frame.step))
-        output = header if isinstance(header, Result) else Outgoing(step.frame.step, pack(header, array, self._wire))
+        output = header if isinstance(header, Result) else pack(header, array, self._wire)
         self._busy_since = None if self._begun is None else time.monotonic()
         is_last = self._begun is None and self._frames.empty()  # what comes from now on answers this output
         ahead = self.executor.launch_ahead(step, is_finished=True) if is_last else None
-        self._put_out(output)
+        self._put_out(step.frame.step, output)
         return ahead
 
     def _begin(self, arrival: Arrival, received: int) -> Step:
@@ -342,18 +333,18 @@ class Stage:
         x = unpack(header, arrival.payload, self.executor.awaited(header))
         return self.executor.begin(header, x, received, taken)
 
-    def _put_out(self, output: Outgoing | Result) -> None:
+    def _put_out(self, step: int, output: list[bytes] | Result) -> None:
         """Queue what a step made for the task that sends it."""
-        self.last_step = output.step
+        self.last_step = step
         if self._busy_since is None and self._frames.empty() and not self.executor.num_slots:
             self._idle.set()
-        if isinstance(output, Outgoing):
-            self._outputs.put_nowait(output)
-        else:
+        if isinstance(output, Result):
             output.timings[-1].sent = time.monotonic_ns()
             self._sent_bytes += output.ByteSize()
             self.deliver(output)
             self._grant()
+        else:
+            self._outputs.put_nowait(output)
 
     # Send
 
@@ -380,9 +371,9 @@ class Stage:
 
     async def _send_outputs(self, link: Outlet) -> NoReturn:
         while True:
-            output = await self._outputs.get()
-            self._sent_bytes += sum(map(len, output.parts))
-            await link.send(output.parts)
+            parts = await self._outputs.get()
+            self._sent_bytes += sum(map(len, parts))
+            await link.send(parts)
             self._grant()
 
     def _grant(self) -> None:
