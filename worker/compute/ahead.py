@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from math import prod
 from typing import Any
 
@@ -152,20 +152,18 @@ class StepsAhead:
     def __init__(self, shard: Shard, dtype: mx.Dtype) -> None:
         self._shard = shard
         self._dtype = dtype
-        self._can_build: bool | None = None  # None: not tried yet
         self._ready: list[Ready] = []
 
     def build(self, slots: SlotsById) -> None:
         """Build the step that feeds each of these slots one more token, unless one of them has a step ready."""
-        if not all(each.slots.keys().isdisjoint(slots) for each in self._ready):
-            return
-        if self._can_build is None:
-            can_fill = can_fill_later(self._shard.row_size)
-            self._can_build = can_fill and not looks_at_numbers(self._shard, self._dtype)
-        if self._can_build:
+        if all(each.slots.keys().isdisjoint(slots) for each in self._ready) and self._can_build:
             # while the step waits for its input, slots outside it could not use buffers that they share with it
             move_apart([slot.caches for slot in slots.values()])
             self._ready.append(Built(self._shard, slots, self._dtype))
+
+    @cached_property
+    def _can_build(self) -> bool:
+        return can_fill_later(self._shard.row_size) and not looks_at_numbers(self._shard, self._dtype)
 
     def launch(self, slots: SlotsById, tokens: Mapping[int, mx.array], most: int) -> StepOutputs | None:
         """Launch the step that feeds these tokens [1], or one on top of it if it exists, up to `most` steps.

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -32,6 +32,8 @@ from worker.model.module_tree import final_norm, module_tree_of
 from worker.model.probe_pass import ModelInfo, strip_front
 from worker.model.stub_layers import RunLayer, as_returned, as_rows, drop_arrays, drop_part, install_gates, modules_in
 from worker.platform.machine import multiplies_experts
+
+T = TypeVar("T")
 
 
 class Shard(HeldTensors):
@@ -411,7 +413,7 @@ class CutModel:
 def _nothing(index: int, result: Any) -> None: ...
 
 
-def run_windows(places: Sequence[LaneWindow], run: Callable[[Sequence[Any]], mx.array]) -> mx.array:
+def run_windows(places: Sequence[LaneWindow], run: Callable[[Sequence[Any]], T]) -> T:
     """Return `run` of one slot's caches, or of a lane's views, and append the windows to the caches."""
     if len(places) > 1:
         lane = Lane(places)

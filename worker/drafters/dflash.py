@@ -7,13 +7,16 @@ Shapes: B slots, L block length, D hidden, C features, N rows, H heads, K head s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from worker.compute.batching import LaneWindow
 from worker.compute.drafting import DraftRequest, draft_in_turn
+from worker.compute.shard import run_windows
 from worker.drafters.draft_head import HeadDrafter, HeadModule, ReadRows, project
 from worker.memory.layer_cache import KVCache
 from worker.model.model_spec import DraftHead
@@ -101,13 +104,11 @@ class DFlashDrafter(HeadDrafter):
     def _read(self, texts: Sequence[ReadRows]) -> None:
         for text in texts:
             if text.pending:
-                text.caches.cut(text.end - text.first)
-                num_rows = text.num_pending
-                _, features = text.take(num_rows)
-                text.caches.begin()
-                text.caches.reserve(num_rows, None)
-                self._module.read(self._module.hidden_norm(project(features, self._part.spec)), text.caches.own)
-                text.caches.settle(text.end - text.first)
+                place = LaneWindow(text.caches, text.end - text.first, text.num_pending)
+                text.caches.cut(place.base)
+                _, features = text.take(place.num_rows)
+                context = self._module.hidden_norm(project(features, self._part.spec))
+                run_windows([place], partial(self._module.read, context))
 
     def _draft(self, requests: Sequence[DraftRequest], texts: Sequence[ReadRows]) -> list[mx.array]:
         self._read(texts)

@@ -75,10 +75,9 @@ class HeadPart(HeldTensors):
         except MISFITS as error:
             raise misfit(checkpoint, str(error).splitlines()[0].rstrip(".,")) from error
         if not self.is_whole:
-            own = FEATURE_TENSORS
             for name, module in self.module.named_modules():
                 for key in [key for key, value in module.items() if isinstance(value, mx.array)]:
-                    if not f"{name}.{key}".lstrip(".").startswith(own):
+                    if not f"{name}.{key}".lstrip(".").startswith(FEATURE_TENSORS):
                         del module[key]
         self.module.eval()
         if self.is_whole:
