@@ -28,8 +28,8 @@ class SlotDrafting(Protocol):
     def nbytes(self) -> int:
         """Bytes of its caches."""
 
-    def fork(self, length: int) -> SlotDrafting | None:
-        """Return a copy that continues from the first `length` tokens; None if it has to begin anew."""
+    def fork(self, length: int) -> SlotDrafting:
+        """Return a copy that continues from the first `length` tokens. Raises CacheMismatch if it has to begin anew."""
 
     def close(self) -> None:
         """Free its memory."""

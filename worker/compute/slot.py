@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import mlx.core as mx
 
@@ -49,7 +50,9 @@ class Slot:
         """
         caches = self.caches.taken_over(length, snapshots) if takes_over else self.caches.fork(length, snapshots)
         other = Slot(caches, self.history.fork(length), sampling, guide)
-        other.drafting = self.drafting.fork(length) if self.drafting and is_drafted else None
+        if self.drafting and is_drafted:
+            with suppress(CacheMismatch):
+                other.drafting = self.drafting.fork(length)
         return other
 
     @property

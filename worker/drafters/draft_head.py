@@ -174,15 +174,13 @@ class ReadRows:
         self.tokens, self.end = tokens[num_rows:], self.end + num_rows
         return tokens, rows[:, :num_rows]
 
-    def fork(self, length: int) -> ReadRows | None:
-        if not self.first < length <= self.end + self.num_pending:
-            return None
+    def fork(self, length: int) -> ReadRows:
+        held = self.end + self.num_pending
+        if not self.first < length <= held:
+            raise CacheMismatch(f"cannot continue after {length} tokens: the head holds [{self.first}, {held})")
         end = min(length, self.end)
         kept = length - end
-        try:
-            caches = self.caches.fork(end - self.first)
-        except CacheMismatch:
-            return None
+        caches = self.caches.fork(end - self.first)
         pending = [mx.contiguous(mx.concatenate(self.pending, axis=1)[:, :kept])] if kept else []
         return replace(self, caches=caches, end=end, tokens=self.tokens[:kept], pending=pending)
 

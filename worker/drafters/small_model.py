@@ -61,12 +61,9 @@ class ReadText:
         if self.caches.states:
             self.before = len(self.history), [state.saved() for state in self.caches.states]
 
-    def fork(self, length: int) -> ReadText | None:
+    def fork(self, length: int) -> ReadText:
         end = min(length, len(self.history))
-        try:
-            return ReadText(self.caches.fork(end), self.history.fork(end))
-        except CacheMismatch:
-            return None
+        return ReadText(self.caches.fork(end), self.history.fork(end))
 
     def close(self) -> None:
         close_all([self.caches])

@@ -14,7 +14,7 @@ from worker.compute.drafting import DraftRequest
 from worker.compute.slot import Slot
 from worker.drafters.draft_head import ReadRows
 from worker.drafters.kinds import build_part, make_drafter
-from worker.errors import ModelError
+from worker.errors import CacheMismatch, ModelError
 from worker.memory.history import History
 from worker.memory.slot_caches import Caches
 from worker.model.checkpoint import open_folder
@@ -172,9 +172,10 @@ def test_a_fork_carries_the_rows_that_are_yet_to_be_read() -> None:
     slot.add(0, [10, 11, 12, 13], rows[:, :3])
     for length in (2, 3):
         other = slot.fork(length)
-        assert other and (other.end, other.tokens, other.num_pending) == (0, [*range(10, 10 + length)], length)
+        assert (other.end, other.tokens, other.num_pending) == (0, [*range(10, 10 + length)], length)
         assert mx.array_equal(other.pending[0], rows[:, :length])
-    assert slot.fork(4) is None  # it has no row of that token
+    with pytest.raises(CacheMismatch):  # it has no row of that token
+        slot.fork(4)
 
 
 def test_pending_rows_keep_no_other_rows_in_memory() -> None:
