@@ -30,9 +30,9 @@ from worker.node.log import log_failure
 from worker.node.model_sources import ModelSources, check_load_request, check_model
 from worker.node.network import Network
 from worker.node.prefix_store import PrefixStore
-from worker.node.stage import Stage
+from worker.node.stage import Stage, status_reply
 from worker.node.weights_cache import Lease
-from worker.platform.mlx_memory import forget_peak, give_back, keep_within, memory_held
+from worker.platform.mlx_memory import forget_peak, give_back, keep_within
 from worker.platform.tasks import background
 from worker.platform.threads import MlxThread, run_in_thread
 
@@ -132,6 +132,11 @@ class Worker:
         return self.attachment.stage if self.attachment else None
 
     @property
+    def is_free(self) -> bool:
+        """Whether it is outside of any chain, does not load and is not about to end."""
+        return self.state in (WorkerState.EMPTY, WorkerState.LOADED)
+
+    @property
     def is_reserved(self) -> bool:
         """Whether a coordinator has loaded layers here and is about to attach them."""
         return self._reservation is not None and asyncio.get_running_loop().time() < self._reservation.until
@@ -140,15 +145,7 @@ class Worker:
         """Return the status of the stage, or of the held tensors. Does not wait for the MLX thread."""
         if self.stage:
             return self.stage.status()
-        memory = memory_held()
-        return StatusReply(
-            clock=time.monotonic_ns(),
-            busy_s=self._left_behind(),
-            weight_bytes=self._weight_bytes,
-            peak_memory_bytes=memory.peak,
-            active_memory_bytes=memory.active,
-            cached_memory_bytes=memory.cached,
-        )
+        return status_reply(busy_s=self._left_behind(), weight_bytes=self._weight_bytes)
 
     # Loading
 
@@ -223,7 +220,7 @@ class Worker:
 
     def free_files(self) -> None:
         """Allow the eviction of received files that an idle, unreserved worker holds: its tensors are in memory."""
-        if self.state in (WorkerState.EMPTY, WorkerState.LOADED) and not self.is_reserved:
+        if self.is_free and not self.is_reserved:
             for held in self._all_held:
                 held.lease.close()
 
@@ -359,9 +356,7 @@ class Worker:
         loop = asyncio.get_running_loop()
         while True:
             left_s = None
-            if self.state in (WorkerState.EMPTY, WorkerState.LOADED) and any(
-                held.has_tensors for held in self._all_held
-            ):
+            if self.is_free and any(held.has_tensors for held in self._all_held):
                 reserved_until = self._reservation.until if self._reservation else 0.0
                 left_s = max(self._used_at, reserved_until) + keep_alive_s - loop.time()
                 if left_s <= 0:

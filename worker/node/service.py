@@ -48,7 +48,7 @@ from worker.node.attachment import Attachment
 from worker.node.configuration import configuration_of
 from worker.node.facts import read_facts
 from worker.node.framing import write_report
-from worker.node.lifecycle import Worker, WorkerState
+from worker.node.lifecycle import Worker
 from worker.node.links import answer_probe, measure_link, open_port
 from worker.node.log import worker_log
 from worker.node.model_sources import ModelSources
@@ -60,8 +60,6 @@ from worker.node.stage import Stage
 from worker.node.weights_receive import receive_weights
 from worker.platform.machine import memory_budget
 from worker.platform.threads import MlxThread, run_in_thread
-
-_MEASURABLE = (WorkerState.EMPTY, WorkerState.LOADED)  # in other states a measurement would delay what is under way
 
 
 class NodeService(NodeServicer):
@@ -198,9 +196,9 @@ class NodeService(NodeServicer):
     async def Measure(self, request: MeasureRequest, context: Context) -> Speed:
         async with self._serving(context, "to measure its speed"):
             checkpoint = await self.worker.find(request.model)
-            if self.worker.state in _MEASURABLE:
+            if self.worker.is_free:  # else a measurement would delay what is under way
                 async with self.worker.turn():
-                    if self.worker.state in _MEASURABLE:  # still: others may have had their turn
+                    if self.worker.is_free:  # still: others may have had their turn
                         return await measured_speed(checkpoint, self.thread, anew=request.anew)
             return await kept_speed(checkpoint) or Speed()
 

@@ -88,17 +88,12 @@ class Stage:
 
     def status(self) -> StatusReply:
         """Return this stage's activity and memory. Does not wait for the MLX thread."""
-        memory = memory_held()
-        return StatusReply(
-            clock=time.monotonic_ns(),
+        return status_reply(
             step=self.last_step,
             busy_s=self.busy_s,
             slots=self.executor.num_slots,
             cache_bytes=self.executor.cache_bytes,
             weight_bytes=self.executor.weight_bytes,
-            peak_memory_bytes=memory.peak,
-            active_memory_bytes=memory.active,
-            cached_memory_bytes=memory.cached,
             sent_bytes=self._sent_bytes,
         )
 
@@ -398,6 +393,18 @@ class Stage:
     def _raise_failure(self) -> None:
         if self.failure is not None:
             raise again(self.failure)
+
+
+def status_reply(**own: Any) -> StatusReply:
+    """Return a status with these fields, the clock and MLX's memory."""
+    memory = memory_held()
+    return StatusReply(
+        clock=time.monotonic_ns(),
+        peak_memory_bytes=memory.peak,
+        active_memory_bytes=memory.active,
+        cached_memory_bytes=memory.cached,
+        **own,
+    )
 
 
 def _unless_closed(note: Callable[[], object]) -> None:
