@@ -63,7 +63,7 @@ class Shard(HeldTensors):
         self.grammars = Grammars(checkpoint.folder, self.info.vocab_size)
         self.mask_token = spec.mask_token
         self._grid = spec.canvas.grid if spec.canvas else 1
-        self.refines = spec.canvas is not None and spec.canvas.refinement is not None
+        self.refines = spec.refines
         self._lane_form = lane_form(checkpoint.config)
         self._looks_at_positions = looks_at_positions(checkpoint.config)
         self._no_caches = Caches(self.info.entries, (), Cache())  # for norm and head, which have no cache

@@ -167,8 +167,12 @@ class ModelSpec:
     @property
     def soft_row_bytes(self) -> int:
         """Bytes that the expected embedding of a canvas row takes on its way back; 0 if decided places stay."""
-        refines = self.canvas is not None and self.canvas.refinement is not None
-        return self.hidden_size * DTYPE_BYTES[self.dtype] if refines else 0
+        return self.hidden_size * DTYPE_BYTES[self.dtype] if self.refines else 0
+
+    @property
+    def refines(self) -> bool:
+        """Whether all places of a canvas may change at every step."""
+        return self.canvas is not None and self.canvas.refinement is not None
 
     def is_text(self, token: int) -> bool:
         """Return whether a prompt may have this token id, which stands for no part of an image."""
@@ -178,7 +182,7 @@ class ModelSpec:
     @property
     def needs_canvas(self) -> bool:
         """Whether it was trained for block diffusion only, as far as is known."""
-        return self.canvas is not None and (not self.canvas.is_causal or self.canvas.refinement is not None)
+        return self.canvas is not None and (not self.canvas.is_causal or self.refines)
 
     @property
     def step_rows(self) -> int:

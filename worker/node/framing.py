@@ -65,9 +65,8 @@ def most_lane_rows(spec: ModelSpec) -> int:
 
     Half of the rows of a canvas's longest window come back as an expected embedding each.
     """
-    refines = spec.canvas is not None and spec.canvas.refinement is not None
     most = most_chunk_rows(spec.row_bytes)
-    return min(most, 2 * _MOST_SOFT_BYTES // spec.row_bytes) if refines else most
+    return min(most, 2 * _MOST_SOFT_BYTES // spec.row_bytes) if spec.refines else most
 
 
 def payload_bytes(frame: Frame) -> int:
