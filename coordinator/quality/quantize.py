@@ -33,6 +33,7 @@ from worker.compute.held_tensors import TensorReader
 from worker.errors import BrigadeError, InputError, first_line
 from worker.model.build import MLX_DTYPES, build
 from worker.model.checkpoint import SMALL_FILES, Checkpoint
+from worker.model.model_spec import text_config
 from worker.model.quantisation import MISFITS, misfit, quantisation_of
 from worker.platform.files import sync_file, writing
 from worker.platform.text import format_bytes
@@ -303,7 +304,7 @@ def _write_rest(model: QuantizedModel, checkpoint: Checkpoint, folder: Path) -> 
 
 def cast(model: Any, config: Mapping[str, Any]) -> None:
     """Give the parameters the dtype of the configuration, as mlx-lm's `convert` does."""
-    name = config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype")
+    name = config.get("torch_dtype") or text_config(config).get("dtype")
     if name not in MODEL_CONVERSION_DTYPES:
         return
     dtype, may_cast = getattr(mx, name), getattr(model, "cast_predicate", lambda name: True)

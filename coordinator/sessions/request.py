@@ -16,7 +16,7 @@ from coordinator.planning.costs import ChainCosts
 from coordinator.sessions.output import NO_TOKENS, KnownTokens
 from protos.brigade_pb2 import CACHE_ROTATING, Cache, Sampling
 from worker.errors import ContextExceeded, InputError, ModelError
-from worker.model.model_spec import ModelSpec
+from worker.model.model_spec import ModelSpec, text_config
 
 _MIN_POSITIVE = 1e-6  # less would overflow or vanish in float32
 _ZERO_OR_MIN_POSITIVE = ("temperature", "top_p", "repetition_penalty")
@@ -250,7 +250,7 @@ def eos_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> 
         ModelError: one of them is no whole number.
     """
     ids: set[int] = set()
-    for place in (config, config.get("text_config") or {}, generation_config):
+    for place in (config, text_config(config), generation_config):
         value = place.get("eos_token_id")
         named = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(each, int) for each in named):

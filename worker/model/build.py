@@ -16,6 +16,7 @@ from worker.errors import ModelError, first_line
 from worker.model.checkpoint import Checkpoint
 from worker.model.families import model_classes
 from worker.model.headers import TensorInfo
+from worker.model.model_spec import text_config
 from worker.model.module_tree import ModuleTree, is_text, module_tree_of
 from worker.model.quantisation import MISFITS, misfit, quantisation_of, require_fp8_read, unpack_awq
 
@@ -87,9 +88,7 @@ def tensors_of_module(module: Any) -> list[tuple[str, mx.array]]:
 
 def _check_sizes(checkpoint: Checkpoint) -> None:
     """Refuse sizes that would build an enormous model or fail without a useful message."""
-    config = checkpoint.config
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, dict) else {}):
+    for part in (checkpoint.config, text_config(checkpoint.config)):
         for key in _SIZES:
             size = part.get(key)
             if size is not None and not isinstance(size, list) and not (isinstance(size, int) and size > 0):

@@ -16,7 +16,7 @@ from worker.model.cache_spec import Memory
 from worker.model.checkpoint import Checkpoint
 from worker.model.draft_heads import FEATURE_TENSORS, head_kind, head_layer, mlx_dtype_of, read_head
 from worker.model.families import canvas_training_of, mask_token_of
-from worker.model.model_spec import LayerSpec, ModelSpec
+from worker.model.model_spec import LayerSpec, ModelSpec, text_config
 from worker.model.module_tree import ModuleTree, is_text, layer_in_checkpoint, module_tree_of
 from worker.model.probe_pass import ModelInfo, probe
 
@@ -220,7 +220,6 @@ def _num_attended(config: dict[str, Any], memories: Sequence[Memory]) -> int:
 
 def _first_count(config: dict[str, Any], keys: Sequence[str], default: int) -> int:
     """Return the first of these keys that holds a number above 0, in the text model's configuration if it has one."""
-    text = config.get("text_config")
-    parts = (text if isinstance(text, dict) else {}, config)
+    parts = (text_config(config), config)
     found = (part[key] for part in parts for key in keys if isinstance(part.get(key), int) and part[key] > 0)
     return int(next(found, default))

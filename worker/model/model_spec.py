@@ -305,6 +305,12 @@ class ModelSpec:
         return ((cache_spec(memory, self.cache), memory) for memory in memories)
 
 
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the text model's part of a configuration that has one, as those of models with images do; else {}."""
+    found = config.get("text_config")
+    return found if isinstance(found, dict) else {}
+
+
 def most_head_rows(vocab_size: int) -> int:
     """Return how many rows go through the head at once."""
     return max(1, HEAD_BYTES // (4 * vocab_size))

@@ -12,6 +12,7 @@ import mlx.core as mx
 from worker.errors import ModelError, first_line
 from worker.model.checkpoint import MOST_CONFIG_BYTES, Checkpoint
 from worker.model.headers import require_file
+from worker.model.model_spec import text_config
 from worker.model.module_tree import is_text
 
 # errors that mlx-lm's code for models raises for a wrong configuration or wrong tensors
@@ -111,8 +112,7 @@ def _checked(checkpoint: Checkpoint, own: Any) -> dict[str, Any]:
 def _foreign(checkpoint: Checkpoint) -> Any:
     """Return another tool's quantisation settings, if any, from config.json or from ModelOpt's own file."""
     config = checkpoint.config
-    text = config.get("text_config")
-    if found := config.get("quantization_config") or (isinstance(text, dict) and text.get("quantization_config")):
+    if found := config.get("quantization_config") or text_config(config).get("quantization_config"):
         return found
     path = checkpoint.folder / "hf_quant_config.json"
     require_file(path, MOST_CONFIG_BYTES)

@@ -48,6 +48,7 @@ def test_its_sampling_counts_if_the_model_is_sampled(config: dict[str, Any], exp
         ({"eos_token_id": 1, "text_config": {"eos_token_id": [7, 8]}}, {"eos_token_id": 9}, {1, 7, 8, 9}),
         ({"eos_token_id": None, "text_config": {}}, {"eos_token_id": None}, set()),
         ({"text_config": None, "eos_token_id": 4}, None, {4}),
+        ({"text_config": ["text"], "eos_token_id": 4}, None, {4}),
         ({}, None, set()),
     ],
 )
