@@ -318,20 +318,9 @@ class Executor:
         waits_since = time.monotonic_ns()
         self._in_flight.remove(step)
         mx.eval(step.pending)
-        evaluated = time.monotonic_ns()
-        if step.held_bytes is not None:
-            step.timing.scratch_bytes = max(0, mx.get_peak_memory() - step.held_bytes)
+        self._note_computed(step, waits_since, time.monotonic_ns())
         if step.checks:
             self._fail_infinite(step)
-        step.timing.computed = step.computed or evaluated
-        if step.begun:
-            share = share_of_begin(step.timing.started, step.begun, waits_since, evaluated)
-            self._begin_share += _WEIGHT * (share - self._begin_share)
-        # the device was busy with another step
-        at_another = max(0, min(self._idle_since, step.timing.computed) - step.timing.started)
-        step.timing.started += at_another
-        step.timing.taken += at_another
-        self._step_ns = step.timing.computed - step.timing.started
         if step.stored is not None and self._pieces:
             store = step.frame.stores[0]
             if not self._pieces.put(store.piece, step.stored):
@@ -355,6 +344,19 @@ class Executor:
         if step.ends_long_prompt:
             mx.clear_cache()  # decoding would never use these buffers
         return output, step.pending[0] if step.goes_on and any(map(num_rows, step.windows)) else None
+
+    def _note_computed(self, step: Step, waits_since: int, evaluated: int) -> None:
+        """Note what a step took: memory of its own, and time without that of the steps before it."""
+        if step.held_bytes is not None:
+            step.timing.scratch_bytes = max(0, mx.get_peak_memory() - step.held_bytes)
+        step.timing.computed = step.computed or evaluated
+        if step.begun:
+            share = share_of_begin(step.timing.started, step.begun, waits_since, evaluated)
+            self._begin_share += _WEIGHT * (share - self._begin_share)
+        at_another = max(0, min(self._idle_since, step.timing.computed) - step.timing.started)
+        step.timing.started += at_another
+        step.timing.taken += at_another
+        self._step_ns = step.timing.computed - step.timing.started
 
     def _segments(self, step: Step) -> Iterator[tuple[int, list[CacheSegment]]]:
         """Yield by slot, a message at a time, what a step leaves in the caches of this stage."""
