@@ -21,6 +21,7 @@ from worker.model.describe import DTYPES
 from worker.node.framing import MOST_SIZES, PLAIN, Wire, checksum_seed, cut, read_report, write_part, write_report
 from worker.node.network import Network, hop_address
 from worker.node.rpc_errors import error_of
+from worker.platform.tasks import wait_set
 
 CONNECT_TIMEOUT_S = 5.0
 MOST_TENSORS = 1 << 14  # of the segments of a message or file, each of which counts, too: a million take seconds
@@ -152,16 +153,9 @@ class Link:
 
     async def wait_open(self) -> None:
         """Return once the next stage accepts frames. Raises StageLost, or the refusal of the next stage."""
-        opening = asyncio.create_task(self._is_open.wait())
-        try:
-            done, _ = await asyncio.wait(
-                (opening, self._reading), timeout=CONNECT_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
-            )
-        finally:
-            opening.cancel()
-        if not done:
-            raise StageLost(f"did not take the hop within {CONNECT_TIMEOUT_S:.0f} s", node=self._node)
-        if not self._is_open.is_set():
+        if not await wait_set(self._is_open, self._reading, CONNECT_TIMEOUT_S):
+            if not self._reading.done():
+                raise StageLost(f"did not take the hop within {CONNECT_TIMEOUT_S:.0f} s", node=self._node)
             await self.wait_lost()
 
     async def send(self, parts: Sequence[bytes]) -> None:

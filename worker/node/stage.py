@@ -20,7 +20,7 @@ from worker.errors import BrigadeError, ChainReplaced, FrameError, StageLost, ag
 from worker.node.framing import PLAIN, Arrival, FrameAssembler, Wire
 from worker.node.hop import pack, pack_segments, unpack
 from worker.platform.mlx_memory import forget_peak, memory_held, mlx_errors_named
-from worker.platform.tasks import cancel_all, shielded
+from worker.platform.tasks import cancel_all, shielded, wait_set
 from worker.platform.threads import MlxThread
 
 _DEPTH = 64  # frames that may wait here: more than a scheduler ever has in flight, so one more is a peer's error
@@ -112,12 +112,7 @@ class Stage:
         self._thread, self._is_over = thread, asyncio.Event()
         note_open, note_over = (partial(loop.call_soon_threadsafe, event.set) for event in (is_open, self._is_over))
         self._running = asyncio.ensure_future(thread.call(self._run(connect, watched, note_open, note_over)))
-        opening = asyncio.create_task(is_open.wait())
-        try:
-            await asyncio.wait([opening, self._running], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            opening.cancel()
-        if not is_open.is_set():
+        if not await wait_set(is_open, self._running):
             await self._running
 
     async def forwarded(self) -> AsyncGenerator[Result | bytes, None]:

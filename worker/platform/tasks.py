@@ -51,6 +51,16 @@ async def shielded(work: Coroutine[Any, Any, None]) -> None:
         raise cancelled
 
 
+async def wait_set(event: asyncio.Event, unless: asyncio.Future[Any], within_s: float | None = None) -> bool:
+    """Wait until the event is set, `unless` ends, or the time is over; return whether the event is set."""
+    waiting = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait((waiting, unless), timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+    return event.is_set()
+
+
 async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
     """Run all concurrently and return their results in order; on a failure cancel the others and raise it.
 
