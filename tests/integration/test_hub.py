@@ -243,8 +243,9 @@ def test_a_second_start_asks_for_no_file_and_for_nothing_of_a_commit(hub: Hub, a
         (kept,) = (tmp_path / "brigade").rglob("*.msgpack")
         kept.write_text("{")
         hub.asked.clear()
-        hub_module.open_repository("brigade/tiny")
+        found = hub_module.open_repository("brigade/tiny")
     assert hub.ranges() == [THIRD], "headers of files that are here are not fetched"
+    assert len(found.opened) == 2, "the files that are here, to be compared before each load"
 
 
 def test_without_an_index_the_repository_s_listing_names_the_files(hub: Hub, asking: Ask, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ _TOKENIZER_NAME = re.compile(  # copies that a browser or a desktop has made hav
 )
 
 Download = Callable[[Iterable[str], Callable[[int], None]], None]
-Stamp = tuple[tuple[str, int], ...]  # names and modification times of files
+Stamp = tuple[tuple[str, str, int, int], ...]  # of files: names, where they are, sizes, modification times
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, as a key of caches
@@ -92,7 +92,7 @@ class Checkpoint:
         Raises:
             ModelError: one of `opened` has changed since, so that its layers would not be of the model in memory.
         """
-        now = stamp_of(self.folder, self.files_of(self.tensors).union(file for file, _ in self.opened))
+        now = stamp_of(self.folder, self.files_of(self.tensors).union(file for file, *_ in self.opened))
         if changed := sorted(set(self.opened) - set(now)):
             path = self.folder / changed[0][0]
             raise ModelError(f"{path} was changed or removed after the model was opened; start again")
@@ -123,7 +123,10 @@ class Checkpoint:
 
 def stamp_of(folder: Path, files: Iterable[str]) -> Stamp:
     """Return the stamp of those of these files that are in the folder."""
-    return tuple((file, (folder / file).stat().st_mtime_ns) for file in sorted(files) if (folder / file).exists())
+    paths = {file: folder / file for file in sorted(files) if (folder / file).exists()}
+    return tuple(
+        (file, str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for file, path in paths.items()
+    )
 
 
 def is_tokenizer_file(name: str) -> bool:

@@ -270,7 +270,7 @@ def test_weight_files_that_come_after_the_opening_are_no_change(folder: Path) ->
     moved = (folder / FILE).rename(folder / "elsewhere")
     checkpoint = open_folder(folder, known=known)
     moved.rename(folder / FILE)
-    assert [file for file, _ in checkpoint.require_unchanged()] == [FILE] and checkpoint.opened == ()
+    assert [file for file, *_ in checkpoint.require_unchanged()] == [FILE] and checkpoint.opened == ()
 
 
 def test_fetch_asks_for_each_file_once() -> None:

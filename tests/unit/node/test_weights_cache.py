@@ -326,7 +326,7 @@ def test_of_two_fine_tunes_the_right_one_is_opened(cache: Receiver, checkpoint: 
         path = receiver.receive(2)
         found = receiver.open(path)
         assert found.tensors["model.layers.2.self_attn.q_proj.weight"].file == path.name
-        assert found.fingerprint == each.fingerprint
+        assert found.fingerprint == each.fingerprint and path.name in [file for file, *_ in found.opened]
 
 
 def test_a_fingerprint_is_no_way_out_of_the_folder_and_files_of_another_model_are_refused(cache: Receiver) -> None:
