@@ -209,6 +209,7 @@ class ChainCosts:
         self._returns = StepCosts()  # of what prompt chunks leave in caches, on its way to the first stage
         self._token_read_s: float | None = None  # of a token's rows, from the disks of all nodes
         self._hops_s: dict[int, float] = {}  # of all hops together, by number of rows: long prompts take longer
+        self._least_hops: dict[int, tuple[int, float]] = {}  # how often hops were observed, and their least seconds
         self._lately_s: dict[int, float] = {}  # of recent passages, by the bits of their number of rows
 
     def observe(
@@ -222,6 +223,8 @@ class ChainCosts:
             hops_s, size = max(0.0, took_s - drafting_s - sum(stages_s)), _rounded(num_rows)
             known_s = self._hops_s.get(size, hops_s)
             self._hops_s[size] = known_s + _WEIGHT * (hops_s - known_s)
+            count, least_s = self._least_hops.get(size, (0, hops_s))
+            self._least_hops[size] = count + 1, min(hops_s, least_s)
         elif self._hops_s:
             self.steps.observe(num_rows, sum(stages_s) + self.hops_s(num_rows))  # without waiting for other frames
         bits, passage_s = num_rows.bit_length(), took_s if was_alone else sum(stages_s) + drafting_s
@@ -252,9 +255,11 @@ class ChainCosts:
     def carried_rows(self, num_rows: int) -> int:
         """Return how many of these rows a prompt frame may have so that links carry signs of life behind it in time.
 
-        As many prompt frames as there are stages may wait for one link.
+        As many prompt frames as there are stages may wait for one link. A single slow frame says nothing: of a size
+        that it ruled out there would be no other one.
         """
-        while num_rows > _CHUNKS[0] and self.hops_s(num_rows) * len(self._stages) > _ON_LINKS_S:
+        known = sorted((rows, least_s) for rows, (count, least_s) in self._least_hops.items() if count > 1)
+        while known and num_rows > _CHUNKS[0] and on_lines(known, num_rows) * len(self._stages) > _ON_LINKS_S:
             num_rows //= 2
         return num_rows
 

@@ -13,6 +13,7 @@ import pytest
 
 from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import Engine
+from coordinator.planning.costs import ChainCosts
 from coordinator.sessions.output import Answer
 from coordinator.sessions.text import TextParser
 from protos.brigade_pb2 import Frame
@@ -47,6 +48,15 @@ async def test_pieces_folded_are_the_answer(folder: Path) -> None:
     assert (found.text, found.finish_reason) == (",".join(map(str, found.tokens)), "length")
     assert found.usage.num_prompt == 20 and found.usage.num_steps == 12
     assert found.passages == [] and found.token_times == sorted(found.token_times)
+
+
+async def test_chunks_follow_what_links_carry(folder: Path, frames: Frames) -> None:
+    async with running(folder, LAYERS) as chain, Engine(chain) as engine:
+        first, chain.costs = len(frames), ChainCosts(len(LAYERS))
+        for rows in (1, 64, 1, 64):
+            chain.costs.observe(rows, [0.01] * len(LAYERS), 0.02 + 0.01 * rows, was_alone=True)
+        await engine.answer(request(tokens_of(100, 3), 1))
+    assert max(len(window.tokens) for frame in list(frames)[first:] for window in frame.windows) == 32
 
 
 @pytest.mark.parametrize("decode", [Decode(), Decode("diffusion", 8)], ids=lambda decode: decode.kind)

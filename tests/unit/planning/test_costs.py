@@ -180,8 +180,9 @@ def test_signs_of_life_wait_behind_prompts_for_less_than_a_second(
     """As many chunks as there are stages may wait for a link."""
     costs = ChainCosts(num_stages)
     assert costs.carried_rows(rows) == rows, "nothing is known"
-    for size in (1, 64):
-        costs.observe(size, [0.01] * num_stages, 0.01 * num_stages + size * row_s, was_alone=True)
+    for size in (512, 1, 64, 1, 64):
+        pause_s = 9.0 if size == 512 else 0.0  # a single slow frame says nothing
+        costs.observe(size, [0.01] * num_stages, 0.01 * num_stages + size * row_s + pause_s, was_alone=True)
     assert costs.carried_rows(rows) == expected
 
 
