@@ -45,6 +45,15 @@ run_command(command)
 """
 
 
+WRITES = """
+def command():
+    for _ in range(99):
+        print("0" * 999, file=sys.stderr, flush=True)
+    print("done")
+    return 7
+"""
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 @pytest.mark.parametrize("place", ["import", "compiler"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -92,9 +101,7 @@ def test_a_process_ends_as_it_should_while_a_call_that_was_given_up_computes() -
 @pytest.mark.parametrize("error", ["2>/dev/full", "2>&1 >&3 | true"])
 def test_a_standard_error_that_takes_nothing_fails_nothing(error: str, tmp_path: Path) -> None:
     """The disk is full, or its reader has left: a server goes on without a log, a batch without its progress."""
-    script = "import sys; from worker.platform.run import run_command; run_command(lambda: command())"
-    command = "def command():\n  for _ in range(99): print('0' * 999, file=sys.stderr)\n  print('done')\n  return 7"
-    code = f"exec({command!r}); {script}"
+    code = f"import sys; from worker.platform.run import run_command; exec({WRITES!r}); run_command(lambda: command())"
     shell = f'exec 3>&1; ({sys.executable} -c "$0"; echo $? >&3) {error}'
     done = subprocess.run(
         ["sh", "-c", shell, code],

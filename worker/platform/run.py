@@ -155,6 +155,7 @@ def _open_standard_streams() -> None:
     if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr is sys.__stderr__:
         encoding = sys.stderr.encoding
         sys.stderr = _Unfailing(sys.stderr.detach(), encoding, "backslashreplace", line_buffering=True)
+        sys.__stderr__ = sys.stderr  # type: ignore[misc] # Python turns to it at its end
 
 
 class _Unfailing(io.TextIOWrapper):
