@@ -256,9 +256,11 @@ async def _answer(
         return
     options = replace(options, context=max(options.context, most_rows(request, inputs.spec.context)))
     is_traced = output.as_json or output.stats or output.trace is not None
-    prompt_cache = None if asked.prompt_cache is None else PromptCache(asked.prompt_cache, inputs.checkpoint)
-    if prompt_cache:
-        options = await prompt_cache.options(options)
+    prompt_cache = None
+    if asked.prompt_cache is not None:
+        opening = partial(PromptCache, asked.prompt_cache, inputs.checkpoint, options.cluster.cache_disk)
+        prompt_cache = await run_in_thread(opening)
+        options = prompt_cache.options(options)
     async with open_engine(inputs, options, max_waiting=1) as engine:
         with Printer(answer, is_silent=output.as_json) as printer:
             try:

@@ -10,7 +10,7 @@ from coordinator.cluster.peer import COORDINATOR_ID, Peer
 from coordinator.cluster.progress import NodeProgress
 from coordinator.cluster.weights import known_digests, load_pushing
 from coordinator.planning.plan import Plan
-from protos.brigade_pb2 import Contents, Coordinator, LoadProgress, LoadRequest
+from protos.brigade_pb2 import Contents, Coordinator, DType, LoadProgress, LoadRequest
 from worker.compute.executor import close_slots
 from worker.compute.shard import Shard
 from worker.compute.slot import Slot
@@ -133,6 +133,19 @@ async def load_worker(deployment: Deployment, stage: int, known: OwnCopy, progre
         await load_pushing(peer, asked, drafter, report, feeds=deployment.feeds)
 
 
+def naming_key(secret: bytes, checkpoint: Checkpoint, dtype: DType) -> bytes:
+    """Return a key for names of prefixes: a secret, joined with the identity of the weights and of what computes.
+
+    Raises:
+        ModelError: a weight file cannot be read.
+    """
+    contents = contents_of(checkpoint)
+    model = Contents(marks=contents.marks, hub_hashes=contents.hub_hashes).SerializeToString(deterministic=True)
+    model += checkpoint.fingerprint.SerializeToString(deterministic=True)
+    parts = f"{PROTOCOL_VERSION} {version('mlx-lm')} {dtype} ".encode() + model
+    return hashlib.blake2b(parts, key=secret, digest_size=32).digest()
+
+
 class OwnNode:
     """This process as the node of stage 0: its MLX thread and its shard. An async context manager."""
 
@@ -174,7 +187,7 @@ class OwnNode:
             await self._load_part(*source, deployment, progress)
 
     async def naming_key(self, deployment: Deployment) -> bytes:
-        """Return the key for names of prefixes on disk: the secret of this user, joined with the weights' identity.
+        """Return the key for names of prefixes on disk.
 
         Raises:
             ModelError: a weight file cannot be read. ConfigError: the secret cannot be read or written.
@@ -182,11 +195,8 @@ class OwnNode:
         checkpoint = deployment.checkpoint
         if self._naming_key is None or self._naming_key[0] is not checkpoint:
             secret = deployment.naming_secret or await run_in_thread(naming_secret)
-            contents = await run_in_thread(partial(contents_of, checkpoint))
-            model = Contents(marks=contents.marks, hub_hashes=contents.hub_hashes).SerializeToString(deterministic=True)
-            model += checkpoint.fingerprint.SerializeToString(deterministic=True)
-            parts = f"{PROTOCOL_VERSION} {version('mlx-lm')} {deployment.spec.dtype} ".encode() + model
-            self._naming_key = checkpoint, hashlib.blake2b(parts, key=secret, digest_size=32).digest()
+            key = await run_in_thread(partial(naming_key, secret, checkpoint, deployment.spec.dtype))
+            self._naming_key = checkpoint, key
         return self._naming_key[1]
 
     def drop_part(self) -> None:

@@ -5,22 +5,24 @@ the pieces of all nodes come there and go on into the file; then no disk keeps t
 """
 
 import secrets
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from coordinator.cluster.deployment import naming_key
 from coordinator.cluster.options import ClusterOptions
-from coordinator.cluster.prefixes import moves_for
 from coordinator.cluster.progress import say
 from coordinator.engine.engine import Engine
 from protos.brigade_pb2 import Piece
 from worker.errors import FrameError, InputError, PrefixLost
 from worker.model.checkpoint import Checkpoint
+from worker.model.describe import describe
 from worker.node.prefix_store import MOST_MOVED_BYTES, PieceFile, PrefixStore, piece_files, piece_named, prefix_folder
 from worker.platform.files import private_file, reading, require_writable, writing
 from worker.platform.text import format_bytes
@@ -30,6 +32,7 @@ _FORMAT = "brigade prompt cache 1"
 _FIELD = "prompt_cache"
 _MOST_HEADER = 1 << 24  # bytes
 _NO_LIMIT = 1 << 50  # bytes: all but what a node's disk keeps free
+_TRIES = 60  # to find all pieces; while nodes write, each takes up to a second
 
 
 class _Header(BaseModel):
@@ -39,66 +42,72 @@ class _Header(BaseModel):
 
     format: str = Field(pattern=f"^{_FORMAT}$")
     model: str
-    fingerprint: str  # of the model, in hexadecimal
     secret: str = Field(pattern="^[0-9a-f]{64}$")
-    pieces: list[tuple[str, Annotated[int, Field(ge=0, le=MOST_MOVED_BYTES)]]]  # names of files, and their bytes
+    key: str  # a digest of the key that this secret gives with the model's weights
+    pieces: list[tuple[str, Annotated[int, Field(ge=0, le=MOST_MOVED_BYTES)]]] = []  # names of files, and their bytes
 
 
 class PromptCache:
-    """The file of one prompt. Blocking methods are for threads."""
+    """The file of one prompt."""
 
-    def __init__(self, path: Path, checkpoint: Checkpoint) -> None:
-        """Read the header of a file that exists.
+    def __init__(self, path: Path, checkpoint: Checkpoint, limit: int | None = None) -> None:
+        """Put the file's pieces into this node's folder, or begin a new file. Call it in a thread.
 
+        Args:
+            limit: the most bytes that all pieces of a node's folder may take.
         Raises:
             InputError: it cannot be read or written, or is another kind of file, or of another model.
         """
         if path.exists() and not path.is_file():
             raise InputError(_FIELD, f"expected a file, found another kind of thing: {path}")
         require_writable(_FIELD, path)
-        self._path, self._model = path, checkpoint.name
-        self._fingerprint = checkpoint.fingerprint.SerializeToString(deterministic=True).hex()
-        self._header: _Header | None = None
-        self._there: set[bytes] = set()  # names of pieces of the file that are in this node's folder
-        if path.exists() and path.stat().st_size:
-            self._header = self._read_header()
-        self._secret = bytes.fromhex(self._header.secret) if self._header else secrets.token_bytes(32)
+        self._path, self._limit = path, limit or _NO_LIMIT
+        self._there: set[bytes] = set()  # names of pieces of the file that are whole in this node's folder
+        is_new = not path.exists() or not path.stat().st_size
+        secret = secrets.token_hex(32) if is_new else self._read_header().secret
+        key = naming_key(bytes.fromhex(secret), checkpoint, describe(checkpoint).dtype)
+        self._header = _Header(
+            format=_FORMAT, model=checkpoint.name, secret=secret, key=blake2b(key, digest_size=16).hexdigest()
+        )
+        if is_new:
+            self._write([])  # if this process is killed, the next one finds by the secret what nodes have stored
+        else:
+            self._unpack()
 
     def _read_header(self) -> _Header:
         with reading(_FIELD, self._path), self._path.open("rb") as file:
             line = file.readline(_MOST_HEADER)
         try:
-            header = _Header.model_validate_json(line)
+            return _Header.model_validate_json(line)
         except ValidationError:
             expected = "expected a file that --prompt-cache wrote, or a new one"
             raise InputError(_FIELD, f"{expected}, found another kind of file: {self._path}") from None
-        if header.fingerprint != self._fingerprint:
-            raise InputError(_FIELD, f"{self._path} is of another model ({header.model}); give another file")
-        return header
 
-    async def options(self, options: ClusterOptions) -> ClusterOptions:
-        """Put the pieces into this node's folder; return the options of a cluster that uses and keeps them."""
-        limit = options.cluster.cache_disk or _NO_LIMIT
-        if self._header:
-            await run_in_thread(partial(self._unpack, self._header.pieces, limit))
-        cluster = options.cluster.model_copy(update={"cache_disk": limit})
-        return replace(options, cluster=cluster, naming_secret=self._secret)
-
-    def _unpack(self, pieces: Sequence[tuple[str, int]], limit: int) -> None:
-        store, trouble, lost = PrefixStore(0, 0, limit), "", set[bytes]()
+    def _unpack(self) -> None:
+        found = self._read_header()
+        if found.key != self._header.key:
+            of = f"is of another model, or of another version of it or of this program ({found.model})"
+            raise InputError(_FIELD, f"{self._path} {of}; give another file, or remove it")
+        self._header = found
+        store, trouble, lost = PrefixStore(0, 0, self._limit), "", set()
         with reading(_FIELD, self._path), self._path.open("rb") as file:
             file.readline()
-            for name, num_bytes in pieces:
+            for name, num_bytes in found.pieces:
                 piece = piece_named(name) or Piece()
                 self._there.add(piece.name)
                 try:
                     store.add(piece, file.read(num_bytes))
                 except (FrameError, PrefixLost) as error:
                     trouble = str(error)
-                    lost.add(piece.name)  # of some of its layers
+                    lost.add(piece.name)
         self._there -= lost
         if trouble:
             say(f"a part of {self._path} is not used, and computed again: {trouble}")
+
+    def options(self, options: ClusterOptions) -> ClusterOptions:
+        """Return the options of a cluster that uses the pieces, and stores new ones."""
+        cluster = options.cluster.model_copy(update={"cache_disk": self._limit})
+        return replace(options, cluster=cluster, naming_secret=bytes.fromhex(self._header.secret))
 
     async def keep(self, engine: Engine) -> None:
         """Write what the caches hold of ended requests to the file, and remove the pieces from all disks.
@@ -108,32 +117,62 @@ class PromptCache:
         """
         names, prefixes = await engine.core.stored_names(), engine.chain.prefixes
         assert prefixes is not None, "`options` has the chain keep prefixes"
-        if not names:
-            say(f"{self._path} stays as it is: nodes keep no caches of this prompt on disk, as of one below 512 tokens")
-        elif not names <= self._there:
-            say(f"keeping the prompt's caches in {self._path}")
-            await prefixes.gather(names, range(1, engine.chain.num_stages))
-            await run_in_thread(partial(self._pack, names, engine.chain.spec.num_layers))
-        await prefixes.remove(names | self._there)
+        try:
+            if not names:
+                why = "fewer than 512 tokens, or caches that cannot be cut and no snapshot of them"
+                say(f"{self._path} stays as it is: nodes keep nothing of this prompt on disk (it has {why})")
+            elif not names <= self._there:
+                say(f"keeping the prompt's caches in {self._path}")
+                files: Sequence[PieceFile] = []
+                for _ in range(_TRIES):
+                    await prefixes.gather(names, range(1, engine.chain.num_stages))
+                    files = await run_in_thread(partial(_files_of, names, engine.chain.spec.num_layers))
+                    if {file.piece.name for file in files} == names:
+                        break
+                await run_in_thread(partial(self._replace, files, names))
+        finally:
+            await prefixes.remove(names | self._there)
 
-    def _pack(self, names: Collection[bytes], num_layers: int) -> None:
-        """Write those of the pieces that are here with all layers of the model."""
-        files: defaultdict[bytes, list[PieceFile]] = defaultdict(list)
-        for file in piece_files(prefix_folder()):
-            if file.piece.name in names:
-                files[file.piece.name].append(file)
-        whole = [each for each in files.values() if moves_for([[file.piece for file in each]], [(0, num_layers)]) == []]
-        chosen = sorted((file for each in whole for file in each), key=lambda file: file.piece.end)
-        header = _Header(
-            format=_FORMAT,
-            model=self._model,
-            fingerprint=self._fingerprint,
-            secret=self._secret.hex(),
-            pieces=[(file.path.name, file.nbytes) for file in chosen],
-        )
+    def _replace(self, files: Sequence[PieceFile], names: Collection[bytes]) -> None:
+        """Write these files of pieces with these names, if there are all, or the file has none yet."""
+        if len({file.piece.name for file in files}) < len(names) and (self._header.pieces or not files):
+            say(f"{self._path} stays as it is: the nodes' disks hold only a part of this prompt's caches")
+            return
+        self._write(files)
+        say(f"{self._path} holds the caches of {files[-1].piece.end} tokens, {format_bytes(self._path.stat().st_size)}")
+
+    def _write(self, files: Sequence[PieceFile]) -> None:
+        header = self._header.model_copy(update={"pieces": [(file.path.name, file.nbytes) for file in files]})
         with writing(_FIELD, self._path), private_file(self._path.resolve()) as packed:
             packed.write(header.model_dump_json().encode() + b"\n")
-            for file in chosen:
+            for file in files:
                 packed.write(file.path.read_bytes())
-        num_tokens, nbytes = max((file.piece.end for file in chosen), default=0), self._path.stat().st_size
-        say(f"{self._path} holds the caches of {num_tokens} tokens, {format_bytes(nbytes)}")
+
+
+def _files_of(names: Collection[bytes], num_layers: int) -> list[PieceFile]:
+    """Return files of these pieces here that hold each layer once, as far as the pieces follow each other."""
+    usable = [each for each in piece_files(prefix_folder()) if each.nbytes <= MOST_MOVED_BYTES]
+    found = sorted(
+        (each for each in usable if each.piece.name in names), key=lambda each: (each.piece.end, each.piece.name)
+    )
+    chosen: list[PieceFile] = []
+    ends = {0}
+    for _, files in groupby(found, key=lambda each: each.piece.name):
+        whole = _whole(list(files), num_layers)
+        if whole and whole[0].piece.begin in ends:
+            chosen += whole
+            ends.add(whole[0].piece.end)
+    return chosen
+
+
+def _whole(files: Sequence[PieceFile], num_layers: int) -> list[PieceFile]:
+    """Return those of a piece's files that hold each layer of the model once; [] if one is missing."""
+    chosen: list[PieceFile] = []
+    at = 0
+    while at < num_layers:
+        having = [each for each in files if each.piece.first_layer <= at < each.piece.last_layer]
+        if not having:
+            return []
+        chosen.append(max(having, key=lambda each: each.piece.last_layer))
+        at = chosen[-1].piece.last_layer
+    return chosen

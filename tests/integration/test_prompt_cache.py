@@ -2,13 +2,15 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from coordinator.cluster.options import ClusterOptions
 from coordinator.decoding.decode_options import make_cache_choice
-from coordinator.engine.engine import open_engine
+from coordinator.engine.engine import Engine, open_engine
 from coordinator.engine.inputs import InputProcessor
 from coordinator.engine.prompt_cache import PromptCache
 from coordinator.sessions.output import Answer
@@ -39,8 +41,8 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 async def answered(config: ClusterConfig, model: Path, file: Path, asked: Request) -> Answer:
     checkpoint = opened_folder(model)
-    cache = PromptCache(file, checkpoint)
-    options = await cache.options(ClusterOptions(config, str(model), None, 1200))
+    cache = PromptCache(file, checkpoint, config.cache_disk)
+    options = cache.options(ClusterOptions(config, str(model), None, 1200))
     async with open_engine(InputProcessor(checkpoint, None), options, max_waiting=1) as engine:
         answer = await engine.answer(asked)
         await cache.keep(engine)
@@ -91,11 +93,47 @@ async def test_a_torn_file_is_computed_again_as_far_as_it_is_torn(
     assert [name for *_, names in os.walk(disk) for name in names if name.endswith(".rows")] == []
 
 
+async def test_a_part_of_a_prompt_replaces_no_file(
+    model: Path, disk: Path, frames: Frames, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The disk takes less than the whole; a new file keeps what there is."""
+    file, asked = disk / "prompt", request(PROMPT, 2)
+    await answered(ClusterConfig(cache_disk=3 << 19), model, file, asked)  # one piece and a half
+    assert f"{file} holds the caches of {WHOLE // 2} tokens" in capfd.readouterr().err
+    small = file.read_bytes()
+    await answered(ClusterConfig(cache_disk=3 << 19), model, file, asked)
+    assert "only a part of this prompt's caches" in capfd.readouterr().err and file.read_bytes() == small
+    await answered(ClusterConfig(), model, file, asked)
+    assert f"{file} holds the caches of {WHOLE} tokens" in capfd.readouterr().err
+    assert from_disk(frames) == 2 * WHOLE // 2
+
+
+async def test_what_an_interrupted_run_has_stored_serves_the_next_one(
+    model: Path, disk: Path, frames: Frames, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, asked = disk / "prompt", request(PROMPT, 2)
+    keep = PromptCache.keep
+
+    async def interrupted(cache: PromptCache, engine: Engine) -> None:
+        await engine.core.stored_names()
+
+    monkeypatch.setattr(PromptCache, "keep", interrupted)
+    await answered(ClusterConfig(), model, file, asked)
+    monkeypatch.setattr(PromptCache, "keep", keep)
+    before = file.stat().st_size
+    await answered(ClusterConfig(), model, file, asked)
+    assert from_disk(frames) == WHOLE and file.stat().st_size > before
+    assert [name for *_, names in os.walk(disk) for name in names if name.endswith(".rows")] == []
+
+
 async def test_only_its_own_files_are_used_and_written(model: Path, models: Models, disk: Path) -> None:
-    checkpoint, file = opened_folder(model), disk / "prompt"
-    other = opened_folder(models("llama").folder)
-    header = {"format": "brigade prompt cache 1", "model": "other", "secret": "00" * 32, "pieces": []}
-    header["fingerprint"] = other.fingerprint.SerializeToString(deterministic=True).hex()
+    """The other model has the same structure."""
+    checkpoint, file, other = opened_folder(model), disk / "prompt", disk / "tuned"
+    shutil.copytree(model, other)
+    weights = {name: array + 1 for name, array in mx.load(str(other / "model.safetensors")).items()}
+    mx.save_safetensors(str(other / "model.safetensors"), weights, {"format": "pt"})
+    PromptCache(file, opened_folder(other))
+    header = json.loads(file.read_bytes())
     outside = header | {"pieces": [["x", -1]]}
     for content, expected in (
         (b"a letter\n", "another kind of file"),
