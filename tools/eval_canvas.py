@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -37,10 +37,10 @@ from tools.bench_hops import open_slow_chain
 from tools.demo_data import mix
 from tools.eval_demo import MAX_TOKENS
 from tools.eval_windows import is_right
+from tools.figures import load, save, table
 from tools.joined import joined
 from tools.random_model import write_diffusion_gemma
 from tools.windows_data import Score, Speed
-from tools.windows_report import table
 from worker.errors import InputError
 from worker.model.model_spec import ModelSpec
 from worker.platform.machine import machine_name
@@ -92,12 +92,6 @@ class Measured:
     scores: list[Score] = field(default_factory=list)  # a row per decoder, over all kinds
     speeds: list[Speed] = field(default_factory=list)
     wide: Wide | None = None
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Measured":
-        rows = {"scores": [Score(**row) for row in data["scores"]], "speeds": [Speed(**row) for row in data["speeds"]]}
-        wide = data["wide"] and Wide(**data["wide"] | {"hops": [HopRow(**hop) for hop in data["wide"]["hops"]]})
-        return cls(**data | rows | {"wide": wide})
 
 
 async def measure_answers(measured: Measured, limit: int, timed: int) -> None:
@@ -310,16 +304,14 @@ def main(
     """Right answers, rows, round trips and speed of block diffusion, and the bytes and times of a wide canvas."""
     if unknown := set(part or ()) - set(PARTS):
         raise InputError("part", f"expected one of {', '.join(PARTS)}, got {unknown.pop()!r}")
-    measured = Measured(machine_name(), model)
-    if earlier is not None:
-        measured = Measured.from_json(json.loads(earlier.read_text(encoding="utf-8")))
+    measured = load(Measured, earlier) if earlier is not None else Measured(machine_name(), model)
     parts = PARTS if earlier is None else part or ()
     if "wide" in parts:
         measured.wide = uvloop.run(measure_wide(rounds))
     if "answers" in parts:
         uvloop.run(measure_answers(measured, limit, min(limit, timed)))
     if json_file is not None:
-        json_file.write_text(json.dumps(asdict(measured), indent=1) + "\n", encoding="utf-8")
+        save(measured, json_file)
     if markdown is not None and measured.wide and measured.scores:
         markdown.write_text(to_markdown(measured), encoding="utf-8")
 

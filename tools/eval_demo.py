@@ -22,9 +22,9 @@ import mlx.nn as nn
 from mlx_lm import batch_generate, load
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
+from tools import figures
 from tools.demo_data import mix
 from tools.demo_data.turn import Turn
-from tools.windows_report import table as markdown_table
 from worker.compute.header import common_prefix
 
 DEFAULT_MODEL = Path(__file__).parents[1] / "worker" / "demo"
@@ -167,7 +167,7 @@ def table(results: list[dict[str, Any]], window: int) -> str:
     for r in results:
         checks = ", ".join(f"{name} {share} %" for name, share in r["checks"].items())
         lines.append((r["kind"], str(r["items"]), str(r["prompt_tokens"]), checks, f"{r['agreed_prefix']:.2f}"))
-    return markdown_table(header, lines)
+    return figures.table(header, lines)
 
 
 def parse_args() -> argparse.Namespace:

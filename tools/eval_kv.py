@@ -7,7 +7,6 @@ and the question at its end is answered, greedily and one token at a time. Bytes
 of random weights. Everything in one process.
 """
 
-import json
 import math
 import random
 import statistics
@@ -15,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +34,7 @@ from tools import random_model
 from tools.demo_data import mix
 from tools.demo_data.turn import Turn
 from tools.eval_windows import is_right
+from tools.figures import save, table
 from worker.errors import InputError
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command
@@ -77,6 +77,15 @@ class Speed:
     kv: str
     nbytes: int
     tokens_per_s: float
+
+
+@dataclass
+class Measured:
+    """A whole run."""
+
+    machine: str
+    quality: list[Quality] = field(default_factory=list)
+    speeds: list[Speed] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -181,25 +190,22 @@ async def measure_speed(folder: Path, lengths: Sequence[int], rounds: int) -> li
 def quality_table(rows: Sequence[Quality]) -> str:
     """As Markdown."""
     lines = [
-        "| tokens | KV cache | perplexity | right answers | equal to full |",
-        "| ---: | --- | ---: | ---: | ---: |",
+        (str(row.length), row.kv, f"{row.perplexity:.4f}", f"{row.num_right} of {row.num_answers}", str(row.num_equal))
+        for row in rows
     ]
-    for row in rows:
-        cells = f"{row.perplexity:.4f}", f"{row.num_right} of {row.num_answers}", f"{row.num_equal}"
-        lines.append(f"| {row.length} | {row.kv} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return table(("tokens", "KV cache", "perplexity", "right answers", "equal to full"), lines, 2)
 
 
 def speed_table(rows: Sequence[Speed]) -> str:
     """As Markdown: bytes and speed by length, and their ratios to full caches."""
     full = {row.length: row for row in rows if row.kv == "full"}
-    lines = ["| tokens | KV cache | bytes | of full | tok/s | of full |", "| ---: | --- | ---: | ---: | ---: | ---: |"]
+    lines = []
     for row in rows:
         usual = full[row.length]
         bytes_ratio, speed_ratio = row.nbytes / usual.nbytes, row.tokens_per_s / usual.tokens_per_s
         cells = format_bytes(row.nbytes), f"{bytes_ratio:.2f}", f"{row.tokens_per_s:.1f}", f"{speed_ratio:.2f}"
-        lines.append(f"| {row.length} | {row.kv} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append((str(row.length), row.kv, *cells))
+    return table(("tokens", "KV cache", "bytes", "of full", "tok/s", "of full"), lines, 2)
 
 
 def main(
@@ -211,21 +217,17 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file.")] = None,
 ) -> None:
     """Perplexity and right answers of held-out text, bytes and tokens per second by kind of cache and context."""
-    quality = uvloop.run(measure_quality(parse_counts("lengths", lengths, most=_CONTEXT), conversations))
+    measured = Measured(machine_name())
+    measured.quality = uvloop.run(measure_quality(parse_counts("lengths", lengths, most=_CONTEXT), conversations))
     counts = parse_counts("long_lengths", long, most=2**20)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "random"
         random_model.main(folder, hidden=hidden, layers=8, context=max(counts) + _DECODED + 1)
-        speeds = uvloop.run(measure_speed(folder, counts, rounds))
-    print(f"On {machine_name()}: the bundled model, then a random one of 8 layers, {hidden} wide, bfloat16\n")
-    print(quality_table(quality), speed_table(speeds), sep="\n\n")
+        measured.speeds = uvloop.run(measure_speed(folder, counts, rounds))
+    print(f"On {measured.machine}: the bundled model, then a random one of 8 layers, {hidden} wide, bfloat16\n")
+    print(quality_table(measured.quality), speed_table(measured.speeds), sep="\n", end="")
     if json_file is not None:
-        found = {
-            "machine": machine_name(),
-            "quality": [asdict(row) for row in quality],
-            "speeds": [asdict(row) for row in speeds],
-        }
-        json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        save(measured, json_file)
 
 
 if __name__ == "__main__":

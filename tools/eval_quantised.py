@@ -11,7 +11,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +20,7 @@ from mlx_lm.quant.awq import AWQ_MODEL_CONFIGS
 from coordinator.quality.accuracy import wilson
 from coordinator.quality.questions import BUILT_IN
 from coordinator.quality.sensitivity import MeasuredModel, read_text
+from tools.figures import table
 from worker.model.describe import describe
 from worker.node.loading import open_checkpoint
 from worker.platform.machine import machine_name
@@ -62,9 +62,9 @@ def main(
                 found = json.loads(_brigade(*_PROMPT, "-m", "64", "--local", "0", "--model", each, "--json"))
                 speeds[name].append(found["stats"]["tokens_per_s"])
         print(f"{model} on {machine_name()}\n")
-        print(_line(_HEADS), _line(["---", *["---:"] * (len(_HEADS) - 1)]), sep="\n")
-        for name, each in models.items():
-            print(_line([name, *_row(each, calibration, limit, statistics.median(speeds[name]))]), flush=True)
+        medians = {name: statistics.median(each) for name, each in speeds.items()}
+        lines = [(name, *_row(each, calibration, limit, medians[name])) for name, each in models.items()]
+        print(table(_HEADS, lines, 1), end="")
 
 
 def _row(model: str, calibration: Path | None, limit: int, speed: float) -> list[str]:
@@ -89,10 +89,6 @@ def _row(model: str, calibration: Path | None, limit: int, speed: float) -> list
 def _brigade(*arguments: str) -> str:
     command = [sys.executable, "-m", "coordinator", *arguments]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

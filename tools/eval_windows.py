@@ -7,7 +7,6 @@ run's numbers again.
 """
 
 import functools
-import json
 import os
 import statistics
 import sys
@@ -38,6 +37,7 @@ from protos.brigade_pb2 import Cache, Frame, Opening, Window
 from tools.demo_data import mix
 from tools.demo_data.turn import Turn
 from tools.eval_demo import CHECKS, MAX_TOKENS, Output
+from tools.figures import load, save
 from tools.windows_data import Measured, Score, Speed
 from tools.windows_report import to_markdown
 from worker.errors import InputError
@@ -383,19 +383,17 @@ def main(
     """Accuracy, tokens per step and cost of every decoder on the bundled model's held-out questions."""
     if unknown := set(part or ()) - set(PARTS):
         raise InputError("part", f"expected one of {', '.join(PARTS)}, got {unknown.pop()!r}")
-    measured = Measured(machine_name(), model)
-    if earlier is not None:
-        measured = Measured.from_json(json.loads(earlier.read_text(encoding="utf-8")))
+    measured = load(Measured, earlier) if earlier is not None else Measured(machine_name(), model)
 
-    def save() -> None:
+    def save_all() -> None:
         if json_file is not None:
-            json_file.write_text(measured.to_json(), encoding="utf-8")
+            save(measured, json_file)
 
     parts = PARTS if earlier is None else part or ()
     if parts:
         measured.machine = machine_name()
-        uvloop.run(measure(measured, parts, Sizes(limit, wanted, timed), save))
-    save()
+        uvloop.run(measure(measured, parts, Sizes(limit, wanted, timed), save_all))
+    save_all()
     if markdown is not None:
         markdown.write_text(to_markdown(measured), encoding="utf-8")
 

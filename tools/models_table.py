@@ -17,9 +17,10 @@ from typing import Annotated
 import mlx.core as mx
 import typer
 
+from tools.figures import load, save
 from tools.model_types.configs import all_types
 from tools.model_types.matrix import best_lanes, bf16, int8_of, look_at, quantisations, rotating_of
-from tools.model_types.report import Survey, differences, load, to_markdown
+from tools.model_types.report import Survey, differences, to_markdown
 from tools.model_types.row import MISSING, Row
 from tools.model_types.stand_ins import stand_ins
 from worker.errors import InputError
@@ -39,13 +40,13 @@ def main(
     """Try every model type of the installed mlx-lm."""
     if unknown := sorted(set(types or ()) - set(all_types())):
         raise InputError("", f"{unknown[0]} is no model type of this mlx-lm; one of them is {all_types()[0]}")
-    survey = load(source) if source else Survey(machine_name(), _versions(), _rows(types or all_types()))
+    survey = load(Survey, source) if source else Survey(machine_name(), _versions(), _rows(types or all_types()))
     if json:
-        survey.save(json)
+        save(survey, json)
     if markdown:
         markdown.write_text(to_markdown(survey), encoding="utf-8")
     if compare:
-        print(differences(survey, load(compare)))
+        print(differences(survey, load(Survey, compare)))
     elif not markdown:
         print(to_markdown(survey))
 

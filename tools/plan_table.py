@@ -17,6 +17,7 @@ import typer
 from coordinator.planning.plan import Node, Objective, Plan
 from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS
+from tools.figures import table
 from tools.sparse_model import PUBLISHED, write_sparse
 from worker.errors import BrigadeError, InputError
 from worker.model.checkpoint import open_folder
@@ -43,10 +44,8 @@ def main(
     for name in set(models or ()) - set(known):
         raise InputError("models", f"expected one of {', '.join(known)}, got {name!r}")
     specs = [spec for spec in map(_read, models or known) if spec]
-    print(f"| model | GB | layers | {' | '.join(_SETS)} |")
-    print(f"| --- | ---: | ---: | {' | '.join(['---'] * len(_SETS))} |")
-    for spec in sorted(specs, key=_nbytes):
-        print(_line(spec, context))
+    lines = [_line(spec, context) for spec in sorted(specs, key=_nbytes)]
+    print(table(("model", "GB", "layers", *_SETS), lines, 1), end="")
 
 
 def nodes_of(gigabytes: tuple[int, ...]) -> list[Node]:
@@ -83,10 +82,9 @@ def _nbytes(spec: ModelSpec) -> int:
     return spec.shard_bytes(0, spec.num_layers)
 
 
-def _line(spec: ModelSpec, context: int) -> str:
+def _line(spec: ModelSpec, context: int) -> tuple[str, ...]:
     plans = [plan(spec, nodes_of(sizes), NO_SPEEDS, Objective(min(context, spec.context))) for sizes in _SETS.values()]
-    cells = [spec.name, f"{_nbytes(spec) / 1e9:.0f}", str(spec.num_layers), *map(cell, plans)]
-    return f"| {' | '.join(cells)} |"
+    return spec.name, f"{_nbytes(spec) / 1e9:.0f}", str(spec.num_layers), *map(cell, plans)
 
 
 if __name__ == "__main__":

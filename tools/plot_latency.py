@@ -8,14 +8,13 @@ runs on the machine only makes it slower: the fastest answer to each prompt coun
 an earlier run that was faster. `--rounds 0` only draws that. Needs matplotlib (the extra `plot`).
 """
 
-import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 import uvloop
@@ -30,6 +29,7 @@ from coordinator.planning.costs import ChainCosts
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Conversation, Request, check_request
 from tools.bench_hops import PROMPTS, open_slow_chain
+from tools.figures import load, save
 from worker.errors import InputError
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command
@@ -81,10 +81,6 @@ class Curves:
                 both.get((each.decoder, each.delay_ms), each), each, key=lambda point: point.tokens_per_s
             )
         return replace(other, points=list(both.values()))
-
-    @classmethod
-    def from_json(cls, found: dict[str, Any]) -> "Curves":
-        return cls(found["machine"], found["model"], found["layers"], [Point(**each) for each in found["points"]])
 
 
 async def measure(options: ClusterOptions, delays_ms: Sequence[float], rounds: int) -> Curves:
@@ -184,14 +180,14 @@ def main(
         raise InputError("rounds", "expected at least 1, or --from with what was measured")
     if plot is not None:
         check_plot(plot)
-    known = Curves("", model) if earlier is None else Curves.from_json(json.loads(earlier.read_text(encoding="utf-8")))
+    known = load(Curves, earlier) if earlier is not None else Curves("", model)
     if rounds:
         options = cluster_options(None, model, 1)
         curves = known.faster(uvloop.run(measure(options, DELAYS_MS, rounds)))
     else:
         curves = known
     if json_file is not None:
-        json_file.write_text(json.dumps(asdict(curves), indent=1) + "\n", encoding="utf-8")
+        save(curves, json_file)
     if plot is not None:
         write_plot(curves, plot)
 

@@ -1,9 +1,7 @@
-"""What `tools.eval_windows` measured, as plain data and JSON. Pure."""
+"""What `tools.eval_windows` measured, as plain data. Pure."""
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from coordinator.sessions.output import Answer
 
@@ -106,17 +104,6 @@ class Measured:
     drafts: list[Score] = field(default_factory=list)  # `draft` by the bundled drafter; windows count drafts
     unknown: list[Score] = field(default_factory=list)  # the same on templates that its training left out
     drafted_speeds: list[Speed] = field(default_factory=list)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Measured":
-        scores = ("scores", "wanted", "chain", "rules", "drafts", "unknown")
-        rows: dict[str, Any] = {name: [Score(**row) for row in data.get(name, ())] for name in scores}
-        rows |= {name: [Speed(**row) for row in data.get(name, ())] for name in ("speeds", "drafted_speeds")}
-        rows |= {name: data[name] for name in ("draft_ms", "load") if name in data}
-        return cls(data["machine"], data["model"], data["step_ms"], **rows)
 
     @property
     def kinds(self) -> list[str]:

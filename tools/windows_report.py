@@ -1,7 +1,8 @@
 """How the numbers of `tools.eval_windows` are shown: docs/windows.md. Measures nothing."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
+from tools.figures import table
 from tools.windows_data import Measured, Score, Setting
 
 COMMAND = "python -m tools.eval_windows --json docs/windows.json --markdown docs/windows.md"
@@ -170,11 +171,3 @@ def _speeds(measured: Measured) -> str:
         "above, its drafts' time, and *delay*, three hops of 20 ms.\n\n"
         + table(("delay, ms", "decoder", "W", *measured.kinds), lines)
     )
-
-
-def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, its columns aligned."""
-    cells = [tuple(header), tuple("---" for _ in header), *map(tuple, lines)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
-    rows = (" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
-    return "".join(f"| {row} |\n" for row in rows)

@@ -46,9 +46,9 @@ PROGRAMS = [
     program("eval_demo", "--limit 1 --probes 1 --json @demo.json", r"\| arithmetic +\| 1 ", mark=MATRIX),
     program(
         "eval_kv", "--conversations 1 --lengths 512 --long-lengths 300 --hidden 128 --rounds 1 --json @kv.json",
-        r"\| 300 \| int4 \| \d", mark=MATRIX,
+        r"\| 300 +\| int4 +\| +\d", mark=MATRIX,
     ),
-    program("eval_quantised", "--limit 1 --rounds 1", r"\| 4 bits \| \d", mark=MATRIX),
+    program("eval_quantised", "--limit 1 --rounds 1", r"\| 4 bits +\| +\d", mark=MATRIX),
     program("eval_windows", "--from docs/windows.json --json @windows.json --markdown @windows.md"),
     program("faults", "--picture @kill.svg", mark=MATRIX),
     program("flipped_bits", "--frames 1", r"plaintext: 1 frames .* 0 accepted", r"tls: 1 frames .* 0 accepted"),
@@ -66,7 +66,7 @@ PROGRAMS = [
     ),
     program("models_table", "llama --json @types.json", mark=MATRIX),
     program("pages", "", r"page .* committed"),
-    program("plan_table", "Llama-3.3-70B", r"\| Llama-3\.3-70B \| 40 \| 80 \|"),
+    program("plan_table", "Llama-3.3-70B", r"\| Llama-3\.3-70B \| +40 \| +80 \|"),
     program(
         "plot_latency", "--rounds 0 --from docs/latency.json --json @latency.json --plot @latency.png", mark=MATRIX
     ),

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
+from tools.figures import load
 from tools.model_types.configs import all_types
 from tools.model_types.matrix import best_lanes, bf16, int8_of, look_at, quantisations, rotating_of
 from tools.model_types.quantised import FAMILIES
-from tools.model_types.report import load, to_markdown
+from tools.model_types.report import Survey, to_markdown
 from tools.model_types.row import EQUAL, MISSING
 
 DOCS = Path(__file__).parents[2] / "docs"
-SURVEY = load(DOCS / "models.json")
+SURVEY = load(Survey, DOCS / "models.json")
 ROWS = {row.type: row for row in SURVEY.rows}
 FITTING = [row.type for row in SURVEY.rows if row.is_cut]
 WANTED = (

@@ -5,7 +5,6 @@ a coordinator. The table says what was done, what is promised, and what was seen
 """
 
 import asyncio
-import json
 import os
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from typing import Annotated
 
 import typer
 import uvloop
+from pydantic import TypeAdapter
 from rich.console import Console
 
 from tools.faults.case import Case, Row, ending, try_case
@@ -28,10 +28,12 @@ from tools.faults.pauses import links, stops
 from tools.faults.picture import draw, record
 from tools.faults.report import Report
 from tools.faults.rig import Rig
+from tools.figures import load, save
 from worker.errors import InputError
 from worker.platform.run import run_command
 
 PARTS = (kills, kinds, stops, links, gone, inside, coordinators)
+_ROW = TypeAdapter(Row)
 
 
 def main(
@@ -60,9 +62,9 @@ def main(
     report = Report(rows, took_s / 60, jobs)
     Console().print(report.table())
     if json_file is not None and json_file.exists() and part:
-        report = Report.from_json(json_file.read_text(encoding="utf-8")).with_part(report)
+        report = load(Report, json_file).with_part(report)
     if json_file is not None:
-        json_file.write_text(report.to_json(), encoding="utf-8")
+        save(report, json_file)
     if markdown_file is not None:
         markdown_file.write_text(report.markdown(), encoding="utf-8")
     if not all(row.seen.is_kept for row in rows):
@@ -102,7 +104,7 @@ async def _rows_of(group: str) -> AsyncIterator[Row]:
     assert process.stdout is not None
     try:
         async for line in process.stdout:
-            yield Row.from_json(json.loads(line))
+            yield _ROW.validate_json(line)
         if code := await process.wait():
             raise RuntimeError(f"group {group} ended with exit code {code}")
     finally:
@@ -116,8 +118,7 @@ async def print_rows(group: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         async with Rig(Path(folder)) as rig:
             for case in all_groups()[group]:
-                row = await try_case(case, rig)
-                print(json.dumps(row.to_json()), flush=True)
+                print(_ROW.dump_json(await try_case(case, rig)).decode(), flush=True)
 
 
 def _say(row: Row, place: str) -> None:

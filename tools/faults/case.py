@@ -2,8 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from coordinator.planning.recovery import Limits
 from coordinator.sessions.output import Answer
@@ -41,13 +40,6 @@ class Row:
     @property
     def part(self) -> str:
         return self.group.partition("-")[0]
-
-    @classmethod
-    def from_json(cls, row: dict[str, Any]) -> "Row":
-        return cls(**row | {"seen": Seen(**row["seen"])})
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 async def try_case(case: Case, rig: Rig) -> Row:

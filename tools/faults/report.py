@@ -1,9 +1,8 @@
 """The rows of all cases as a table for a terminal, as a file of JSON, and as a page for docs/."""
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from itertools import groupby
 from operator import attrgetter
@@ -12,6 +11,7 @@ from statistics import median
 from rich.table import Table
 
 from tools.faults.case import Row, ending
+from tools.figures import table
 from worker.platform.machine import machine_name
 
 _PARTS = {
@@ -39,14 +39,6 @@ class Report:
     machine: str = field(default_factory=machine_name)
     day: str = field(default_factory=lambda: date.today().isoformat())
     repeated: list[str] = field(default_factory=list)  # parts that were run again later
-
-    @classmethod
-    def from_json(cls, text: str) -> "Report":
-        found = json.loads(text)
-        return cls(**found | {"rows": [Row.from_json(row) for row in found["rows"]]})
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
 
     def with_part(self, other: "Report") -> "Report":
         """Return this report with the cases of another one in the place of those of the same groups."""
@@ -95,10 +87,8 @@ class Report:
             lines += [f"| **{_PARTS[part]}** | | | | |", *_kinds_of(found)]
         broken = [row for row in self.rows if not row.seen.is_kept]
         if broken:
-            lines += ["", "## Broken promises", "", "| done | promised | seen |", "| --- | --- | --- |"]
-            lines += [
-                f"| {' | '.join(_cell(text) for text in (row.done, row.promised, row.seen.what))} |" for row in broken
-            ]
+            cells = [tuple(map(_cell, (row.done, row.promised, row.seen.what))) for row in broken]
+            lines += ["", "## Broken promises", "", table(("done", "promised", "seen"), cells).rstrip()]
         return "\n".join(lines) + "\n"
 
 

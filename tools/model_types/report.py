@@ -1,13 +1,11 @@
 """How the rows are shown: docs/models.md, and what differs between two versions of mlx-lm. Measures nothing."""
 
-import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass, fields
 
+from tools.figures import table
 from tools.model_types.row import Row
-from tools.windows_report import table
 
 _BESIDE = """## Block diffusion
 
@@ -54,15 +52,6 @@ class Survey:
     machine: str
     versions: dict[str, str]
     rows: list[Row]
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def load(path: Path) -> Survey:
-    """What `save` wrote."""
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return Survey(found["machine"], found["versions"], [Row(**row) for row in found["rows"]])
 
 
 class Notes:

@@ -1,12 +1,13 @@
 """The figures of windows: what they count, and that the report says so."""
 
-import json
+from pathlib import Path
 
 import pytest
 
 from coordinator.sessions.output import Answer, Token, Usage
 from tools.demo_data.turn import Turn
 from tools.eval_windows import ACCURACY, PricedCosts, Prices, is_right
+from tools.figures import load, save
 from tools.windows_data import Measured, Score, Speed
 from tools.windows_report import to_markdown
 
@@ -35,7 +36,7 @@ def measured(fast_right: int = 4) -> Measured:
     )  # fmt: skip
 
 
-def test_figures_are_per_token_and_per_answer() -> None:
+def test_figures_are_per_token_and_per_answer(tmp_path: Path) -> None:
     ar, window = score("facts", "ar"), score("facts", "diffusion", 16)
     assert (ar.tokens_per_step, ar.rows_per_token, ar.round_trips) == (1, 1, 100)
     assert (window.tokens_per_step, window.rows_per_token, window.round_trips) == (5, 5, 20)
@@ -46,7 +47,8 @@ def test_figures_are_per_token_and_per_answer() -> None:
         total.add(Answer(samples=[Token(token) for token in tokens], usage=usage), tokens, is_right=has_it_right)
     assert (total.accuracy, total.equal, total.num_tokens, total.rows_per_token) == (50, 100, 10, 1)
     assert measured().break_even(16, delay_ms=0) == 4 and measured().break_even(16, delay_ms=50) == 1.5
-    assert Measured.from_json(json.loads(measured().to_json())) == measured()
+    save(measured(), tmp_path / "windows.json")
+    assert load(Measured, tmp_path / "windows.json") == measured()
 
 
 def test_an_answer_that_did_not_end_is_not_right() -> None:

@@ -3,7 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from tools.model_types.report import Survey, differences, load
+from tools.figures import load, save
+from tools.model_types.report import Survey, differences
 from tools.model_types.row import Row
 
 LONG = "no: its attention adds up what it should not add up"
@@ -14,8 +15,8 @@ SURVEY = Survey("a machine", {"device": "cpu", "mlx-lm": "1.0", "mlx": "2.0"}, [
 
 
 def test_each_difference_from_a_saved_survey_is_a_line_with_both_versions(tmp_path: Path) -> None:
-    SURVEY.save(tmp_path / "rows.json")
-    saved = load(tmp_path / "rows.json")
+    save(SURVEY, tmp_path / "rows.json")
+    saved = load(Survey, tmp_path / "rows.json")
     assert saved == SURVEY and differences(SURVEY, saved) == "all 3 rows are the same"
     for changed, line in (
         (Row("llama", "no: x"), ("llama", "fits", "=", "no: x")),

@@ -31,4 +31,5 @@ def test_the_page_has_the_rows_that_the_tool_prints(capsys: pytest.CaptureFixtur
     printed = capsys.readouterr().out.splitlines()
     page = (Path(__file__).parents[3] / "docs" / "fits.md").read_text(encoding="utf-8").splitlines()
     assert len(printed) == 4
-    assert [line for line in page if line in printed] == printed
+    rows = [line.replace(" ", "") for line in printed]  # the widths of columns are those of all models
+    assert [row for row in (line.replace(" ", "") for line in page) if row in rows] == rows

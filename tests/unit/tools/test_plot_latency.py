@@ -1,13 +1,13 @@
 """Tokens per second against latency, and figures of GPUs: the fastest answers count, and numbers survive their JSON."""
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from coordinator.quality.report import ComparedAnswer, Rounding
 from coordinator.sessions.output import Answer, Token, Usage
+from tools.figures import load, save
 from tools.plot_latency import DECODES, Curves, Point, Taken, write_plot
 from tools.verify_gpus import Run, summarise
 from worker.errors import InputError
@@ -24,7 +24,8 @@ def test_each_prompt_counts_when_it_was_fastest() -> None:
 def test_numbers_survive_their_json_and_are_drawn(tmp_path: Path) -> None:
     points = [Point(name, delay, delay + 0.1, 100 - delay, 2.0, True) for name in DECODES for delay in (5.0, 0.0)]
     curves = Curves("a machine", "demo", [4, 4], points)
-    assert Curves.from_json(json.loads(json.dumps(asdict(curves)))) == curves
+    save(curves, tmp_path / "latency.json")
+    assert load(Curves, tmp_path / "latency.json") == curves
     assert [point.delay_ms for point in curves.of("ar")] == [0.0, 5.0]
     write_plot(curves, tmp_path / "latency.svg")
     assert "ar" in (tmp_path / "latency.svg").read_text(encoding="utf-8")
