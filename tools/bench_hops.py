@@ -10,16 +10,16 @@ from the coordinator to worker 1 and on from worker to worker, the result from t
 calls overlap with it or come after the last token.
 """
 
+import math
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Annotated
 
 import typer
 import uvloop
-from rich.console import Console
-from rich.table import Table
 
 from coordinator.cli.demo import DEMO_PROMPT
 from coordinator.cluster.chain import Chain
@@ -34,6 +34,7 @@ from coordinator.planning.costs import ChainCosts
 from coordinator.planning.plan import require_fit
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Conversation, Request, check_request
+from tools.figures import table
 from tools.joined import joined
 from tools.proxy import proxy_to
 from worker.model.checkpoint import Checkpoint
@@ -58,25 +59,39 @@ DRAFTING = (
 _WARM_UP_TOKENS = 12  # of each decoder, not counted
 
 
-@dataclass
-class Row:
-    """What one decoder made of all prompts."""
+class Taken:
+    """What one decoder made of each prompt when it was fastest: whatever else runs only adds to that."""
 
-    name: str
-    num_tokens: int = 0
-    num_steps: int = 0
-    seconds: float = 0.0  # from the prompts' sending to the last tokens
-    answers: list[list[int]] = field(default_factory=list)
+    def __init__(self, num_prompts: int) -> None:
+        self._seconds = [math.inf] * num_prompts
+        self._steps = [0] * num_prompts
+        self.answers: list[list[int]] = [[] for _ in range(num_prompts)]
+
+    def add(self, number: int, answer: Answer) -> None:
+        self._seconds[number] = min(self._seconds[number], answer.ttft_s + answer.decode_s)
+        self._steps[number] = answer.usage.num_steps
+        self.answers[number] = answer.tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.answers))
+
+    @property
+    def num_steps(self) -> int:
+        return sum(self._steps)
 
     @property
     def tokens_per_s(self) -> float:
-        return self.num_tokens / self.seconds
+        return self.num_tokens / sum(self._seconds)
 
-    def add(self, answer: Answer) -> None:
-        self.num_tokens += len(answer.tokens)
-        self.num_steps += answer.usage.num_steps
-        self.seconds += answer.ttft_s + answer.decode_s
-        self.answers.append(answer.tokens)
+
+@dataclass(frozen=True)
+class Measured:
+    """All decoders on a chain with slow hops."""
+
+    layers: list[int]  # of each node
+    hop_ms: float  # that 64 bytes took to the first worker, one way
+    taken: dict[str, Taken]  # by decoder
 
 
 def main(
@@ -88,33 +103,49 @@ def main(
 ) -> None:
     """Tokens per second of every decoder over slow hops, all in one run."""
     options = cluster_options(None, model, workers, draft_model=draft_model)
-    rows, layers = uvloop.run(measure(options, delay_ms / 1e3, max_tokens))
-    _print(rows, layers, delay_ms)
+    _print(uvloop.run(_measure(options, delay_ms, max_tokens)), delay_ms)
 
 
-async def measure(options: ClusterOptions, delay_s: float, max_tokens: int) -> tuple[list[Row], list[int]]:
-    """A row per decoder that the model can run on, `ar` first, and the layers of each node.
-
-    The decoders take turns at each prompt. What a chain learns of its steps is kept from one prompt to the next, and
-    only for the windows that choose for themselves.
-    """
+async def _measure(options: ClusterOptions, delay_ms: float, max_tokens: int) -> Measured:
+    """Every decoder that the model can run on, `ar` first."""
     inputs = await InputProcessor.read(options)
-    spec = inputs.spec
-    decodes = [AR, *(decode for decode in DRAFTING if _is_able(decode, spec))]
-    rows = [Row(_name(decode)) for decode in decodes]
-    async with open_slow_chain(options, inputs.checkpoint, delay_s) as chain:
-        costs = chain.costs
-        for number, prompt in enumerate((PROMPTS[0], *PROMPTS)):
-            ids = await inputs.prompt_ids(Conversation.of(prompt))
-            for row, decode in zip(rows, decodes, strict=True):
-                request = Request(ids, max_tokens if number else _WARM_UP_TOKENS, decode=decode, eos=inputs.eos)
-                check_request(request, spec)
+    decodes = {_name(decode): decode for decode in (AR, *DRAFTING) if decode == AR or _is_able(decode, inputs.spec)}
+    return await measure(options, inputs, decodes, delay_ms, max_tokens)
+
+
+async def measure(
+    options: ClusterOptions,
+    inputs: InputProcessor,
+    decodes: Mapping[str, Decode],
+    delay_ms: float,
+    max_tokens: int = 256,
+    rounds: int = 1,
+) -> Measured:
+    """Answer each of `PROMPTS` by all decoders in turns, after short answers that do not count.
+
+    What a chain learns of its steps is kept from one prompt to the next, and only for the windows that choose for
+    themselves.
+    """
+    prompts = [await inputs.prompt_ids(Conversation.of(prompt)) for prompt in PROMPTS]
+    taken = {name: Taken(len(prompts)) for name in decodes}
+    async with open_slow_chain(options, inputs.checkpoint, delay_ms / 1e3) as chain:
+        costs, hops_ms = chain.costs, [await _hop_ms(chain)]
+        for turn, (number, ids) in product(range(rounds + 1), enumerate(prompts)):
+            for name, decode in decodes.items():
+                request = Request(ids, max_tokens if turn else _WARM_UP_TOKENS, decode=decode, eos=inputs.eos)
+                check_request(request, inputs.spec)
                 chain.costs = costs if decode in LEARNING else ChainCosts(chain.num_stages)
                 answer = await generate_once(chain, request)
-                if number:
-                    row.add(answer)
-            print(f"{number}/{len(PROMPTS)} prompts", file=sys.stderr, flush=True)
-        return rows, chain.plan.layers
+                if turn:
+                    taken[name].add(number, answer)
+        hops_ms.append(await _hop_ms(chain))
+        rates = ", ".join(f"{each.tokens_per_s:.1f}" for each in taken.values())
+        print(f"{delay_ms:g} ({min(hops_ms):.2f}) ms: {rates} tok/s", file=sys.stderr, flush=True)
+        return Measured(chain.plan.layers, min(hops_ms), taken)
+
+
+async def _hop_ms(chain: Chain) -> float:
+    return (await chain.peers[0].measure_link()).rtt_ms / 2
 
 
 @asynccontextmanager
@@ -148,24 +179,19 @@ def _name(decode: Decode) -> str:
     return decode.kind
 
 
-def _print(rows: Sequence[Row], layers: Sequence[int], delay_ms: float) -> None:
-    ar = rows[0]
-    hops = len(layers)
-    table = Table(
-        title=f"{hops} nodes {list(layers)}, {delay_ms:g} ms on each of {hops} hops a round trip, {machine_name()}",
-        title_justify="left",
-    )
-    table.add_column("decoder")
-    for column in ("tok/s", "against ar", "tokens per step", "round trips per 100", "equal to ar"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        num_equal = sum(found == expected for found, expected in zip(row.answers, ar.answers, strict=True))
-        table.add_row(
-            row.name, f"{row.tokens_per_s:.1f}", f"{row.tokens_per_s / ar.tokens_per_s:.2f}x",
-            f"{row.num_tokens / row.num_steps:.2f}", f"{100 * row.num_steps / row.num_tokens:.1f}",
-            f"{num_equal} of {len(row.answers)}",
-        )  # fmt: skip
-    Console().print(table)
+def _print(found: Measured, delay_ms: float) -> None:
+    ar, hops = found.taken["ar"], len(found.layers)
+    print(f"{hops} nodes {found.layers}, {delay_ms:g} ms on each of {hops} hops a round trip, {machine_name()}\n")
+    lines = []
+    for name, taken in found.taken.items():
+        num_equal = sum(answer == expected for answer, expected in zip(taken.answers, ar.answers, strict=True))
+        lines.append((
+            name, f"{taken.tokens_per_s:.1f}", f"{taken.tokens_per_s / ar.tokens_per_s:.2f}x",
+            f"{taken.num_tokens / taken.num_steps:.2f}", f"{100 * taken.num_steps / taken.num_tokens:.1f}",
+            f"{num_equal} of {len(taken.answers)}",
+        ))  # fmt: skip
+    header = "decoder", "tok/s", "against ar", "tokens per step", "round trips per 100", "equal to ar"
+    print(table(header, lines, 1), end="")
 
 
 if __name__ == "__main__":

@@ -8,11 +8,8 @@ runs on the machine only makes it slower: the fastest answer to each prompt coun
 an earlier run that was faster. `--rounds 0` only draws that. Needs matplotlib (the extra `plot`).
 """
 
-import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -20,15 +17,10 @@ import typer
 import uvloop
 
 from coordinator.bench.report import check_plot
-from coordinator.cluster.chain import Chain
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.decoding.decode_options import Decode
-from coordinator.engine.engine import generate_once
 from coordinator.engine.inputs import InputProcessor
-from coordinator.planning.costs import ChainCosts
-from coordinator.sessions.output import Answer
-from coordinator.sessions.request import Conversation, Request, check_request
-from tools.bench_hops import PROMPTS, open_slow_chain
+from tools.bench_hops import measure as measure_hops
 from tools.figures import load, save
 from worker.errors import InputError
 from worker.platform.machine import machine_name
@@ -40,8 +32,6 @@ DECODES = {
     "diffusion, W = 16": Decode("diffusion", 16),
     "diffusion, W = 32": Decode("diffusion", 32),
 }
-_WARM_UP_TOKENS = 12
-_MOST_TOKENS = 256
 _COLORS = ("black", "tab:blue", "tab:cyan")
 
 
@@ -84,65 +74,20 @@ class Curves:
 
 
 async def measure(options: ClusterOptions, delays_ms: Sequence[float], rounds: int) -> Curves:
-    """All decoders take turns at each prompt; another chain for each latency."""
+    """Return the points of all decoders, each latency on another chain."""
     inputs = await InputProcessor.read(options)
-    spec = inputs.spec
-    prompts = [await inputs.prompt_ids(Conversation.of(prompt)) for prompt in PROMPTS]
-    curves = Curves(machine_name(), spec.name)
+    curves = Curves(machine_name(), inputs.spec.name)
     for delay_ms in delays_ms:
-        taken = {name: Taken(len(prompts)) for name in DECODES}
-        async with open_slow_chain(options, inputs.checkpoint, delay_ms / 1e3) as chain:
-            curves.layers, hops_ms = chain.plan.layers, [await _hop_ms(chain)]
-            for number, (at, ids) in product(range(rounds + 1), enumerate(prompts)):
-                for name, decode in DECODES.items():
-                    request = Request(ids, _MOST_TOKENS if number else _WARM_UP_TOKENS, decode=decode, eos=inputs.eos)
-                    check_request(request, spec)
-                    chain.costs = ChainCosts(chain.num_stages)
-                    answer = await generate_once(chain, request)
-                    if number:
-                        taken[name].add(at, answer)
-            hops_ms.append(await _hop_ms(chain))
-        ar = taken["ar"].answers
+        found = await measure_hops(options, inputs, DECODES, delay_ms, rounds=rounds)
+        curves.layers, ar = found.layers, found.taken["ar"]
         curves.points += [
             Point(
-                name, delay_ms, min(hops_ms), found.tokens_per_s, found.num_tokens / found.num_steps,
-                found.answers == ar,
+                name, delay_ms, found.hop_ms, taken.tokens_per_s, taken.num_tokens / taken.num_steps,
+                taken.answers == ar.answers,
             )
-            for name, found in taken.items()
+            for name, taken in found.taken.items()
         ]  # fmt: skip
-        rates = ", ".join(f"{found.tokens_per_s:.1f}" for found in taken.values())
-        print(f"{delay_ms:g} ({min(hops_ms):.2f}) ms: {rates} tok/s", file=sys.stderr, flush=True)
     return curves
-
-
-async def _hop_ms(chain: Chain) -> float:
-    return (await chain.peers[0].measure_link()).rtt_ms / 2
-
-
-class Taken:
-    """What one decoder made of each prompt at one latency, when it was fastest: whatever comes between adds to that."""
-
-    def __init__(self, num_prompts: int) -> None:
-        self._seconds = [math.inf] * num_prompts
-        self._steps = [0] * num_prompts
-        self.answers: list[list[int]] = [[] for _ in range(num_prompts)]
-
-    def add(self, number: int, answer: Answer) -> None:
-        self._seconds[number] = min(self._seconds[number], answer.ttft_s + answer.decode_s)
-        self._steps[number] = answer.usage.num_steps
-        self.answers[number] = answer.tokens
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.answers))
-
-    @property
-    def num_steps(self) -> int:
-        return sum(self._steps)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.num_tokens / sum(self._seconds)
 
 
 def write_plot(curves: Curves, path: Path) -> None:

@@ -7,8 +7,9 @@ import pytest
 
 from coordinator.quality.report import ComparedAnswer, Rounding
 from coordinator.sessions.output import Answer, Token, Usage
+from tools.bench_hops import Taken
 from tools.figures import load, save
-from tools.plot_latency import DECODES, Curves, Point, Taken, write_plot
+from tools.plot_latency import DECODES, Curves, Point, write_plot
 from tools.verify_gpus import Run, summarise
 from worker.errors import InputError
 
