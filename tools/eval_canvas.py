@@ -28,15 +28,13 @@ from coordinator.cluster.open import choose_plan, open_peers, read_model
 from coordinator.cluster.options import cluster_options
 from coordinator.cluster.peer import Peer
 from coordinator.decoding.decode_options import Decode, suit
-from coordinator.engine.engine import generate_once
-from coordinator.engine.tokenizer import Tokenizer
+from coordinator.engine.inputs import InputProcessor
 from coordinator.planning.speeds import LinkSpeed
-from coordinator.sessions.request import Request, eos_ids
+from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Cache, Sampling
 from tools.bench_hops import open_slow_chain
 from tools.demo_data import mix
-from tools.eval_demo import MAX_TOKENS
-from tools.eval_windows import is_right
+from tools.eval_windows import ask
 from tools.figures import load, save, table
 from tools.joined import joined
 from tools.random_model import write_diffusion_gemma
@@ -97,37 +95,31 @@ class Measured:
 async def measure_answers(measured: Measured, limit: int, timed: int) -> None:
     """Answer held-out questions by every decoder, greedily, and the first `timed` of each kind with every delay."""
     options = cluster_options(None, measured.model, 2)
-    checkpoint, spec = await read_model(options.model)
-    if spec.canvas is None:
+    inputs = await InputProcessor.read(options)
+    if inputs.spec.canvas is None:
         raise InputError("model", f"expected one that was trained on canvases, got {measured.model}")
-    measured.length = spec.canvas.length
+    measured.length = inputs.spec.canvas.length
     decodes = {
         "ar": Decode("ar"), "diffusion": Decode("diffusion", WINDOW),
         "canvas, confidence": Decode("canvas", canvas_sampler="confidence"),
         "canvas, entropy": Decode("canvas", canvas_sampler="entropy"),
         "canvas of 16, confidence": Decode("canvas", canvas=16, canvas_sampler="confidence"),
     }  # fmt: skip
-    tokenizer = Tokenizer(checkpoint)
-    eos = eos_ids(checkpoint.config, checkpoint.generation_config) | tokenizer.eos
     scores = {name: Score("all", name, None, None) for name in decodes}
     speeds: list[Speed] = []
     for delay_ms in DELAYS_MS:
         now = {name: Speed("all", name, None, delay_ms) for name in decodes}
-        async with open_slow_chain(options, checkpoint, delay_ms / 1e3) as chain:
+        async with open_slow_chain(options, inputs.checkpoint, delay_ms / 1e3) as chain:
             for kind in mix.MEASURED:
                 for number, turn in enumerate(mix.held_out(kind, limit if not delay_ms else timed)):
-                    prompt = tokenizer.encode_chat([{"role": "user", "content": turn.prompt}])
                     expected: list[int] = []
                     for name, decode in decodes.items():
-                        request = Request(tuple(prompt), MAX_TOKENS, decode=suit(decode, Cache(), spec), eos=eos)
-                        stream = tokenizer.stream(())
-                        answer = await generate_once(chain, request, parser=stream)
+                        answer, has_it_right = await ask(chain, inputs, turn, decode)
                         expected = expected or answer.tokens
                         if number < timed:
                             now[name].add(len(answer.tokens), answer.ttft_s + answer.decode_s)
                         if not delay_ms:
-                            held = is_right(turn, stream.text, answer.finish_reason == "stop")
-                            scores[name].add(answer, expected, is_right=held)
+                            scores[name].add(answer, expected, is_right=has_it_right)
                 print(f"{delay_ms:g} ms: {kind}", file=sys.stderr, flush=True)
         speeds += now.values()
     measured.scores, measured.speeds = list(scores.values()), speeds

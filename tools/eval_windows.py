@@ -11,12 +11,11 @@ import os
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import typer
@@ -24,15 +23,15 @@ import uvloop
 
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.deployment import Deployment, OwnNode
-from coordinator.cluster.open import choose_plan, open_peers, read_model
+from coordinator.cluster.open import choose_plan, open_chain
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.cluster.step_timeouts import ArrivedResult
 from coordinator.decoding.decode_options import Decode, suit
 from coordinator.engine.engine import generate_once
-from coordinator.engine.tokenizer import Tokenizer
+from coordinator.engine.inputs import InputProcessor
 from coordinator.planning.costs import ChainCosts, DraftingCosts
 from coordinator.sessions.output import Answer
-from coordinator.sessions.request import Request, check_request, eos_ids
+from coordinator.sessions.request import Conversation, Request, check_request
 from protos.brigade_pb2 import Cache, Frame, Opening, Window
 from tools.demo_data import mix
 from tools.demo_data.turn import Turn
@@ -52,7 +51,6 @@ THRESHOLDS = (0.2, 0.4, 0.8)  # nats
 AR, NGRAM, AUTO = Decode("ar"), Decode("ngram"), Decode("diffusion")
 LOSSLESS = [Decode("diffusion", window) for window in WINDOWS]
 FAST = [Decode("diffusion-fast", window, threshold) for window in WINDOWS for threshold in THRESHOLDS]
-RULES = [Decode("diffusion-fast", 16, *rule) for rule in ((0.3, 0.01), (0.3, 0.02), (0.4, 0.01), (0.4, 0.02))]
 WANTED = [AR, Decode("diffusion", 16), Decode("diffusion-fast", 16, 0.4)]
 ALL = [AR, NGRAM, *LOSSLESS, *FAST]
 CHAINED = [AR, NGRAM, *WANTED[1:]]
@@ -61,7 +59,7 @@ DRAFTING = [Decode("draft", num_drafts=count) for count in (3, 7, 15)]
 DRAFTED = [*DRAFTING, Decode("draft")]
 STEP_ROWS = (1, 2, 4, 8, 16, 32, 64)
 HOP_S = 0.02
-PARTS = ("steps", "speeds", "wanted", "scores", "rules", "chain", "drafts", "drafting")
+PARTS = ("steps", "speeds", "wanted", "scores", "chain", "drafts", "drafting")
 NUM_HOPS = 3  # of a chain of three nodes: two between them, and the tokens' way back
 DELAYS_S = (0.0, NUM_HOPS * HOP_S)
 _PREFIX = 128  # tokens that a timed step finds in the caches
@@ -121,22 +119,10 @@ class PricedCosts(ChainCosts):
 
 
 class PricedChain(Chain):
-    """A chain that counts its steps and, once it has prices, the seconds that they would take."""
+    """A chain that, once it has prices, counts the seconds that its steps would take."""
 
     prices: Prices | None = None
     elapsed_s = 0.0
-
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
-        self.windows: Counter[int] = Counter()  # steps by their W, 0 for none
-
-    def send(self, frame: Frame) -> None:
-        for window in frame.windows:
-            if window.guessed:  # more than half of W, and hardly ever more than W
-                self.windows[next((w for w in WINDOWS if w >= window.guessed), WINDOWS[-1])] += 1
-            elif window.wanted and len(window.tokens) == 1:
-                self.windows[0] += 1
-        super().send(frame)
 
     async def receive(self) -> ArrivedResult:
         arrival = await super().receive()
@@ -147,58 +133,52 @@ class PricedChain(Chain):
         return arrival
 
 
-class Bench:
-    """An open chain with the model's tokenizer, and the questions' answers by any decoder."""
+async def score(
+    chain: Chain, inputs: InputProcessor, kind: str, turns: Sequence[Turn], decodes: Iterable[Decode]
+) -> list[Score]:
+    """Every question by every decoder; the first of them is `ar`, with whose tokens the others are compared."""
+    scores = [Score(kind, decode.kind, _size(decode), _threshold(decode)) for decode in decodes]
+    for number, turn in enumerate(turns, 1):
+        expected: list[int] = []
+        for score, decode in zip(scores, decodes, strict=True):
+            answer, has_it_right = await ask(chain, inputs, turn, decode)
+            expected = expected or answer.tokens
+            score.add(answer, expected, is_right=has_it_right)
+        _progress(f"{len(chain.peers)} workers, {kind}: {number}/{len(turns)}")
+    return scores
 
-    def __init__(self, chain: PricedChain, tokenizer: Tokenizer, make_request: Any) -> None:
-        """`make_request` takes prompt tokens and a Decode; gives a checked Request."""
-        self.chain = chain
-        self._tokenizer = tokenizer
-        self._make_request = make_request
 
-    async def ask(self, turn: Turn, decode: Decode) -> tuple[Answer, str]:
-        """The answer by this decoder, greedy, and its text."""
-        prompt = self._tokenizer.encode_chat([{"role": "user", "content": turn.prompt}])
-        stream = self._tokenizer.stream(())
-        answer = await generate_once(self.chain, self._make_request(tuple(prompt), decode), parser=stream)
-        return answer, stream.text
+async def price(
+    chain: PricedChain, inputs: InputProcessor, prices: Prices, limit: int, decodes: Sequence[Decode]
+) -> list[Speed]:
+    """Tokens per second of whole answers by every decoder, at these prices per step.
 
-    async def score(self, kind: str, turns: Sequence[Turn], decodes: Iterable[Decode]) -> list[Score]:
-        """Every question by every decoder; the first of them is `ar`, with whose tokens the others are compared."""
-        scores = [
-            Score(kind, decode.kind, _size(decode), _threshold(decode), penalty=_penalty(decode)) for decode in decodes
-        ]
-        for number, turn in enumerate(turns, 1):
-            expected: list[int] = []
-            for score, decode in zip(scores, decodes, strict=True):
-                answer, text = await self.ask(turn, decode)
-                expected = expected or answer.tokens
-                score.add(answer, expected, is_right=is_right(turn, text, answer.finish_reason == "stop"))
-            _progress(f"{len(self.chain.peers)} workers, {kind}: {number}/{len(turns)}")
-        return scores
+    What the chain learns of its steps begins anew with each decoder and kind.
+    """
+    chain.prices, delay_s = prices, prices.delay_s
+    speeds = []
+    for kind in mix.MEASURED:
+        for decode in decodes:
+            speed = Speed(kind, decode.kind, _size(decode), 1e3 * delay_s)
+            chain.costs = PricedCosts(chain.num_stages, prices)
+            for turn in mix.held_out(kind, limit):
+                chain.elapsed_s = 0.0
+                answer, _ = await ask(chain, inputs, turn, decode)
+                speed.add(len(answer.tokens), chain.elapsed_s)
+            speeds.append(speed)
+        _progress(f"{1e3 * delay_s:g} ms: {kind}")
+    chain.prices = None
+    return speeds
 
-    async def price(self, prices: Prices, limit: int, decodes: Sequence[Decode]) -> list[Speed]:
-        """Tokens per second of whole answers by every decoder, at these prices per step.
 
-        What the chain learns of its steps begins anew with each decoder and kind.
-        """
-        self.chain.prices, delay_s = prices, prices.delay_s
-        speeds = []
-        for kind in mix.MEASURED:
-            for decode in decodes:
-                speed = Speed(kind, decode.kind, _size(decode), 1e3 * delay_s)
-                self.chain.costs, picked = PricedCosts(self.chain.num_stages, prices), Counter[str]()
-                for turn in mix.held_out(kind, limit):
-                    self.chain.elapsed_s, self.chain.windows = 0.0, Counter()
-                    answer, _ = await self.ask(turn, decode)
-                    speed.add(len(answer.tokens), self.chain.elapsed_s)
-                    if decode == AUTO:
-                        picked[str(self.chain.windows.most_common(1)[0][0])] += 1  # the W of most steps
-                speed.picked = dict(picked)
-                speeds.append(speed)
-            _progress(f"{1e3 * delay_s:g} ms: {kind}")
-        self.chain.prices = None
-        return speeds
+async def ask(chain: Chain, inputs: InputProcessor, turn: Turn, decode: Decode) -> tuple[Answer, bool]:
+    """Return the answer to a question by this decoder, greedy, and whether it is right."""
+    assert inputs.tokenizer is not None
+    prompt, stream = await inputs.prompt_ids(Conversation.of(turn.prompt)), inputs.tokenizer.stream(())
+    request = Request(prompt, MAX_TOKENS, decode=suit(decode, Cache(), inputs.spec), eos=inputs.eos)
+    check_request(request, inputs.spec)
+    answer = await generate_once(chain, request, parser=stream)
+    return answer, is_right(turn, stream.text, answer.finish_reason == "stop")
 
 
 @functools.cache
@@ -209,10 +189,6 @@ def is_right(turn: Turn, text: str, has_ended: bool) -> bool:
 def _size(decode: Decode) -> int | None:
     """MASK rows, or drafts."""
     return decode.num_drafts if decode.kind == "draft" else decode.window
-
-
-def _penalty(decode: Decode) -> float | None:
-    return None if decode.position_penalty == Decode.position_penalty else decode.position_penalty
 
 
 def _threshold(decode: Decode) -> float | None:
@@ -240,24 +216,24 @@ async def step_costs(chain: Chain, rounds: int) -> dict[str, float]:
     return {str(rows): 1e3 * statistics.median(taken) for rows, taken in times.items()}
 
 
-async def drafting_costs(bench: Bench, drafted: Bench, rounds: int) -> dict[str, float]:
+async def drafting_costs(plain: Chain, drafted: Chain, rounds: int) -> dict[str, float]:
     """What drafting adds to a step of two rows, as a share of it, by number of drafts: medians, all in turn.
 
-    Counted in processor time, which hardly depends on what else this machine does. `bench` has no drafter, and the rows
+    Counted in processor time, which hardly depends on what else this machine does. `plain` has no drafter, and the rows
     of `drafted` carry what its head reads. After a step of one row the next one would be computed ahead of its frame.
     """
     counts = [decode.num_drafts or 0 for decode in DRAFTING]
-    asked = {bench: [0] * len(counts), drafted: counts}
+    asked = {plain: [0] * len(counts), drafted: counts}
     times: dict[int, list[float]] = {count: [] for count in (0, *counts)}
     for each in asked:
-        await each.chain.thread.call(_step(each.chain, Frame(opened=[Opening(slot=0, drafted=each is drafted)])))
+        await each.thread.call(_step(each, Frame(opened=[Opening(slot=0, drafted=each is drafted)])))
     for number in range(rounds):
         for each, wanted in asked.items():
-            found = await each.chain.thread.call(_processor_s(each.chain, number * len(counts), wanted))
+            found = await each.thread.call(_processor_s(each, number * len(counts), wanted))
             for count, seconds in zip(wanted, found, strict=True):
                 times[count].append(seconds)
     for each in asked:
-        await each.chain.thread.call(_step(each.chain, Frame(closed=[0])))
+        await each.thread.call(_step(each, Frame(closed=[0])))
     plain_s = statistics.median(times[0])
     return {str(count): statistics.median(times[count]) / plain_s - 1 for count in counts}
 
@@ -287,76 +263,76 @@ async def _step(chain: Chain, frame: Frame) -> float:
 
 
 @asynccontextmanager
-async def open_bench(options: ClusterOptions) -> AsyncIterator[Bench]:
-    """The product's way to a chain, without its progress bars."""
-    checkpoint, spec = await read_model(options.model, options.draft_model)
-    tokenizer = Tokenizer(checkpoint)
-    eos = eos_ids(checkpoint.config, checkpoint.generation_config) | tokenizer.eos
-
-    def make_request(prompt: tuple[int, ...], decode: Decode) -> Request:
-        request = Request(prompt, MAX_TOKENS, decode=suit(decode, Cache(), spec), eos=eos)
-        check_request(request, spec)
-        return request
-
-    async with open_peers(options, spec) as peers:
-        plan, _, _ = await choose_plan(replace(options, by_speed=False, context=spec.context), checkpoint, peers)
-        deployment = Deployment(checkpoint, plan, peers)
-        async with OwnNode() as own, PricedChain(own, deployment) as chain:
-            await own.load(deployment)
-            await chain.open()
-            yield Bench(chain, tokenizer, make_request)
+async def open_priced(options: ClusterOptions) -> AsyncIterator[tuple[PricedChain, InputProcessor]]:
+    """Open a chain of this process alone."""
+    inputs = await InputProcessor.read(options)
+    options = replace(options, by_speed=False, context=inputs.spec.context)
+    plan, _, _ = await choose_plan(options, inputs.checkpoint, [])
+    deployment = Deployment(inputs.checkpoint, plan, [])
+    async with OwnNode() as own, PricedChain(own, deployment) as chain:
+        await own.load(deployment)
+        await chain.open()
+        yield chain, inputs
 
 
 async def measure(measured: Measured, parts: Sequence[str], sizes: Sizes, save: Callable[[], None]) -> None:
     """Fill in these parts, and save after each kind. The counts do not depend on the machine, the times do."""
-    async with open_bench(cluster_options(None, measured.model, 0)) as bench:
+    async with open_priced(cluster_options(None, measured.model, 0)) as (chain, inputs):
         if "steps" in parts:
-            measured.step_ms = await bench.chain.thread.call(step_costs(bench.chain, rounds=30))
+            measured.step_ms = await chain.thread.call(step_costs(chain, rounds=30))
         if "speeds" in parts:
             measured.speeds = []
             for delay_s in DELAYS_S:
-                measured.speeds += await bench.price(_prices(measured, delay_s), sizes.timed, TIMED)
+                measured.speeds += await price(chain, inputs, _prices(measured, delay_s), sizes.timed, TIMED)
                 save()
         if "wanted" in parts:
-            measured.wanted = await bench.score("arithmetic", mix.held_out("arithmetic", sizes.wanted), WANTED)
+            turns = mix.held_out("arithmetic", sizes.wanted)
+            measured.wanted = await score(chain, inputs, "arithmetic", turns, WANTED)
         if "scores" in parts:
             measured.scores = []
             for kind in mix.MEASURED:
-                measured.scores += await bench.score(kind, mix.held_out(kind, sizes.limit), ALL)
-                save()
-        if "rules" in parts:
-            measured.rules = []
-            for kind in mix.MEASURED:
-                measured.rules += (await bench.score(kind, mix.held_out(kind, sizes.limit), [AR, *RULES]))[1:]
+                measured.scores += await score(chain, inputs, kind, mix.held_out(kind, sizes.limit), ALL)
                 save()
         if {"drafts", "drafting"} & set(parts):
-            drafter = str(DEMO / "drafter")
-            async with open_bench(cluster_options(None, measured.model, 0, draft_model=drafter)) as drafted:
-                if "drafts" in parts:
-                    await score_drafts(measured, drafted, sizes, save)
-                if "drafting" in parts:
-                    shares = await drafting_costs(bench, drafted, rounds=60)
-                    measured.load = os.getloadavg()[0]
-                    measured.draft_ms = {count: share * measured.step_ms["2"] for count, share in shares.items()}
-                    measured.drafted_speeds = []
-                    for delay_s in DELAYS_S:
-                        measured.drafted_speeds += await drafted.price(_prices(measured, delay_s), sizes.timed, DRAFTED)
-                        save()
+            await measure_drafter(measured, parts, sizes, chain, save)
     if "chain" in parts:
-        async with open_bench(cluster_options(None, measured.model, 2)) as bench:
+        options = cluster_options(None, measured.model, 2, context=inputs.spec.context)
+        async with open_chain(options, inputs.checkpoint, every_node=True) as whole:
             measured.chain = []
             for kind in mix.MEASURED:
-                measured.chain += await bench.score(kind, mix.held_out(kind, sizes.timed), CHAINED)
+                measured.chain += await score(whole, inputs, kind, mix.held_out(kind, sizes.timed), CHAINED)
 
 
-async def score_drafts(measured: Measured, bench: Bench, sizes: Sizes, save: Callable[[], None]) -> None:
+async def measure_drafter(
+    measured: Measured, parts: Sequence[str], sizes: Sizes, plain: Chain, save: Callable[[], None]
+) -> None:
+    """Fill in what the bundled drafter brings and takes; `plain` has none."""
+    drafter = str(DEMO / "drafter")
+    async with open_priced(cluster_options(None, measured.model, 0, draft_model=drafter)) as (chain, inputs):
+        if "drafts" in parts:
+            await score_drafts(measured, chain, inputs, sizes, save)
+        if "drafting" in parts:
+            shares = await drafting_costs(plain, chain, rounds=60)
+            measured.load = os.getloadavg()[0]
+            measured.draft_ms = {count: share * measured.step_ms["2"] for count, share in shares.items()}
+            measured.drafted_speeds = []
+            for delay_s in DELAYS_S:
+                prices = _prices(measured, delay_s)
+                measured.drafted_speeds += await price(chain, inputs, prices, sizes.timed, DRAFTED)
+                save()
+
+
+async def score_drafts(
+    measured: Measured, chain: Chain, inputs: InputProcessor, sizes: Sizes, save: Callable[[], None]
+) -> None:
     """Fill in what the bundled drafter brings, on templates left out of its training, too."""
     measured.drafts, measured.unknown = [], []
     for kind in mix.MEASURED:
-        measured.drafts += (await bench.score(kind, mix.held_out(kind, sizes.limit), [AR, *DRAFTING]))[1:]
+        turns = mix.held_out(kind, sizes.limit)
+        measured.drafts += (await score(chain, inputs, kind, turns, [AR, *DRAFTING]))[1:]
         many = mix.held_out(kind, 100 * sizes.limit)
         if unknown := [turn for turn in many if turn.is_new_to_drafter][: sizes.limit]:
-            measured.unknown += (await bench.score(kind, unknown, [AR, *DRAFTING]))[1:]
+            measured.unknown += (await score(chain, inputs, kind, unknown, [AR, *DRAFTING]))[1:]
         save()
 
 

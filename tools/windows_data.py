@@ -22,7 +22,6 @@ class Score:
     num_tokens: int = 0
     num_steps: int = 0  # that were asked for tokens: the prompt's last one too
     num_rows: int = 0  # with MASK and padding rows; of the prompt only its last row, the first that can tell a token
-    penalty: float | None = None  # nats per position, where another than the default was asked for
 
     def add(self, answer: Answer, expected: Sequence[int], *, is_right: bool) -> None:
         """Add an answer; `expected` are the tokens of `ar`."""
@@ -76,7 +75,6 @@ class Speed:
     delay_ms: float
     num_tokens: int = 0
     seconds: float = 0.0
-    picked: dict[str, int] = field(default_factory=dict)  # window -> answers at whose end `auto` had chosen it
 
     def add(self, num_tokens: int, seconds: float) -> None:
         self.num_tokens += num_tokens
@@ -98,7 +96,6 @@ class Measured:
     wanted: list[Score] = field(default_factory=list)
     chain: list[Score] = field(default_factory=list)  # on three processes
     speeds: list[Speed] = field(default_factory=list)
-    rules: list[Score] = field(default_factory=list)  # `diffusion-fast` with other thresholds and penalties
     draft_ms: dict[str, float] = field(default_factory=dict)  # by drafts: what they add to a step
     load: float = 0.0  # average of the machine, with this program, when that was measured
     drafts: list[Score] = field(default_factory=list)  # `draft` by the bundled drafter; windows count drafts

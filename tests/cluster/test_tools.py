@@ -49,7 +49,9 @@ PROGRAMS = [
         r"\| 300 +\| int4 +\| +\d", mark=MATRIX,
     ),
     program("eval_quantised", "--limit 1 --rounds 1", r"\| 4 bits +\| +\d", mark=MATRIX),
-    program("eval_windows", "--from docs/windows.json --json @windows.json --markdown @windows.md"),
+    program(
+        "eval_windows", "--limit 1 --wanted 1 --timed 1 --json @windows.json --markdown @windows.md", mark=MATRIX
+    ),
     program("faults", "--picture @kill.svg", mark=MATRIX),
     program("flipped_bits", "--frames 1", r"plaintext: 1 frames .* 0 accepted", r"tls: 1 frames .* 0 accepted"),
     program("fuzz_api", "--cases 1 --streams 1", r"\d+ requests, \d+ streams, 0 failures", mark=MATRIX),
@@ -59,7 +61,6 @@ PROGRAMS = [
         "load_serve", "--seconds 1 --streams 1 --kills 0 --local 1 --max-tokens 2", r"3 x capacity \(\d",
         codes=(0, 1), mark=MATRIX,
     ),
-    program("eval_drafter", "--limit 1", r"arithmetic", mark=MATRIX),
     program(
         "load_agents", "--agents 2 --turns 2 --instructions 100 --kills 0", r"0 answers differ, all but \d+ tokens",
         mark=MATRIX,

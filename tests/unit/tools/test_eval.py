@@ -26,11 +26,11 @@ def measured(fast_right: int = 4) -> Measured:
         wanted=[score("arithmetic", *each, right=n) for each, n in zip(SETTINGS, (4, 4, fast_right), strict=True)],
         chain=[score("facts", *setting) for setting in SETTINGS],
         speeds=[
-            Speed(kind, decoder, window, delay_ms, 100, seconds, picked)
+            Speed(kind, decoder, window, delay_ms, 100, seconds)
             for kind in ACCURACY
             for delay_ms in (0.0, 60.0)
-            for decoder, window, seconds, picked in (
-                ("ar", None, 2.0, {}), ("diffusion", 16, 1.0, {}), ("diffusion", None, 1.25, {"32": 3}),
+            for decoder, window, seconds in (
+                ("ar", None, 2.0), ("diffusion", 16, 1.0), ("diffusion", None, 1.25),
             )
         ],
     )  # fmt: skip
@@ -49,6 +49,11 @@ def test_figures_are_per_token_and_per_answer(tmp_path: Path) -> None:
     assert measured().break_even(16, delay_ms=0) == 4 and measured().break_even(16, delay_ms=50) == 1.5
     save(measured(), tmp_path / "windows.json")
     assert load(Measured, tmp_path / "windows.json") == measured()
+
+
+def test_the_page_is_what_the_stored_figures_give() -> None:
+    docs = Path(__file__).parents[3] / "docs"
+    assert to_markdown(load(Measured, docs / "windows.json")) == (docs / "windows.md").read_text(encoding="utf-8")
 
 
 def test_an_answer_that_did_not_end_is_not_right() -> None:
