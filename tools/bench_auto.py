@@ -12,8 +12,6 @@ import time
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from coordinator.cli.flags import parse_counts
 from coordinator.cli.run import run_async
@@ -24,6 +22,7 @@ from coordinator.decoding.decode_options import Decode, suit
 from coordinator.engine.engine import Engine
 from coordinator.sessions.request import Request, check_request
 from protos.brigade_pb2 import Cache, Sampling
+from tools.figures import table
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command
 from worker.platform.tasks import together
@@ -52,9 +51,7 @@ async def _measure(
 ) -> None:
     checkpoint, spec = await read_model(options.model, options.draft_model)
     auto_decode = suit(Decode("draft" if options.draft_model else "diffusion"), Cache(), spec)  # or it is refused
-    table = Table(title=f"{spec.name} on {machine_name()}", title_justify="left")
-    for column in ("requests", "sampling", "ar", "auto", "auto against ar", "tokens per step"):
-        table.add_column(column, justify="right")
+    lines = []
     async with open_chain(options, checkpoint) as chain:
         for name, temperature in _TEMPERATURES.items():
             for count in counts:
@@ -66,8 +63,9 @@ async def _measure(
                 ratios = sorted(each[1] / each[0] for each in taken)
                 spread = f"{statistics.median(ratios):.2f} x ({ratios[0]:.2f} to {ratios[-1]:.2f})"
                 cells = (f"{one:.1f}", f"{auto:.1f}", spread, f"{per_step:.2f}")
-                table.add_row(str(count), name, *cells)
-    Console().print(table)
+                lines.append((name, str(count), *cells))
+    header = "sampling", "requests", "ar", "auto", "auto against ar", "tokens per step"
+    print(f"{spec.name} on {machine_name()}\n", table(header, lines, 1), sep="\n", end="")
 
 
 async def _round(

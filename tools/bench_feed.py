@@ -1,6 +1,6 @@
 """What feeding costs: a worker's layers over loopback or a shaped link, beside bare TCP and bare gRPC, in one run.
 
-python -m tools.bench_feed [--layers 4] [--rounds 3] [--mbit 1000] [--folder FOLDER] [--markdown]
+python -m tools.bench_feed [--layers 4] [--rounds 3] [--mbit 1000] [--folder FOLDER]
 
 The worker is a process of its own. All ways take turns, so that other work on the machine burdens them alike. Bare TCP
 sends blocks of the size of feeding's messages to a thread that drops them; bare gRPC sends such messages to a loop
@@ -36,9 +36,6 @@ from typing import Annotated
 import typer
 import uvloop
 from blake3 import blake3
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from coordinator.cluster.deployment import Deployment
 from coordinator.cluster.peer import Peer
@@ -52,6 +49,7 @@ from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Contents, LoadRequest, Sampling
 from tools.child import Ticker, child
 from tools.feed_receiver import NAME, Peak, networks, serve
+from tools.figures import table
 from tools.joined import joined
 from tools.sparse_model import write_sparse
 from worker.model.checkpoint import DEMO, Checkpoint, open_folder
@@ -97,7 +95,6 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Of all ways; medians count.")] = 3,
     mbit: Annotated[int, typer.Option(min=0, help="Shape a link to so many megabits; 0 for none.")] = 0,
     folder: Annotated[Path | None, typer.Option(help="Where files come and go; a temporary one if none.")] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print tables for docs/feed.md.")] = False,
     shaped: Annotated[int, typer.Option(hidden=True)] = 0,
     receive: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -107,15 +104,15 @@ def main(
         return
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         os.environ["XDG_CACHE_HOME"] = f"{temporary}/cache"
-        uvloop.run(_measure(Path(temporary), layers, rounds, shaped, as_markdown=markdown))
+        uvloop.run(_measure(Path(temporary), layers, rounds, shaped))
     if mbit:
-        _shape(mbit, rounds, folder, as_markdown=markdown)
+        _shape(mbit, rounds, folder)
 
 
-def _shape(mbit: int, rounds: int, folder: Path | None, *, as_markdown: bool) -> None:
+def _shape(mbit: int, rounds: int, folder: Path | None) -> None:
     """This again, in a network namespace whose loopback is shaped."""
     tbf = f"tc qdisc add dev lo root tbf rate {mbit}mbit burst 256kb latency 50ms"
-    flags = ["--layers", "1", "--rounds", str(rounds), "--shaped", str(mbit), *["--markdown"] * as_markdown]
+    flags = ["--layers", "1", "--rounds", str(rounds), "--shaped", str(mbit)]
     folder_flags = ["--folder", str(folder)] if folder is not None else []
     again = shlex.join([sys.executable, "-m", "tools.bench_feed", *flags, *folder_flags])
     command = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", f"ip link set lo up && {tbf} && {again}"]
@@ -123,13 +120,12 @@ def _shape(mbit: int, rounds: int, folder: Path | None, *, as_markdown: bool) ->
         raise SystemExit("no shaped link: that needs Linux, with `tc` and user namespaces")
 
 
-async def _measure(folder: Path, layers: int, rounds: int, shaped: int, *, as_markdown: bool) -> None:
+async def _measure(folder: Path, layers: int, rounds: int, shaped: int) -> None:
     authority = Authority.make(folder / "keys")
     for name, role in (("studio", Role.COORDINATOR), (NAME, Role.WORKER)):
         authority.issue(name, role)
     write_sparse(folder / "model", _CONFIG | {"num_hidden_layers": layers + 1}, None)
     checkpoint = open_folder(folder / "model")
-    console = Console(width=150)
     async with child("tools.bench_feed", "--receive", folder) as (ports, _, process):
         receiver = Receiver(process, json.loads(ports), folder)
         ways = await receiver.ways(checkpoint, layers)
@@ -139,14 +135,12 @@ async def _measure(folder: Path, layers: int, rounds: int, shaped: int, *, as_ma
                 way.found += [row] if turn else []
         where = f"a link of {shaped} Mbit/s" if shaped else "loopback"
         nbytes = sum(piece.nbytes for piece in pieces_of(checkpoint, 1, layers + 1))
-        title = f"{nbytes / 1e6:.0f} MB over {where}, medians of {rounds}; {machine_name()}"
-        console.print(_throughput(title, ways, as_markdown=as_markdown))
+        print(f"{nbytes / 1e6:.0f} MB over {where}, medians of {rounds}; {machine_name()}\n\n{_throughput(ways)}")
         if not shaped:
-            table = _table("what else there is to do, alone", ("", "CPU s/GB"), as_markdown=as_markdown)
-            for what, cpu_s in costs_alone(folder).items():
-                table.add_row(what, f"{cpu_s:.2f}")
-            console.print(table)
-            console.print(await _sessions(receiver, checkpoint, layers, as_markdown=as_markdown))
+            alone = [(what, f"{cpu_s:.2f}") for what, cpu_s in costs_alone(folder).items()]
+            print("what else there is to do, alone\n", table(("", "CPU s/GB"), alone, 1), sep="\n")
+            print(f"{_SESSIONS} sessions of the bundled model on two nodes, by TLS\n")
+            print(await _sessions(receiver, checkpoint, layers))
 
 
 class Receiver:
@@ -245,10 +239,9 @@ def request_of(checkpoint: Checkpoint, layers: int) -> LoadRequest:
     )  # fmt: skip
 
 
-async def _sessions(receiver: Receiver, checkpoint: Checkpoint, layers: int, *, as_markdown: bool) -> Table:
+async def _sessions(receiver: Receiver, checkpoint: Checkpoint, layers: int) -> str:
     """What sessions on a chain with the worker take, alone and while it is fed."""
-    columns = "", "tokens/s", "longest pause, ms", *_GAPS
-    table = _table(f"{_SESSIONS} sessions of the bundled model on two nodes, by TLS", columns, as_markdown=as_markdown)
+    lines = []
     demo = open_folder(DEMO, name="demo")
     spec, wanted = describe(demo), request_of(checkpoint, layers)
     async with AsyncExitStack() as stack:
@@ -272,8 +265,8 @@ async def _sessions(receiver: Receiver, checkpoint: Checkpoint, layers: int, *, 
                 await feeding
             gaps = (await receiver.take())[:4]
             cells = [f"{rate:.0f}", f"{pause_ms:.1f}", *(f"{gap:.1f}" for gap in gaps)]
-            table.add_row("while layers come" if is_fed else "alone", *cells)
-    return table
+            lines.append(("while layers come" if is_fed else "alone", *cells))
+    return table(("", "tokens/s", "longest pause, ms", *_GAPS), lines, 1)
 
 
 async def _answers(engine: Engine) -> tuple[float, float]:
@@ -326,25 +319,17 @@ def _cpu_s(work: Callable[[], None]) -> float:
 _GAPS = "sender gap", "own", "receiver gap", "own"
 
 
-def _throughput(title: str, ways: Sequence[Way], *, as_markdown: bool) -> Table:
-    columns = "way", "link", "MB/s", "of TCP", "of gRPC", "MB sender", "receiver", "CPU s/GB sender", "receiver"
-    table = _table(title, columns, as_markdown=as_markdown)
-    tcp = ways[0].median(0)
+def _throughput(ways: Sequence[Way]) -> str:
+    header = "way", "link", "MB/s", "of TCP", "of gRPC", "MB sender", "receiver", "CPU s/GB sender", "receiver"
+    tcp, lines = ways[0].median(0), []
     for way in ways:
         grpc = next((each.median(0) for each in ways if each.name == "bare gRPC" and each.link == way.link), None)
         of_grpc = f"{100 * way.median(0) / grpc:.0f} %" if grpc else ""
         memory = [f"{way.most(column):.0f}" for column in (1, 2)]
         cpu = [f"{way.median(column):.2f}" for column in (3, 4)]
         rate = way.median(0)
-        table.add_row(way.name, way.link, f"{rate:.0f}", f"{100 * rate / tcp:.0f} %", of_grpc, *memory, *cpu)
-    return table
-
-
-def _table(title: str, columns: Sequence[str], *, as_markdown: bool) -> Table:
-    table = Table(title=title, title_justify="left", box=box.MARKDOWN if as_markdown else box.SIMPLE)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number > 1 else "left")
-    return table
+        lines.append((way.name, way.link, f"{rate:.0f}", f"{100 * rate / tcp:.0f} %", of_grpc, *memory, *cpu))
+    return table(header, lines, 2)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ from typing import Annotated, Any
 import grpc
 import typer
 import uvloop
-from rich.console import Console
-from rich.table import Table
 
 from coordinator.cluster.open import open_chain, read_model
 from coordinator.cluster.options import ClusterOptions, cluster_options
@@ -26,6 +24,7 @@ from coordinator.engine.engine import generate_once
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from tools.child import child
+from tools.figures import table
 from worker.model.model_spec import DTYPE_BYTES, ModelSpec
 from worker.node.network import Network
 from worker.platform.machine import machine_name
@@ -81,18 +80,17 @@ def _print(
 ) -> None:  # fmt: skip
     one, two, echo = (statistics.median(values) for values in (one_ms, two_ms, echo_ms))
     bound = max(1.0, 6 * echo)
-    table = Table(title=f"{spec.name} on {machine_name()}", title_justify="left")
-    table.add_column("what")
-    table.add_column("median", justify="right")
-    table.add_row("one process, per token", f"{one:.3f} ms")
-    table.add_row(f"two nodes {layers}, per token", f"{two:.3f} ms")
-    table.add_row("overhead per token", f"{two - one:+.3f} ms (wanted at most {bound:.3f})")
-    table.add_row(f"bare stream echo of {_hidden_bytes(spec)} bytes, round trip", f"{echo:.3f} ms")
     single, pair = statistics.median(one_s), statistics.median(two_s)
-    table.add_row(f"prompt of {num_prompt} tokens, one process", f"{single:.3f} s")
-    table.add_row(f"prompt of {num_prompt} tokens, two nodes", f"{pair:.3f} s")
-    table.add_row("prefill, two nodes against one process", f"{single / pair:.2f}x (wanted at least 1.5)")
-    Console().print(table)
+    lines = [
+        ("one process, per token", f"{one:.3f} ms"),
+        (f"two nodes {layers}, per token", f"{two:.3f} ms"),
+        ("overhead per token", f"{two - one:+.3f} ms (wanted at most {bound:.3f})"),
+        (f"bare stream echo of {_hidden_bytes(spec)} bytes, round trip", f"{echo:.3f} ms"),
+        (f"prompt of {num_prompt} tokens, one process", f"{single:.3f} s"),
+        (f"prompt of {num_prompt} tokens, two nodes", f"{pair:.3f} s"),
+        ("prefill, two nodes against one process", f"{single / pair:.2f}x (wanted at least 1.5)"),
+    ]
+    print(f"{spec.name} on {machine_name()}\n", table(("what", "median"), lines, 1), sep="\n", end="")
 
 
 def _hidden_bytes(spec: ModelSpec) -> int:

@@ -18,8 +18,6 @@ from typing import Annotated, Any
 import httpx2
 import typer
 import uvloop
-from rich.console import Console
-from rich.table import Table
 
 from coordinator.cli.flags import parse_counts
 from coordinator.cluster.options import cluster_options
@@ -27,6 +25,7 @@ from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import Engine, open_engine
 from coordinator.engine.inputs import InputProcessor
 from coordinator.sessions.request import RequestSpec
+from tools.figures import table
 from tools.serve_client import Outcome, Server, brigade, mlx_lm_server, stream
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command
@@ -80,21 +79,19 @@ async def _measure(model: str, num_tokens: int, counts: Sequence[int], rounds: i
         "brigade serve, one process": brigade("--model", model, "--local", "0"),
         "brigade serve, two nodes": brigade("--model", model, "--local", "1"),
     }
-    table = Table(title=f"{frontend.checkpoint.name} on {machine_name()}")
-    for column in ("server", "streams", "tok/s", "first token p50, ms", "p95, ms"):
-        table.add_column(column, justify="left" if column == "server" else "right")
-    beside = Table(title=f"the longest gap in {_BESIDE} streams, ms")
-    for column in ("server", "alone", "beside a long prompt", "its first token after, ms"):
-        beside.add_column(column, justify="left" if column == "server" else "right")
+    speeds, longest = [], []
     for name, opening in servers.items():
         with opening as server:
             async with server.client() as client:
                 for row in [await _row(client, count, num_tokens, rounds) for count in counts]:
                     figures = (row.tokens_per_s, row.p50_ms, row.p95_ms)
-                    table.add_row(name, str(row.num_streams), *(f"{figure:.1f}" for figure in figures))
+                    speeds.append((name, str(row.num_streams), *(f"{figure:.1f}" for figure in figures)))
                 gaps = [await _gaps_ms(client, num_words, turn) for turn in range(rounds)]
-                beside.add_row(name, *(f"{statistics.median(each):.1f}" for each in zip(*gaps, strict=True)))
-    Console().print(table, beside)
+                longest.append((name, *(f"{statistics.median(each):.1f}" for each in zip(*gaps, strict=True))))
+    print(f"{frontend.checkpoint.name} on {machine_name()}\n")
+    print(table(("server", "streams", "tok/s", "first token p50, ms", "p95, ms"), speeds, 1))
+    print(f"the longest gap in {_BESIDE} streams, ms\n")
+    print(table(("server", "alone", "beside a long prompt", "its first token after, ms"), longest, 1))
     here, there = await _here_and_there(frontend, model, num_tokens, _PAIRS)
     for what, which in (("per token", 0), ("until the first one", 1)):
         pairs = [(pair[0][which], pair[1][which]) for pair in zip(here, there, strict=True)]

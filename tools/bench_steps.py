@@ -7,7 +7,7 @@ That one (two Macs, 64 layers, hidden size 5120, over Thunderbolt) listed eight 
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from itertools import pairwise
 from statistics import median
@@ -15,9 +15,6 @@ from typing import Annotated
 
 import typer
 import uvloop
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from coordinator.cluster.open import open_chain, read_model
 from coordinator.cluster.options import cluster_options
@@ -25,6 +22,7 @@ from coordinator.engine.engine import generate_once
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from coordinator.sessions.waterfall import spans
+from tools.figures import table
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command
 from worker.platform.threads import MlxThread
@@ -79,19 +77,14 @@ def _add(spent: Spent, answer: Answer) -> None:
         before = passage.returned
 
 
-def _rows(spent: Spent) -> Iterator[tuple[str, str, str, str]]:
+def _print(spent: Spent, token_ms: float, hidden_size: int) -> None:
+    lines = []
     for letter, what, theirs, parts in _STEPS:
         ours = sum(median(spent[part]) for part in parts if spent.get(part))
-        yield letter, what, theirs, f"{ours / 1e3:.3f}"
-
-
-def _print(spent: Spent, token_ms: float, hidden_size: int) -> None:
-    table = Table("step", "what", "there, ms", "here, ms", box=box.MARKDOWN)
-    for row in _rows(spent):
-        table.add_row(*row)
-    table.add_row("", "a token", "161", f"{token_ms:.3f}")
-    console = Console(width=140)
-    console.print(f"{machine_name()}; hidden size {hidden_size}\n", table)
+        lines.append((letter, what, theirs, f"{ours / 1e3:.3f}"))
+    lines.append(("", "a token", "161", f"{token_ms:.3f}"))
+    print(f"{machine_name()}; hidden size {hidden_size}\n")
+    print(table(("step", "what", "there, ms", "here, ms"), lines, 2), end="")
 
 
 if __name__ == "__main__":

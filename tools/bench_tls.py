@@ -25,8 +25,6 @@ from typing import Annotated, Any
 import mlx.core as mx
 import typer
 import uvloop
-from rich.console import Console
-from rich.table import Table
 
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.open import open_chain, read_model
@@ -37,6 +35,7 @@ from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Credit, Frame, Sampling, Timing
 from protos.brigade_pb2_grpc import HopServicer
 from tools.child import Ticker, child
+from tools.figures import table
 from tools.worker_process import free_port
 from worker.node.certificates import KeyFile, Role
 from worker.node.framing import ENCRYPTED, PLAIN, FrameAssembler, Wire
@@ -193,17 +192,14 @@ async def _send_from_loop(
 
 
 def _print(title: str, ways: Sequence[Way]) -> None:
-    print(title)
     is_ticking = any(ways[0].medians()[1:])
-    table = Table()
-    for column in ("link", "parts", "ms", "ratio", *(_GAPS if is_ticking else ())):
-        table.add_column(column, justify="left" if column == "link" else "right")
-    base = ways[0].medians()[0]
+    base, lines = ways[0].medians()[0], []
     for way in ways:
         took_ms, *gaps_ms = way.medians()
         cells = [f"{took_ms:.2f}", f"{took_ms / base:.2f}", *(f"{gap:.2f}" for gap in gaps_ms if is_ticking)]
-        table.add_row(way.name, format_bytes(way.wire.part_bytes), *cells)
-    Console(width=110).print(table)
+        lines.append((way.name, format_bytes(way.wire.part_bytes), *cells))
+    header = "link", "parts", "ms", "ratio", *(_GAPS if is_ticking else ())
+    print(title, "", table(header, lines, 1), sep="\n")
 
 
 async def _decode(keys: Path, tokens: int) -> list[list[float]]:

@@ -20,9 +20,8 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from tools.figures import table
 from worker.errors import BrigadeError, InputError
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command
@@ -152,16 +151,13 @@ def _name(part: Any) -> str:
 
 
 def _print(found: Sequence[Comparison], num_rounds: int, arguments: Sequence[str]) -> None:
-    table = Table(
-        title=f"python {' '.join(arguments)}, rounds: {num_rounds}, on {machine_name()}", title_justify="left"
-    )
-    for column in ("figure", "old", "new", "new / old", "least", "most"):
-        table.add_column(column, justify="left" if column == "figure" else "right", overflow="fold")
+    lines = []
     for each in found:
         ratios = [each.ratio, *([min(each.ratios), max(each.ratios)] if each.ratios else [None, None])]
         cells = ["" if ratio is None else f"{ratio:.3f}" for ratio in ratios]
-        table.add_row(each.name, f"{each.old:.4g}", f"{each.new:.4g}", *cells)
-    Console(width=max(100, Console().width), highlight=False, markup=False).print(table)
+        lines.append((each.name, f"{each.old:.4g}", f"{each.new:.4g}", *cells))
+    print(f"python {' '.join(arguments)}, rounds: {num_rounds}, on {machine_name()}\n")
+    print(table(("figure", "old", "new", "new / old", "least", "most"), lines, 1), end="")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from tools.figures import table
 from worker.platform.run import run_command
 
 _ROOT = Path(__file__).parents[1]
@@ -22,7 +21,7 @@ _GPUS = "brigade bench --config cluster.yaml --model FOLDER --layers 12,12 --con
 _BENCH = "brigade bench --local 1 --concurrency 1,4,8,16 -p 64 -g 96 -n 3 --json --plot docs/bench.png"
 _CANVAS = "python -m tools.eval_canvas --json docs/canvas.json --markdown docs/canvas.md"
 _FAULTS = "python -m tools.faults --json docs/faults.json --markdown docs/faults.md"
-_FEED = "python -m tools.bench_feed --layers 4 --rounds 5 --folder /dev/shm --mbit 1000 --markdown"
+_FEED = "python -m tools.bench_feed --layers 4 --rounds 5 --folder /dev/shm --mbit 1000"
 _LATENCY = "python -m tools.plot_latency --json docs/latency.json --plot docs/latency.png"
 _MODELS = "python -m tools.models_table --json docs/models.json --markdown docs/models.md"
 _WINDOWS = "python -m tools.eval_windows --json docs/windows.json --markdown docs/windows.md"
@@ -62,13 +61,13 @@ PAGES = (
 
 def main(root: Annotated[Path, typer.Option(help="The repository.")] = _ROOT) -> None:
     """Show when each page and its code were committed, and print the commands that make the older pages anew."""
-    table, commands = Table("page", "committed", "its code", "so it is"), []
+    lines, commands = [], []
     for page in PAGES:
         made, changed = _committed(root, f"docs/{page.figures or page.name}"), _committed(root, *page.code)
         commands += [page.command] if made < changed else []
-        dates = (f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M}" for at in (made, changed))
-        table.add_row(page.name, *dates, "older than its code" if made < changed else "up to date")
-    Console().print(table)
+        dates = [f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M}" for at in (made, changed)]
+        lines.append((page.name, *dates, "older than its code" if made < changed else "up to date"))
+    print(table(("page", "committed", "its code", "so it is"), lines))
     print(*dict.fromkeys(commands), sep="\n")
 
 

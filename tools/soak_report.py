@@ -3,12 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from rich.console import Console
-from rich.table import Table
-
+from tools.figures import table
 from tools.soak_held import Ledger
-
-_COLUMNS = 100
 
 
 @dataclass
@@ -31,41 +27,29 @@ class Soak:
 
 def print_soak(soak: Soak) -> None:
     """On standard output."""
-    console = Console(highlight=False, markup=False)
-    console.width = min(_COLUMNS, console.width) if console.is_terminal else _COLUMNS
     title = f"{soak.model} on {soak.machine}: {soak.soaked_s:.0f} s of load, {soak.num_rounds} rounds, seed {soak.seed}"
-    console.print(title, "", _happened(soak), "", _held(soak.ledger), "", sep="\n")
-    console.print(f"{len(soak.violations)} violation(s)", *soak.violations, sep="\n")
-
-
-def _happened(soak: Soak) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1))
-    table.add_column(style="dim")
-    table.add_column()
-    table.add_row("faults", _counts(soak.faults))
-    table.add_row("answers", _counts(soak.ends))
     still = f"longest time without a token {soak.longest_still_s:.1f} s"
-    table.add_row("", f"{soak.num_tokens} tokens, {soak.num_recoveries} recoveries, {still}")
-    return table
+    print(title, f"faults: {_counts(soak.faults)}", f"answers: {_counts(soak.ends)}", sep="\n")
+    print(f"{soak.num_tokens} tokens, {soak.num_recoveries} recoveries, {still}\n")
+    print(_held(soak.ledger))
+    print(f"{len(soak.violations)} violation(s)", *soak.violations, sep="\n")
 
 
 def _counts(counter: Counter[str]) -> str:
     return ", ".join(f"{count} {what}" for what, count in counter.most_common()) or "none"
 
 
-def _held(ledger: Ledger) -> Table:
+def _held(ledger: Ledger) -> str:
     """Of each process that was there after more than one round; this one first."""
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1))
-    for head in ("process", "rounds", "MiB", "descriptors", "threads"):
-        table.add_column(head, justify="left" if head == "process" else "right")
+    lines = []
     for number, (pid, first) in enumerate(ledger.first.items()):
         last = ledger.last[pid]
         if ledger.num_rounds[pid] > 1:
-            table.add_row(
+            lines.append((
                 f"worker {pid}" if number else "coordinator",
                 str(ledger.num_rounds[pid]),
                 f"{first.resident_bytes / 2**20:.0f} -> {last.resident_bytes / 2**20:.0f}",
                 f"{first.num_descriptors} -> {last.num_descriptors}",
                 f"{first.num_threads} -> {last.num_threads}",
-            )
-    return table
+            ))  # fmt: skip
+    return table(("process", "rounds", "MiB", "descriptors", "threads"), lines, 1)

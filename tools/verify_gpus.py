@@ -24,8 +24,6 @@ from typing import Annotated, Any
 import mlx.core as mx
 import typer
 import uvloop
-from rich.console import Console
-from rich.table import Table
 
 from coordinator.cluster.local import LocalWorker
 from coordinator.cluster.options import DEFAULT_CONTEXT, ClusterOptions
@@ -33,6 +31,7 @@ from coordinator.decoding.decode_options import Decode
 from coordinator.quality.report import ComparedAnswer
 from coordinator.quality.verify import verify
 from tools import random_model
+from tools.figures import table
 from worker.config import ClusterConfig, WorkerConfig
 from worker.errors import BrigadeError
 from worker.node.loading import open_checkpoint
@@ -208,13 +207,9 @@ def summarise(runs: Sequence[Run]) -> list[tuple[str, ...]]:
 
 
 def _print(runs: Sequence[Run]) -> int:
-    table = Table("model", "where", "decode", title=machine_name())
-    for heading in ("seeds", "tokens", "equal", "rounding", "different", "failed"):
-        table.add_column(heading, justify="right")
-    table.add_column("margin <= rounding, logits")
-    for row in summarise(runs):
-        table.add_row(*row)
-    Console(width=200).print(table)
+    header = "model", "where", "decode", "seeds", "tokens", "equal", "rounding", "different", "failed"
+    print(f"{machine_name()}\n")
+    print(table((*header, "margin <= rounding, logits"), summarise(runs), 3), end="")
     return int(any(run.error or any(case.verdict == "DIFFERS" for case in run.cases) for run in runs))
 
 

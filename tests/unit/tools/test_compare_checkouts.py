@@ -51,7 +51,7 @@ def test_checkouts_take_turns_each_in_its_own_folder(tmp_path: Path, capsys: pyt
     main(printing(tmp_path / "old", 80.0), printing(tmp_path / "new", 100.0), ["-m", "figures"], rounds=3, minutes=1.0)
     assert (tmp_path / "runs").read_text().split() == ["old", "new", "new", "old", "old", "new"]
     [row] = [line for line in capsys.readouterr().out.splitlines() if "tokens_per_s" in line]
-    assert [cell.strip() for cell in row.strip("│").split("│")] == ["tokens_per_s", "80", "100", *["1.250"] * 3]
+    assert [cell.strip() for cell in row.strip("|").split("|")] == ["tokens_per_s", "80", "100", *["1.250"] * 3]
 
 
 def test_a_checkout_may_be_compared_with_itself_to_see_the_noise(tmp_path: Path) -> None:
