@@ -39,7 +39,6 @@ def main(
     tokens: Annotated[int, typer.Option(min=16, help="Tokens of an answer.")] = 128,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 64,
     gpus: Annotated[str, typer.Option(help="CUDA devices of the two processes; empty for the CPU, or one GPU.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     rank: Annotated[int, typer.Option(hidden=True)] = -1,
     port: Annotated[int, typer.Option(hidden=True)] = 0,
 ) -> None:
@@ -48,17 +47,15 @@ def main(
         asyncio.run(_serve(folder) if rank else _ask(folder, port, prompt, tokens))
         return
     found: dict[str, list[float]] = {"floor": [], "brigade": []}
+    envs = [os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}) for gpu in (gpus or ",").split(",")]
     for _ in range(turns):
         for name, run in (("floor", _run_floor), ("brigade", _run_product)):
-            found[name].append(run(folder, prompt, tokens, gpus.split(",") if gpus else []))
+            found[name].append(run(folder, prompt, tokens, envs))
     medians = {name: statistics.median(all_ms) for name, all_ms in found.items()}
-    ratio = medians["floor"] / medians["brigade"]
-    if as_json:
-        print(json.dumps({"ms_per_token": medians, "ratio": ratio, "turns": found, "machine": platform.platform()}))
-        return
     for name, all_ms in found.items():
         shown = ", ".join(f"{ms:.2f}" for ms in sorted(all_ms))
         print(f"{name}: {medians[name]:.2f} ms per token (median of {turns}: {shown})")
+    ratio = medians["floor"] / medians["brigade"]
     print(f"floor / brigade: {ratio:.2f} ({turns} turns, {tokens} tokens, {platform.platform()})")
 
 
@@ -152,10 +149,9 @@ async def _ask(folder: Path, port: int, num_prompt: int, num_tokens: int) -> Non
     print(1e3 * statistics.median(after - before for before, after in pairwise(times)))
 
 
-def _run_floor(folder: Path, num_prompt: int, num_tokens: int, gpus: list[str]) -> float:
+def _run_floor(folder: Path, num_prompt: int, num_tokens: int, envs: list[dict[str, str]]) -> float:
     """Milliseconds per token of the floor."""
     command = [sys.executable, "-m", "tools.bench_floor", str(folder)]
-    envs = [os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}) for gpu in (gpus or ["", ""])]
     with subprocess.Popen([*command, "--rank", "1"], env=envs[-1], stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
@@ -169,9 +165,8 @@ def _run_floor(folder: Path, num_prompt: int, num_tokens: int, gpus: list[str]) 
             server.kill()
 
 
-def _run_product(folder: Path, num_prompt: int, num_tokens: int, gpus: list[str]) -> float:
+def _run_product(folder: Path, num_prompt: int, num_tokens: int, envs: list[dict[str, str]]) -> float:
     """Milliseconds per token of one request on Brigade's coordinator and one worker."""
-    envs = [os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}) for gpu in (gpus or ["", ""])]
     worker = [sys.executable, "-m", "worker", "--name", "w", "--model", str(folder), "--bind", "127.0.0.1:0"]
     pipe = subprocess.PIPE
     with (

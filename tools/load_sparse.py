@@ -1,6 +1,6 @@
 """What loading one shard reads and allocates, against the shard's size. Linux only: it asks /proc.
 
-python -m tools.load_sparse FOLDER --layers 10:14 [--json]
+python -m tools.load_sparse FOLDER --layers 10:14
 
 FOLDER is any checkpoint: one of tools/sparse_model.py has real tensor shapes and takes no room on the disk.
 """
@@ -41,14 +41,12 @@ class Loaded:
 def main(
     folder: Annotated[Path, typer.Argument(help="A model folder.")],
     layers: Annotated[str, typer.Option(metavar="START:END", help="The shard's layers, from 0.")],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Load the shard in this process and say what it took."""
+    """Load the shard in this process and print what it took as one JSON object."""
     start, separator, end = layers.partition(":")
     if not (separator and start.isdigit() and end.isdigit()):
         raise InputError("layers", f"expected START:END, got {layers!r}")
-    loaded = asyncio.run(measure(folder, int(start), int(end)))
-    print(json.dumps(asdict(loaded)) if as_json else _text(loaded))
+    print(json.dumps(asdict(asyncio.run(measure(folder, int(start), int(end))))))
 
 
 async def measure(folder: Path, start: int, end: int) -> Loaded:
@@ -86,18 +84,6 @@ def _field(file: str, key: str) -> int:
     """The number in a line such as `VmRSS:  123 kB`."""
     lines = (line.partition(":") for line in (_PROC / file).read_text().splitlines())
     return next(int(value.split()[0]) for name, _, value in lines if name == key)
-
-
-def _text(loaded: Loaded) -> str:
-    def share(nbytes: int) -> str:
-        return f"{nbytes / 2**30:.3f} GiB, {nbytes / loaded.shard:.3f} of the shard"
-
-    return (
-        f"checkpoint {loaded.checkpoint / 2**30:.1f} GiB, shard {loaded.shard / 2**30:.3f} GiB\n"
-        f"read       {share(loaded.read)}\n"
-        f"peak RSS   {share(loaded.peak_rss)}, more than before\n"
-        f"peak MLX   {share(loaded.peak_mlx)}"
-    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="only
 
 def load(folder: Path) -> Loaded:
     """Two of the eight layers, in a process of its own."""
-    command = [sys.executable, "-m", "tools.load_sparse", str(folder), "--layers", "2:4", "--json"]
+    command = [sys.executable, "-m", "tools.load_sparse", str(folder), "--layers", "2:4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return Loaded(**json.loads(done.stdout))
