@@ -110,7 +110,7 @@ _WHERE_NEEDED: dict[str, Any] = {
     **_same(1000, "n_ctx block_size model_max_length swa_rope_theta rotary_emb_base"),
     **_same(0.5, "rotary_pct partial_rotary_factor"),
     **_same(True, "use_conv_bias use_qk_norm qk_norm post_norm norm_topk_prob mla_scale_q_lora mla_scale_kv_lora"),
-    **_same(False, "tie_word_embeddings attention_bias mlp_bias use_bias use_qkv_bias norm_head mamba_proj_bias"),
+    **_same(False, "tie_word_embeddings attention_bias mlp_bias use_bias use_qkv_bias mamba_proj_bias"),
     **_same(4, "conv_kernel mamba_d_conv"),
     **_same(2, "conv_window mamba_expand n_groups zero_expert_num group_norm_size"),
     **dict(mlp_only_layers=[], rope_scaling=None, routed_scaling_factor=1.5, embedding_multiplier=12.0),
@@ -193,7 +193,7 @@ def _by_hand(unit: int) -> dict[str, dict[str, Any]]:
         "llama4_text": dict(no_rope_layers=[1, 1, 0] * 2),
         "longcat_flash_ngram": dict(ngram_vocab_size_ratio=3, emb_neighbor_num=3, emb_split_num=2),
         "mamba": dict(time_step_rank=4),
-        "mamba2": dict(time_step_limit=(0.01, 10.0), time_step_rank=4, num_heads=8, intermediate_size=8 * unit),
+        "mamba2": dict(time_step_limit=(0.01, 10.0), time_step_rank=4, num_heads=8),
         "mellum": dict(rope_parameters=ropes),
         "mimo_v2_flash": dict(
             hybrid_layer_pattern=[1, 1, 0] * 2, moe_layer_freq=[0] + [1] * 5, swa_head_dim=unit, swa_v_head_dim=unit,
@@ -230,7 +230,6 @@ def _by_hand(unit: int) -> dict[str, dict[str, Any]]:
         "phimoe": _longrope(unit // 2),
         "plamo": dict(n_shared_head=2),
         "plamo2": dict(mamba_step=3),
-        "qwen": dict(num_key_value_heads=4),
         "qwen3_5": dict(num_experts=0),
         "recurrent_gemma": dict(
             conv1d_width=4, logits_soft_cap=30.0, num_key_value_heads=1,
