@@ -40,9 +40,9 @@ def main(
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     layers: Annotated[int, typer.Option(min=3)] = 4,
     hidden: Annotated[int, typer.Option(min=64)] = 64,
-) -> None:
+) -> int:
     """Compare pauses."""
-    raise typer.Exit(0 if uvloop.run(_compare(prompt, rounds, layers, hidden)) else 1)
+    return int(not uvloop.run(_compare(prompt, rounds, layers, hidden)))
 
 
 async def _compare(prompt: int, rounds: int, layers: int, hidden: int) -> bool:

@@ -20,7 +20,7 @@ import uvloop
 
 from coordinator.cluster.open import open_peers, read_model
 from coordinator.cluster.options import ClusterOptions, cluster_options
-from tools.serve_client import BRIGADE, Outcome, Server, brigade, long_text, stream
+from tools.serve_client import BRIGADE, Outcome, Server, brigade, long_text, whole_stream
 from worker.errors import InputError
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command
@@ -35,13 +35,13 @@ def main(
     config: Annotated[
         Path | None, typer.Option(help="A cluster.yaml with the other nodes, instead of one here.")
     ] = None,
-) -> None:
+) -> int:
     """Compare times to the first token and between tokens."""
     others = ("--config", config) if config else ("--local", "1")
     flags = ("--model", model, *others, *(("--layers", layers) if layers else ()))
     options = cluster_options(config, model, None if config else 1)
     alone = ("--model", model, "--local", "0")
-    raise typer.Exit(0 if uvloop.run(compare(options, alone, flags, prompt, tokens, rounds)) else 1)
+    return int(not uvloop.run(compare(options, alone, flags, prompt, tokens, rounds)))
 
 
 async def compare(
@@ -107,10 +107,7 @@ async def _num_frames(server: Server) -> float:
 async def _ask(server: Server, prompt: str, tokens: int) -> Outcome:
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "decode": "ar"}
     async with server.client() as client:
-        outcome = await stream(client, body)
-    if not outcome.is_whole:
-        raise InputError("prompt", f"the server answers with status {outcome.status}")
-    return outcome
+        return await whole_stream(client, body)
 
 
 def _first_s(outcomes: Sequence[Outcome]) -> float:

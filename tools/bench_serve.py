@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 import httpx2
@@ -26,7 +26,7 @@ from coordinator.engine.engine import Engine, open_engine
 from coordinator.engine.inputs import InputProcessor
 from coordinator.sessions.request import RequestSpec
 from tools.figures import table
-from tools.serve_client import Outcome, Server, brigade, mlx_lm_server, stream
+from tools.serve_client import Outcome, Server, brigade, mlx_lm_server, p95, stream, whole_stream
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command
 
@@ -36,29 +36,6 @@ _BESIDE = 4  # streams that run while a long prompt arrives
 _GAP_TOKENS = 256
 _PAIRS = 15  # of a request in this process and one by HTTP
 _SETTLED_S = 1.0  # by then all of them decode
-
-
-@dataclass(frozen=True)
-class Row:
-    """What so many streams at once took."""
-
-    num_streams: int
-    tokens_per_s: float
-    first_ms: Sequence[float]
-
-    @classmethod
-    def of(cls, outcomes: Sequence[Outcome], took_s: float) -> "Row":
-        total = sum(outcome.num_tokens for outcome in outcomes)
-        return cls(len(outcomes), total / took_s, [1000 * outcome.first_s for outcome in outcomes])
-
-    @property
-    def p50_ms(self) -> float:
-        return statistics.median(self.first_ms)
-
-    @property
-    def p95_ms(self) -> float:
-        ordered = sorted(self.first_ms)
-        return ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
 
 
 def main(
@@ -83,9 +60,9 @@ async def _measure(model: str, num_tokens: int, counts: Sequence[int], rounds: i
     for name, opening in servers.items():
         with opening as server:
             async with server.client() as client:
-                for row in [await _row(client, count, num_tokens, rounds) for count in counts]:
-                    figures = (row.tokens_per_s, row.p50_ms, row.p95_ms)
-                    speeds.append((name, str(row.num_streams), *(f"{figure:.1f}" for figure in figures)))
+                for count in counts:
+                    figures = await _at_once(client, count, num_tokens, rounds)
+                    speeds.append((name, str(count), *(f"{figure:.1f}" for figure in figures)))
                 gaps = [await _gaps_ms(client, num_words, turn) for turn in range(rounds)]
                 longest.append((name, *(f"{statistics.median(each):.1f}" for each in zip(*gaps, strict=True))))
     print(f"{frontend.checkpoint.name} on {machine_name()}\n")
@@ -102,16 +79,20 @@ async def _measure(model: str, num_tokens: int, counts: Sequence[int], rounds: i
         )
 
 
-async def _row(client: httpx2.AsyncClient, count: int, num_tokens: int, rounds: int) -> Row:
-    """The median round, after one that does not count."""
-    rows = []
+async def _at_once(client: httpx2.AsyncClient, count: int, num_tokens: int, rounds: int) -> tuple[float, float, float]:
+    """Tokens per second of so many streams, and p50 and p95 until the first text, ms: of the median round.
+
+    One round before does not count.
+    """
+    found = []
     for turn in range(rounds + 1):
         bodies = [_body(turn * count + number, num_tokens) for number in range(count)]
         began = time.monotonic()
         outcomes = await asyncio.gather(*(_persistent(client, body) for body in bodies))
-        rows.append(Row.of(outcomes, time.monotonic() - began))
-    middle = statistics.median_low(row.tokens_per_s for row in rows[1:])
-    return next(row for row in rows[1:] if row.tokens_per_s == middle)
+        tokens_per_s = sum(outcome.num_tokens for outcome in outcomes) / (time.monotonic() - began)
+        first_ms = [1000 * outcome.first_s for outcome in outcomes]
+        found.append((tokens_per_s, statistics.median(first_ms), p95(first_ms)))
+    return statistics.median_low(found[1:])
 
 
 async def _gaps_ms(client: httpx2.AsyncClient, num_words: int, turn: int) -> tuple[float, float, float]:
@@ -137,14 +118,12 @@ async def _persistent(client: httpx2.AsyncClient, body: dict[str, Any]) -> Outco
     while True:
         asked = time.monotonic()
         try:
-            found = await stream(client, body)
+            found = await whole_stream(client, body)
         except httpx2.NetworkError:
             if time.monotonic() - began > _WAIT_S:
                 raise
             await asyncio.sleep(_AGAIN_S)
         else:
-            if not found.is_whole:
-                raise RuntimeError(f"expected a whole stream, found status {found.status}")
             return replace(found, first_s=found.first_s + asked - began, took_s=found.took_s + asked - began)
 
 

@@ -34,7 +34,7 @@ Json = dict[str, Any]
 def main(
     tokens: Annotated[int, typer.Option(min=600, help="Of the first turn's question, about.")] = 16_000,
     local: Annotated[int, typer.Option(min=0, help="Workers.")] = 1,
-) -> None:
+) -> int:
     """Measure a second turn behind the first one, and by itself."""
     question = {"role": "user", "content": long_text(tokens)}
     with tempfile.TemporaryDirectory() as folder:
@@ -57,7 +57,7 @@ def main(
         f"{asked - reused} fed; {second_s:.2f} s, {fresh_s:.2f} s by itself ({fresh_s / second_s:.1f} x); "
         f"answers {'equal' if is_equal else 'DIFFER'}"
     )
-    raise typer.Exit(0 if is_equal and asked - reused <= _MOST_FED and not _reused(fresh) else 1)
+    return int(not is_equal or asked - reused > _MOST_FED or _reused(fresh) > 0)
 
 
 def _answer(client: httpx2.Client, messages: list[Json]) -> tuple[Json, float]:

@@ -174,7 +174,7 @@ def main(
     names: Annotated[list[str] | None, typer.Argument(help="Packages; all by default.")] = None,
     environments: Annotated[Path | None, typer.Option(help="Keep the clients there, and use those that are.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Replace the table of this page.")] = None,
-) -> None:
+) -> int:
     """Let other people's clients use tools by a server of this command's own."""
     known = {client.package: client for client in CLIENTS}
     if unknown := set(names or ()) - known.keys():
@@ -190,7 +190,7 @@ def main(
                 print(results[-1].row(), *results[-1].tools, flush=True)
     if markdown:
         _write_table(markdown, results)
-    raise typer.Exit(1 if any(result.state == "FAILED" for result in results) else 0)
+    return int(any(result.state == "FAILED" for result in results))
 
 
 def _write_table(page: Path, results: list[Result]) -> None:

@@ -17,7 +17,7 @@ import uvloop
 
 from tools.check_clients import installed
 from tools.load_serve import story
-from tools.serve_client import brigade, exit_with, stream
+from tools.serve_client import brigade, print_failures, stream
 from worker.platform.run import run_command
 from worker.platform.tasks import cancel_all
 
@@ -32,12 +32,11 @@ def main(
     cases: Annotated[int, typer.Option(min=1, help="The least number of requests.")] = 10_000,
     streams: Annotated[int, typer.Option(min=1, help="Beside them, one after the other each.")] = 4,
     environments: Annotated[Path | None, typer.Option(help="Keep the installation in this folder.")] = None,
-) -> None:
+) -> int:
     """Fuzz the API of a server of this command's own."""
     with tempfile.TemporaryDirectory() as folder:
         command = installed(_PACKAGE, (environments or Path(folder)).resolve(), is_npm=False) / "schemathesis"
-        failures = uvloop.run(_fuzz(command, Path(folder), cases, streams))
-    exit_with(failures)
+        return print_failures(uvloop.run(_fuzz(command, Path(folder), cases, streams)))
 
 
 async def _fuzz(command: Path, folder: Path, cases: int, streams: int) -> list[str]:

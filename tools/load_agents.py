@@ -22,7 +22,7 @@ import uvloop
 
 from tools import random_model
 from tools.load_serve import disturbed
-from tools.serve_client import brigade, events, exit_with, long_text
+from tools.serve_client import brigade, events, long_text, print_failures
 from worker.platform.run import run_command
 
 _MOST_GROWTH = 1.2  # of the server's memory between the half and the end
@@ -52,10 +52,9 @@ def main(
     instructions: Annotated[int, typer.Option(min=16, help="Tokens of the system prompt, about.")] = 20_000,
     kills: Annotated[int, typer.Option(min=0)] = 2,
     local: Annotated[int, typer.Option(min=1, help="Workers.")] = 1,
-) -> None:
+) -> int:
     """Have many agents at work until one is answered otherwise than alone."""
-    failures = uvloop.run(_check(agents, turns, instructions, kills, local))
-    exit_with(failures)
+    return print_failures(uvloop.run(_check(agents, turns, instructions, kills, local)))
 
 
 async def _check(agents: int, turns: int, instructions: int, kills: int, local: int) -> list[str]:

@@ -11,7 +11,6 @@ once. Exits with 1 where any of this does not hold.
 import asyncio
 import itertools
 import random
-import statistics
 import tempfile
 import time
 from collections import Counter
@@ -25,7 +24,7 @@ import typer
 import uvloop
 
 from coordinator.cluster.open import read_model
-from tools.serve_client import Outcome, Server, brigade, exit_with, stream
+from tools.serve_client import Outcome, Server, brigade, p95, print_failures, stream
 from worker.platform.run import run_command
 
 T = TypeVar("T")
@@ -45,11 +44,10 @@ def main(
     model: Annotated[str, typer.Option(help="As for `brigade serve`.")] = "demo",
     local: Annotated[int, typer.Option(min=1, help="Workers.")] = 2,
     max_tokens: Annotated[int, typer.Option(min=2)] = 64,
-) -> None:
+) -> int:
     """Load a server until it breaks its word, or does not."""
     bodies = [story(number, max_tokens) for number in range(_NUM_BODIES)]
-    failures = uvloop.run(_check(bodies, seconds, streams, kills, model, local))
-    exit_with(failures)
+    return print_failures(uvloop.run(_check(bodies, seconds, streams, kills, model, local)))
 
 
 async def _check(
@@ -144,7 +142,7 @@ async def overload(client: httpx2.AsyncClient, bodies: list[dict[str, Any]], sec
     found = await asyncio.gather(*tasks)
     taken = [each.took_s for each in found if each.status == 200]
     rejected = [each.took_s for each in found if each.status == 429]
-    usual_s, slow_s, rejected_s = _p95([each.took_s for each in at_capacity]), _p95(taken), _p95(rejected)
+    usual_s, slow_s, rejected_s = p95([each.took_s for each in at_capacity]), p95(taken), p95(rejected)
     print(
         f"3 x capacity ({rate:.1f} requests/s) for {seconds:g} s: {dict(Counter(each.status for each in found))}; p95 "
         f"{slow_s:.2f} s of those taken, {usual_s:.2f} s at capacity; 429 within {1000 * rejected_s:.0f} ms (p95)"
@@ -186,10 +184,6 @@ async def _little_memory(folder: Path, model: str, local: int, body: dict[str, A
 def story(number: int, max_tokens: int) -> dict[str, Any]:
     prompt = f"Tell me story number {number} about a fox."
     return {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0.8, "seed": number, "ignore_eos": True}
-
-
-def _p95(seconds: list[float]) -> float:
-    return statistics.quantiles(seconds, n=20, method="inclusive")[-1] if len(seconds) > 1 else sum(seconds)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Servers as processes, and streams that are read from them: what `load_serve` and `bench_serve` share."""
+"""Servers as processes, and streams that are read from them."""
 
 import json
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -11,10 +12,9 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import httpx2
-import typer
 
 from tools.worker_process import free_port
 
@@ -127,6 +127,14 @@ async def stream(client: httpx2.AsyncClient, body: dict[str, Any], path: str = "
     return Outcome(200, text, is_whole, num_tokens, first_s, now - began, longest_gap_s)
 
 
+async def whole_stream(client: httpx2.AsyncClient, body: dict[str, Any]) -> Outcome:
+    """Ask for a stream and read it to its end. Raises RuntimeError if it ends before [DONE]."""
+    found = await stream(client, body)
+    if not found.is_whole:
+        raise RuntimeError(f"expected a whole stream, found status {found.status}")
+    return found
+
+
 async def events(answer: httpx2.Response) -> AsyncIterator[dict[str, Any] | None]:
     """Yield the events of a stream, and None for its mark of the end."""
     async for line in answer.aiter_lines():
@@ -134,11 +142,16 @@ async def events(answer: httpx2.Response) -> AsyncIterator[dict[str, Any] | None
             yield None if event == _DONE else json.loads(event)
 
 
-def exit_with(failures: Sequence[str]) -> NoReturn:
-    """Print the failures; exit with 1 if there are any."""
+def p95(seconds: Sequence[float]) -> float:
+    """Return the 95th percentile, which no value exceeds by extrapolation; 0 of nothing."""
+    return statistics.quantiles(seconds, n=20, method="inclusive")[-1] if len(seconds) > 1 else sum(seconds)
+
+
+def print_failures(failures: Sequence[str]) -> int:
+    """Print the failures; return the exit code."""
     for failure in failures:
         print(f"FAILED: {failure}")
-    raise typer.Exit(1 if failures else 0)
+    return int(bool(failures))
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
