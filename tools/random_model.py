@@ -23,8 +23,9 @@ from worker.model.checkpoint import DEMO
 from worker.model.diffusion_gemma import Model, ModelArgs
 from worker.platform.run import run_command
 
-_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 _GROUP = 64
+_HEAD = 64
 _EXPERT_GROUP = 32
 _SHARD_GIB = 4
 TEMPLATE = (
@@ -42,45 +43,35 @@ _AFTER_MARK = {"<|im_end|>": 8.0, "a": 8.0}
 
 def main(
     folder: Annotated[Path, typer.Argument(help="Where to write it; must not exist yet.")],
-    hidden: Annotated[int, typer.Option(min=64, help="Hidden size, which heads share.")] = 256,
-    head_size: Annotated[int, typer.Option(min=64, help="Numbers of each head.")] = 64,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of keys and values. (default: half)")] = None,
+    hidden: Annotated[int, typer.Option(min=64, help="Hidden size, which heads of 64 numbers share.")] = 256,
     layers: Annotated[int, typer.Option(min=1)] = 8,
     vocab: Annotated[int, typer.Option(min=2)] = 2048,
     context: Annotated[int, typer.Option(min=1, help="The longest sequence, tokens.")] = 16384,
-    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
     bits: Annotated[int | None, typer.Option(help="Quantise to 4 or 8 bits.")] = None,
     chats: Annotated[
         bool, typer.Option("--chats", help="Add a tokenizer of 2,048 tokens and a chat template.")
     ] = False,
     drafter: Annotated[Path | None, typer.Option(help="Write a drafter there whose drafts all hold.")] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Write a qwen3 model of random weights."""
     if chats:
         vocab = Tokenizer.from_file(str(DEMO / "tokenizer.json")).get_vocab_size()
-    heads, rest = divmod(hidden, head_size)
-    kv_heads = max(1, heads // 2) if kv_heads is None else kv_heads
-    if (
-        dtype not in _DTYPES
-        or folder.exists()
-        or head_size % 64
-        or rest
-        or heads % kv_heads
-        or bits not in (None, 4, 8)
-    ):
+    heads = hidden // _HEAD
+    kv_heads = heads if heads % 2 else heads // 2
+    if dtype not in _DTYPES or folder.exists() or hidden % _HEAD or bits not in (None, 4, 8):
         raise InputError(
             "",
-            "expected a folder that does not exist, heads of 64 or 128 numbers that divide the hidden size, so many of "
-            "them that --kv-heads divides their number, --dtype float32, float16 or bfloat16, and --bits 4 or 8 if any",
+            f"expected a folder that does not exist, --hidden with a multiple of {_HEAD}, --dtype float32 or bfloat16, "
+            "and --bits 4 or 8 if any",
         )
     config = {
         "model_type": "qwen3", "hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": 3 * hidden,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_size, "rms_norm_eps": 1e-6,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": _HEAD, "rms_norm_eps": 1e-6,
         "vocab_size": vocab, "rope_theta": 1e6, "max_position_embeddings": context, "tie_word_embeddings": not chats,
         "eos_token_id": 0,
     }  # fmt: skip
-    mx.random.seed(seed)
+    mx.random.seed(0)
     model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
     model.update(tree_map(lambda array: _small(array).astype(_DTYPES[dtype]), model.parameters()))
     if chats:

@@ -1,7 +1,5 @@
 """A checkpoint of real tensor shapes without weights: headers, and files of holes. For plans and for loading.
 
-python -m tools.sparse_model FOLDER --config tools/published/GLM-4.7.json [--bits 4] [--mode affine] [--unstacked]
-
 Names, shapes and dtypes are those that mlx_lm.convert would write. No tensor is computed: a checkpoint of 1000 billion
 parameters takes seconds, and no more of the disk than its headers.
 """
@@ -14,51 +12,25 @@ from fnmatch import fnmatch
 from io import StringIO
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import typer
 from mlx.utils import tree_flatten, tree_map_with_path
-
-from worker.errors import InputError
-from worker.platform.run import run_command
 
 PUBLISHED = Path(__file__).parent / "published"
 
 _FILE_BYTES = 5 * 2**30
 _DTYPES = {mx.bfloat16: "BF16", mx.float16: "F16", mx.float32: "F32", mx.uint32: "U32", mx.uint8: "U8"}
-_GROUPS = {"affine": 64, "mxfp4": 32, "mxfp8": 32, "nvfp4": 16}
+_GROUP = 64  # numbers with one scale
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]  # safetensors' dtype and shape, by name
-
-
-def main(
-    folder: Annotated[Path, typer.Argument(help="Where to write it; must not exist yet.")],
-    config: Annotated[Path, typer.Option(help="A config.json, or one of tools/published.")],
-    bits: Annotated[int, typer.Option(min=0, max=8, help="Quantise to so many bits; 0 for none.")] = 4,
-    mode: Annotated[str, typer.Option(help="affine, mxfp4, mxfp8 or nvfp4.")] = "affine",
-    unstacked: Annotated[
-        bool, typer.Option(help="One tensor per expert, as makers publish them; with --bits 0.")
-    ] = False,
-) -> None:
-    """Write config.json, an index and files of holes."""
-    if folder.exists():
-        raise InputError("", f"expected a folder that does not exist, got {folder}")
-    if mode not in _GROUPS:
-        raise InputError("mode", f"expected one of {', '.join(_GROUPS)}, got {mode!r}")
-    if unstacked and bits:
-        raise InputError("bits", f"expected 0 for tensors that are unstacked, got {bits}")
-    found = json.loads(config.read_text(encoding="utf-8"))
-    nbytes = write_sparse(folder, found.get("config", found), bits or None, mode, unstacked=unstacked)
-    print(f"{folder}: {nbytes / 1e9:.1f} GB apparent, {_used(folder) / 1e6:.1f} MB on the disk")
 
 
 def write_sparse(
     folder: Path,
     config: dict[str, Any],
     bits: int | None = 4,
-    mode: str = "affine",
     *,
     unstacked: bool = False,
     file_bytes: int = _FILE_BYTES,
@@ -71,7 +43,7 @@ def write_sparse(
         unstacked: one tensor per expert, where mlx-lm's model has all of a layer in one.
         file_bytes: the most that one file takes, unless one tensor takes more.
     """
-    tensors, written = tensors_of(config, bits, mode)
+    tensors, written = tensors_of(config, bits)
     if unstacked:
         tensors = dict(_unstack(tensors))
     folder.mkdir(parents=True)
@@ -88,7 +60,7 @@ def write_sparse(
     return nbytes
 
 
-def tensors_of(config: dict[str, Any], bits: int | None, mode: str) -> tuple[Tensors, dict[str, Any]]:
+def tensors_of(config: dict[str, Any], bits: int | None) -> tuple[Tensors, dict[str, Any]]:
     """What mlx_lm.convert would write for this configuration: tensors, and the configuration that goes with them."""
     from mlx_lm.utils import _get_classes, quantize_model
 
@@ -99,7 +71,7 @@ def tensors_of(config: dict[str, Any], bits: int | None, mode: str) -> tuple[Ten
     _quantise_as_published(model, config)
     if bits:
         with redirect_stdout(StringIO()):  # it says how many bits that makes
-            model, config = quantize_model(model, config, _GROUPS[mode], bits, mode)
+            model, config = quantize_model(model, config, _GROUP, bits)
     parameters: list[tuple[str, mx.array]] = tree_flatten(model.parameters())  # type: ignore[assignment]
     tied = any(part.get("tie_word_embeddings") for part in (config, config.get("text_config", {})))
     return {
@@ -171,11 +143,3 @@ def _write_holes(path: Path, tensors: Tensors) -> None:
 def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     size = next(key.size for key, name in _DTYPES.items() if name == dtype)
     return prod(shape) * size
-
-
-def _used(folder: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in folder.iterdir())
-
-
-if __name__ == "__main__":
-    run_command(main)

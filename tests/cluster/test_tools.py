@@ -77,7 +77,6 @@ PROGRAMS = [
     program("seeded_faults", "--list", r"\d+ faults: \{'fit': \d+\}"),
     program("simulate_prompts", "--tokens 64 --links none", r"loopback:\n.* answers equal", mark=MATRIX),
     program("soak", "--minutes 0.1", r"\n0 violation", mark=MATRIX),
-    program("sparse_model", "@sparse --config tools/published/Llama-3.3-70B.json", r"39\.7 GB apparent"),
     program("train_demo", "--out @trained --steps 1 --batch 1 --pool 0.01", r"parameters", mark=MATRIX),
     program("train_drafter", "--out @drafter --steps 1 --batch 1 --anchors 2 --pool 0.01", r"parameters", mark=MATRIX),
     program("verify_gpus", "--json @gpus.json --quick", r"random bf16 .* one process", mark=MATRIX),

@@ -35,7 +35,7 @@ def test_the_sizes_are_those_of_conversions_that_others_published(tmp_path: Path
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_a_configuration_has_as_many_parameters_as_its_name_says(name: str) -> None:
-    tensors, _ = tensors_of(published(name) | {"quantization_config": {}}, None, "affine")
+    tensors, _ = tensors_of(published(name) | {"quantization_config": {}}, None)
     found = sum(mx.zeros(shape).size for _, shape in tensors.values())
     assert found / 1e9 == pytest.approx(float(re.findall(r"-(\d+)B", name)[0]), rel=0.04)
 
