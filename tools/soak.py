@@ -190,18 +190,18 @@ class Round:
             except TimeoutError:
                 _violated(self.soak, f"no end of an answer after {_STUCK_S:.0f} s: {_name(request)}")
             except BrigadeError as error:
-                self._failed(request, error)
+                self.fail(request, error)
             else:
-                self._compare(request, expected, answer)
+                self.compare(request, expected, answer)
 
-    def _failed(self, request: Request, error: BrigadeError) -> None:
+    def fail(self, request: Request, error: BrigadeError) -> None:
         if error.message.startswith("given up: the chain was lost"):
             self.soak.ends["given up after three losses without a token"] += 1
             self.tell(f"given up: {_name(request)}")
         else:
             _violated(self.soak, f"{error} ({_name(request)})")
 
-    def _compare(self, request: Request, expected: Sequence[int], answer: Answer) -> None:
+    def compare(self, request: Request, expected: Sequence[int], answer: Answer) -> None:
         soak, is_whole = self.soak, bool(answer.finish_reason)
         soak.num_tokens += len(answer.tokens)
         soak.longest_still_s = max(soak.longest_still_s, answer.usage.still_s)

@@ -39,14 +39,14 @@ def test_another_token_or_an_error_is_a_violation_but_an_early_leave_or_the_thir
 
     def compare(tokens: list[int], finish_reason: str) -> None:
         answer = Answer(samples=[Token(token) for token in tokens], finish_reason=finish_reason)
-        judging._compare(request, [1, 2, 3], answer)
+        judging.compare(request, [1, 2, 3], answer)
 
     compare([1, 2, 3], "length")
     compare([1, 2], "")
-    judging._failed(request, StageLost("given up: the chain was lost 3 times without a token of it in between"))
+    judging.fail(request, StageLost("given up: the chain was lost 3 times without a token of it in between"))
     assert soak.ends["equal"] == soak.ends["left by its reader"] == 1 and soak.violations == []
     compare([1, 2, 4], "length")
     compare([1, 2], "length")
     compare([2], "")
-    judging._failed(request, StageLost("no chain could be opened within 60 s"))
+    judging.fail(request, StageLost("no chain could be opened within 60 s"))
     assert len(soak.violations) == 4
