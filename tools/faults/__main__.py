@@ -18,7 +18,6 @@ from typing import Annotated
 import typer
 import uvloop
 from pydantic import TypeAdapter
-from rich.console import Console
 
 from tools.faults.case import Case, Row, ending, try_case
 from tools.faults.inside import inside
@@ -60,7 +59,7 @@ def main(
     rows = asyncio.run(run_groups(groups, jobs))
     took_s = time.monotonic() - began
     report = Report(rows, took_s / 60, jobs)
-    Console().print(report.table())
+    print(report.summary, report.cases(), sep="\n\n")
     if json_file is not None and json_file.exists() and part:
         report = load(Report, json_file).with_part(report)
     if json_file is not None:

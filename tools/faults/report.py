@@ -8,8 +8,6 @@ from itertools import groupby
 from operator import attrgetter
 from statistics import median
 
-from rich.table import Table
-
 from tools.faults.case import Row, ending
 from tools.figures import table
 from worker.platform.machine import machine_name
@@ -52,14 +50,9 @@ class Report:
         kept = sum(row.seen.is_kept for row in self.rows)
         return f"{kept} of {len(self.rows)} promises kept in {self.minutes:.0f} minutes"
 
-    def table(self) -> Table:
-        """Every case, for a terminal."""
-        found = Table(title=self.summary, title_justify="left")
-        for name in _HEAD:
-            found.add_column(name, justify="right" if name in ("noticed after", "gap") else "left")
-        for row in self.rows:
-            found.add_row(*_cells(row), style=None if row.seen.is_kept else "bold red", end_section=False)
-        return found
+    def cases(self) -> str:
+        """Return a table of every case."""
+        return table(_HEAD, map(_cells, self.rows))
 
     def markdown(self) -> str:
         """The page: a line per kind of fault, and every case whose promise was broken."""
