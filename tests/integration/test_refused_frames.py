@@ -11,9 +11,9 @@ import pytest
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT32, DTYPE_UNSPECIFIED, Frame, Tensor, Timing
 from tests.integration.certificates import Certificates
 from tests.integration.conftest import NETWORK, Pass
+from tests.integration.flipped_bits import frame_of, recording, send_encrypted, send_plaintext
 from tests.integration.many import until
 from tests.integration.upstream import D, feeding, frame, parts_of, tensor, window_of
-from tools.flipped_bits import frame_of, recording, send_encrypted, send_plaintext
 from tools.proxy import Proxy
 from worker.errors import FrameError
 from worker.node.hop import Link

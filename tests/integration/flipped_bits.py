@@ -1,6 +1,4 @@
-"""Sends frames with flipped bits through real hops, encrypted and not, and counts how many are accepted: none.
-
-    python -m tools.flipped_bits --frames 10000
+"""Sends frames with flipped bits through real hops, encrypted and not, and counts how many are accepted.
 
 Encrypted, a bit flips on its way, behind the encryption. Plaintext, it flips in the part itself: a bit of HTTP/2 around
 it may mean nothing, and then the frame arrives as it was sent.
@@ -9,26 +7,18 @@ it may mean nothing, and then the frame arrives as it was sent.
 import asyncio
 import contextlib
 import random
-import tempfile
-import time
 from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from coordinator.deploy.authority import Authority
 from protos.brigade_pb2 import DTYPE_FLOAT32, Credit, Frame, Tensor
 from protos.brigade_pb2_grpc import HopServicer
 from tools.proxy import Proxy
 from tools.worker_process import address_with_hops
 from worker.errors import BrigadeError, StageLost
-from worker.node.certificates import KeyFile, Role
 from worker.node.framing import Arrival, FrameAssembler, Wire, checksum_seed, cut, write_part
 from worker.node.hop import Link, add_hops
 from worker.node.network import Network
 from worker.node.rpc_errors import abort
-from worker.platform.run import run_command
 
 SIZES = (4, 1024, 4096, 300_000)  # bytes of hidden states
 _NOTICED_S = 10.0
@@ -133,32 +123,3 @@ def frame_of(step: int, payload: bytes, wire: Wire) -> list[bytes]:
         )
         for number, data in pieces
     ]
-
-
-def main(frames: Annotated[int, typer.Option(min=1, help="How many on each kind of link.")] = 1000) -> int:
-    """Print a line for each kind of link; 1 if any frame was accepted."""
-    with tempfile.TemporaryDirectory() as folder:
-        return asyncio.run(_measure(frames, Authority.make(Path(folder) / "keys")))
-
-
-async def _measure(num_frames: int, authority: Authority) -> int:
-    def network(name: str, role: Role) -> Network:
-        authority.issue(name, role)
-        return Network(keys=KeyFile(authority.folder, name, role))
-
-    sender, receiver = network("coordinator", Role.COORDINATOR), network("node-1", Role.WORKER)
-    total = 0
-    for kind, work in (
-        ("plaintext", send_plaintext(Network(), num_frames)),
-        ("tls", send_encrypted(sender, receiver, num_frames)),
-    ):
-        began = time.monotonic()
-        num_flipped, num_accepted = await work
-        total += num_accepted
-        took_s = time.monotonic() - began
-        print(f"{kind}: {num_flipped} frames with a flipped bit, {num_accepted} accepted ({took_s:.0f} s)", flush=True)
-    return 1 if total else 0
-
-
-if __name__ == "__main__":
-    run_command(main)
