@@ -22,6 +22,7 @@ from coordinator.cluster.open import open_peers, read_model
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from tools.serve_client import BRIGADE, Outcome, Server, brigade, long_text, whole_stream
 from worker.errors import InputError
+from worker.model.model_spec import ModelSpec
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command
 
@@ -81,20 +82,26 @@ async def compare(
         f"{1e3 * _token_s(alone):.1f} ms, {1e3 * _token_s(apart):.1f} ms ({between:.2f} x); "
         f"answers {'equal' if is_equal else 'DIFFER'}"
     )
-    if len(starts) < 2 or None in starts:  # the plan has left the other node out
-        return is_equal
-    start = starts[1]
-    num_shared = sum(after > before + 1 for before, after in pairwise(num_frames[1:]))  # one frame only opens a slot
+    if len(starts) > 1 and None not in starts:  # else the plan has left the other node out
+        num_shared = sum(after > before + 1 for before, after in pairwise(num_frames[1:]))  # one only opens a slot
+        print(f"{num_shared} of {rounds} prompts of {num_tokens} tokens went to both nodes; ", end="")
+        _print_bound(spec, starts[1], num_tokens, link.bytes_per_s, _first_s(alone), _first_s(apart))
+    return is_equal
+
+
+def _print_bound(
+    spec: ModelSpec, start: int, num_tokens: int, bytes_per_s: float, alone_s: float, apart_s: float
+) -> None:
+    """Print the least that a prompt takes whose layers from `start` on another node computes as fast as this one."""
     sides = start, spec.num_layers - start
-    first_s, other_s = (_first_s(alone) * num / spec.num_layers for num in sides)
-    link_s = num_tokens * spec.segment_row_bytes(start, spec.num_layers) / link.bytes_per_s
+    first_s, other_s = (alone_s * num / spec.num_layers for num in sides)
+    link_s = num_tokens * spec.segment_row_bytes(start, spec.num_layers) / bytes_per_s
     bound_s = max(first_s, other_s, link_s)
     print(
-        f"{num_shared} of {rounds} prompts of {num_tokens} tokens went to both nodes; bound: {bound_s:.3f} s, of the "
-        f"first node's {sides[0]} layers {first_s:.3f} s, of the other's {sides[1]} {other_s:.3f} s, of the link at "
-        f"{link.bytes_per_s / 1e9:.2f} GB/s {link_s:.3f} s; reached: {bound_s / _first_s(apart):.2f} of it"
+        f"bound: {bound_s:.3f} s, of the first node's {sides[0]} layers {first_s:.3f} s, of the other's {sides[1]} "
+        f"{other_s:.3f} s, of the link at {bytes_per_s / 1e9:.2f} GB/s {link_s:.3f} s; reached: "
+        f"{bound_s / apart_s:.2f} of it"
     )
-    return is_equal
 
 
 async def _num_frames(server: Server) -> float:
