@@ -30,9 +30,8 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from tools.figures import table
 from worker.errors import InputError
 from worker.platform.run import run_command
 
@@ -210,25 +209,21 @@ def main(
     if not faults:
         raise InputError("only", f"expected areas or names of faults, got {', '.join(only or ())}")
     rows = {fault.name: asdict(fault) | {"result": "fit"} for fault in faults if fault.seeded(ROOT)}  # or it raises
-    console = Console(markup=False, highlight=False)
     if not is_listing:
         rows = {row["name"]: row for row in json.loads(output.read_text())} if output and output.exists() else {}
         first = {row["name"]: row["test"] for row in json.loads(earlier.read_text())} if earlier else {}
         first = {name: test for name, test in first.items() if "::" in test}
         for line in measure(ROOT, faults, jobs, rows, first):
-            console.print(line, soft_wrap=True)
+            print(line, flush=True)
             if output:
                 output.write_text(json.dumps(list(rows.values()), indent=1))
     columns = ("area", "name", "rule", "file") if is_listing else ("area", "name", "result", "test", "seconds")
-    table = Table(*columns)
-    for fault in faults:
-        table.add_row(*(str(rows[fault.name][column]) for column in columns))
-    console.print(table)
+    print(table(columns, [[str(rows[fault.name][column]) for column in columns] for fault in faults]))
     found = [rows[fault.name] for fault in faults]
-    console.print(f"{len(faults)} faults: {dict(Counter(row['result'] for row in found))}")
+    print(f"{len(faults)} faults: {dict(Counter(row['result'] for row in found))}")
     if not is_listing:
         tiers = Counter(row["test"].split("/")[1] for row in found if row["result"] in ("caught", "hung"))
-        console.print(f"by the folder of the test: {dict(tiers)}")
+        print(f"by the folder of the test: {dict(tiers)}")
 
 
 if __name__ == "__main__":
