@@ -28,12 +28,13 @@ from coordinator.cluster.open import cluster_over, open_chain, read_model
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.progress import say
+from coordinator.decoding.decode_options import Decode
 from coordinator.engine.engine import Engine, generate_once
 from coordinator.planning.recovery import Limits
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
+from protos.brigade_pb2 import Sampling
 from tools.soak_report import Soak, print_soak
-from tools.soak_requests import make_requests
 from tools.soak_worker import SoakWorker
 from worker.errors import BrigadeError
 from worker.model.checkpoint import Checkpoint
@@ -44,6 +45,13 @@ from worker.platform.run import run_command
 from worker.platform.threads import MlxThread
 
 READERS = 6
+_DECODES = (Decode(), Decode("ngram"), Decode("diffusion"), Decode("diffusion-fast", 8))
+_SAMPLINGS = (
+    Sampling(),
+    Sampling(seed=7, temperature=0.8, top_p=0.95),
+    Sampling(seed=5, temperature=0.9, repetition_penalty=1.3, frequency_penalty=0.2),
+)
+_NUM_TOKENS = 32
 _CONTEXT = 1024
 _ROUND_S = 15.0
 _FAULT_S = 1.0, 5.0  # between two faults
@@ -90,6 +98,22 @@ async def run(options: ClusterOptions, seconds: float, seed: int, tell: Tell) ->
             for more in await soak.ledger.settle([pid for worker in workers if (pid := worker.pid) in here]):
                 _violated(soak, more)
     return soak
+
+
+def make_requests(spec: ModelSpec) -> list[Request]:
+    """Every decoder, greedy, sampled and penalised, prompts short and long, and prefixes in common; always the same."""
+    numbers = random.Random(0)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(numbers.randrange(spec.vocab_size) for _ in range(count))
+
+    common = tokens(100)
+    found = []
+    for decode in _DECODES:
+        for sampling in _SAMPLINGS:
+            prompts = (tokens(numbers.randint(1, 40)), (*common, *tokens(5)), tokens(300))
+            found += [Request(prompt, _NUM_TOKENS, sampling, decode) for prompt in prompts]
+    return found
 
 
 async def make_table(

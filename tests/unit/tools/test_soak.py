@@ -5,10 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from coordinator.sessions.output import Answer, Token
-from tools.soak import Round
-from tools.soak_held import Held
-from tools.soak_report import Soak
-from tools.soak_requests import make_requests
+from tools.soak import Round, make_requests
+from tools.soak_report import Held, Soak
 from worker.errors import StageLost
 
 SPEC: Any = SimpleNamespace(vocab_size=50)
