@@ -10,7 +10,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -23,8 +22,7 @@ from coordinator.bench.bench import OnChain
 from coordinator.bench.results import BenchTrial, passage_ms
 from coordinator.bench.simulate import Hop, Pipeline, SimulatedLoad, simulate
 from coordinator.cluster.chain import Chain
-from coordinator.cluster.deployment import Deployment
-from coordinator.cluster.open import choose_plan, open_peers, read_model
+from coordinator.cluster.open import open_chain, read_model
 from coordinator.cluster.options import cluster_options
 from coordinator.cluster.peer import Peer
 from coordinator.decoding.decode_options import Decode, suit
@@ -36,7 +34,6 @@ from tools.bench_hops import open_slow_chain
 from tools.demo_data import mix
 from tools.eval_windows import ask
 from tools.figures import load, save, table
-from tools.joined import joined
 from tools.random_model import write_diffusion_gemma
 from tools.windows_data import Score, Speed
 from worker.errors import InputError
@@ -133,19 +130,16 @@ async def measure_wide(rounds: int) -> Wide:
         config = {"model_type": "diffusion_gemma", "text_config": TEXT, "canvas_length": CANVAS}
         write_diffusion_gemma(model, config, is_dense_quantised=False)
         (model / "generation_config.json").write_text(json.dumps(ENDLESS))
-        options = replace(cluster_options(None, str(model), 2, (1, 1, 1)), by_speed=False)
+        options = cluster_options(None, str(model), 2, (1, 1, 1))
         checkpoint, spec = await read_model(options.model)
         decode = suit(Decode("canvas", canvas_steps=STEPS), Cache(), spec)
         request = Request(tuple(range(PROMPT)), 2 * CANVAS, Sampling(seed=1, temperature=0.8), decode)
-        async with AsyncExitStack() as stack:
-            peers = await stack.enter_async_context(open_peers(options, spec))
-            plan, _, _ = await choose_plan(replace(options, context=spec.context), checkpoint, peers)
-            chain = await stack.enter_async_context(joined(Deployment(checkpoint, plan, peers)))
+        async with open_chain(replace(options, context=spec.context), checkpoint) as chain:
             system = OnChain("wide", chain)
             await system.run([replace(request, max_tokens=1)])  # compiles, and pages weights in
             links, trials = [], []
             for number in range(rounds):
-                links += [await _links(peers) for _ in range(_PROBES)]
+                links += [await _links(chain.peers) for _ in range(_PROBES)]
                 trials.append(await system.run([request]))
                 print(f"wide rows: round {number + 1}/{rounds}", file=sys.stderr, flush=True)
             return _compared(spec, chain, [_fastest(column) for column in zip(*links, strict=True)], trials)
