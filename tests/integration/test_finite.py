@@ -43,7 +43,7 @@ def poisoned(weights: dict[str, mx.array]) -> None:
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every chain has its stages check what they make."""
-    monkeypatch.setattr(Deployment.__init__, "__defaults__", (True, True, 0))
+    monkeypatch.setattr(Deployment.__init__, "__defaults__", (True, True, 0, b""))
 
 
 def test_generate_names_the_stage_that_makes_what_is_not_finite(talker: Path, tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
-"""What an earlier version has written is read: journals, received layers, keys, installed services, kept speeds.
+"""What an earlier version has written is read: journals, received layers, keys, installed services.
 
 The bundled model was trained again since; the journals have its present fingerprint in the place of the former one.
 """
 
-import asyncio
 import json
 import os
 import plistlib
@@ -12,7 +11,6 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +18,7 @@ import pytest
 
 from tests.cluster.commands import answer_here, parse, run_here
 from tests.cluster.processes import START_S, Running, Starter, starting, write_cluster
-from tests.fixtures.recipes import write_keys, write_speeds
-from worker.model.checkpoint import open_folder
-from worker.node.speed_cache import kept_speed
-from worker.platform.machine import machine_name
+from tests.fixtures.recipes import write_keys
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 JOURNALS = sorted(path.stem for path in (FIXTURES / "journals").glob("*.json"))
@@ -143,12 +138,3 @@ def test_the_command_of_an_installed_service_starts_a_worker(tmp_path: Path, mon
         assert running.err.wait_match(r"worker mini listens on (\S+)\n", START_S)
     finally:
         running.end()
-
-
-def test_a_speed_that_was_kept_is_not_measured_again(cache: Path) -> None:
-    key = (machine_name(), version("mlx"), version("mlx-lm"), *DEMO_FINGERPRINT)
-    write_speeds(cache, key, [[(1, 0.25), (8, 1.5)]], 123.5)
-    found = asyncio.run(kept_speed(open_folder(DEMO)))
-    assert found is not None and found.gbps == 123.5
-    assert [(list(times.rows), list(times.ms)) for times in found.kinds] == [([1, 8], [0.25, 1.5])]
-    assert list(found.head.ms) == [0.5]
