@@ -23,10 +23,6 @@ from tests.fixtures.recipes import write_keys
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 JOURNALS = sorted(path.stem for path in (FIXTURES / "journals").glob("*.json"))
 DEMO = Path(__file__).parents[2] / "worker" / "demo"
-DEMO_FINGERPRINT = (  # of its configuration, and of its tensors
-    "cb2c212a0fa93fdcc06ae1e1bf890002be42e07153d0858cedba687474462400",
-    "538a3bcd45e686efccc257e16218d4c22d2af9fa69122efd460af2aa1d5f22e5",
-)
 RECEIVED_NS = 946_684_800 * 10**9  # the last change of received files: 2000-01-01
 
 
