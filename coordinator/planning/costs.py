@@ -13,6 +13,7 @@ _LEAST_ROWS = 4  # of a chunk where memory is short: a few times what each token
 _CHUNK_GAIN = 1.1  # factor by which a larger chunk has to be faster
 _GROWTH = 4  # factor by which a chunk beside streams may be larger than all that are known
 _TRIED = 512  # rows: a size up to which costs are tried, since the rows of a mixture of experts share their weights
+_FEW = 3  # observations of a size
 _ON_LINKS_S = 1.0  # for the prompt frames that wait for a link: a node counts as silent after a second
 _BESIDE_STREAMS_S = 0.5  # for a chunk of more than 32 rows through the whole chain, beside streams
 _WEIGHT = 0.1  # of a new observation
@@ -209,7 +210,7 @@ class ChainCosts:
         self._returns = StepCosts()  # of what prompt chunks leave in caches, on its way to the first stage
         self._token_read_s: float | None = None  # of a token's rows, from the disks of all nodes
         self._hops_s: dict[int, float] = {}  # of all hops together, by number of rows: long prompts take longer
-        self._least_hops: dict[int, tuple[int, float]] = {}  # how often hops were observed, and their least seconds
+        self._lately_on_links: dict[int, deque[float]] = {}  # likewise the latest few
         self._lately_s: dict[int, float] = {}  # of recent passages, by the bits of their number of rows
 
     def observe(
@@ -223,8 +224,10 @@ class ChainCosts:
             hops_s, size = max(0.0, took_s - drafting_s - sum(stages_s)), _rounded(num_rows)
             known_s = self._hops_s.get(size, hops_s)
             self._hops_s[size] = known_s + _WEIGHT * (hops_s - known_s)
-            count, least_s = self._least_hops.get(size, (0, hops_s))
-            self._least_hops[size] = count + 1, min(hops_s, least_s)
+            for rows, found in self._lately_on_links.items() if num_rows >= _CHUNKS[0] else ():
+                if found and rows > size:
+                    found.popleft()  # a size that was ruled out is tried again unless smaller ones speak against it
+            self._lately_on_links.setdefault(size, deque(maxlen=_FEW)).append(hops_s)
         elif self._hops_s:
             self.steps.observe(num_rows, sum(stages_s) + self.hops_s(num_rows))  # without waiting for other frames
         bits, passage_s = num_rows.bit_length(), took_s if was_alone else sum(stages_s) + drafting_s
@@ -255,10 +258,9 @@ class ChainCosts:
     def carried_rows(self, num_rows: int) -> int:
         """Return how many of these rows a prompt frame may have so that links carry signs of life behind it in time.
 
-        As many prompt frames as there are stages may wait for one link. A single slow frame says nothing: of a size
-        that it ruled out there would be no other one.
+        As many prompt frames as there are stages may wait for one link. A single slow frame says nothing.
         """
-        known = sorted((rows, least_s) for rows, (count, least_s) in self._least_hops.items() if count > 1)
+        known = sorted((rows, min(found)) for rows, found in self._lately_on_links.items() if len(found) > 1)
         while known and num_rows > _CHUNKS[0] and on_lines(known, num_rows) * len(self._stages) > _ON_LINKS_S:
             num_rows //= 2
         return num_rows

@@ -186,6 +186,29 @@ def test_signs_of_life_wait_behind_prompts_for_less_than_a_second(
     assert costs.carried_rows(rows) == expected
 
 
+def test_chunks_follow_links_that_change_and_grow_again() -> None:
+    costs = ChainCosts(2)
+
+    def observe(rows: int, hops_s: float) -> None:
+        costs.observe(rows, [0.01, 0.01], 0.02 + hops_s, was_alone=True)
+
+    for rows in (1, 64, 1, 64, 512, 512, 512):
+        observe(rows, 0.001)
+    observe(512, 2.0)
+    assert costs.carried_rows(512) == 512, "a single frame says nothing"
+    observe(512, 2.0)
+    observe(512, 2.0)
+    assert costs.carried_rows(512) == 128
+    for _ in range(3):
+        observe(128, 0.002)
+    assert costs.carried_rows(512) == 512
+    for rows in (512, 512, 512):
+        observe(rows, 2.0)
+    for _ in range(5):
+        observe(128, 0.5)
+    assert costs.carried_rows(512) == 128
+
+
 def test_one_slow_frame_hardly_counts_and_a_fast_one_does() -> None:
     costs = observed(1, (1, 9.0, 1), (1, 0.010, 2), (1, 0.100, 1))  # the first compiles: it never counts
     assert costs.stages_s(1)[0] < 0.020
