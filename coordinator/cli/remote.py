@@ -121,7 +121,8 @@ class RemoteServer:
         path, asked = "v1/completions", {**body, "prompt": prompt}
         if isinstance(prompt, Conversation):
             path, asked = "v1/chat/completions", {**body, "messages": list(prompt.messages)}
-        started, finish_reason, usage = time.monotonic_ns(), "stop", Usage(0, 0, 0, 0, 0)
+        started, finish_reason = time.monotonic_ns(), "stop"
+        usage = Usage(0, started, 0, 0, 0)
         async with aclosing(self._events(path, asked)) as events:
             async for event in events:
                 now = time.monotonic_ns()
