@@ -140,7 +140,8 @@ def naming_key(secret: bytes, checkpoint: Checkpoint, dtype: DType) -> bytes:
         ModelError: a weight file cannot be read.
     """
     contents = contents_of(checkpoint)
-    model = Contents(marks=contents.marks, hub_hashes=contents.hub_hashes).SerializeToString(deterministic=True)
+    marks = b"" if contents.hub_hashes else contents.marks  # of a hub's files some may not be here yet
+    model = Contents(marks=marks, hub_hashes=contents.hub_hashes).SerializeToString(deterministic=True)
     model += checkpoint.fingerprint.SerializeToString(deterministic=True)
     parts = f"{PROTOCOL_VERSION} {version('mlx-lm')} {dtype} ".encode() + model
     return hashlib.blake2b(parts, key=secret, digest_size=32).digest()

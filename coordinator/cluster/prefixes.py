@@ -3,7 +3,6 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import Collection, Coroutine, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -71,6 +70,7 @@ class ChainPrefixes:
         self.scattered: dict[bytes, tuple[Piece, Sequence[Move]]] = {}  # by name: those that some nodes have for others
         self.num_moving = 0  # calls of `bring` that have not ended
         self._lost: set[bytes] = set()  # names of pieces that could not be moved
+        self._not_kept: set[tuple[bytes, int, int]] = set()  # files, by name and layers, that could not come here
         self._turn = asyncio.Lock()  # to move a piece, which others may want, too
         self._own, self._peers, self._places = own, peers, places
 
@@ -126,9 +126,12 @@ class ChainPrefixes:
         asked = [(node, files) for node, files in enumerate(others, 1) if node in nodes]
         wanted = [Move(node, 0, each) for node, files in asked for each in files if each.name in names]
         for move in sorted(wanted, key=lambda move: move.piece.end):
-            if (move.piece.name, move.piece.first_layer, move.piece.last_layer) not in there:
-                with suppress(BrigadeError):  # other files may come
+            file = (move.piece.name, move.piece.first_layer, move.piece.last_layer)
+            if file not in there | self._not_kept:
+                try:
                     await self._move(move)
+                except BrigadeError:  # others may come
+                    self._not_kept.add(file)
 
     async def remove(self, names: Collection[bytes]) -> None:
         """Remove the pieces of these names from all disks. Raises BrigadeError if a node does not answer."""

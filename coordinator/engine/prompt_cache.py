@@ -63,16 +63,16 @@ class PromptCache:
         require_writable(_FIELD, path)
         self._path, self._limit = path, limit or _NO_LIMIT
         self._there: set[bytes] = set()  # names of pieces of the file that are whole in this node's folder
-        is_new = not path.exists() or not path.stat().st_size
-        secret = secrets.token_hex(32) if is_new else self._read_header().secret
+        found = self._read_header() if path.exists() and path.stat().st_size else None
+        secret = found.secret if found else secrets.token_hex(32)
         key = naming_key(bytes.fromhex(secret), checkpoint, describe(checkpoint).dtype)
         self._header = _Header(
             format=_FORMAT, model=checkpoint.name, secret=secret, key=blake2b(key, digest_size=16).hexdigest()
         )
-        if is_new:
-            self._write([])  # if this process is killed, the next one finds by the secret what nodes have stored
+        if found and found.pieces:
+            self._unpack(found)
         else:
-            self._unpack()
+            self._write([])  # if this process is killed, the next one finds by the secret what nodes have stored
 
     def _read_header(self) -> _Header:
         with reading(_FIELD, self._path), self._path.open("rb") as file:
@@ -83,8 +83,7 @@ class PromptCache:
             expected = "expected a file that --prompt-cache wrote, or a new one"
             raise InputError(_FIELD, f"{expected}, found another kind of file: {self._path}") from None
 
-    def _unpack(self) -> None:
-        found = self._read_header()
+    def _unpack(self, found: _Header) -> None:
         if found.key != self._header.key:
             of = f"is of another model, or of another version of it or of this program ({found.model})"
             raise InputError(_FIELD, f"{self._path} {of}; give another file, or remove it")
@@ -117,21 +116,19 @@ class PromptCache:
         """
         names, prefixes = await engine.core.stored_names(), engine.chain.prefixes
         assert prefixes is not None, "`options` has the chain keep prefixes"
-        try:
-            if not names:
-                why = "fewer than 512 tokens, or caches that cannot be cut and no snapshot of them"
-                say(f"{self._path} stays as it is: nodes keep nothing of this prompt on disk (it has {why})")
-            elif not names <= self._there:
-                say(f"keeping the prompt's caches in {self._path}")
-                files: Sequence[PieceFile] = []
-                for _ in range(_TRIES):
-                    await prefixes.gather(names, range(1, engine.chain.num_stages))
-                    files = await run_in_thread(partial(_files_of, names, engine.chain.spec.num_layers))
-                    if {file.piece.name for file in files} == names:
-                        break
-                await run_in_thread(partial(self._replace, files, names))
-        finally:
-            await prefixes.remove(names | self._there)
+        if not names:
+            why = "fewer than 512 tokens, or caches that cannot be cut and no snapshot of them"
+            say(f"{self._path} stays as it is: nodes keep nothing of this prompt on disk (it has {why})")
+        elif not names <= self._there:
+            say(f"keeping the prompt's caches in {self._path}")
+            files: Sequence[PieceFile] = []
+            for _ in range(_TRIES):
+                await prefixes.gather(names, range(1, engine.chain.num_stages))
+                files = await run_in_thread(partial(_files_of, names, engine.chain.spec.num_layers))
+                if {file.piece.name for file in files} == names:
+                    break
+            await run_in_thread(partial(self._replace, files, names))
+        await prefixes.remove(names | self._there)
 
     def _replace(self, files: Sequence[PieceFile], names: Collection[bytes]) -> None:
         """Write these files of pieces with these names, if there are all, or the file has none yet."""

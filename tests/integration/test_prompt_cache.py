@@ -139,12 +139,15 @@ async def test_only_its_own_files_are_used_and_written(model: Path, models: Mode
         (b"a letter\n", "another kind of file"),
         (b"\xff\xfe\x00", "another kind of file"),
         (json.dumps(outside).encode() + b"\n", "another kind of file"),
-        (json.dumps(header).encode() + b"\n", "is of another model"),
+        (json.dumps(header | {"pieces": [[f"{'0' * 32}-0-512-0-4.rows", 0]]}).encode() + b"\n", "is of another model"),
     ):
         file.write_bytes(content)
         with pytest.raises(InputError, match=expected) as raised:
             PromptCache(file, checkpoint)
         assert raised.value.field == "prompt_cache" and file.read_bytes() == content
+    file.write_text(json.dumps(header) + "\n")
+    PromptCache(file, checkpoint)
+    assert json.loads(file.read_bytes())["model"] == checkpoint.name, "the other run has kept nothing"
     os.mkfifo(disk / "pipe")
     for path, expected in (("none/prompt", "cannot write"), ("pipe", "expected a file"), (".", "expected a file")):
         with pytest.raises(InputError, match=expected):

@@ -122,7 +122,10 @@ def test_what_a_leaving_node_has_is_kept_even_if_one_file_cannot_be_read(monkeyp
         source, own = FakePeer(1, 2, 3, lost=2), SimpleNamespace(add=lambda piece, content: kept.append(piece.end))
         peers: list[Any] = [source]
         prefixes = ChainPrefixes(bytes(32), own, peers, [(0, 4), (4, 8)])  # type: ignore[arg-type]
-        await prefixes.keep_of_leaving([piece.name for piece in source.pieces])
+        names = [piece.name for piece in source.pieces]
+        await prefixes.keep_of_leaving(names)
+        await prefixes.gather(names, [1])
+        assert source.given == {1: 2, 2: 1, 3: 2}, "what could not come is not asked for again"
 
     asyncio.run(run())
-    assert kept == [1, 3]
+    assert kept == [1, 3] * 2
