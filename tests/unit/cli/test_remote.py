@@ -60,6 +60,12 @@ def test_an_answer_is_its_text_and_usage() -> None:
     assert last.usage and (last.usage.num_prompt, last.usage.num_generated) == (3, 1)
 
 
+def test_a_server_that_tells_no_usage_is_timed_all_the_same() -> None:
+    before = time.monotonic_ns()
+    *_, last = outputs_of(TEXT, END)
+    assert last.usage and before <= last.usage.started <= last.at and last.usage.num_prompt == 0
+
+
 @pytest.mark.parametrize(("data", "end"), [("data: ", "\n"), ("data:", "\r\n")])
 def test_the_lines_of_a_stream_end_where_its_format_says(data: str, end: str) -> None:
     said = "a\u2028b\x85c\x0b"

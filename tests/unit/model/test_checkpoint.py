@@ -264,6 +264,19 @@ def test_a_weight_file_that_was_changed_or_removed_since_the_opening_is_named(fo
             checkpoint.require_unchanged()
 
 
+def test_a_link_that_leads_to_another_model_is_told_though_all_files_have_one_date(folder: Path) -> None:
+    other, link = write_folder(folder.parent / "other"), folder.parent / "link"
+    for each in (folder, other):
+        os.utime(each / FILE, (1, 1))
+    link.symlink_to(folder)
+    checkpoint = open_folder(link)
+    checkpoint.require_unchanged()
+    link.unlink()
+    link.symlink_to(other)
+    with pytest.raises(ModelError, match="was changed or removed"):
+        checkpoint.require_unchanged()
+
+
 def test_weight_files_that_come_after_the_opening_are_no_change(folder: Path) -> None:
     known = dict(open_folder(folder).tensors)
     (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(known, FILE)}))
