@@ -85,7 +85,7 @@ class PromptCache:
 
     def _unpack(self, found: _Header) -> None:
         if found.key != self._header.key:
-            of = f"is of another model, or of another version of it or of this program ({found.model})"
+            of = f"is of another model ({found.model}), or was made by another version of this program"
             raise InputError(_FIELD, f"{self._path} {of}; give another file, or remove it")
         self._header = found
         store, trouble, lost = PrefixStore(0, 0, self._limit), "", set()
@@ -98,7 +98,7 @@ class PromptCache:
                     store.add(piece, file.read(num_bytes))
                 except (FrameError, PrefixLost) as error:
                     trouble = str(error)
-                    lost.add(piece.name)
+                    lost.add(piece.name)  # of some of its layers, at least
         self._there -= lost
         if trouble:
             say(f"a part of {self._path} is not used, and computed again: {trouble}")

@@ -210,7 +210,7 @@ class ChainCosts:
         self._returns = StepCosts()  # of what prompt chunks leave in caches, on its way to the first stage
         self._token_read_s: float | None = None  # of a token's rows, from the disks of all nodes
         self._hops_s: dict[int, float] = {}  # of all hops together, by number of rows: long prompts take longer
-        self._lately_on_links: dict[int, deque[float]] = {}  # likewise the latest few
+        self._lately_on_links: dict[int, deque[float]] = {}  # the latest few of these
         self._lately_s: dict[int, float] = {}  # of recent passages, by the bits of their number of rows
 
     def observe(

@@ -380,9 +380,8 @@ class Slots:
     def _num_snapshots_with_room(self, session: Session) -> int:
         """Return for how many more snapshots of the session there is memory, at most as many as it may have."""
         sizes = self._costs.snapshot_bytes(session.request.cache)
-        left = map(
-            sub, self._costs.budgets, self._bytes_of(session, session.most_rows)
-        )  # what its whole answer needs is left
+        # what its whole answer needs stays free
+        left = map(sub, self._costs.budgets, self._bytes_of(session, session.most_rows))
         rooms = [min(at) // size for *at, size in zip(self.unreserved, left, sizes, strict=True) if size]
         return max(0, min([MOST_SNAPSHOTS, *rooms]))
 
