@@ -54,6 +54,11 @@ def command():
 """
 
 
+def usual_environment() -> dict[str, str]:
+    """That of the tests, with buffered streams: they keep what could not be written."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 @pytest.mark.parametrize("place", ["import", "compiler"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -87,9 +92,10 @@ def test_a_signal_before_there_is_an_event_loop_ends_the_process_silently(
 
 def test_a_process_ends_as_it_should_while_a_call_that_was_given_up_computes() -> None:
     def start(*arguments: str, stdout: int = subprocess.PIPE) -> "subprocess.Popen[str]":
-        env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
         command = [sys.executable, "-c", GIVES_UP, *arguments]
-        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            command, cwd=ROOT, env=usual_environment(), stdout=stdout, stderr=subprocess.PIPE, text=True
+        )
 
     running = [start() for _ in range(ATTEMPTS)]
     assert {(*process.communicate(timeout=60), process.returncode) for process in running} == {("done\n", "", 7)}
@@ -105,7 +111,7 @@ def test_a_standard_error_that_takes_nothing_fails_nothing(error: str, tmp_path:
     shell = f'exec 3>&1; ({sys.executable} -c "$0"; echo $? >&3) {error}'
     done = subprocess.run(
         ["sh", "-c", shell, code],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=usual_environment() | {"PYTHONPATH": str(ROOT)},
         text=True,
         stdout=subprocess.PIPE,
         timeout=60,
