@@ -20,7 +20,7 @@ from coordinator.planning.plan import Goal
 from coordinator.sessions import session, stored_prefixes
 from protos.brigade_pb2 import Frame, PrefixesRequest
 from tests.integration.conftest import Models, deployed, opened, running, serving, warmed_by_a_row
-from tests.integration.many import Live, request, solo, tokens_of
+from tests.integration.many import Live, request, solo, tokens_of, until
 from tests.integration.many import frames as frames
 from tests.integration.test_prefixes import rows_fed
 from tests.integration.windows import MASKED
@@ -160,6 +160,7 @@ async def test_a_lost_or_damaged_piece_costs_only_time(models: Models, folder: P
     damages = [own[:-1], own[:20], b"", own[:9000] + bytes([own[9000] ^ 1]) + own[9001:], others]
     async with keeping(model, (1, 3)) as chain:
         for damage in damages:
+            await until(lambda: files[0].exists() and files[0].read_bytes() == own)  # written behind, again
             files[0].write_bytes(damage)
             async with Engine(chain) as engine:
                 found = await engine.answer(asked, chunk=CHUNK)
