@@ -24,7 +24,7 @@ from worker.platform.files import reading
 
 OPEN_PATHS = ("/health", "/live", "/")  # no key needed, unless a query makes them cost a step of the chain
 _MIN_KEY, _MAX_KEY = 8, 512  # characters; the keys that a client sends to other servers may be shorter
-_MAX_FILE_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 20
 _ID = r"[A-Za-z0-9._-]{1,128}"
 KEY_VARIABLE = "BRIGADE_API_KEY"  # an environment variable: a command line is seen by all users of a machine
 _LIMITS = re.compile(r"( at_once=(?P<at_once>[1-9][0-9]{0,5}))?( priority=(?P<priority>-?[0-9]{1,9}))?")
@@ -113,13 +113,13 @@ def _read_keys(path: Path, min_length: int) -> dict[str, Key]:
 
 
 def _read(path: Path) -> bytes:
-    """Read at most `_MAX_FILE_BYTES`, and only a regular file: a pipe could block."""
+    """Read at most `MAX_FILE_BYTES`, and only a regular file: a pipe could block."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise InputError("api_key_file", f"{path}: expected a file, found something else")
-        content = file.read(_MAX_FILE_BYTES + 1)
-    if len(content) > _MAX_FILE_BYTES:
-        raise InputError("api_key_file", f"{path}: expected at most {_MAX_FILE_BYTES} bytes")
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise InputError("api_key_file", f"{path}: expected at most {MAX_FILE_BYTES} bytes")
     return content
 
 

@@ -20,13 +20,13 @@ from worker.platform.files import reading
 MAX_HEAD_BYTES = 64 << 10  # of the URL and the headers of a request
 MAX_CONNECTIONS = 1024
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)  # to h2c, say: httptools would skip the body
-_HEAD_S = 60.0  # until the head of a request is whole
-_UNREAD_S = 30.0  # within which a client has to read all that was sent, or at least
+HEAD_S = 60.0  # until the head of a request is whole
+UNREAD_S = 30.0  # within which a client has to read all that was sent, or at least
 _MIN_READ_BYTES = 48 << 10
 _CLOSE_S = 2  # for connections to close, once all requests are answered
 _BACKLOG = 512
 _MOST_PIPELINED = 16  # requests that are read while an earlier one of their connection is answered
-_IDLE_S = 65  # of a connection between two requests: longer than clients and proxies keep theirs
+IDLE_S = 65  # of a connection between two requests: longer than clients and proxies keep theirs
 
 
 @contextmanager
@@ -70,7 +70,7 @@ async def answering(
     """
     config = uvicorn.Config(
         app, http=BoundedProtocol, ws="none", log_config=None, log_level="error", access_log=False, lifespan="off",
-        server_header=False, timeout_keep_alive=_IDLE_S, timeout_graceful_shutdown=_CLOSE_S,
+        server_header=False, timeout_keep_alive=IDLE_S, timeout_graceful_shutdown=_CLOSE_S,
         ssl_context_factory=(lambda config, default: tls) if tls else None,
     )  # fmt: skip
     server = _Uvicorn(config)
@@ -174,7 +174,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _start_head_timer(self) -> None:
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(_HEAD_S, self._refuse, HTTPStatus.REQUEST_TIMEOUT)
+            self._head_timer = self.loop.call_later(HEAD_S, self._refuse, HTTPStatus.REQUEST_TIMEOUT)
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
@@ -187,7 +187,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if before is not None and before - num_unread < _MIN_READ_BYTES:
             self.transport.abort()
         else:
-            self._read_timer = self.loop.call_later(_UNREAD_S, self._check_read, num_unread)
+            self._read_timer = self.loop.call_later(UNREAD_S, self._check_read, num_unread)
 
     def _stop_read_timer(self) -> None:
         if self._read_timer is not None:

@@ -15,7 +15,7 @@ from coordinator.engine.status import ClusterStatus
 from coordinator.sessions.request import PoolingKind
 from worker.errors import InternalError, QueueFull
 
-_DEEP_S = 5.0  # within which a token has to pass all stages
+DEEP_S = 5.0  # within which a token has to pass all stages
 # The server's own states, and those that may follow each. They hold while no engine is open; READY means that one is,
 # and then the engine's status holds instead.
 _NEXT: Mapping[ServerState, frozenset[ServerState]] = {
@@ -183,10 +183,10 @@ class Server:
         A model that is asleep stays asleep. Raises HttpError (503) if the token is not back in time.
         """
         try:
-            async with asyncio.timeout(_DEEP_S), self.probing:
+            async with asyncio.timeout(DEEP_S), self.probing:
                 if self.state is not ServerState.ASLEEP:
                     engine = self.require_engine()
                     await engine.inputs.token_texts([0])
                     await engine.probe()
         except TimeoutError:
-            raise HttpError(503, f"no token went through all stages within {_DEEP_S:g} s", "too_slow") from None
+            raise HttpError(503, f"no token went through all stages within {DEEP_S:g} s", "too_slow") from None

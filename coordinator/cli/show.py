@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from coordinator.sessions.request import Request
 
 _REDRAW_S = 0.08
-_LONG_PROMPT_S, _REPORT_S = 1.0, 0.25
+LONG_PROMPT_S, REPORT_S = 1.0, 0.25
 _FENCES = ("```", "~~~")
 _LINE_END = re.compile(r"(?<=\S)\n(?=.)")
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # C0 without tab and line end, DEL, C1
@@ -135,17 +135,17 @@ async def with_prompt_shown(
 
 async def _show_prompt(engine: "Engine", request: "Request") -> None:
     """Show it once it takes long, until this is cancelled."""
-    await asyncio.sleep(_LONG_PROMPT_S)
+    await asyncio.sleep(LONG_PROMPT_S)
     session = None
     while session is None:  # a grammar is compiled before
-        await asyncio.sleep(_REPORT_S)
+        await asyncio.sleep(REPORT_S)
         session = next((each for each in engine.sessions if each.request is request), None)
     computed = session.num_prompt_computed
     with show_tokens("prompt", session.num_prompt, computed) as report:
         while True:
             before, computed = computed, session.num_prompt_computed
             report(computed - before, computed - before)
-            await asyncio.sleep(_REPORT_S)
+            await asyncio.sleep(REPORT_S)
 
 
 class Printer:

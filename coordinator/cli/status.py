@@ -27,9 +27,9 @@ from worker.platform.threads import run_in_thread
 if TYPE_CHECKING:
     from coordinator.cluster.peer import Peer
 
-_EVERY_S = 1.0
+EVERY_S = 1.0
 _SERVER_WITHIN_S = 5.0
-_WORKER_WITHIN_S = 1.0
+WORKER_WITHIN_S = 1.0
 _MOST_REQUESTS = 8  # shown in the table
 _NO_SERVER = "no server"  # was asked
 _OF_STATUS = ("weight_bytes", "peak_memory_bytes", "active_memory_bytes", "cached_memory_bytes", "slots")
@@ -86,7 +86,7 @@ async def status(
         if not watch:
             break
         has_shown = True
-        await asyncio.sleep(_EVERY_S)
+        await asyncio.sleep(EVERY_S)
     nodes = found.get("nodes")  # a server's include itself, which answers
     if nodes and all(node["state"] == "lost" for node in nodes):
         expected = "the only worker" if len(nodes) == 1 else f"any of the {len(nodes)} workers"
@@ -145,7 +145,7 @@ async def _ask_workers(config: Path) -> Json:
 async def _ask_worker(peer: Peer) -> dict[str, Any]:
     place = {"name": peer.name, "address": peer.address}
     try:
-        hello, status = await peer.hello(_WORKER_WITHIN_S), await peer.status(_WORKER_WITHIN_S)
+        hello, status = await peer.hello(WORKER_WITHIN_S), await peer.status(WORKER_WITHIN_S)
     except BrigadeError as error:
         return place | {"state": "lost", "why": error.message}
     return place | {

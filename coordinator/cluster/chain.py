@@ -54,12 +54,12 @@ from worker.platform.tasks import background
 from worker.platform.text import printable
 from worker.platform.threads import MlxThread, run_in_thread
 
-_PROBE_S = 1.5  # for a status
+PROBE_S = 1.5  # for a status
 _WARM_UP_ROWS = 64
 _TURNS = 8  # of the MLX thread's loop, from a result's arrival until the chain has learned from it
 _STOP_S = 2.0  # for the step in progress of a stage that is stopped
-_OWN_STEP_S = 120.0  # beyond the time of a step, until this process is given up
-_MOST_WAITING_BYTES = 1 << 29  # of prompts' reports, for the end of a step: the caches of a long chunk
+OWN_STEP_S = 120.0  # beyond the time of a step, until this process is given up
+MOST_WAITING_BYTES = 1 << 29  # of prompts' reports, for the end of a step: the caches of a long chunk
 _REPORT_BYTES = 1024  # about what a report takes beside its data
 _CLOCKS_S = 60.0  # between two measurements of the clock offsets
 
@@ -412,7 +412,7 @@ class Chain:
         num_bytes = _REPORT_BYTES + len(data)
         self._waiting_bytes += num_bytes
         self.thread.post(partial(self._reports.put_nowait, (peer, report, data)))
-        while self._waiting_bytes > _MOST_WAITING_BYTES:
+        while self._waiting_bytes > MOST_WAITING_BYTES:
             self._has_taken.clear()
             await self._has_taken.wait()
 
@@ -524,7 +524,7 @@ class Chain:
     async def _wait_own_engine(self) -> None:
         """Return once this process's engine ends its step: nothing else can go on before that; or give it up."""
         try:
-            async with asyncio.timeout(_OWN_STEP_S):
+            async with asyncio.timeout(OWN_STEP_S):
                 await self.thread.run(lambda: None)
         except TimeoutError:
             assert self._stage is not None
@@ -557,7 +557,7 @@ class Chain:
 
 
 async def _statuses(peers: Sequence[Peer]) -> list[StatusReply | BaseException]:
-    return await asyncio.gather(*(peer.status(_PROBE_S) for peer in peers), return_exceptions=True)
+    return await asyncio.gather(*(peer.status(PROBE_S) for peer in peers), return_exceptions=True)
 
 
 async def _stop(stage: Stage) -> None:

@@ -56,7 +56,7 @@ from worker.errors import (
 )
 from worker.platform.machine import is_overloaded
 
-_ASK_S, _LONGEST_ASK_S = 0.3, 1.0
+ASK_S, _LONGEST_ASK_S = 0.3, 1.0
 _LEAST_TRY_S = 5.0  # for one try to open the next chain; at most half of the time that is left, if that is longer
 _UNUSED_S = 1.0  # without a frame in flight: no request waits for the first token of the chain any more
 _PROVING_S = 0.5  # between two looks at that
@@ -534,7 +534,7 @@ class Cluster:
         if isinstance(error, StageLost) and not isinstance(error, EngineHung):
             if isinstance(error, NodeSilent) and not is_overloaded():  # else it may only lack CPU time: ask it first
                 worker.kill()
-            if not self._limits.rejoin_s and worker.peer and await worker.peer.is_elsewhere(_ASK_S):
+            if not self._limits.rejoin_s and worker.peer and await worker.peer.is_elsewhere(ASK_S):
                 return
             worker.meet(NodeEvent.LOST, time.monotonic())
         elif isinstance(error, (EngineHung, InternalError, *_LASTING)):
@@ -581,5 +581,5 @@ class Cluster:
         if (worker := self.nodes.workers.get(error.node)) is None:
             return True
         before = worker.incarnation
-        await self.nodes.ask([worker.name], _ASK_S)
+        await self.nodes.ask([worker.name], ASK_S)
         return worker.incarnation == before

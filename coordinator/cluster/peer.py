@@ -54,7 +54,7 @@ T = TypeVar("T")
 COORDINATOR_ID = secrets.token_hex(8)  # of this process, which may attach again the workers that it has attached
 _HELLO_S = 5.0
 _ATTACH_S = 10.0
-_STALL_S = 120.0  # without progress of a load
+STALL_S = 120.0  # without progress of a load
 _LONGEST_PHASE = 40
 _DIGEST_S = 600.0
 _UNLOAD_S = 5.0
@@ -137,14 +137,14 @@ class Peer:
         with self.naming():
             try:
                 while True:
-                    async with asyncio.timeout(_STALL_S):
+                    async with asyncio.timeout(STALL_S):
                         report = await call.read()
                     if report is grpc.aio.EOF:  # type: ignore[attr-defined]
                         return
                     report.phase = printable(report.phase, _LONGEST_PHASE)
                     progress(report)
             except TimeoutError:
-                raise NodeSilent(f"no progress in loading for {_STALL_S:.0f} s", node=self.name) from None
+                raise NodeSilent(f"no progress in loading for {STALL_S:.0f} s", node=self.name) from None
             finally:
                 call.cancel()
 

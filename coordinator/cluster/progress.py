@@ -41,7 +41,7 @@ _LONG_S = 2.0
 _MOST_LEFT_S = 1e9
 _REPEAT_S = 20.0
 _WIDEST = 1000  # columns of a terminal, more than any row has
-_TOKENS_FIRST_S, _TOKENS_MOST_S = 5.0, 60.0  # the pauses between lines about tokens grow from the first to the second
+TOKENS_FIRST_S, _TOKENS_MOST_S = 5.0, 60.0  # the pauses between lines about tokens grow from the first to the second
 
 NodeProgress = Callable[[str, LoadProgress], None]  # gets a node, or "" for all nodes, and its progress
 Begin = Callable[[str], None]  # gets the step that begins
@@ -109,7 +109,7 @@ def show_tokens(what: str, total: int, done: int = 0) -> Iterator[TokenReport]:
     Lines tell the time left from twice the time of the first item on: if many items run at once, none ends for long.
     """
     console = plain_console(stderr=True)
-    began, due_s, num_tokens, first, first_s = time.monotonic(), _TOKENS_FIRST_S, 0, done, math.inf
+    began, due_s, num_tokens, first, first_s = time.monotonic(), TOKENS_FIRST_S, 0, done, math.inf
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -140,7 +140,7 @@ def show_tokens(what: str, total: int, done: int = 0) -> Iterator[TokenReport]:
 def show_bytes(what: str, total: int) -> Iterator[ByteReport]:
     """Draw one bar of bytes. Outside a terminal write lines, less and less often."""
     console = plain_console(stderr=True)
-    began, due_s, done, known = time.monotonic(), _TOKENS_FIRST_S, 0, 0
+    began, due_s, done, known = time.monotonic(), TOKENS_FIRST_S, 0, 0
     speed_columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     with _Bars(console, TextColumn("{task.description}", markup=False), BarColumn(), *speed_columns) as bars:
         task = bars.add_task(what, total=total)

@@ -57,9 +57,9 @@ class SuspendWatch:
             self.woke_at, self._still_s = now, passed_s
 
 
-_SILENCE_S = 6.0  # that a step may take beyond its own time
+SILENCE_S = 6.0  # that a step may take beyond its own time
 _NOISE = 1.5  # factor on the usual time of a step: machines get warm, and do other work
-_FIRST_S = 60.0  # for the first step of a kind, which may compile kernels and page weights in
+FIRST_S = 60.0  # for the first step of a kind, which may compile kernels and page weights in
 
 StepKind = frozenset[Hashable]  # the properties of a step that decide which kernels it needs
 
@@ -98,8 +98,8 @@ class StepTimeouts:
 
     def allowed_s(self, kind: StepKind, usual_s: float) -> float:
         """Return the seconds without a result after which a step of this kind and usual time is overdue."""
-        allowed_s = _SILENCE_S + _NOISE * usual_s
-        return allowed_s if self.is_known(kind) else max(_FIRST_S, allowed_s)
+        allowed_s = SILENCE_S + _NOISE * usual_s
+        return allowed_s if self.is_known(kind) else max(FIRST_S, allowed_s)
 
 
 _SAMPLERS = [field.name for field in Sampling.DESCRIPTOR.fields if field.name != "seed"]
@@ -112,8 +112,8 @@ def _traits(session: Opening) -> StepKind:
     return frozenset([("cache", session.cache.kind), "sampler", *used])
 
 
-_ASK_AGAIN_S = 1.0  # less than any of the limits
-_COMPILES_S = 2.0  # beyond its usual time, after which the first step of a kind is reported to compile
+ASK_AGAIN_S = 1.0  # less than any of the limits
+COMPILES_S = 2.0  # beyond its usual time, after which the first step of a kind is reported to compile
 
 
 @dataclass
@@ -241,7 +241,7 @@ class Flight:
         drafting_s = self.costs.drafting.seconds(sent.num_drafts, sent.num_drafting)
         usual_s = self.costs.passage_s(sent.num_rows) + drafting_s
         allowed_s = self._timeouts.allowed_s(sent.kind, usual_s)
-        compiles_s = None if self._timeouts.is_known(sent.kind) else usual_s * _NOISE + _COMPILES_S
+        compiles_s = None if self._timeouts.is_known(sent.kind) else usual_s * _NOISE + COMPILES_S
         self.awaited = Awaited(step, max(self._last_result, sent.at), allowed_s, compiles_s)
 
     @property
@@ -259,7 +259,7 @@ class Flight:
     def left_s(self) -> float:
         """Seconds until the oldest frame needs a look; without frames, until this should be read again."""
         if (awaited := self.awaited) is None:
-            return _ASK_AGAIN_S
+            return ASK_AGAIN_S
         return max(0.0, self._compiles_s(awaited, awaited.allowed_s) - self._silence_s(awaited))
 
     def overdue(self) -> tuple[float, float] | None:

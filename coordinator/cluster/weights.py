@@ -35,9 +35,9 @@ from worker.platform.text import format_bytes
 from worker.platform.threads import CallThread, run_in_thread
 
 _STALL_S = 120.0  # the longest that a worker may accept no bytes, or not acknowledge any
-_DIGEST_S = 60.0  # without a message while a digest is computed; the worker waits five times as long
-_DISK_S = 180.0  # without a byte from this node's disk, after which the transfer fails
-_PAUSE_S = 0.5
+DIGEST_S = 60.0  # without a message while a digest is computed; the worker waits five times as long
+DISK_S = 180.0  # without a byte from this node's disk, after which the transfer fails
+PAUSE_S = 0.5
 _BACK_S = 10.0  # for how long a worker that was lost on the way is asked again
 _BATCH = 2  # messages that are read from the disk at once
 _LEAST_ALLOWANCE, _MOST_ALLOWANCE = ACK_BYTES, 1 << 24  # bytes; a worker acknowledges no smaller amount
@@ -105,12 +105,12 @@ async def _wait_back(peer: Peer) -> None:
     until = time.monotonic() + _BACK_S
     while True:
         try:
-            await peer.hello(max(_PAUSE_S, until - time.monotonic()))
+            await peer.hello(max(PAUSE_S, until - time.monotonic()))
             return
         except StageLost:
             if time.monotonic() >= until:
                 raise
-        await asyncio.sleep(_PAUSE_S)
+        await asyncio.sleep(PAUSE_S)
 
 
 # What is sent
@@ -276,10 +276,10 @@ class Push:
             stack.callback(lambda: digesting.cancel())
             for file, following in zip(self._files, [*self._files[1:], None], strict=True):
                 num_digested, still_s = 0, 0.0
-                while not (await asyncio.wait([digesting], timeout=_DIGEST_S))[0]:
-                    still_s = 0.0 if file.num_digested > num_digested else still_s + _DIGEST_S
+                while not (await asyncio.wait([digesting], timeout=DIGEST_S))[0]:
+                    still_s = 0.0 if file.num_digested > num_digested else still_s + DIGEST_S
                     num_digested = file.num_digested
-                    if still_s >= _DISK_S:
+                    if still_s >= DISK_S:
                         raise _disk_hangs()
                     # a long silence would count as a stall: repeat the announcement of a file that is there already
                     if self._files[0].announcement.digest:
@@ -308,7 +308,7 @@ class Push:
 
         reading = reader.submit(read)
         try:
-            while batch := await _from_disk(reading, _DISK_S):
+            while batch := await _from_disk(reading, DISK_S):
                 reading = reader.submit(read)
                 await self._write(call, *(message for _, message in batch))
                 at = batch[-1][0]
@@ -381,4 +381,4 @@ async def _from_disk(work: Awaitable[T], within_s: float | None = None) -> T:
 
 
 def _disk_hangs() -> ModelError:
-    return ModelError(f"cannot read the model: no byte came from its disk for {_DISK_S:.0f} s")
+    return ModelError(f"cannot read the model: no byte came from its disk for {DISK_S:.0f} s")

@@ -23,7 +23,7 @@ from worker.platform.files import private_file, sync_file
 
 AUTHORITY_FILE = "authority.key"  # key and certificate; nodes' files end with .pem
 NODE_VALID = timedelta(days=365)
-_AUTHORITY_VALID = timedelta(days=3650)
+AUTHORITY_VALID = timedelta(days=3650)
 _CLOCK_ERROR = timedelta(days=1)  # at most, after a battery was empty
 
 
@@ -58,7 +58,7 @@ class Authority:
             )
         key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"brigade {secrets.token_hex(4)}")])
-        builder = _builder(name, name, key, now - _CLOCK_ERROR, now + _AUTHORITY_VALID)
+        builder = _builder(name, name, key, now - _CLOCK_ERROR, now + AUTHORITY_VALID)
         usage = x509.BasicConstraints(ca=True, path_length=0)
         certificate = builder.add_extension(usage, critical=True).sign(key, hashes.SHA256())
         try:

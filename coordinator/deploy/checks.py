@@ -50,7 +50,7 @@ _DISK_NOTED, _DISK_FULL = 20 * _GIB, _GIB
 _RDMA_MACOS, _RDMA_GBIT = (26, 2), 80.0
 _LEFT_TO_MACOS, _LEFT_SHARE = 4 * _GIB, 8  # at least; at least one part in so many of the memory
 _MAX_DIFFERENCES = 5  # between two copies of cluster.yaml
-_SLOW_MS, _VERY_SLOW_MS = 1.0, 20.0  # round trips: a cable's is below the first, the other is as long as a token
+_SLOW_MS, VERY_SLOW_MS = 1.0, 20.0  # round trips: a cable's is below the first, the other is as long as a token
 _SLOW_BYTES_PER_S = 25e6  # a fifth of Gigabit Ethernet
 _PROMPT = 1000  # tokens
 _FREE = 1.25  # factor by which more rows may take longer than one and still count as free
@@ -438,7 +438,7 @@ def _check_speed(hop: ExaminedHop, row_bytes: int) -> Finding:
         text += f"; {_PROMPT:,} tokens of a prompt {format_ms(_link(hop).ms(_PROMPT * row_bytes))}"
     fix = "use a cable instead of Wi-Fi, no VPN and no busy switch; end other programs that load these Macs"
     is_slow = hop.rtt_ms > _SLOW_MS or hop.bytes_per_s < _SLOW_BYTES_PER_S
-    return graded(Kind.SPEED, hop.about, text, fix, is_problem=hop.rtt_ms > _VERY_SLOW_MS, is_note=is_slow)
+    return graded(Kind.SPEED, hop.about, text, fix, is_problem=hop.rtt_ms > VERY_SLOW_MS, is_note=is_slow)
 
 
 def _check_transports(hop: ExaminedHop) -> Iterator[Finding]:

@@ -23,7 +23,7 @@ from worker.node.network import Network
 from worker.platform.files import replacing
 from worker.platform.text import printable
 
-_HELLO_S = 3.0
+HELLO_S = 3.0
 _MAX_KEY_BYTES = 1 << 16
 _HEAD = "# Written by `brigade init`. All keys: docs/cluster_yaml.md\n"
 
@@ -112,7 +112,7 @@ async def _why_unproven(worker: FoundNode, network: Network) -> str:
     except BrigadeError as error:
         return error.message
     try:
-        reply = await peer.hello(_HELLO_S)
+        reply = await peer.hello(HELLO_S)
         return "" if reply.node == worker.name else f"the worker at {peer.address} has another name"
     except BrigadeError as error:
         return printable(error.message)

@@ -33,7 +33,7 @@ _LOOK_S = 60.0
 _SEND_S = 600.0
 _INSTALL_S = 1800.0
 _SETTLE_S = 90.0
-_ANSWER_S = 60.0
+ANSWER_S = 60.0
 _LOG_LINES = 3
 _PYTHON = sys.version_info[:2]
 _IMPORT_FAILED = re.compile(r"ModuleNotFoundError|ImportError|No module named")  # of a damaged installation
@@ -143,8 +143,8 @@ async def wait_answer(worker: WorkerConfig, network: Network, remote: Remote, be
     Raises:
         BrigadeError: the worker ended or does not answer, or another process answers. ConfigError: TLS fails.
     """
-    watching = asyncio.create_task(remote.run("watch", 2 * _ANSWER_S))
-    asking = asyncio.create_task(_ask(worker, network, _ANSWER_S, waits=True))
+    watching = asyncio.create_task(remote.run("watch", 2 * ANSWER_S))
+    asking = asyncio.create_task(_ask(worker, network, ANSWER_S, waits=True))
     try:
         await asyncio.wait({watching, asking}, return_when=asyncio.FIRST_COMPLETED)
         if not asking.done():

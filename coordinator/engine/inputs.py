@@ -64,7 +64,7 @@ _ANY_USER = {"role": "user", "content": "a"}
 _SEARCH_S = 3.0  # for the tool at fault among many: other grammars wait meanwhile
 _LONG = 1 << 18  # letters: a longer prompt is tokenized in another process, in a turn of its own
 _MOST_STOP, _MOST_BREAKER = 4096, 256  # letters: streams would wait while long ones are searched or tokenized
-_REMEMBERED_S, _MOST_REMEMBERED = 300.0, 256  # refused grammars: agents send theirs with every turn
+REMEMBERED_S, _MOST_REMEMBERED = 300.0, 256  # refused grammars: agents send theirs with every turn
 
 
 class Usual(TypedDict, total=False):
@@ -366,7 +366,7 @@ class InputProcessor:
         try:
             return self._trials.require(text)
         except SamplingError as error:
-            self._refused[key] = time.monotonic() + _REMEMBERED_S, error.message
+            self._refused[key] = time.monotonic() + REMEMBERED_S, error.message
             while len(self._refused) > _MOST_REMEMBERED:
                 del self._refused[next(iter(self._refused))]
             raise

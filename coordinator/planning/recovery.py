@@ -14,11 +14,11 @@ if TYPE_CHECKING:  # it imports numpy, for which --help should not wait
     from coordinator.planning.planner import Planner
 
 _ASK_AGAIN_S = 0.1  # between two questions to a node that does not answer, while there is no chain
-_LOOK_S = 2.0  # between two questions to any other node
+LOOK_S = 2.0  # between two questions to any other node
 _FIRST_ASK_S, _LONGEST_ASK_S = 0.3, 1.0
-_IDLE_S = 2.0  # without a frame in flight: no request notices then that the chain is replaced
+IDLE_S = 2.0  # without a frame in flight: no request notices then that the chain is replaced
 _FAILED_S, _LONGEST_FAILED_S = 0.1, 10.0  # pause after a failure without a chain, doubled with each in a row
-_REFUSED_S, _LONGEST_REFUSED_S = 5.0, 600.0  # the same with an open chain, or after a hang
+REFUSED_S, LONGEST_REFUSED_S = 5.0, 600.0  # the same with an open chain, or after a hang
 _FORGET_S = 600.0  # failures further apart than this are not in a row
 
 
@@ -120,12 +120,12 @@ class NodeRecord:
 
     def fail(self, now: float, *, has_chain: bool) -> None:
         """Note that it could not load or join. The pause that follows is longer if requests go on without it."""
-        self._count_failure(now, *((_REFUSED_S, _LONGEST_REFUSED_S) if has_chain else (_FAILED_S, _LONGEST_FAILED_S)))
+        self._count_failure(now, *((REFUSED_S, LONGEST_REFUSED_S) if has_chain else (_FAILED_S, _LONGEST_FAILED_S)))
         self.meet(NodeEvent.FAILED, now)
 
     def stall(self, now: float) -> None:
         """Note that its engine hangs, or would refuse the same again: it is not used for a while."""
-        self._count_failure(now, _REFUSED_S, _LONGEST_REFUSED_S)
+        self._count_failure(now, REFUSED_S, LONGEST_REFUSED_S)
         self.meet(NodeEvent.STALLED, now)
         self.stalled = self.incarnation
 
@@ -310,7 +310,7 @@ def _reopen(nodes: Sequence[NodeRecord], now: Situation, limits: Limits, planner
         within_s = min(_LONGEST_ASK_S, _FIRST_ASK_S * 2 ** min(now.num_asks, 9))
         return Ask(asked, max(_ASK_AGAIN_S, min(within_s, left_s)))
     if plan is None:
-        return Wait(min([left_s if left_s > 0 else _LOOK_S, *waits_s, _ASK_AGAIN_S]))
+        return Wait(min([left_s if left_s > 0 else LOOK_S, *waits_s, _ASK_AGAIN_S]))
     step = _load_for(plan, nodes, now, plan.names)
     answered_alone = bool(now.lost_at) and now.plan.prompt_end is not None
     alone = planner.best([nodes[0].node]) if step and answered_alone else None
@@ -330,8 +330,8 @@ def _is_to_be_asked(each: NodeRecord, now: float, *, has_plan: bool) -> bool:
     if each.is_own or each.state is NodeState.LOADING:
         return False
     if each.is_usable:
-        return now - each.asked_at >= _LOOK_S
-    return not has_plan and now - each.asked_at >= (_LOOK_S if each.state is NodeState.STALLED else _ASK_AGAIN_S)
+        return now - each.asked_at >= LOOK_S
+    return not has_plan and now - each.asked_at >= (LOOK_S if each.state is NodeState.STALLED else _ASK_AGAIN_S)
 
 
 def _plan_for_next(nodes: Sequence[NodeRecord], now: Situation, limits: Limits, planner: Planner) -> Plan | None:
@@ -384,7 +384,7 @@ def _load_for(plan: Plan, nodes: Sequence[NodeRecord], now: Situation, names: Co
     resting = [each for each in lacking if each.state is not NodeState.LOADING]
     if ready := tuple(each.name for each in resting if each.retry_at <= now.now):
         return Load(plan, ready)
-    return Wait(min([_LOOK_S, *(each.retry_at - now.now for each in resting)]))
+    return Wait(min([LOOK_S, *(each.retry_at - now.now for each in resting)]))
 
 
 def _improve(nodes: Sequence[NodeRecord], now: Situation, planner: Planner) -> Action:
@@ -392,16 +392,16 @@ def _improve(nodes: Sequence[NodeRecord], now: Situation, planner: Planner) -> A
     members = now.plan.names
     outside = [each for each in nodes if each.name not in members]
     if any(each.state is not NodeState.ATTACHED for each in nodes if each.name in members):
-        return Wait(_LOOK_S)  # a member is about to end
+        return Wait(LOOK_S)  # a member is about to end
     if asked := tuple(each.name for each in outside if _is_looked_for(each, now.now)):
         return Ask(asked, _LONGEST_ASK_S)
     ready = [each for each in outside if each.is_usable and not each.is_spare and each.retry_at <= now.now]
     if not ready:
         if now.target is None:
-            return Wait(_LOOK_S)
-        if now.idle_s >= _IDLE_S:
+            return Wait(LOOK_S)
+        if now.idle_s >= IDLE_S:
             return TakeOver(now.target, ())
-        return Wait(_LOOK_S, "a better split of the layers waits for an idle moment")
+        return Wait(LOOK_S, "a better split of the layers waits for an idle moment")
     if unmeasured := tuple(each.name for each in ready if not each.is_measured):
         return Measure(unmeasured)
     best = planner.best([each.node for each in nodes if each.name in members or each in ready])
@@ -413,10 +413,10 @@ def _improve(nodes: Sequence[NodeRecord], now: Situation, planner: Planner) -> A
     newcomers = tuple(each.name for each in ready)
     if step := _load_for(plan, nodes, now, newcomers):
         return step
-    if gentle is None and now.idle_s < _IDLE_S:
+    if gentle is None and now.idle_s < IDLE_S:
         names = " and ".join(newcomers)
         return Wait(
-            _LOOK_S, f"{names} has its layers, and joins in an idle moment: other nodes have to read layers, too"
+            LOOK_S, f"{names} has its layers, and joins in an idle moment: other nodes have to read layers, too"
         )
     return TakeOver(plan, newcomers, best if plan is not best else None)
 
@@ -425,7 +425,7 @@ def _is_looked_for(each: NodeRecord, now: float) -> bool:
     """Return whether to ask a node that the open chain lacks: another process may have taken a stalled one's place."""
     if each.is_own or each.is_spare or each.state in (NodeState.LOADING, NodeState.ATTACHED):
         return False
-    return now - each.asked_at >= _LOOK_S
+    return now - each.asked_at >= LOOK_S
 
 
 def _grows(present: Plan, best: Plan) -> bool:

@@ -27,8 +27,8 @@ from worker.platform.text import format_bytes
 
 MOST_WAITING = 1024  # default limit of sessions that wait for memory
 _MOST_KEPT = 64  # slots of ended sessions
-_GROWTH = 4 * LARGEST_WINDOW  # tokens of an answer for which memory is reserved at once
-_LOW = 2 * LARGEST_WINDOW  # tokens that are left when more is reserved: others can give way before it has to wait
+GROWTH = 4 * LARGEST_WINDOW  # tokens of an answer for which memory is reserved at once
+LOW = 2 * LARGEST_WINDOW  # tokens that are left when more is reserved: others can give way before it has to wait
 _MIN_SHARED = 16  # tokens: copying fewer costs more than it saves
 
 Bytes = tuple[int, ...]  # one number per stage
@@ -226,7 +226,7 @@ class Slots:
         First reserve more for those that go on and have little left; a newer one never overtakes an older one.
         """
         active = self.active
-        short = [slot for slot in active if slot.rows < slot.session.rows_for(_LOW) and not slot.session.is_paused]
+        short = [slot for slot in active if slot.rows < slot.session.rows_for(LOW) and not slot.session.is_paused]
         if not short:
             return active
         for slot in short:
@@ -392,7 +392,7 @@ class Slots:
 
     def _grow(self, slot: SessionSlot) -> bool:
         """Reserve more memory for an active slot; return False if kept slots and newer sessions do not have as much."""
-        rows = slot.session.rows_for(_GROWTH)
+        rows = slot.session.rows_for(GROWTH)
         needed = self._bytes_of(slot.session, rows)
         newer = reversed(self.active[self.active.index(slot) + 1 :])
         takeable = [*self._in(SlotState.KEPT), *(other for other in newer if other.session.may_be_preempted)]
@@ -421,7 +421,7 @@ class Slots:
         """Give the slot a number and its memory; return False while there is not enough."""
         kept, session = self._in(SlotState.KEPT), slot.session
         source, shared = self._closest(session, kept)
-        rows = session.rows_for(_GROWTH)
+        rows = session.rows_for(GROWTH)
         needed = self._bytes_of(session, rows)
         worse = (each for each in reversed(self.active) if each.session.request.priority > session.request.priority)
         takeable = [*kept, *(each for each in worse if each.session.may_be_preempted)]

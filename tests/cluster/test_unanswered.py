@@ -31,7 +31,7 @@ def test_a_name_that_does_not_resolve_is_told_with_the_key_to_correct(tmp_path: 
 
 
 def test_status_shows_silent_workers_and_fails_if_none_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "_WORKER_WITHIN_S", 0.2)
+    monkeypatch.setattr(status, "WORKER_WITHIN_S", 0.2)
     place, config = f"0.0.0.0:{free_port()}", tmp_path / "cluster.yaml"  # this machine, though no loopback address
     mini, air = f"['{HOST}:9', '{place}']", f"'127.0.0.1:{free_port()}'"
     config.write_text(f"insecure: true\nworkers: [{{name: mini, address: {mini}}}, {{name: air, address: {air}}}]\n")

@@ -74,7 +74,7 @@ async def test_a_stream_goes_on_over_the_second_cable_and_the_next_chain_over_th
 
 
 async def test_an_ended_process_costs_no_wait_at_any_address(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.cluster.cluster._ASK_S", 20.0)
+    monkeypatch.setattr("coordinator.cluster.cluster.ASK_S", 20.0)
     cables = Cables()
     async with supervised(folder, IS_GONE, reaching=cables.directly) as rig, asyncio.timeout(18):
         await rig.places[1].stop()

@@ -270,7 +270,7 @@ def test_a_launched_step_takes_from_its_launch_or_the_end_of_the_step_before(mod
 
 def test_a_long_step_has_one_behind_it_and_not_two(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever comes next would have to wait for both."""
-    monkeypatch.setattr("worker.compute.executor._SHORT_STEP_NS", 0)
+    monkeypatch.setattr("worker.compute.executor.SHORT_STEP_NS", 0)
     engine, _ = engine_of(models("qwen3"), "launched twice")
     assert len(all_ready(engine)) == 1
 

@@ -40,7 +40,7 @@ class Running(Remote):
     ],
 )
 async def test_the_reason_is_told(within_s: float, address: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_ANSWER_S", within_s)
+    monkeypatch.setattr(launch, "ANSWER_S", within_s)
     worker = WorkerConfig(name="mini", address=address, ssh="mac")
     with pytest.raises(BrigadeError, match=f"^runs, but {why} Its log: it listens$"):
         await wait_answer(worker, Network(insecure=True), Running("mini", "mac"), "")

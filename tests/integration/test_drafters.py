@@ -285,8 +285,8 @@ async def test_a_sliding_drafter_goes_on_after_rejected_drafts(models: Models, t
 
 async def test_a_text_that_the_drafter_lacks_is_read_in_steps(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its source had no drafts: until all of it is read none are made."""
-    monkeypatch.setattr(small_model, "_CHUNK", 16)
-    monkeypatch.setattr(small_model, "_MOST_READ", 64)
+    monkeypatch.setattr(small_model, "CHUNK", 16)
+    monkeypatch.setattr(small_model, "MOST_READ", 64)
     folder, text = model_of(models, "qwen3"), tokens_of(100)
     async with running(folder, (2, 2), drafter=folder) as chain, Engine(chain) as engine:
         await engine.answer(request(text, 2))

@@ -139,8 +139,8 @@ async def hasty(models: Models, monkeypatch: pytest.MonkeyPatch, said: list[str]
 
     It waits so briefly only once it is open, and for answers to questions as long as it takes.
     """
-    monkeypatch.setattr("coordinator.cluster.step_timeouts._ASK_AGAIN_S", 0.05)
-    monkeypatch.setattr("coordinator.cluster.chain._PROBE_S", 30.0)
+    monkeypatch.setattr("coordinator.cluster.step_timeouts.ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr("coordinator.cluster.chain.PROBE_S", 30.0)
     release = threading.Event()
     async with loaded(models("qwen3").folder, (2, 2)) as cluster:
         chain = Chain(cluster.own, cluster.deployment, say=said.append)
@@ -148,8 +148,8 @@ async def hasty(models: Models, monkeypatch: pytest.MonkeyPatch, said: list[str]
         await chain.open()
         await send(chain, Frame(epoch=1, step=50, opened=[Opening(slot=0)]))
         await receive(chain)
-        monkeypatch.setattr("coordinator.cluster.step_timeouts._SILENCE_S", 0.3)
-        monkeypatch.setattr("coordinator.cluster.step_timeouts._COMPILES_S", 0.1)
+        monkeypatch.setattr("coordinator.cluster.step_timeouts.SILENCE_S", 0.3)
+        monkeypatch.setattr("coordinator.cluster.step_timeouts.COMPILES_S", 0.1)
         held = cluster.nodes[0].thread.submit(lambda: release.wait(60))
         try:
             yield chain, release.set
@@ -204,7 +204,7 @@ async def test_a_long_step_of_this_process_is_waited_for(models: Models, monkeyp
 
 async def test_our_engine_is_given_up_if_its_step_never_ends(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that waits for its thread ends with the reason; so does what is asked of it later."""
-    monkeypatch.setattr("coordinator.cluster.chain._OWN_STEP_S", 0.1)
+    monkeypatch.setattr("coordinator.cluster.chain.OWN_STEP_S", 0.1)
     async with busy_itself(models, monkeypatch) as (chain, release):
         for _ in range(2):
             with pytest.raises(EngineHung, match=r"^this process's engine has been at one step for \d+ s$"):
@@ -259,7 +259,7 @@ async def test_a_result_that_comes_while_nodes_are_asked_is_taken(
 async def test_a_worker_whose_machine_slept_leaves_its_chain(whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
     slept_s = 100.0
     monkeypatch.setattr(machine, "asleep_s", lambda: slept_s)
-    monkeypatch.setattr(machine, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(machine, "LOOK_EVERY_S", 0.01)
     async with serving(2) as nodes:
         async with opened(whole.folder, (1, 2, 1), nodes) as chain:
             expected = (await answer(chain, tokens_of(6), 5)).tokens

@@ -65,8 +65,8 @@ ALL: Sequence[Transport] = (TRANSPORT_TCP, TRANSPORT_TLS, TRANSPORT_GRPC)
 @pytest.fixture(autouse=True)
 def no_hop_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine that is busy with other tests: how fast one is, is no claim here."""
-    monkeypatch.setattr(checks, "_VERY_SLOW_MS", 10_000.0)
-    for limit in ("_PROBE_S", "_TALK_S", "_CONNECT_S"):
+    monkeypatch.setattr(checks, "VERY_SLOW_MS", 10_000.0)
+    for limit in ("PROBE_S", "TALK_S", "CONNECT_S"):
         monkeypatch.setattr(links, limit, PATIENCE_S)
 
 
@@ -140,7 +140,7 @@ async def test_encrypted_hops_are_measured_without_encryption_too(tmp_path: Path
 
 
 async def test_a_delayed_hop_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_VERY_SLOW_MS", 40.0)
+    monkeypatch.setattr(checks, "VERY_SLOW_MS", 40.0)
     async with serving(2) as [first, second]:
         with proxy_to(second.address, latency_s=0.03) as proxy:
             known = await collect_facts(cluster_of(first.address, proxy.address))
@@ -229,11 +229,11 @@ async def test_a_port_is_closed_with_its_call_or_when_it_is_unused(monkeypatch: 
         async with peer.listening(TRANSPORT_TCP) as listener:
             pass
         await until_closed(listener)
-        monkeypatch.setattr(links, "_TALK_S", 0.05)
+        monkeypatch.setattr(links, "TALK_S", 0.05)
         async with peer.listening(TRANSPORT_TCP) as listener:
             with contextlib.suppress(ConnectionError):  # it may be closed before that is sent
                 assert await talk(listener, b"half a token") == b""
-        monkeypatch.setattr(links, "_ACCEPT_S", 0.05)
+        monkeypatch.setattr(links, "ACCEPT_S", 0.05)
         async with peer.listening(TRANSPORT_TCP) as listener:
             await until_free(listener)
 

@@ -278,7 +278,7 @@ async def test_after_a_cut_what_came_is_not_sent_again_though_the_worker_is_not_
     models: Models, lacking: Lacking, taken: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its name may have gone with its cable."""
-    monkeypatch.setattr(feed_module, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(feed_module, "PAUSE_S", 0.01)
     folder, hello = models("qwen3", config=LARGE).folder, Peer.hello
     wanted, cuts, refusals = full_request(folder, 1, 4), [2 << 20, 4 << 20], [StageLost("not found")] * 3
     async with lacking(1) as [node], Proxy(node.address).serving() as proxy:
@@ -320,7 +320,7 @@ async def test_what_one_process_received_the_next_completes(models: Models, lack
 async def test_what_another_worker_of_its_machine_receives_a_worker_reports_and_is_not_sent(
     models: Models, lacking: Lacking, store_of: StoreOf, taken: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feeding_module, "_ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr(feeding_module, "ASK_AGAIN_S", 0.01)
     folder, reports = models("qwen3").folder, list[LoadProgress]()
     wanted, checkpoint = full_request(folder, 1, 4), open_folder(folder)
     first, *_ = pieces_of(checkpoint, 1, 4)
@@ -450,7 +450,7 @@ async def test_a_long_digest_is_announced(models: Models, lacking: Lacking, monk
             announced.append(read.announcement.file)
         return read
 
-    monkeypatch.setattr(feed_module, "_DIGEST_S", 0.05)
+    monkeypatch.setattr(feed_module, "DIGEST_S", 0.05)
     monkeypatch.setattr(SourceFile, "digest", make)
     monkeypatch.setattr(feeding_module, "read_transfer", note)
     async with lacking(1) as [node]:
@@ -472,11 +472,11 @@ async def test_a_disk_that_hangs_ends_the_transfer(
         return blocks(file, offset, block_bytes)
 
     if at == "digest":
-        monkeypatch.setattr(feed_module, "_DIGEST_S", 0.05)
+        monkeypatch.setattr(feed_module, "DIGEST_S", 0.05)
         monkeypatch.setattr(SourceFile, "digest", hang_at_digest)
     else:
         monkeypatch.setattr(SourceFile, "blocks", hang_at_sending)
-    monkeypatch.setattr(feed_module, "_DISK_S", 0.1)
+    monkeypatch.setattr(feed_module, "DISK_S", 0.1)
     async with lacking(1) as [node]:
         try:
             with pytest.raises(ModelError, match="no byte came from its disk"):

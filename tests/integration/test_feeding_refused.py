@@ -112,8 +112,8 @@ def files_in(folder: Path) -> set[str]:
 async def test_a_coordinator_that_falls_silent_is_not_waited_for(
     store: WeightsCache, wanted: LoadRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feeding_module, "_SILENT_S", 0.05)
-    monkeypatch.setattr(feeding_module, "_ENDED_S", 0.05)
+    monkeypatch.setattr(feeding_module, "SILENT_S", 0.05)
+    monkeypatch.setattr(feeding_module, "ENDED_S", 0.05)
 
     async def nothing() -> AsyncIterator[bytes]:
         await asyncio.Event().wait()
@@ -146,7 +146,7 @@ async def test_what_a_disk_did_not_take_leaves_no_gap(
             raise OSError(errno.ENOSPC, "No space left on device")
         write(partial, blocks)
 
-    monkeypatch.setattr(feeding_module, "_BATCH_BYTES", 1 << 14)
+    monkeypatch.setattr(feeding_module, "BATCH_BYTES", 1 << 14)
     monkeypatch.setattr(PartialFile, "write", write_or_fail)
     with pytest.raises(ModelError, match="cannot keep what it receives: No space"):
         await say(store, sound)

@@ -143,8 +143,8 @@ async def test_a_greeting_that_trickles_in_holds_up_no_stream_and_is_not_waited_
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     whole, greeting = models("qwen3"), TRICKLED[kind]
-    options = dict(network_module._SERVER_OPTIONS) | {"grpc.server_handshake_timeout_ms": 700}
-    monkeypatch.setattr(network_module, "_SERVER_OPTIONS", list(options.items()))
+    options = dict(network_module.SERVER_OPTIONS) | {"grpc.server_handshake_timeout_ms": 700}
+    monkeypatch.setattr(network_module, "SERVER_OPTIONS", list(options.items()))
     async with served(whole, tmp_path, is_encrypted=kind == "tls") as (node, engine):
         ports = node.address, hop_address(node.address)
         trickling = [asyncio.create_task(num_trickled(ports[number % 2], greeting)) for number in range(20)]
@@ -327,7 +327,7 @@ async def test_reports_of_prompts_that_nobody_asked_for_end_the_chain(models: Mo
 
 
 async def test_a_node_waits_with_reports_for_a_busy_mlx_thread(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain_module, "_MOST_WAITING_BYTES", 2**20)
+    monkeypatch.setattr(chain_module, "MOST_WAITING_BYTES", 2**20)
     async with lying(models, "prompt") as (liar, chain), asyncio.timeout(60):
         step_ends = threading.Event()
         chain.thread.post(partial(step_ends.wait, 20.0))

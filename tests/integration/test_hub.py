@@ -288,7 +288,7 @@ def test_offline_what_is_not_in_the_cache_is_refused_at_once(hub: Hub, asking: A
 def test_a_hub_that_does_not_answer_is_given_up_without_retries(
     asking: Ask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_silent: bool
 ) -> None:
-    monkeypatch.setattr(hub_module, "_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(hub_module, "TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         if not is_silent:

@@ -60,7 +60,7 @@ async def assert_takes_hops(address: str) -> None:
 async def test_a_worker_listens_on_all_its_addresses_and_on_one_that_it_lacks_as_soon_as_it_has_it(
     monkeypatch: pytest.MonkeyPatch, port_of: Callable[[str], str]
 ) -> None:
-    monkeypatch.setattr(listening_module, "_AGAIN_S", 0.02)
+    monkeypatch.setattr(listening_module, "AGAIN_S", 0.02)
     missing = f"127.0.0.1:{free_port()}"
     in_use = port_of(missing)
     lacking = socket.create_server(split_address(in_use))
@@ -127,7 +127,7 @@ async def test_a_worker_on_any_port_takes_one_whose_port_for_hops_is_free(monkey
 
 
 async def test_a_worker_stops_though_its_mlx_thread_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening_module, "_STOP_HOPS_S", 0.05)
+    monkeypatch.setattr(listening_module, "STOP_HOPS_S", 0.05)
     release = threading.Event()
     with closing(MlxThread()) as thread:
         service = NodeService("mini", thread, NETWORK)
@@ -138,7 +138,7 @@ async def test_a_worker_stops_though_its_mlx_thread_is_stuck(monkeypatch: pytest
 
 
 async def test_an_address_that_is_not_allowed_is_said_once_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening_module, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(listening_module, "AGAIN_S", 0.0)
     async with worker("127.0.0.1:0", "0.0.0.0:0") as (node, out):
         assert len(node.listening.addresses) == 1
         assert out.getvalue().startswith("worker mini: will not listen on 0.0.0.0:0: what is sent there is not encr")
@@ -146,7 +146,7 @@ async def test_an_address_that_is_not_allowed_is_said_once_and_not_tried_again(m
 
 
 async def test_an_unexpected_error_of_a_later_try_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening_module, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(listening_module, "AGAIN_S", 0.0)
     network = Network()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         async with worker("127.0.0.1:0", f"127.0.0.1:{taken.getsockname()[1]}", network=network) as (_, out):
@@ -250,10 +250,10 @@ async def wait_closed(reader: asyncio.StreamReader) -> None:
 
 
 async def test_connections_beyond_the_limit_are_closed_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = dict(network_module._SERVER_OPTIONS)
+    options = dict(network_module.SERVER_OPTIONS)
     assert "grpc.max_allowed_incoming_connections" in options
     options["grpc.max_allowed_incoming_connections"] = 3
-    monkeypatch.setattr(network_module, "_SERVER_OPTIONS", list(options.items()))
+    monkeypatch.setattr(network_module, "SERVER_OPTIONS", list(options.items()))
     async with serving(1) as [node], AsyncExitStack() as stack:
         channel = await stack.enter_async_context(NETWORK.channel(node.name, node.address))
         assert (await NodeStub(channel).Status(StatusRequest())).node == node.name
@@ -267,7 +267,7 @@ async def test_connections_beyond_the_limit_are_closed_and_the_others_go_on(monk
 
 
 async def test_calls_beyond_the_limit_are_refused_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network_module, "_MOST_CALLS", 3)
+    monkeypatch.setattr(network_module, "MOST_CALLS", 3)
 
     async def report(progress: LoadProgress) -> None:
         pass
@@ -327,7 +327,7 @@ def test_names_are_looked_up_as_the_system_does() -> None:
 async def test_a_call_that_never_sends_its_request_gives_its_place_back(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(network_module, "_MOST_CALLS", 3)
+    monkeypatch.setattr(network_module, "MOST_CALLS", 3)
     for module in (network_module, service_module):
         monkeypatch.setattr(module, "REQUEST_S", 0.2)
     async with serving(1) as [node], NETWORK.channel(node.name, node.address) as channel:

@@ -253,7 +253,7 @@ async def test_a_tensor_that_takes_long_to_read_is_reported_as_long_as_the_disk_
             assert 0 < told[0] <= told[1]
         else:
             monkeypatch.setattr(loading, "read_spans", hang)
-            monkeypatch.setattr(peer_module, "_STALL_S", 0.5)
+            monkeypatch.setattr(peer_module, "STALL_S", 0.5)
             with pytest.raises(NodeSilent, match="no progress in loading"):
                 await peer.load(request, note)
             assert not told
@@ -282,7 +282,7 @@ def digest(array: mx.array) -> str:
 
 
 async def test_digests_leave_room_for_frames_in_between(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_tensors, "_DIGEST_BYTES", 64)
+    monkeypatch.setattr(held_tensors, "DIGEST_BYTES", 64)
     async with serving(1) as [node], opened(models("qwen3").folder, (2, 2), [node]) as chain, Engine(chain) as engine:
         idle = await chain.peers[0].digests()
         live = Live(engine, request((5, 6, 7), 400))
@@ -383,7 +383,7 @@ class SlowHub:
 def hub(monkeypatch: pytest.MonkeyPatch) -> SlowHub:
     hub = SlowHub()
     monkeypatch.setattr(conftest, "open_checkpoint", lambda model, known: hub.checkpoint(Path(model)))
-    monkeypatch.setattr(lifecycle, "_WAITING_S", 0.01)
+    monkeypatch.setattr(lifecycle, "WAITING_S", 0.01)
     return hub
 
 

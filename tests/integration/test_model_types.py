@@ -55,7 +55,7 @@ async def test_a_type_that_no_test_has_seen_says_so_once_and_steps_alone(
 ) -> None:
     await read_model(str(folder))
     assert capsys.readouterr().err == "" and lane_form(open_folder(folder).config) is LaneForm.ROWS
-    monkeypatch.delitem(families._LANE_OF, "qwen3")
+    monkeypatch.delitem(families.LANE_OF, "qwen3")
     await read_model(str(folder))
     said = "note: no test has seen a qwen3 model yet; compare with `brigade verify` before you rely on it\n"
     assert capsys.readouterr().err == said

@@ -294,7 +294,7 @@ async def test_streams_that_gave_way_are_as_alone(models: Models, monkeypatch: p
     async with running(models(family).folder, (1, 3)) as chain:
         monkeypatch.setattr(core, "cache_costs", with_room_for_three)
         monkeypatch.setattr(Session, "preempt", noted)
-        for name, tokens in (("_GROWTH", 16), ("_LOW", 12), ("LARGEST_WINDOW", 8)):
+        for name, tokens in (("GROWTH", 16), ("LOW", 12), ("LARGEST_WINDOW", 8)):
             monkeypatch.setattr(admission, name, tokens)
         async with Engine(chain) as engine:
             found = await asyncio.gather(*(engine.answer(each, chunk=64) for each in ANSWERS))

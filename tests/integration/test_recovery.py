@@ -231,7 +231,7 @@ async def test_answers_that_one_node_makes_go_on_in_their_slots_when_a_prompt_no
 ) -> None:
     """Recurrent states may be a row ahead of what is known: these answers are fed again."""
     monkeypatch.setattr(ChainCosts, "pays_apart", lambda costs, num_alone, *rest: num_alone > 2 * CHUNK)
-    monkeypatch.setattr("coordinator.planning.recovery._LOOK_S", 0.05)
+    monkeypatch.setattr("coordinator.planning.recovery.LOOK_S", 0.05)
     is_full = family == "qwen3"
     folder = models("qwen3", **MASKED).folder if is_full else make_type(tmp_path / family, family)
     layers = LAYERS if is_full else (1, 2, 3)
@@ -396,8 +396,8 @@ async def test_a_node_that_is_there_again_is_used_under_endless_streams(
     folder: Path, monkeypatch: pytest.MonkeyPatch, which: int, meanwhile: list[int]
 ) -> None:
     """It loads while the chain goes on. Where another node would have to read layers, they wait for an idle moment."""
-    monkeypatch.setattr("coordinator.planning.recovery._LOOK_S", 0.05)
-    monkeypatch.setattr("coordinator.planning.recovery._IDLE_S", 0.3)
+    monkeypatch.setattr("coordinator.planning.recovery.LOOK_S", 0.05)
+    monkeypatch.setattr("coordinator.planning.recovery.IDLE_S", 0.3)
     asked = [request(tokens_of(5 + i, i), 20) for i in range(2)]
     expected = await unfailed(folder, asked)
     name = f"node-{which + 1}"
@@ -419,9 +419,9 @@ async def test_a_node_that_is_there_again_is_used_under_endless_streams(
 
 
 async def test_a_node_that_cannot_load_again_costs_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.planning.recovery._LOOK_S", 0.05)
-    monkeypatch.setattr("coordinator.planning.recovery._REFUSED_S", 0.2)
-    monkeypatch.setattr("coordinator.planning.recovery._LONGEST_REFUSED_S", 0.4)
+    monkeypatch.setattr("coordinator.planning.recovery.LOOK_S", 0.05)
+    monkeypatch.setattr("coordinator.planning.recovery.REFUSED_S", 0.2)
+    monkeypatch.setattr("coordinator.planning.recovery.LONGEST_REFUSED_S", 0.4)
     asked = [request(tokens_of(5), 20)]
     expected = await unfailed(folder, asked)
     async with supervised(folder, IS_GONE, memory=ROOMY) as rig, rig.engine() as engine, asyncio.timeout(60):
@@ -485,9 +485,9 @@ async def test_a_node_whose_engine_hangs_is_done_without(folder: Path, monkeypat
     """The engines of all others say that they began their steps only just now, however slow the machine is."""
     hung, busy_s = list[Stage](), Stage.busy_s
     monkeypatch.setattr(Stage, "busy_s", property(lambda stage: busy_s.__get__(stage) if stage in hung else 0.1))
-    for limit in ("_SILENCE_S", "_FIRST_S"):
+    for limit in ("SILENCE_S", "FIRST_S"):
         monkeypatch.setattr(f"coordinator.cluster.step_timeouts.{limit}", 0.3)
-    monkeypatch.setattr("coordinator.cluster.chain._PROBE_S", 30.0)
+    monkeypatch.setattr("coordinator.cluster.chain.PROBE_S", 30.0)
     expected = await unfailed(folder, ASKED[:2])
     release = threading.Event()
     async with supervised(folder, COMES_BACK) as rig, rig.engine() as engine:

@@ -327,11 +327,11 @@ async def test_a_worker_has_the_name_of_its_certificate_and_no_other(
 ) -> None:
     async with serving(1, network_of=certificates.network) as [node]:
         workers = chosen(node.address, ("node-1", "air"))
-        monkeypatch.setattr(cluster_file, "_HELLO_S", 30.0)  # however busy the machine is
+        monkeypatch.setattr(cluster_file, "HELLO_S", 30.0)  # however busy the machine is
         [(name, why)] = (await unproven(workers, certificates.coordinator())).items()
         assert name == "air" and "certificate carries another name" in why
         stranger = certificates.wrong("foreign", "coordinator", Role.COORDINATOR)
-        monkeypatch.setattr(cluster_file, "_HELLO_S", 0.3)  # which the next one waits for
+        monkeypatch.setattr(cluster_file, "HELLO_S", 0.3)  # which the next one waits for
         assert list(await unproven(workers, stranger)) == ["node-1", "air"]
 
 

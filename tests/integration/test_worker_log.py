@@ -145,7 +145,7 @@ async def test_it_tells_that_a_load_was_given_up_anywhere(folder: Path, monkeypa
 
 
 async def test_it_tells_what_it_waits_for_when_it_is_to_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "_LAST_WORD_S", 0.05)
+    monkeypatch.setattr(serve, "LAST_WORD_S", 0.05)
     async with overheard() as (node, out), opened(folder, (2, 2), [node]) as chain:
         async with Engine(chain) as engine:
             await engine.answer(request(tokens_of(20), 3))

@@ -51,12 +51,12 @@ _log = logging.getLogger(__name__)
 
 _SHORT_BEGIN = 0.5  # the share of a step's time below which `begin` counts as short
 _STILL_BUSY = 0.1  # a shorter wait, as a share of the time since `begin`, says that the device was done earlier
-_SHORT_STEP_NS = 20_000_000
+SHORT_STEP_NS = 20_000_000
 _COUNT_NS = 1_000_000_000  # between two counts of cache bytes while no slot opens, closes or grows
 _CHUNK = 32  # rows of a window whose memory is measured
 _LONG_PROMPT = 2048  # rows: the buffers that shorter ones leave to the next frames are few
 _SCORED_ROWS = 128  # whose logits exist at the same time
-_MESSAGE_BYTES = 1 << 22  # of segments: each message takes milliseconds of both event loops
+MESSAGE_BYTES = 1 << 22  # of segments: each message takes milliseconds of both event loops
 _WEIGHT = 0.2  # of a new observation in the running mean
 
 
@@ -206,7 +206,7 @@ class Executor:
             return None
         if not all(slot.can_draw_ahead for slot in slots.values()):
             return None
-        return self._ahead.launch(slots, tokens, most=2 if is_finished and self._step_ns < _SHORT_STEP_NS else 1)
+        return self._ahead.launch(slots, tokens, most=2 if is_finished and self._step_ns < SHORT_STEP_NS else 1)
 
     def _slots_that_go_on(self, windows: Sequence[Window]) -> dict[int, Slot]:
         """Return a step's slots if each of them most likely gets one more token; else none."""
@@ -365,7 +365,7 @@ class Executor:
             num_bytes = 0
             for each in self._segments_of(window, step):
                 size = sum(array.nbytes for array in each.arrays)
-                if together and num_bytes + size > _MESSAGE_BYTES:
+                if together and num_bytes + size > MESSAGE_BYTES:
                     yield window.slot, together
                     together, num_bytes = [], 0
                 together.append(_copied(each))
@@ -375,10 +375,10 @@ class Executor:
 
     def _segments_of(self, window: Window, step: Step) -> Iterator[CacheSegment]:
         slot, begin, end = self._slots[window.slot], window.base, window.base + num_rows(window)
-        yield from slot.caches.segments(begin, end, _MESSAGE_BYTES)
+        yield from slot.caches.segments(begin, end, MESSAGE_BYTES)
         if slot.returns_rows and step.rows is not None:
             rows = rows_of([window], step.windows, step.rows)
-            most = max(1, _MESSAGE_BYTES * (end - begin) // rows.nbytes)
+            most = max(1, MESSAGE_BYTES * (end - begin) // rows.nbytes)
             for at in range(0, end - begin, most):
                 yield CacheSegment(OUTPUT, 0, begin + at, (rows[:, at : at + most],), ())
 

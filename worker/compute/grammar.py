@@ -20,7 +20,7 @@ from worker.errors import SamplingError
 # A typical grammar takes 0.15 MB, a long one 90 bytes per character of its text. Terminals that repeat may take 1,700
 # bytes per character (60 times `/\w{1,50}x/`: 2.7 MiB), so that all kept ones take 700 MB at most.
 _MOST_KEPT = 1024  # the default limit of waiting sessions on a coordinator
-_MOST_TEXT = 400_000  # characters of all kept grammars
+MOST_TEXT = 400_000  # characters of all kept grammars
 _LEAST_KEPT = 16  # grammars kept however long they are
 _MOST_TOKENIZERS = 4  # each has a trie of the whole vocabulary
 # All steps wait while an evicted grammar is compiled again: with these limits at most half a second.
@@ -179,7 +179,7 @@ class Grammars:
                 self._num_text += len(key)
             self._compiled[key] = matcher
             self._compiled.move_to_end(key)
-            while len(self._compiled) > (_MOST_KEPT if self._num_text <= _MOST_TEXT else _LEAST_KEPT):
+            while len(self._compiled) > (_MOST_KEPT if self._num_text <= MOST_TEXT else _LEAST_KEPT):
                 oldest, _ = self._compiled.popitem(last=False)
                 self._num_text -= len(oldest)
 

@@ -15,7 +15,7 @@ from worker.model.checkpoint import Checkpoint
 from worker.model.headers import TensorInfo
 from worker.platform.mlx_memory import out_of_memory
 
-_DIGEST_BYTES = 4 * 2**20  # of a tensor that are hashed at once
+DIGEST_BYTES = 4 * 2**20  # of a tensor that are hashed at once
 
 
 class TensorReader(Absent):
@@ -92,7 +92,7 @@ class HeldTensors:
         for name, array in self._listed:
             raw = np.array(array.reshape(-1).view(mx.uint8), copy=False)
             digest = hashlib.blake2b(digest_size=16)
-            for first in range(0, len(raw), _DIGEST_BYTES):
-                digest.update(raw[first : first + _DIGEST_BYTES].data)
+            for first in range(0, len(raw), DIGEST_BYTES):
+                digest.update(raw[first : first + DIGEST_BYTES].data)
                 yield
             found[name] = digest.hexdigest()

@@ -22,7 +22,7 @@ from worker.model.probe_pass import ModelInfo
 
 ROWS = (1, 512, 8, 64, 2, 4, 16)  # the most important first, since a slow device skips the last ones
 _WITHIN_S = 2.0  # in total
-_MOST_KINDS = 3  # the most frequent kinds of layers are measured; times of others are scaled by their bytes
+MOST_KINDS = 3  # the most frequent kinds of layers are measured; times of others are scaled by their bytes
 _AT_ONCE = 8  # layers per measurement, which reduces the share of waiting for the device
 _SHORT = 64  # rows; longer frames are measured one layer at a time
 _TRIES = 3
@@ -39,7 +39,7 @@ def measure_speed(checkpoint: Checkpoint, within_s: float = _WITHIN_S) -> Speed:
         within_s: the time limit, which building layers and measuring the smallest frames may exceed.
     """
     spec, info = describe(checkpoint), layout_of(checkpoint).info
-    tried = [kind for kind, _ in Counter(spec.layers).most_common(_MOST_KINDS)]
+    tried = [kind for kind, _ in Counter(spec.layers).most_common(MOST_KINDS)]
     share_s = within_s / (len(tried) + 1)
     times: dict[LayerSpec, RowTimes] = {}
     try:

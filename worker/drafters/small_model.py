@@ -21,8 +21,8 @@ from worker.errors import CacheMismatch
 from worker.memory.history import History
 from worker.memory.slot_caches import Caches, close_all
 
-_CHUNK = 512  # rows of one slot that are read at once
-_MOST_READ = 2048  # rows of one slot in one step: a long text is read over several, without drafts
+CHUNK = 512  # rows of one slot that are read at once
+MOST_READ = 2048  # rows of one slot in one step: a long text is read over several, without drafts
 
 
 @dataclass
@@ -122,12 +122,12 @@ class SmallModel:
 
     def _catch_up(self, text: ReadText, request: DraftRequest) -> bool:
         """Read all but the last chunk of what the text lacks; return whether that was all within this step."""
-        limit = len(text.history) + _MOST_READ
-        while (missing := request.num_known - len(text.history)) > _CHUNK and len(text.history) < limit:
-            self._read([text], [request.tokens_from(len(text.history), _CHUNK)])
+        limit = len(text.history) + MOST_READ
+        while (missing := request.num_known - len(text.history)) > CHUNK and len(text.history) < limit:
+            self._read([text], [request.tokens_from(len(text.history), CHUNK)])
             mx.eval(text.caches.arrays(), text.caches.state_arrays())
-            missing -= _CHUNK
-        return missing <= _CHUNK
+            missing -= CHUNK
+        return missing <= CHUNK
 
     def _read_rest(self, texts: Sequence[ReadText], requests: Sequence[DraftRequest]) -> mx.array:
         """Read what the texts lack; return the hidden states [1, B, D] of the last known tokens."""

@@ -73,7 +73,7 @@ _LANES = {
 }
 # Their forward also uses positions outside the layers, so all of it runs per batch, or per slot.
 _LOOK_AT_POSITIONS = ("gpt2", "gpt_bigcode", "llama4", "longcat_flash_ngram", "ministral3", "mistral3", "mistral4")
-_LANE_OF = {name: form for form, names in _LANES.items() for name in names.split()}
+LANE_OF = {name: form for form, names in _LANES.items() for name in names.split()}
 
 
 def module_of(config: dict[str, Any]) -> str:
@@ -121,7 +121,7 @@ def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def lane_form(config: dict[str, Any]) -> LaneForm:
-    return _LANE_OF.get(module_of(config), LaneForm.ALONE)
+    return LANE_OF.get(module_of(config), LaneForm.ALONE)
 
 
 def looks_at_positions(config: dict[str, Any]) -> bool:
@@ -131,7 +131,7 @@ def looks_at_positions(config: dict[str, Any]) -> bool:
 
 def is_tested(config: dict[str, Any]) -> bool:
     """Return whether tests cover this type; for others users should run `brigade verify`."""
-    return module_of(config) in _LANE_OF
+    return module_of(config) in LANE_OF
 
 
 def mask_token_of(config: dict[str, Any], vocab_size: int) -> int | None:

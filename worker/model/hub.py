@@ -37,7 +37,7 @@ from worker.model.headers import TensorInfo, read_tensors, tensors_of
 from worker.platform.installation import read_record, write_record
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_TIMEOUT_S = 10.0
+TIMEOUT_S = 10.0
 _PARALLEL_FETCHES = 8
 
 
@@ -115,7 +115,7 @@ def _obstacle(repository: str, revision: str | None) -> str | None:
     if revision and _COMMIT.fullmatch(revision) and _listing(repository, revision):
         return None  # a commit never changes, and its listing is cached
     try:
-        HfApi().model_info(repository, revision=revision, timeout=_TIMEOUT_S)
+        HfApi().model_info(repository, revision=revision, timeout=TIMEOUT_S)
     except (RepositoryNotFoundError, RevisionNotFoundError):
         raise
     except (HTTPError, json.JSONDecodeError) as error:
@@ -169,7 +169,7 @@ def _tensors(repository: str, folder: Path, files: list[str]) -> dict[str, Tenso
 
 
 def _fetch_header(repository: str, commit: str, file: str) -> dict[str, Any]:
-    metadata = HfApi().parse_safetensors_file_metadata(repository, file, revision=commit, timeout=_TIMEOUT_S)
+    metadata = HfApi().parse_safetensors_file_metadata(repository, file, revision=commit, timeout=TIMEOUT_S)
     fields = ("dtype", "shape", "data_offsets")
     return {name: {field: getattr(info, field) for field in fields} for name, info in metadata.tensors.items()}
 

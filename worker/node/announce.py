@@ -32,7 +32,7 @@ _FINGERPRINT = r"[0-9a-f]{64}|"
 _PROCESS = r"[0-9a-f]{8}"
 _KEYS = ("name", "version", "process", "fingerprint")
 
-_LOOK_EVERY_S = 5.0  # for new interfaces and renewed certificates
+LOOK_EVERY_S = 5.0  # for new interfaces and renewed certificates
 _GOODBYE_S = 0.05  # the first of three goodbyes is sent at once; the others are not worth waiting for
 
 _THIS_PROCESS = secrets.token_hex(4)
@@ -117,12 +117,12 @@ async def _keep_announced(say: Callable[[], About], listens_on: Sequence[str], l
             async with announced(*now):
                 last_failure = ""
                 while (say(), await places_of(listens_on)) == now:  # noqa: ASYNC110 - nothing signals these changes
-                    await asyncio.sleep(_LOOK_EVERY_S)
+                    await asyncio.sleep(LOOK_EVERY_S)
         except (OSError, RuntimeError, ValueError, Error, BrigadeError) as error:
             if (failure := str(error) or type(error).__name__) != last_failure:
                 log.warning("cannot announce itself (%s); give its address in cluster.yaml. It still serves", failure)
             last_failure = failure
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(LOOK_EVERY_S)
 
 
 async def places_of(listens_on: Iterable[str]) -> list[AnnouncedPlace]:

@@ -39,7 +39,7 @@ from worker.platform.threads import MlxThread, run_in_thread
 # The slowest worker of a chain may load for hours while this one waits, for example 400 GB over Wi-Fi. A coordinator
 # that has not attached after this time has ended.
 RESERVED_S = 6 * 3600.0
-_WAITING_S = 1.0  # between two reports of a load that waits for another one
+WAITING_S = 1.0  # between two reports of a load that waits for another one
 
 _ENDED = object()
 
@@ -166,7 +166,7 @@ class Worker:
                 if num_seen != self._num_reported:
                     num_seen = self._num_reported
                     await report(LoadProgress(phase="waiting"))
-                wait_s = _WAITING_S
+                wait_s = WAITING_S
         try:
             yield
         finally:

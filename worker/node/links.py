@@ -50,15 +50,15 @@ _LARGE_BYTES = 8 * 2**20
 _NUM_PARTS, _NUM_WARM_PARTS = 20, 4
 _LARGE_PART_BYTES = 2**20
 _MAX_PARTS = 96  # in one call
-_PROBE_S = 5.0
+PROBE_S = 5.0
 # of plain sockets
 _NUM_ROUNDS, _NUM_WARM_ROUNDS = 40, 8
 _PIECE_BYTES = 2**18
 _TOKEN_BYTES = 32
 _MAX_LISTENERS = 4
-_CONNECT_S = 3.0
-_ACCEPT_S = 15.0  # how long a port waits for its conversation
-_TALK_S = 5.0  # the longest conversation
+CONNECT_S = 3.0
+ACCEPT_S = 15.0  # how long a port waits for its conversation
+TALK_S = 5.0  # the longest conversation
 
 _TOKEN_KEY = "brigade-token-bin"
 _PLAIN_GRPC = [
@@ -106,14 +106,14 @@ async def connect(address: str) -> Way:
 
 def _connect(address: str) -> Way:
     try:
-        with socket.create_connection(split_address(address), timeout=_CONNECT_S) as connection:
+        with socket.create_connection(split_address(address), timeout=CONNECT_S) as connection:
             ends = connection.getsockname(), connection.getpeername()
         local, remote = (socket.getnameinfo(end, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0] for end in ends)
         return Way(address=address, local=_without_zone(local), remote=remote)
     except socket.gaierror as error:
         return Way(address=address, errno=NO_NAME, error=f"no address is known for this name ({error.strerror})")
     except TimeoutError:
-        return Way(address=address, error=f"nothing answers within {_CONNECT_S:.0f} s")
+        return Way(address=address, error=f"nothing answers within {CONNECT_S:.0f} s")
     except OSError as error:
         return Way(address=address, errno=error.errno or 0, error=error.strerror or str(error))
 
@@ -124,14 +124,14 @@ def _without_zone(host: str) -> str:
 
 async def _probe(network: Network, node: str, address: str) -> LinkReply:
     try:
-        async with asyncio.timeout(_PROBE_S):
+        async with asyncio.timeout(PROBE_S):
             channel = network.channel(node, address)
             try:
                 return await exchange(NodeStub(channel).Probe(), network.wire)
             finally:
                 await channel.close(grace=None)
     except TimeoutError:
-        raise StageLost(f"did not answer a probe within {_PROBE_S:.0f} s", node=node) from None
+        raise StageLost(f"did not answer a probe within {PROBE_S:.0f} s", node=node) from None
     except grpc.RpcError as error:
         raise error_of(error, node) from error
 
@@ -171,13 +171,13 @@ async def answer_probe(parts: AsyncIterator[ProbePart], *, has_checksums: bool =
 
     `has_checksums`: take the time of checking one, as for a part of a frame on such a link.
     """
-    num_parts, until = 0, asyncio.get_running_loop().time() + _PROBE_S
+    num_parts, until = 0, asyncio.get_running_loop().time() + PROBE_S
     while True:
         try:
             async with asyncio.timeout_at(until):
                 part = await anext(parts, None)
         except TimeoutError:  # idle calls would use up those that this node serves at one time
-            raise FrameError(f"expected a probe to end within {_PROBE_S:.0f} s") from None
+            raise FrameError(f"expected a probe to end within {PROBE_S:.0f} s") from None
         if part is None:
             return
         num_parts += 1
@@ -211,11 +211,11 @@ async def _measure_plain_grpc(host: str, listener: Listener) -> Line:
     target = grpc_target(join_address(host, listener.port))
     async with grpc.aio.insecure_channel(target, options=_PLAIN_GRPC) as channel:
         try:
-            async with asyncio.timeout(_PROBE_S):
+            async with asyncio.timeout(PROBE_S):
                 metadata = ((_TOKEN_KEY, _shown_token(listener)),)
                 found = await exchange(NodeStub(channel).Probe(metadata=metadata), ENCRYPTED)
         except TimeoutError:
-            return Line(error=f"took longer than {_PROBE_S:.0f} s")
+            return Line(error=f"took longer than {PROBE_S:.0f} s")
         except grpc.RpcError as error:
             return Line(error=error.details() or error.code().name)
         except BrigadeError as error:
@@ -278,7 +278,7 @@ class _PlainGrpc(NodeServicer):
     async def answer(self) -> None:
         """Return after the conversation, or if no caller with the token comes in time."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._is_over.wait(), _ACCEPT_S)
+            await asyncio.wait_for(self._is_over.wait(), ACCEPT_S)
 
     async def Probe(
         self, parts: AsyncIterator[ProbePart], context: grpc.aio.ServicerContext
@@ -310,7 +310,7 @@ class _PlainSocket:
         loop, is_ready = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._port, is_ready.set)
         try:
-            async with asyncio.timeout(_ACCEPT_S):
+            async with asyncio.timeout(ACCEPT_S):
                 await is_ready.wait()
             connection, _ = self._port.accept()  # no await before its thread has it, or a cancellation leaks it
         except OSError:  # no caller in time, or it left again
@@ -326,7 +326,7 @@ class _PlainSocket:
 
 
 def _converse(host: str, listener: Listener, context: ssl.SSLContext | None, node: str) -> Line:
-    connection = socket.create_connection((host, listener.port), timeout=_TALK_S)
+    connection = socket.create_connection((host, listener.port), timeout=TALK_S)
     with _talking(connection, context, node.lower()) as talk:
         talk.send(_shown_token(listener))
         tries_s = []
@@ -359,7 +359,7 @@ def _answer(connection: socket.socket, context: ssl.SSLContext | None, token: by
 def _talking(connection: socket.socket, context: ssl.SSLContext | None, name: str | None = None) -> Iterator["_Talk"]:
     """Talk over a connection and close it; encrypted if there is a `context`, as client if there is a server `name`."""
     with connection:
-        connection.settimeout(_TALK_S)
+        connection.settimeout(TALK_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if context is None:
             yield _Talk(connection)
@@ -373,7 +373,7 @@ class _Talk:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._until = time.monotonic() + _TALK_S
+        self._until = time.monotonic() + TALK_S
 
     def send(self, data: bytes) -> None:
         self._limit()
@@ -392,5 +392,5 @@ class _Talk:
 
     def _limit(self) -> None:
         if (left_s := self._until - time.monotonic()) <= 0:
-            raise TimeoutError(f"took longer than {_TALK_S:.0f} s")
+            raise TimeoutError(f"took longer than {TALK_S:.0f} s")
         self._connection.settimeout(left_s)

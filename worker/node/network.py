@@ -27,7 +27,7 @@ UPDATE_BOTH = "install the same version of brigade on both, from the coordinator
 ACCEPTED = (("brigade-accepted", "1"),)  # initial metadata of a stream that was not refused
 
 MOST_CONNECTIONS = 1024  # to one server, from all callers together
-_MOST_CALLS = 64  # at one time; a node of a chain serves two, plus occasional ones
+MOST_CALLS = 64  # at one time; a node of a chain serves two, plus occasional ones
 HEAD_START_S = 0.25  # a later address wins only if it is faster than an earlier one by this much
 _REACH_S = 3.0
 REQUEST_S = 10.0  # for the request of a call; the largest have a few MB
@@ -43,7 +43,7 @@ _BOTH_ENDS = [
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.enable_http_proxy", 0),
 ]
-_SERVER_OPTIONS = [
+SERVER_OPTIONS = [
     *_BOTH_ENDS,
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
@@ -174,7 +174,7 @@ class Network:
 
     def server(self) -> grpc.aio.Server:
         """Return a server, which `listen` binds."""
-        return grpc.aio.server(interceptors=(_InTime(),), options=_SERVER_OPTIONS, maximum_concurrent_rpcs=_MOST_CALLS)
+        return grpc.aio.server(interceptors=(_InTime(),), options=SERVER_OPTIONS, maximum_concurrent_rpcs=MOST_CALLS)
 
     def listen(self, server: grpc.aio.Server, bind: str) -> int:
         """Bind to HOST:PORT and return the port; port 0 takes a free one.

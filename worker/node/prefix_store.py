@@ -42,10 +42,10 @@ _SECRET, _SECRET_BYTES = "secret", 32
 _LENGTH_BYTES = struct.calcsize("<IQ")  # of a segment's header and of its data
 _NUM_THREADS = 4
 _WRITE_S = 0.5  # for one of the pieces that wait, before the next one
-_LOCK_S = 2.0  # for the writes of others; a process may be stopped in the middle of its own
+LOCK_S = 2.0  # for the writes of others; a process may be stopped in the middle of its own
 _READ_S = 2.0  # for a piece, from when it is needed
 _MOST_WAITING = 2  # pieces in memory that the disk has not taken yet; a further one waits
-_PART_S = 60.0  # for the next part
+PART_S = 60.0  # for the next part
 _PART_BYTES = 1 << 20  # of a message: a larger one would hold up tokens
 MOST_MOVED_BYTES = 1 << 30  # of a piece that goes to another node, which is in memory then
 _being_written: set[Future[None]] = set()  # by all stores of this process
@@ -140,7 +140,7 @@ async def join_parts(parts: AsyncIterable[FilePart]) -> tuple[Piece, bytes]:
     piece, num_bytes = Piece(), 0
     found: list[bytes] = []
     following = aiter(parts)
-    while (part := await next_within(_PART_S, following, "a piece of a prefix")) is not None:
+    while (part := await next_within(PART_S, following, "a piece of a prefix")) is not None:
         piece = piece if found else part.piece
         found.append(part.data)
         num_bytes += len(part.data)
@@ -322,7 +322,7 @@ def _file_name(piece: Piece) -> str:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
     """Keep other writers of the folder out, in all processes: two would take the same room. False: it is in use."""
-    descriptor, until = os.open(folder, os.O_RDONLY), time.monotonic() + _LOCK_S
+    descriptor, until = os.open(folder, os.O_RDONLY), time.monotonic() + LOCK_S
     try:
         while not (is_locked := _try_lock(descriptor)) and time.monotonic() < until:
             time.sleep(0.02)

@@ -32,10 +32,10 @@ from worker.platform.threads import MlxThread
 
 _DRAIN_S = 10.0  # how long sessions in progress may take to end
 _LAST_CALLS_S = 10.0  # for cancelled calls to release what they hold: one step of a load may take long
-_AGAIN_S = 5.0  # between two tries of an address that is not available
-_STOP_HOPS_S = 2.0
+AGAIN_S = 5.0  # between two tries of an address that is not available
+STOP_HOPS_S = 2.0
 _FREE_PORT_TRIES = 20
-_LAST_WORD_S = 1.0  # for the last calls and reads of the coordinator whose sessions were drained
+LAST_WORD_S = 1.0  # for the last calls and reads of the coordinator whose sessions were drained
 
 
 def serve(
@@ -106,7 +106,7 @@ async def drain(service: NodeService) -> None:
         async with asyncio.timeout(_DRAIN_S):
             await service.worker.drain()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(service.worker.wait_detached(), _LAST_WORD_S)
+                await asyncio.wait_for(service.worker.wait_detached(), LAST_WORD_S)
             await service.worker.wait_idle()  # a session may have been in flight when the coordinator was told
     num_slots = service.num_slots
     service.log.info(f"ends with {num_slots} sessions in progress" if num_slots else "drained")
@@ -196,7 +196,7 @@ class Listening:
     async def add_later(self, bind: str, log: Logger) -> None:
         """Retry until the address is available. Raises ConfigError if it turns out not to be allowed."""
         while True:
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(AGAIN_S)
             with contextlib.suppress(AddressMissing):
                 await self.add(bind)
                 return log.info("listens on %s", bind)
@@ -209,7 +209,7 @@ class Listening:
         """Cancel all calls; do not wait for an MLX thread that is stuck."""
         await asyncio.gather(*(server.stop(grace=None) for server in self._servers))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_STOP_HOPS_S):
+            async with asyncio.timeout(STOP_HOPS_S):
                 await self._service.thread.call(_stop(self._hops))
 
 

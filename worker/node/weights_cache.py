@@ -48,8 +48,8 @@ _ALIGNMENT = 8  # bytes, of the tensors in a piece
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NAME_FILE = "called"  # holds the name that coordinators give the model
 _LONGEST_NAME = 200
-_READ_BYTES = 1 << 22
-_REREAD_S = 60.0  # a slow disk's partial file is cut here: its sender waits only twice as long for an answer
+READ_BYTES = 1 << 22
+REREAD_S = 60.0  # a slow disk's partial file is cut here: its sender waits only twice as long for an answer
 _RECEIVED_NS = 946_684_800 * 10**9  # the mtime of a verified file, 2000-01-01: any later write changes it
 _LOCK_WAIT_S, _LOCK_PAUSE_S = 1.0, 0.01
 
@@ -227,8 +227,8 @@ class PartialFile:
         if size <= len(begin) + nbytes and file.read(len(begin)) == begin:
             self._hash.update(begin)
             self._at = len(begin)
-            until = time.monotonic() + _REREAD_S
-            while block := file.read(_READ_BYTES):
+            until = time.monotonic() + REREAD_S
+            while block := file.read(READ_BYTES):
                 self._hash.update(block)
                 self._at += len(block)
                 if time.monotonic() >= until:

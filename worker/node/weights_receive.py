@@ -23,13 +23,13 @@ from worker.node.weights_cache import Lease, PartialFile, Piece, WeightsCache, a
 from worker.platform.tasks import shielded
 from worker.platform.threads import CallThread
 
-_BATCH_BYTES = 1 << 21  # that are written at once, while the next batch comes in
+BATCH_BYTES = 1 << 21  # that are written at once, while the next batch comes in
 _MOST_FILES = 32
 MOST_IN_FLIGHT = 1 << 26  # bytes that a sender may have sent without an acknowledgement
 ACK_BYTES = 1 << 20  # between two acknowledgements
-_ENDED_S = 10.0
-_SILENT_S = 300.0  # the longest time between two messages of a coordinator
-_ASK_AGAIN_S = 0.2  # between two tries to open a file that another process has
+ENDED_S = 10.0
+SILENT_S = 300.0  # the longest time between two messages of a coordinator
+ASK_AGAIN_S = 0.2  # between two tries to open a file that another process has
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ async def receive_weights(
         yield Held()
         model, began = first.model, time.monotonic()
         async with Receiver(cache, model, has_checksums=has_checksums) as receiver:
-            while (message := await next_within(_SILENT_S, messages, "weights")) is not None:
+            while (message := await next_within(SILENT_S, messages, "weights")) is not None:
                 async for reply in receiver.take(read_transfer(message)):
                     yield reply
             await receiver.end()
@@ -69,7 +69,7 @@ async def _wait_ended(messages: AsyncIterator[bytes]) -> None:
     """Read and drop the messages that were in flight."""
     num_bytes = 0
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_ENDED_S):
+        async with asyncio.timeout(ENDED_S):
             async for message in messages:
                 num_bytes += len(message)
                 if num_bytes > MOST_IN_FLIGHT:
@@ -141,7 +141,7 @@ class Receiver:
             if received != known:  # a sender gives up after a long silence
                 known = received
                 yield Held(bytes=received, waits=True)
-            await asyncio.sleep(_ASK_AGAIN_S)
+            await asyncio.sleep(ASK_AGAIN_S)
         self._file = found if isinstance(found, PartialFile) else None
         self._size = announcement.size
         self._offset = self._file.offset if self._file else self._size
@@ -158,7 +158,7 @@ class Receiver:
         self._offset += len(data)
         self._batch.append(data)
         self._batch_bytes += len(data)
-        if self._batch_bytes >= _BATCH_BYTES:
+        if self._batch_bytes >= BATCH_BYTES:
             await self._write()
         await self._end_if_complete()
 

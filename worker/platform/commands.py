@@ -7,7 +7,7 @@ from collections.abc import Callable
 RunProgram = Callable[..., str]  # takes a program and its arguments; returns its output, "" if it is missing or fails
 
 _SYSTEM = [os.path.join(os.sep, *parts) for parts in (("usr", "sbin"), ("sbin",))]  # often not in a service's PATH
-_WITHIN_S = 15.0  # system_profiler takes seconds
+WITHIN_S = 15.0  # system_profiler takes seconds
 _MAX_CHARACTERS = 1 << 20
 
 
@@ -25,7 +25,7 @@ class Commands:
                 command,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
-                timeout=_WITHIN_S,
+                timeout=WITHIN_S,
                 env=os.environ | {"LC_ALL": "C", "PATH": path},
             )
         except FileNotFoundError:

@@ -16,7 +16,7 @@ import msgpack
 
 from worker.platform.files import replacing
 
-_ROOT = Path(__file__).resolve().parents[2]  # the folder that this code is imported from
+ROOT = Path(__file__).resolve().parents[2]  # the folder that this code is imported from
 _OWN = ("protos", "worker", "coordinator")
 _PACKAGES = ("mlx", "mlx-lm", "brigade")
 
@@ -48,8 +48,8 @@ def code_on_disk() -> str:
     """Return the first twelve hex digits of the SHA-256 of Brigade's Python files on disk."""
     digest = hashlib.sha256()
     for package in _OWN:
-        for file in sorted((_ROOT / package).rglob("*.py")):
-            digest.update(f"{file.relative_to(_ROOT).as_posix()}\0".encode() + file.read_bytes() + b"\0")
+        for file in sorted((ROOT / package).rglob("*.py")):
+            digest.update(f"{file.relative_to(ROOT).as_posix()}\0".encode() + file.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 
 
@@ -93,4 +93,4 @@ def skip_init(package: str) -> None:
 def search_path() -> str:
     """Return a PYTHONPATH that finds this code, without empty entries, which would mean the current folder."""
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    return os.pathsep.join([str(_ROOT), *map(os.path.abspath, given)])
+    return os.pathsep.join([str(ROOT), *map(os.path.abspath, given)])

@@ -21,7 +21,7 @@ _ASLEEP = {  # a clock that also runs while the machine sleeps, and one that doe
     "Darwin": ("CLOCK_MONOTONIC", "CLOCK_UPTIME_RAW"),
     "Linux": ("CLOCK_BOOTTIME", "CLOCK_MONOTONIC"),
 }
-_LOOK_EVERY_S = 1.0
+LOOK_EVERY_S = 1.0
 _SLEEP_COUNTS_S = 5.0  # peers need not notice a shorter sleep
 _HEADROOM = 0.9  # leave a tenth to the system
 
@@ -127,7 +127,7 @@ async def wait_slept() -> NoReturn:
     while True:
         if slept_s := watch.look(asleep_s()):
             raise StageLost(f"its machine slept for {slept_s:.0f} s, so it left the chain; it may join again")
-        await asyncio.sleep(_LOOK_EVERY_S)
+        await asyncio.sleep(LOOK_EVERY_S)
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ def test_a_file_without_keys_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
             load_keys(other)
     path.write_text("12345678\n")
     assert find_key(load_keys(path), "12345678")
-    monkeypatch.setattr(auth, "_MAX_FILE_BYTES", 8)
+    monkeypatch.setattr(auth, "MAX_FILE_BYTES", 8)
     with pytest.raises(InputError, match="at most 8 bytes"):
         load_keys(path)
 

@@ -104,7 +104,7 @@ async def test_a_head_without_an_end_is_refused_before_there_is_a_request(first:
 
 
 async def test_a_client_has_so_long_to_say_what_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol_module, "_HEAD_S", 0.0)
+    monkeypatch.setattr(protocol_module, "HEAD_S", 0.0)
     (_, silent), (whole, served) = connected(ServerState()), connected(ServerState())
     whole.data_received(b"GET / HTTP/1.1\r\n\r\n")
     await asyncio.sleep(0)
@@ -137,8 +137,8 @@ async def test_a_client_that_sends_far_too_much_is_told_so_once_it_listens() -> 
 async def test_a_connection_waits_for_the_next_request_after_a_body_that_came_later_than_its_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(protocol_module, "_HEAD_S", 0.5)
-    monkeypatch.setattr(protocol_module, "_IDLE_S", 1)
+    monkeypatch.setattr(protocol_module, "HEAD_S", 0.5)
+    monkeypatch.setattr(protocol_module, "IDLE_S", 1)
     head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\n"
     with listening_socket("127.0.0.1", 0) as listener:
         async with answering(Response(b"no"), listener, None):
@@ -154,7 +154,7 @@ async def test_a_connection_waits_for_the_next_request_after_a_body_that_came_la
 
 @pytest.mark.parametrize("kept", ["keep-alive", "close"])
 async def test_an_answer_that_nobody_reads_ends_with_its_connection(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol_module, "_UNREAD_S", 0.05)
+    monkeypatch.setattr(protocol_module, "UNREAD_S", 0.05)
     lost, end = asyncio.Event(), BoundedProtocol.connection_lost
     monkeypatch.setattr(BoundedProtocol, "connection_lost", lambda self, exc: (end(self, exc), lost.set()))
     with listening_socket("127.0.0.1", 0) as listener:
@@ -174,13 +174,13 @@ def test_a_client_is_cut_off_only_once_it_reads_next_to_nothing() -> None:
         transport.get_write_buffer_size.return_value = 1000
         protocol.pause_writing()
         protocol.resume_writing()  # it has read everything in time
-        await asyncio.sleep(2 * protocol_module._UNREAD_S)
+        await asyncio.sleep(2 * protocol_module.UNREAD_S)
         found.append(transport.is_closed)
         transport.get_write_buffer_size.return_value = 200_000
         protocol.pause_writing()
         for num_unread in (150_000, 100_000, 99_000):
             transport.get_write_buffer_size.return_value = num_unread
-            await asyncio.sleep(protocol_module._UNREAD_S)
+            await asyncio.sleep(protocol_module.UNREAD_S)
             found.append(transport.is_closed)
         protocol.connection_lost(None)
         return found

@@ -162,7 +162,7 @@ class Stuck:
 
 @pytest.mark.parametrize("is_deaf", [False, True])
 def test_a_deep_check_goes_as_requests_with_a_deadline(monkeypatch: pytest.MonkeyPatch, *, is_deaf: bool) -> None:
-    monkeypatch.setattr(server, "_DEEP_S", 0.02)
+    monkeypatch.setattr(server, "DEEP_S", 0.02)
     app = make_app(served(model=Stuck(is_deaf=is_deaf)))
     found = ask(app, "GET", "/health?deep=1")
     assert (found.status_code, found.headers["retry-after"]) == (503, "5")

@@ -141,7 +141,7 @@ async def test_a_client_that_leaves_ends_the_stream_that_makes_the_events() -> N
 
 
 async def test_a_reader_who_reads_nothing_is_cut_off_and_has_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listen, "_UNREAD_S", 0.2)
+    monkeypatch.setattr(listen, "UNREAD_S", 0.2)
     said = 0
 
     async def endless() -> AsyncGenerator[Event, None]:

@@ -132,9 +132,9 @@ def test_markdown_leaves_room_for_the_echo_of_an_interrupt_and_blank_lines_betwe
 async def test_of_a_long_prompt_is_told_how_much_is_computed_until_the_answer_begins(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(show, "_LONG_PROMPT_S", 0.0)
-    monkeypatch.setattr(show, "_REPORT_S", 0.001)
-    monkeypatch.setattr(progress, "_TOKENS_FIRST_S", 0.0)
+    monkeypatch.setattr(show, "LONG_PROMPT_S", 0.0)
+    monkeypatch.setattr(show, "REPORT_S", 0.001)
+    monkeypatch.setattr(progress, "TOKENS_FIRST_S", 0.0)
     asked: Any = object()
     session = SimpleNamespace(request=asked, num_prompt=10_000, num_prompt_computed=8_000)  # some are reused
     aborted = SimpleNamespace(request=object(), num_prompt=7, num_prompt_computed=0)

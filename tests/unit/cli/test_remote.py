@@ -209,7 +209,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
 
     monkeypatch.setattr(status, "ask_server", ask)
     monkeypatch.setattr(status, "_ask_workers", ask_workers)
-    monkeypatch.setattr(status, "_EVERY_S", 0.0)
+    monkeypatch.setattr(status, "EVERY_S", 0.0)
     monkeypatch.chdir(tmp_path)
     return answers
 

@@ -36,7 +36,7 @@ def test_a_certificate_carries_a_name_and_a_role_for_a_year_and_issues_no_other(
 
 
 def test_an_authority_that_has_expired_issues_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.deploy.authority._AUTHORITY_VALID", timedelta(hours=-1))
+    monkeypatch.setattr("coordinator.deploy.authority.AUTHORITY_VALID", timedelta(hours=-1))
     authority = Authority.make(tmp_path / "keys")
     with pytest.raises(ConfigError, match=r"expired on 20\d\d-.*keys init --replace"):
         authority.issue("mini", Role.WORKER)

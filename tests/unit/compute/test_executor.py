@@ -72,7 +72,7 @@ def test_rows_of_a_prompt_that_are_no_output_of_this_model_are_refused(
 def test_segments_of_several_layers_share_a_message_as_far_as_they_fit(
     executor: Executor, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    monkeypatch.setattr(executor_module, "_MESSAGE_BYTES", most)
+    monkeypatch.setattr(executor_module, "MESSAGE_BYTES", most)
     executor.returns_segments = True
     window = Window(slot=0, prefix_hash=History().prefix_hash(0), tokens=range(9))
     step = executor.begin(Frame(opened=[Opening(slot=0)], windows=[window]), None, 0, 0)

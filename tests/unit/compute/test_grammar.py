@@ -27,7 +27,7 @@ def test_a_tokenizer_for_every_choice_of_ends_is_not_kept_for_ever() -> None:
 def test_a_grammar_is_kept_for_every_session_that_may_wait_within_so_much_text(
     num_sessions: int, num_text: int, num_kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar, "_MOST_TEXT", num_text)
+    monkeypatch.setattr(grammar, "MOST_TEXT", num_text)
     grammars, compiled, compile_one = Grammars(DEMO, VOCAB), list[str](), Grammars._compile
 
     def noted(self: Grammars, given: Grammar) -> LLMatcher:

@@ -39,7 +39,7 @@ def test_with_time_enough_all_sizes_are_tried_and_more_rows_never_take_less(tmp_
 
 def test_rare_kinds_of_layers_are_reckoned_by_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of two kinds of layers, of which one is tried."""
-    monkeypatch.setattr(module, "_MOST_KINDS", 1)
+    monkeypatch.setattr(module, "MOST_KINDS", 1)
     checkpoint = open_folder(make_model(tmp_path, "qwen3_moe"), "tiny")
     first, second = describe(checkpoint).kinds
     times = measure_speed(checkpoint, within_s=0).kinds

@@ -330,7 +330,7 @@ async def test_a_grammar_that_was_refused_is_not_tried_again_at_once_for_the_sam
         await ask(regex_grammar(str(number)))
     await ask(regex_grammar("255"))
     assert len(tried) == 258
-    monkeypatch.setattr(inputs, "_REMEMBERED_S", 0.0)  # it is remembered for a while only
+    monkeypatch.setattr(inputs, "REMEMBERED_S", 0.0)  # it is remembered for a while only
     await ask(slow)  # which only so many are
     await ask(slow)
     assert len(tried) == 260

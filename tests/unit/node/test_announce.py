@@ -40,7 +40,7 @@ def test_an_odd_part_is_named(name: str, version: str, told: str, monkeypatch: p
 
 
 async def test_every_failure_is_told_once_until_it_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announce, "_LOOK_EVERY_S", 0)
+    monkeypatch.setattr(announce, "LOOK_EVERY_S", 0)
     failures = iter([*3 * [ConfigError("no cable")], ConfigError("no certificate"), OSError()])
     is_over, out = asyncio.Event(), io.StringIO()
 

@@ -165,7 +165,7 @@ def test_pieces_that_are_written_at_once_do_not_take_the_same_room(
 
 def test_a_folder_that_another_process_holds_costs_pieces_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have been stopped in the middle of a write; this process ends all the same."""
-    monkeypatch.setattr("worker.node.prefix_store._LOCK_S", 0.05)
+    monkeypatch.setattr("worker.node.prefix_store.LOCK_S", 0.05)
     held = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
     write(tmp_path, 1)
@@ -256,7 +256,7 @@ async def test_a_piece_goes_to_another_node_whole_and_undamaged_or_not_at_all(
 
     assert await join_parts(sent(file_parts(piece, content))) == (piece, content)
     with monkeypatch.context() as patch, pytest.raises(FrameError, match="got nothing for"):
-        patch.setattr("worker.node.prefix_store._PART_S", 0.05)
+        patch.setattr("worker.node.prefix_store.PART_S", 0.05)
         await join_parts(silent())
     store = PrefixStore(3, 5, LIMIT, there)
     made_up = [content[:16] + name_of(1) + blake3(body).digest() + body for body in (b"x", b"x" * 99)]

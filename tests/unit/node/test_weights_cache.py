@@ -138,8 +138,8 @@ def test_a_partial_file_goes_on_where_it_was_verified(cache: Receiver, monkeypat
     found = cache.partial(2)
     found.write(cache.blocks(2)[:9])
     found.close()
-    monkeypatch.setattr(cache_module, "_REREAD_S", 0.0)
-    monkeypatch.setattr(cache_module, "_READ_BYTES", 2000)
+    monkeypatch.setattr(cache_module, "REREAD_S", 0.0)
+    monkeypatch.setattr(cache_module, "READ_BYTES", 2000)
     again = cache.partial(2)
     assert again.offset == 2000
     again.close()

@@ -18,7 +18,7 @@ def test_what_a_command_prints_is_taken_whatever_its_exit_code() -> None:
 
 
 def test_a_command_that_takes_too_long_is_ended_and_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands_module, "_WITHIN_S", 0.1)
+    monkeypatch.setattr(commands_module, "WITHIN_S", 0.1)
     ask = Commands()
     assert ask(sys.executable, "-c", "import time; time.sleep(60)") == ""
     assert ask.unread == [sys.executable.rpartition("/")[2]]

@@ -8,7 +8,7 @@ from worker.platform.installation import code_on_disk, read_record, write_record
 
 
 def test_the_code_changes_with_the_text_or_name_of_our_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.platform.installation._ROOT", tmp_path)
+    monkeypatch.setattr("worker.platform.installation.ROOT", tmp_path)
     file = tmp_path / "worker" / "node" / "a.py"
     file.parent.mkdir(parents=True)
     found = []

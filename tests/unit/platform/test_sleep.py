@@ -36,6 +36,6 @@ def test_more_than_five_seconds_at_once_count(readings: list[float], expected: l
 def test_a_node_whose_machine_slept_says_so_and_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter([3.0, 3.0, 3.0, 40.0])
     monkeypatch.setattr(machine, "asleep_s", lambda: next(readings))
-    monkeypatch.setattr(machine, "_LOOK_EVERY_S", 0)
+    monkeypatch.setattr(machine, "LOOK_EVERY_S", 0)
     with pytest.raises(StageLost, match="its machine slept for 37 s"):
         asyncio.run(wait_slept())
