@@ -117,7 +117,7 @@ class Chain:
         self.prefixes: ChainPrefixes | None = None  # on the disks of all nodes; None if none are kept there
         self._retired: tuple[BrigadeError, float | None] | None = None  # why, and since when it was still then
         self._stack = AsyncExitStack()
-        self._stage: Stage | None = None
+        self.stage: Stage | None = None
         self._main = asyncio.get_running_loop()
 
     async def __aenter__(self) -> Self:
@@ -149,7 +149,7 @@ class Chain:
                     await self._list_prefixes(store)
                 await self.thread.call(self._warm_up(progress))
         except TimeoutError:
-            if self._stage is None:
+            if self.stage is None:
                 cause = "did not join" if joining else "this process's engine is at a long step and did not join"
                 raise EngineHung(f"{cause} the chain within {within_s:.1f} s", node=joining) from None
             await self._diagnose(self._flight, within_s or 0.0, allowed_s=0.0)
@@ -225,8 +225,8 @@ class Chain:
 
     def end(self, error: BaseException) -> None:
         """Make `receive` raise this error from now on, unless it raises another one."""
-        assert self._stage is not None
-        self.thread.post(partial(self._stage.fail, error))
+        assert self.stage is not None
+        self.thread.post(partial(self.stage.fail, error))
 
     def retire(self, error: BrigadeError) -> None:
         """End with this error, but write first to disk what sessions need to go on elsewhere. Call it on the main loop.
@@ -260,14 +260,14 @@ class Chain:
 
     def send(self, frame: Frame) -> None:
         """Hand a frame to stage 0."""
-        assert self._stage is not None
+        assert self.stage is not None
         self.last_step = frame.step
         for flight in self._flights:
             flight.open(frame)
         self._flight_of(stays=frame.stays).send(frame)
         if self.answers_alone and not frame.stays:
             self._missing[frame.step] = {peer.name for peer in self.peers}
-        self._stage.submit(frame)
+        self.stage.submit(frame)
 
     async def receive(self) -> ArrivedResult:
         """Return the next result; waits as long as nothing is in flight.
@@ -276,9 +276,9 @@ class Chain:
             StageLost: a node closed its connection, or was silent for longer than its work can take.
             BrigadeError: what a stage failed with.
         """
-        assert self._stage is not None
+        assert self.stage is not None
         try:
-            found = await self._stage.next_result()
+            found = await self.stage.next_result()
             assert isinstance(found, Result)
             return self._arrived(found)
         except StageLost as error:
@@ -293,14 +293,14 @@ class Chain:
     @property
     def own_status(self) -> StatusReply | None:
         """The memory and work of stage 0; None before it was opened."""
-        return self._stage.status() if self._stage else None
+        return self.stage.status() if self.stage else None
 
     async def statuses(self) -> list[StatusReply]:
         """Return the memory and work of every stage, stage 0 first; zeros for a worker that does not answer."""
-        assert self._stage is not None
+        assert self.stage is not None
         replies = await _statuses(self.peers)
         theirs = [reply if isinstance(reply, StatusReply) else StatusReply() for reply in replies]
-        return [self._stage.status(), *theirs]
+        return [self.stage.status(), *theirs]
 
     async def _list_prefixes(self, own: PrefixStore) -> None:
         """List the prefixes on disks; go on without if this node cannot name them, or another does not list them."""
@@ -398,7 +398,7 @@ class Chain:
         elif self.peers:
             watched.append(partial(self.peers[-1].results, self.epoch, lambda report, _: stage.deliver(report.result)))
         await stage.start(self.thread, link, *watched)
-        self._stage = stage
+        self.stage = stage
         works = [stage.wait_ended(), self._watch_frames(), self._suspends.watch(), self._measure_clocks()]
         works += [peer.watch(partial(self._begin_draining, peer)) for peer in self.peers]
         for work in works:
@@ -496,12 +496,12 @@ class Chain:
         Raises:
             StageLost: a node does not answer, an engine hangs, or none is at work.
         """
-        assert self._stage is not None
+        assert self.stage is not None
         oldest = flight.awaited
         replies = await _statuses(flight.peers)
         if flight.awaited != oldest:  # a result arrived in the meantime
             return
-        busy = [("", self._stage.busy_s)]
+        busy = [("", self.stage.busy_s)]
         for peer, reply in zip(flight.peers, replies, strict=True):
             if isinstance(reply, BaseException):
                 found = f"no answer at {peer.address} after {waited_s:.1f} s without a result"
@@ -518,7 +518,7 @@ class Chain:
             if busy_s or flight.awaited != oldest:
                 return
             raise StageLost(
-                f"no result for {waited_s:.1f} s though every worker answers (last step {self._stage.last_step})"
+                f"no result for {waited_s:.1f} s though every worker answers (last step {self.stage.last_step})"
             )
 
     async def _wait_own_engine(self) -> None:
@@ -527,8 +527,8 @@ class Chain:
             async with asyncio.timeout(OWN_STEP_S):
                 await self.thread.run(lambda: None)
         except TimeoutError:
-            assert self._stage is not None
-            hung = EngineHung(f"this process's engine has been at one step for {self._stage.busy_s:.0f} s")
+            assert self.stage is not None
+            hung = EngineHung(f"this process's engine has been at one step for {self.stage.busy_s:.0f} s")
             self.thread.give_up(hung)
             raise hung from None
 

@@ -216,7 +216,7 @@ class Cluster:
             match action:
                 case Open():
                     try:
-                        chain = await self._open_chain(action.plan, recovery, progress)
+                        chain = await self.open_chain(action.plan, recovery, progress)
                     except BrigadeError as error:
                         await self._begin_or_raise(error, recovery)
                         self._note_failure(self.nodes.workers.get(error.node, self.nodes.own), error, is_joining=True)
@@ -239,7 +239,7 @@ class Cluster:
             if recovery.error is not None and not is_loading:
                 recovery.spent_s += time.monotonic() - began
 
-    async def _open_chain(self, plan: Plan, recovery: Recovery, progress: NodeProgress) -> Chain:
+    async def open_chain(self, plan: Plan, recovery: Recovery, progress: NodeProgress) -> Chain:
         """Open a chain over nodes that hold their layers; a failure leaves nothing of it behind.
 
         After a loss one try takes half of the time that is left, so that a node that hangs does not use up all of it.
@@ -332,7 +332,7 @@ class Cluster:
                 await self._wait_proof()
                 continue
             await self._note_loads(None)
-            self._note_draining()
+            self.note_draining()
             action = self._decide(
                 Situation(
                     now=time.monotonic(),
@@ -492,7 +492,7 @@ class Cluster:
                 await self._begin_or_raise(error, recovery)
             self._note_failure(record, error, has_chain=recovery is None)
 
-    def _note_draining(self) -> None:
+    def note_draining(self) -> None:
         """Enter the workers that announced on the present chain that they are shutting down."""
         for peer in self._deployment.peers:
             worker = self.nodes.workers[peer.name]
@@ -518,7 +518,7 @@ class Cluster:
         else:
             self._better = None
         self.waiting = ""
-        self._note_draining()
+        self.note_draining()
         for record in self.nodes.records:
             record.asked_at = -math.inf
             if record.state is NodeState.ATTACHED:

@@ -77,7 +77,7 @@ class Bounded:
         self.bounds = bounds
         self._job = job
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], object] = lambda: None  # kills the process
         self._is_ready = False
 
@@ -100,10 +100,10 @@ class Bounded:
         raise Excess(f"ended its process {_TRIES} times")
 
     def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is None:
+        if self.process is None:
             kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
             one_thread = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 # -P: do not import from the working directory.
                 [sys.executable, "-P", "-m", "coordinator.engine.bounded", *self.bounds.as_arguments(), *self._job],
                 env=kept | one_thread | {"PYTHONPATH": search_path()},
@@ -112,14 +112,14 @@ class Bounded:
                 stdout=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C is for the coordinator
             )
-            self._end = weakref.finalize(self, _end, self._process)  # at the latest when the coordinator ends
+            self._end = weakref.finalize(self, _end, self.process)  # at the latest when the coordinator ends
             self._is_ready = False
-        return self._process
+        return self.process
 
     def _exchange(self, request: bytes) -> bytes:
         """Send a request and return the answer. Raises EOFError if the process ended by itself."""
         # Forget the process until the answer is complete: a failure must not leave the rest of it to the next request.
-        process, self._process = self._started(), None
+        process, self.process = self._started(), None
         assert process.stdin is not None and process.stdout is not None
         try:
             if not self._is_ready:
@@ -129,10 +129,10 @@ class Bounded:
             with self._watched(process, self.bounds.seconds):
                 send(process.stdin, request)
                 answer = receive(process.stdout, self.bounds.text_bytes)
-            self._process = process
+            self.process = process
             return answer
         finally:
-            if self._process is None:
+            if self.process is None:
                 self._end()
 
     @contextmanager

@@ -194,7 +194,7 @@ class EngineCore:
         self.sessions[session] = None
         self._fit(session)
         try:
-            self._enter(session)
+            self.enter(session)
         except BrigadeError:
             self.sessions.pop(session, None)
             raise
@@ -232,7 +232,7 @@ class EngineCore:
         )
         return min(rows, *fitting)
 
-    def _enter(self, session: Session, *, is_replayed: bool = False) -> None:
+    def enter(self, session: Session, *, is_replayed: bool = False) -> None:
         """Give the session to the present scheduler; one that has not begun has a deadline for its wait for memory."""
         self.scheduler.slots.add(session, is_replayed=is_replayed)
         if self._has_chain and not session.num_rows and session not in self._deadlines:
@@ -245,14 +245,14 @@ class EngineCore:
     def _give_up_waiting(self, session: Session) -> None:
         """Fail a session that waits, unless an answer of its call has begun; one with memory may lose it again."""
         if session.state is SessionState.WAITING and not session.group.has_begun:
-            self._fail(session, WaitedTooLong(f"waited {self._max_wait_s:.0f} s for memory; try again later"))
+            self.fail(session, WaitedTooLong(f"waited {self._max_wait_s:.0f} s for memory; try again later"))
         else:
             self._await_memory(session)
 
     def _give_up_unread(self, session: Session, num_taken: int) -> None:
         """Fail a paused session whose reader has taken nothing for so long; else look again later."""
         if session.is_paused and session.num_taken == num_taken:
-            self._fail(session, ReaderLost(f"the answer was not read for {_UNREAD_S:.0f} s"))
+            self.fail(session, ReaderLost(f"the answer was not read for {_UNREAD_S:.0f} s"))
         elif session.is_paused:
             self._await_reader(session)
 
@@ -271,7 +271,7 @@ class EngineCore:
             session.is_paused = False
             self._send_all()
 
-    def _fail(self, session: Session, error: BaseException) -> None:
+    def fail(self, session: Session, error: BaseException) -> None:
         if session in self.sessions:
             session.put(again(error))
             self._close(session)
@@ -319,7 +319,7 @@ class EngineCore:
                     arrival = await self.chain.receive()
                     commits = self.scheduler.commit(arrival.result)
                     passage = self._passage(arrival, commits)
-                    self._put_outputs(arrival, commits)
+                    self.put_outputs(arrival, commits)
                     self._send_all()
                     await asyncio.sleep(0)  # stage 0 begins the next frame before anything else
                     self.chain.learn(arrival)
@@ -341,13 +341,13 @@ class EngineCore:
         else:
             self._idle.clear()
 
-    def _put_outputs(self, arrival: ArrivedResult, commits: list[Commit]) -> None:
+    def put_outputs(self, arrival: ArrivedResult, commits: list[Commit]) -> None:
         """Give the readers their outputs, and remove the sessions that have ended."""
         failures = {failure.slot: failure for failure in arrival.result.failures}
         timings = arrival.result.timings
         for session, samples in commits:
             if session.slot is not None and (failure := failures.get(session.slot)):
-                self._fail(session, error_named(failure.kind, failure.message, failure.node))
+                self.fail(session, error_named(failure.kind, failure.message, failure.node))
                 continue
             if not session.is_paused:
                 self._end_deadline(session)  # it has a slot
@@ -414,7 +414,7 @@ class EngineCore:
             if not is_handover and not self._quarantine.survives(session, session.num_generated):
                 reason = f"given up: the chain was lost {MOST_LOSSES + 1} times without a token of it in between"
                 kind = PoisonRequest if isinstance(error, StageLost) else type(error)
-                self._fail(session, kind(f"{reason}; the last time: {error.message}", node=error.node))
+                self.fail(session, kind(f"{reason}; the last time: {error.message}", node=error.node))
             else:
                 session.lose_chain(now, is_return=isinstance(error, NodeReturned))
 
@@ -442,11 +442,11 @@ class EngineCore:
             self._forget(session)
             return
         try:
-            self._enter(session, is_replayed=True)
+            self.enter(session, is_replayed=True)
         except InputError as error:
-            self._fail(session, StageLost(f"the request does not fit on the nodes that are left: {error.message}"))
+            self.fail(session, StageLost(f"the request does not fit on the nodes that are left: {error.message}"))
         except BrigadeError as error:
-            self._fail(session, error)
+            self.fail(session, error)
 
     def _release_next(self, session: Session) -> None:
         """Note that the session got a token or ended; if it was on trial, start the next one in quarantine."""

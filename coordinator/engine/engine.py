@@ -279,7 +279,7 @@ class Engine:
             while ready and len(numbers) < at_once:
                 at_work = number = ready.popleft()
                 request = requests[number]
-                parsers[number] = parser or self._parser(request)
+                parsers[number] = parser or self.parser(request)
                 if counted:
                     watched[number] = self.stats.begin(request)
                 session = self.core.session(request, queue, group, chunk, traced=traced)
@@ -319,7 +319,7 @@ class Engine:
                 for number, unfinished in watched.items():  # an answer that ends with another's error is aborted
                     unfinished.end(sys.exc_info()[1] if number == at_work else None)
 
-    def _parser(self, request: Request) -> TextParser:
+    def parser(self, request: Request) -> TextParser:
         if self._inputs is not None:
             return self._inputs.parser(request)
         parser = TextParser()

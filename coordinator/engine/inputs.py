@@ -293,7 +293,7 @@ class InputProcessor:
         Raises:
             InputError: this model cannot follow a grammar.
         """
-        grammar, _ = await self._grammar(RequestSpec((), grammar=regex_grammar("(.|\n)*")), ())
+        grammar, _ = await self.grammar(RequestSpec((), grammar=regex_grammar("(.|\n)*")), ())
         return grammar
 
     async def _constrain(
@@ -307,7 +307,7 @@ class InputProcessor:
         is_offered = bool(asked.tools) and has_calls and can_offer and not sampling.min_tokens
         if asked.is_constrained or is_offered:
             try:
-                grammar, not_enforced = await self._grammar(asked, prompt)
+                grammar, not_enforced = await self.grammar(asked, prompt)
                 sampling.grammar.CopyFrom(grammar)
                 return tuple(not_enforced)
             except (InputError, WaitedTooLong):
@@ -315,7 +315,7 @@ class InputProcessor:
                     raise
         return ("schema",) if asked.tools else ()
 
-    async def _grammar(self, asked: RequestSpec, prompt: tuple[int, ...]) -> tuple[Grammar, list[str]]:
+    async def grammar(self, asked: RequestSpec, prompt: tuple[int, ...]) -> tuple[Grammar, list[str]]:
         """Return the grammar of the answer, after a trial compilation, and the keywords of schemas that it leaves out.
 
         Raises:

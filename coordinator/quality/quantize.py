@@ -200,7 +200,7 @@ class Shard:
             for number in range(num_done, len(self._arrays)):
                 array, self._arrays[number] = self._arrays[number], None
                 assert array is not None
-                file.write(_bytes_of(array))
+                file.write(bytes_of(array))
                 report(array.nbytes, False)
                 del array
                 mx.clear_cache()  # the next tensor has another size
@@ -315,7 +315,7 @@ def cast(model: Any, config: Mapping[str, Any]) -> None:
     model.update(tree_map_with_path(of_dtype, model.parameters()))
 
 
-def _bytes_of(array: mx.array) -> memoryview:
+def bytes_of(array: mx.array) -> memoryview:
     flat = mx.contiguous(array).reshape(-1)
     mx.eval(flat)
     return memoryview(flat.view(mx.uint8))  # type: ignore[arg-type]

@@ -85,7 +85,7 @@ class Session:
         self.slot: int | None = None  # its number on the stages, once it has one
         self.fed = 0  # leading known tokens that windows have carried so far
         self.num_reused = 0  # leading tokens that its slot held already
-        self._num_cached = 0  # likewise when it began first: later they may be its own
+        self.num_cached = 0  # likewise when it began first: later they may be its own
         # Lengths at which another slot can begin with its rows, beside the present one.
         self.snapshots: tuple[int, ...] = ()
         self.stored: deque[Piece] = deque()  # pieces of its prefix on the nodes' disks, which come before other windows
@@ -271,7 +271,7 @@ class Session:
     def _note_cached(self) -> None:
         """Note what it began with, unless it begins again."""
         if self.state is not SessionState.REPLAYING:
-            self._num_cached = self.num_reused
+            self.num_cached = self.num_reused
 
     @property
     def end_apart(self) -> int:
@@ -543,7 +543,7 @@ class Session:
         self._num_read += len(output.tokens)
         if output.finish_reason is None:
             return
-        num_cached = min(self._num_cached, self.num_prompt)  # the tokens of a journal may have been cached, too
+        num_cached = min(self.num_cached, self.num_prompt)  # the tokens of a journal may have been cached, too
         num_held = tuple(self._num_held)  # copied first, since another thread lengthens these lists
         legs = [replace(leg, passages=[p for p in leg.passages if p.returned <= output.at]) for leg in self._legs or ()]
         output.usage = Usage(

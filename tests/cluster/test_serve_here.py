@@ -158,7 +158,7 @@ async def test_a_server_runs_without_a_missing_worker_takes_it_in_under_streams_
 async def test_a_bug_of_the_engine_ends_its_requests_and_not_the_server(
     talker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put, bugs = EngineCore._put_outputs, [ZeroDivisionError("a bug")]
+    put, bugs = EngineCore.put_outputs, [ZeroDivisionError("a bug")]
 
     def put_or_fail(core: EngineCore, *given: Any) -> None:
         if has_answered and bugs:
@@ -166,7 +166,7 @@ async def test_a_bug_of_the_engine_ends_its_requests_and_not_the_server(
         put(core, *given)
 
     has_answered = False
-    monkeypatch.setattr(EngineCore, "_put_outputs", put_or_fail)
+    monkeypatch.setattr(EngineCore, "put_outputs", put_or_fail)
 
     async with served(options_of(talker), reopen_s=0.1) as (client, _):
         first = (await client.post(TEXTS, json=SHORT)).json()["choices"]

@@ -253,10 +253,10 @@ def test_the_process_knows_the_time_and_little_else_and_ends_with_its_owner(monk
 def test_an_endless_template_ends_without_its_process() -> None:
     templates = Templates()
     templates.render(conversations=[[]], chat_template="a")
-    process = templates._process
+    process = templates.process
     with pytest.raises(InputError, match=r"the chat template took longer than 0\.5 s"):
         templates.render(conversations=[[]], chat_template=ENDLESS)
-    assert templates.render(conversations=[[]], chat_template="b") == (["b"], []) and templates._process is process
+    assert templates.render(conversations=[[]], chat_template="b") == (["b"], []) and templates.process is process
 
 
 ENDS = """
@@ -265,7 +265,7 @@ from coordinator.engine.bounded import Bounds, Templates, receive, send
 import msgpack
 templates = Templates(Bounds(seconds=0.1))
 templates.start()
-process = templates._process
+process = templates.process
 print(process.pid, flush=True)
 receive(process.stdout)
 if "busy" in sys.argv:

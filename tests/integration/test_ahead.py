@@ -21,6 +21,7 @@ from tools.model_types.make import make_type
 from worker.compute.ahead import Ready, StepsAhead, looks_at_numbers
 from worker.compute.executor import Executor, Step
 from worker.compute.shard import Shard
+from worker.compute.slot import Slot
 from worker.model.checkpoint import open_folder
 from worker.model.describe import DTYPES, describe
 
@@ -119,14 +120,20 @@ async def test_every_kind_of_cache_is_gone_on_with_over_the_ends_of_its_buffers(
     assert found[0] == found[1]
 
 
-def idle_engine(whole: Whole) -> Executor:
+@pytest.fixture(autouse=True)
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is."""
+    monkeypatch.setattr("worker.compute.executor.SHORT_STEP_NS", 1 << 62)
+
+
+def idle_engine(whole: Whole, slots: dict[int, Slot] | None = None) -> Executor:
     checkpoint = open_folder(whole.folder)
-    return Executor(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype)
+    return Executor(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype, slots=slots)
 
 
-def engine_of(whole: Whole, way: str) -> tuple[Executor, list[int]]:
+def engine_of(whole: Whole, way: str, slots: dict[int, Slot] | None = None) -> tuple[Executor, list[int]]:
     """Of the whole model, after a step of one token for each slot: it gave these. The next step is there, or not."""
-    engine = idle_engine(whole)
+    engine = idle_engine(whole, slots)
     opened = [Opening(slot=slot, sampling=SAMPLINGS[way.removeprefix("not ")]) for slot in range(2)]
     run(engine, [window_of(FED[slot], 0, slot) for slot in range(2)], opened=opened)
     step = engine.begin(Frame(windows=[window_of(NEXT[slot], len(FED[slot]), slot) for slot in range(2)]), None, 0, 0)
@@ -135,7 +142,6 @@ def engine_of(whole: Whole, way: str) -> tuple[Executor, list[int]]:
     if way == "built":
         engine.build_ahead()
     elif not way.startswith("not"):
-        engine._step_ns = 0  # however busy the machine is
         for _ in range(1 + (way == "launched twice")):
             launch(engine, step)
     return engine, [sample.token for sample in result.samples]
@@ -147,7 +153,7 @@ def launch(engine: Executor, step: Step) -> None:
 
 
 def all_ready(engine: Executor) -> list[Ready]:
-    first = engine._ahead._ready
+    first = engine.ahead.ready
     return [*first, *(each.following for each in first if each.following)]
 
 
@@ -194,12 +200,13 @@ def test_a_step_that_is_not_asked_for_leaves_no_trace(models: Models, family: st
     frame, tokens = WRONG[name]
     results = []
     for each in (way, f"not {way}"):
-        engine, _ = engine_of(models(family), each)
+        slots: dict[int, Slot] = {}
+        engine, _ = engine_of(models(family), each, slots)
         ready = [weakref.ref(step) for step in all_ready(engine)]
         assert len(ready) == (each == way) * (1 + (way == "launched twice"))
         found = run(engine, frame.windows, opened=frame.opened, closed=frame.closed)
         assert [step() for step in ready] == [None] * len(ready)  # its graph and what it held are gone
-        assert all(cache.length == len(slot.history) for slot in engine._slots.values() for cache in slot.caches.own)
+        assert all(cache.length == len(slot.history) for slot in slots.values() for cache in slot.caches.own)
         after = run(engine, [window_of((*tokens, 5), len(tokens), 1)])
         results.append(([*found.samples, *after.samples], engine.cache_bytes))
     assert results[0] == results[1] and len(results[0][0]) == len(frame.windows) + 1
@@ -211,7 +218,7 @@ def test_a_slot_is_stored_as_it_is_before_the_step_that_is_ready(models: Models,
     for each in (way, f"not {way}"):
         engine, given = engine_of(models("qwen3"), each)
         end = len(NEXT[0])
-        store = Store(slot=0, piece=Piece(end=end), prefix_hash=engine._slots[0].history.prefix_hash(end))
+        store = Store(slot=0, piece=Piece(end=end), prefix_hash=newest(0, [0]).prefix_hash)
         step = engine.begin(Frame(stores=[store]), None, 0, 0)
         engine.finish(step)
         assert step.stored
@@ -312,4 +319,4 @@ def test_a_slot_that_has_failed_is_not_gone_on_with(models: Models) -> None:
     (failure,) = run(engine, [window_of((5,), 0, 0), window_of((5,), 0, 1)], opened=opened).failures
     assert (failure.slot, failure.kind) == (1, "SamplingError")
     engine.build_ahead()
-    assert [list(step.slots) for step in engine._ahead._ready] == [[0]]
+    assert [list(step.slots) for step in engine.ahead.ready] == [[0]]

@@ -110,7 +110,7 @@ async def test_a_step_that_outlasts_its_chain_counts_until_it_ends(folder: Path)
             assert stage is not None
 
             def hang() -> None:
-                stage._busy_since = time.monotonic()  # as a step does
+                stage.busy_since = time.monotonic()  # as a step does
                 hangs.set()
                 go_on.wait(60)
 
@@ -229,7 +229,7 @@ async def test_a_coordinator_that_leaves_while_a_node_gives_back_what_it_held_do
     close = Link.close
 
     async def close_slowly(link: Link) -> None:
-        if link._node == "node-2":
+        if link.node == "node-2":
             closing.set()
             while not may_go.is_set():  # noqa: ASYNC110 - set by another thread
                 await asyncio.sleep(0.01)
@@ -249,7 +249,7 @@ async def test_a_coordinator_that_leaves_while_a_node_gives_back_what_it_held_do
             await service.worker.wait_detached()
             assert await thread.run(lambda: stage.executor.num_slots) == 0
             may_go.set()
-            await until(lambda: any(link._node == "node-2" for link in closed))
+            await until(lambda: any(link.node == "node-2" for link in closed))
 
 
 LONG = 150  # tokens

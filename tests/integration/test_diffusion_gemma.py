@@ -117,7 +117,7 @@ def test_what_differs_from_the_reference_shows(
         (folder / "config.json").write_text(json.dumps(config))
     chain, length = Chain(folder, [2, 6]), 40
     if change == "scalars":
-        for layer in (layer for stage in chain.stages for layer in stage._cut.layers):
+        for layer in (layer for stage in chain.stages for layer in stage.cut.layers):
             layer.role_scalars = layer.role_scalars[::-1]
     if change == "router":
         from mlx_lm.models import gemma4_text

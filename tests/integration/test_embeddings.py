@@ -77,7 +77,7 @@ async def test_each_row_counts_once_though_chains_are_lost_and_prefixes_reused(m
     ):
         async for output in engine.generate(pooling(PROMPT, MEAN), chunk=CHUNK):
             if not outputs:
-                engine.chain._stage.fail(StageLost("is gone"))  # type: ignore[union-attr]
+                engine.chain.end(StageLost("is gone"))
             outputs.append(output)
         await engine.answer(request(PROMPT, 2))
         last = await answered(engine, pooling(PROMPT, LAST))

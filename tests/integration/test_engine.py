@@ -180,7 +180,7 @@ def test_a_bug_of_ours_is_no_failure_of_a_session(models: Models, monkeypatch: p
     def fail(*anything: object, **more: object) -> None:
         raise IndexError("of ours")
 
-    for broken in ("worker.compute.slot.Slot.fork", "worker.compute.sampling.Sampler._draw"):
+    for broken in ("worker.compute.slot.Slot.fork", "worker.compute.slot.Slot.draw"):
         with monkeypatch.context() as patch, pytest.raises(IndexError, match="of ours"):
             patch.setattr(broken, fail)
             row.run(last_windows(), opened=[Opening(slot=4, fork_of=0)])

@@ -118,7 +118,7 @@ async def test_a_result_that_answers_nothing_that_was_asked_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Result], object]
 ) -> None:
     async with running(folder, (2, 2)) as chain:
-        stage = chain._stage
+        stage = chain.stage
         assert stage is not None
         next_result = stage.next_result
 
@@ -173,7 +173,7 @@ async def busy_itself(models: Models, monkeypatch: pytest.MonkeyPatch) -> AsyncI
     release = threading.Event()
     async with hasty(models, monkeypatch, []) as (chain, let_go):
         let_go()
-        stage = chain._stage
+        stage = chain.stage
         assert stage is not None
         begin = stage.executor.begin
 

@@ -9,6 +9,7 @@ import pytest
 
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.peer import Peer
+from coordinator.cluster.step_timeouts import ArrivedResult
 from coordinator.planning.recovery import Limits
 from protos.brigade_pb2 import AttachRequest
 from tests.integration.conftest import Whole
@@ -104,25 +105,27 @@ async def test_a_worker_that_no_longer_holds_its_layers_when_it_joins_reads_them
     await assert_recovers(whole, loss, COMES_BACK)
 
 
-@pytest.fixture
-def lost_in_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> Loss:
-    loss, warm_up = Loss(IS_GONE), Chain._warm_up
+def lose_in_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> Loss:
+    loss, receive, main = Loss(IS_GONE), Chain.receive, asyncio.get_running_loop()
 
-    async def warm_up_late(chain: Chain, *rest: Any) -> None:
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(loss.happen(), chain._main))
-        await warm_up(chain, *rest)
+    async def receive_late(chain: Chain) -> ArrivedResult:
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(loss.happen(), main))
+        return await receive(chain)
 
-    monkeypatch.setattr(Chain, "_warm_up", warm_up_late)
+    monkeypatch.setattr(Chain, "receive", receive_late)
     return loss
 
 
-async def test_a_worker_that_is_lost_in_the_warm_up(whole: Whole, lost_in_the_warm_up: Loss) -> None:
-    await assert_recovers(whole, lost_in_the_warm_up, IS_GONE)
+async def test_a_worker_that_is_lost_in_the_warm_up(whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
+    await assert_recovers(whole, lose_in_the_warm_up(monkeypatch), IS_GONE)
 
 
-async def test_no_time_for_a_recovery_means_none_for_the_first_try(whole: Whole, lost_in_the_warm_up: Loss) -> None:
+async def test_no_time_for_a_recovery_means_none_for_the_first_try(
+    whole: Whole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss = lose_in_the_warm_up(monkeypatch)
     with pytest.raises(StageLost, match=r"^worker node-2: "):
-        async with supervised(whole.folder, Limits(0, 0), reaching=lost_in_the_warm_up.reaching):
+        async with supervised(whole.folder, Limits(0, 0), reaching=loss.reaching):
             pass
 
 

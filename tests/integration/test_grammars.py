@@ -154,7 +154,7 @@ async def test_a_grammar_that_compiles_for_long_holds_up_no_other_session(
 ) -> None:
     """Nothing is compiled on the last stage before another session has had its whole answer."""
     compiles, may_go_on = asyncio.Event(), threading.Event()
-    loop, compiled = asyncio.get_running_loop(), grammars.Grammars._compile
+    loop, compiled = asyncio.get_running_loop(), grammars.Grammars.compile
     async with resident(folder, layers) as model:
 
         def slowly(self: grammars.Grammars, grammar: Grammar) -> LLMatcher:
@@ -162,7 +162,7 @@ async def test_a_grammar_that_compiles_for_long_holds_up_no_other_session(
             assert may_go_on.wait(20)
             return compiled(self, grammar)
 
-        monkeypatch.setattr(grammars.Grammars, "_compile", slowly)
+        monkeypatch.setattr(grammars.Grammars, "compile", slowly)
         number = asyncio.create_task(said(model, NUMBER))
         try:
             await compiles.wait()
@@ -177,7 +177,7 @@ async def test_the_vocabulary_is_read_before_the_first_grammar(folder: Path, mon
     """Also where that takes longer than a client's grammar may."""
     read, tokenizer = list[Any](), grammars.LLTokenizer
     monkeypatch.setattr(grammars, "LLTokenizer", lambda *given, **more: read.append(more) or tokenizer(*given, **more))
-    grammars._read_tokenizer.cache_clear()
+    grammars.read_tokenizer.cache_clear()
     async with resident(folder, (1, 3)) as model:
         await model.expect_grammars()
         assert len(read) == 1  # on the last stage, which is in this process; grammars are tried in another one

@@ -204,7 +204,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quiet")
 async def test_a_long_check_of_contents_is_reported(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_told, read_marks, phases = threading.Event(), contents._read_marks, list[str]()
+    is_told, read_marks, phases = threading.Event(), contents.read_marks, list[str]()
 
     def slow(path: Path, tensors: Any, note_read: Callable[[], None]) -> dict[str, bytes]:
         for _ in range(6000):
@@ -219,7 +219,7 @@ async def test_a_long_check_of_contents_is_reported(models: Models, monkeypatch:
 
     request = full_request(models("qwen3").folder, 2, 4)
     async with serving(1) as [node], node.reached() as peer:
-        monkeypatch.setattr(contents, "_read_marks", slow)
+        monkeypatch.setattr(contents, "read_marks", slow)
         await peer.load(request, note)
     in_turn = [phase for phase, _ in groupby(phases)]  # a load so short, and the check after it, may have no report
     assert in_turn in (["check"], ["check", "load"], ["check", "load", "check"])

@@ -155,7 +155,7 @@ def test_a_run_that_was_cut_off_at_any_tensor_gives_the_same_files(
         module, "make_shards", lambda tensors: [dict(p) for p in (list(tensors.items())[:9], list(tensors.items())[9:])]
     )
     quantise(sources["qwen3_moe"], tmp_path / "whole", options)
-    write = module._bytes_of
+    write = module.bytes_of
     num_tensors = len(weights_of(tmp_path / "whole"))
     for cut in (0, 9, num_tensors - 1):
         folder, left = tmp_path / f"cut-{cut}", cut
@@ -167,7 +167,7 @@ def test_a_run_that_was_cut_off_at_any_tensor_gives_the_same_files(
             left -= 1
             return write(array)
 
-        monkeypatch.setattr(module, "_bytes_of", until_cut)
+        monkeypatch.setattr(module, "bytes_of", until_cut)
         with pytest.raises(BrigadeError, match="No space left"):
             quantise(sources["qwen3_moe"], folder, options)
         assert not (folder / "config.json").exists()
@@ -175,7 +175,7 @@ def test_a_run_that_was_cut_off_at_any_tensor_gives_the_same_files(
             with part.open("ab") as file:
                 file.write(b"\0")
         written: list[int] = []
-        monkeypatch.setattr(module, "_bytes_of", lambda array, written=written: written.append(1) or write(array))  # type: ignore[func-returns-value]
+        monkeypatch.setattr(module, "bytes_of", lambda array, written=written: written.append(1) or write(array))  # type: ignore[func-returns-value]
         quantise(sources["qwen3_moe"], folder, options)
         assert len(written) == num_tensors - cut
         for path in (tmp_path / "whole").iterdir():

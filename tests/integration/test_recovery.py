@@ -318,7 +318,8 @@ async def test_a_node_that_is_lost_again_while_it_joins_or_replays_costs_time_an
     async with supervised(folder, COMES_BACK) as rig, rig.engine() as engine:
         chains: list[Chain] = []
         lost: list[str] = []
-        open_chain, arrived = Chain.open, Chain._arrived
+        open_chain, receive, main = Chain.open, Chain.receive, asyncio.get_running_loop()
+        warm: list[Chain] = []
 
         async def fail_to_open(chain: Chain, *arguments: object) -> None:
             chains.append(chain)
@@ -326,22 +327,23 @@ async def test_a_node_that_is_lost_again_while_it_joins_or_replays_costs_time_an
                 lost.append("joining")
                 await lose(rig, 1, comes_back=True)
             await open_chain(chain)
+            warm.append(chain)
 
-        def fail_to_replay(chain: Chain, *arguments: object) -> ArrivedResult:
-            arrival = arrived(chain, *arguments)  # type: ignore[arg-type]
+        async def fail_to_replay(chain: Chain) -> ArrivedResult:
+            arrival = await receive(chain)
             if (
                 len(chains) == 2
                 and len(lost) == 1
                 and chain is chains[-1]
-                and chain._is_warm
+                and chain in warm
                 and not chain.has_token.is_set()
             ):
                 lost.append("replaying")
-                chain._main.call_soon_threadsafe(chain.deployment.peers[len(lost) % 2].detach)
+                main.call_soon_threadsafe(chain.deployment.peers[len(lost) % 2].detach)
             return arrival
 
         monkeypatch.setattr(Chain, "open", fail_to_open)
-        monkeypatch.setattr(Chain, "_arrived", fail_to_replay)
+        monkeypatch.setattr(Chain, "receive", fail_to_replay)
         live = [Live(engine, each) for each in ASKED[::2]]
         await live[0].wait_pieces(5)
         await lose(rig, 0, comes_back=True)

@@ -136,7 +136,7 @@ async def test_each_score_comes_once_though_chains_are_lost(models: Models) -> N
         async for piece in engine.generate(scored(PROMPT), chunk=CHUNK):
             answer.add(piece)
             if len(answer.scores) == CHUNK:
-                engine.chain._stage.fail(StageLost("is gone"))  # type: ignore[union-attr]
+                engine.chain.end(StageLost("is gone"))
     assert answer.usage.num_recoveries == 1
     require_equal(answer, model, PROMPT)
 

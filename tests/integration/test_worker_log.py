@@ -18,7 +18,6 @@ from worker.errors import InternalError, ModelError
 from worker.model.contents import check_contents
 from worker.node import attachment, lifecycle, serve
 from worker.node.hop import Link
-from worker.node.lifecycle import Worker
 from worker.node.log import worker_log
 
 
@@ -115,7 +114,7 @@ async def test_it_tells_why_it_left_a_chain_that_failed_and_where_a_bug_of_ours_
                 await answer(chain, (1, 2, 3), 3)
             await until(lambda: "left" in out.getvalue())  # before its coordinator ends the call
         assert re.fullmatch(f"worker node-1: left the chain of .*: {text}", out.getvalue().splitlines()[-1])
-        monkeypatch.setattr(Worker, "_open", fail)
+        monkeypatch.setattr(lifecycle, "check_load_request", fail)
         with pytest.raises(kind, match=f"^worker node-1: {text}$"):
             await node.load(load_request(folder, 1, 4))
     assert re.fullmatch(f"worker node-1: (refused to load .*)?{text}", out.getvalue().splitlines()[-1])

@@ -152,14 +152,14 @@ class StepsAhead:
     def __init__(self, shard: Shard, dtype: mx.Dtype) -> None:
         self._shard = shard
         self._dtype = dtype
-        self._ready: list[Ready] = []
+        self.ready: list[Ready] = []
 
     def build(self, slots: SlotsById) -> None:
         """Build the step that feeds each of these slots one more token, unless one of them has a step ready."""
-        if all(each.slots.keys().isdisjoint(slots) for each in self._ready) and self._can_build:
+        if all(each.slots.keys().isdisjoint(slots) for each in self.ready) and self._can_build:
             # while the step waits for its input, slots outside it could not use buffers that they share with it
             move_apart([slot.caches for slot in slots.values()])
-            self._ready.append(Built(self._shard, slots, self._dtype))
+            self.ready.append(Built(self._shard, slots, self._dtype))
 
     @cached_property
     def _can_build(self) -> bool:
@@ -173,46 +173,46 @@ class StepsAhead:
         Returns:
             The outputs to evaluate, or None if no step was launched.
         """
-        first = next((each for each in self._ready if not each.slots.keys().isdisjoint(slots)), None)
+        first = next((each for each in self.ready if not each.slots.keys().isdisjoint(slots)), None)
         if first is None:
             if not all(slot.caches.has_room for slot in slots.values()):
                 return None
             bases = {number: len(slot.history) for number, slot in slots.items()}
-            self._ready.append(Launched(self._shard, slots, bases, mx.concatenate([tokens[n] for n in slots])))
-            return self._ready[-1].outputs
+            self.ready.append(Launched(self._shard, slots, bases, mx.concatenate([tokens[n] for n in slots])))
+            return self.ready[-1].outputs
         following = first.go_on(most) if isinstance(first, Launched) else None
         return following.outputs if following else None
 
     def awaited(self, frame: Frame) -> Placeholder | None:
         """Return the placeholder for this frame's hidden states if its step is built."""
-        return next((each.hidden for each in self._ready if each.hidden and each.is_of(frame)), None)
+        return next((each.hidden for each in self.ready if each.hidden and each.is_of(frame)), None)
 
     def take(self, frame: Frame, x: mx.array | None) -> Ready | None:
         """Return this frame's step if it is ready with the input x; undo the steps that the frame contradicts."""
-        found = next((each for each in self._ready if each.is_of(frame)), None)
+        found = next((each for each in self.ready if each.is_of(frame)), None)
         if found and found.hidden and found.hidden.array is not x:
             found = None
         asked = {window.slot for window in frame.windows}
         touched = asked | _slots_besides(frame)
-        wrong = [each for each in self._ready if each is not found and not touched.isdisjoint(each.slots)]
+        wrong = [each for each in self.ready if each is not found and not touched.isdisjoint(each.slots)]
         for each in wrong:
             each.drop(set(each.slots))
-        self._ready = [each for each in self._ready if each is not found and each not in wrong]
+        self.ready = [each for each in self.ready if each is not found and each not in wrong]
         if found:
             if left_out := found.slots.keys() - asked:
                 found.drop(left_out)
-            self._ready += [found.following] if found.following and found.following.slots else []
+            self.ready += [found.following] if found.following and found.following.slots else []
         return found
 
     def undo(self) -> None:
         """Undo all steps."""
-        for each in self._ready:
+        for each in self.ready:
             each.drop(set(each.slots))
-        self._ready.clear()
+        self.ready.clear()
 
     def clear(self) -> None:
         """Forget all steps: their slots are about to close."""
-        self._ready.clear()
+        self.ready.clear()
 
 
 def looks_at_numbers(shard: Shard, dtype: mx.Dtype) -> bool:

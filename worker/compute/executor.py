@@ -133,7 +133,7 @@ class Executor:
         self._idle_since = 0  # when the device last ran out of work, nanoseconds
         self._begin_share = 1.0  # the share of a step's time that `begin` takes
         self._step_ns = 0  # the last step's time
-        self._ahead = StepsAhead(shard, DTYPES[dtype])
+        self.ahead = StepsAhead(shard, DTYPES[dtype])
         self._in_flight: list[Step] = []  # begun and not finished, oldest first
         self._last: Sequence[Window] = ()  # windows of the last finished step
 
@@ -159,9 +159,9 @@ class Executor:
         """Free all slots, or leave them as after the last step that began, if this stage is the whole model."""
         self._in_flight.clear()
         if leaves_slots and self.is_whole:
-            self._ahead.undo()
+            self.ahead.undo()
         else:
-            self._ahead.clear()
+            self.ahead.clear()
             close_slots(self._slots)
         self._slots = {}  # from now on those left are the next executor's
         self.cache_bytes = 0
@@ -186,7 +186,7 @@ class Executor:
         """
         slots, self._last = self._slots_that_go_on(self._last), ()
         if slots:
-            self._ahead.build(slots)
+            self.ahead.build(slots)
         return bool(slots)
 
     def launch_ahead(self, step: Step, *, is_finished: bool) -> StepOutputs | None:
@@ -206,7 +206,7 @@ class Executor:
             return None
         if not all(slot.can_draw_ahead for slot in slots.values()):
             return None
-        return self._ahead.launch(slots, tokens, most=2 if is_finished and self._step_ns < SHORT_STEP_NS else 1)
+        return self.ahead.launch(slots, tokens, most=2 if is_finished and self._step_ns < SHORT_STEP_NS else 1)
 
     def _slots_that_go_on(self, windows: Sequence[Window]) -> dict[int, Slot]:
         """Return a step's slots if each of them most likely gets one more token; else none."""
@@ -216,7 +216,7 @@ class Executor:
 
     def awaited(self, frame: Frame) -> Placeholder | None:
         """Return the placeholder for this frame's hidden states if its step is already built."""
-        return self._ahead.awaited(frame)
+        return self.ahead.awaited(frame)
 
     def begin(self, frame: Frame, x: mx.array | None, received: int, taken: int) -> Step:
         """Start one frame on the device.
@@ -233,7 +233,7 @@ class Executor:
         step = Step(
             frame, goes_on, Timing(stage=self._stage, received=received, taken=taken, started=time.monotonic_ns())
         )
-        ready = self._ahead.take(frame, x)
+        ready = self.ahead.take(frame, x)
         if {window.slot for window in self._last} & {window.slot for window in frame.windows}:
             self._last = ()  # this is the step that follows
         self._open_and_close(step)

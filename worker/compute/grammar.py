@@ -137,7 +137,7 @@ class Grammars:
         """Return a guide for one answer. Raises SamplingError for an invalid grammar or without a tokenizer.json."""
         kept = Grammar(text=grammar.text, eos=grammar.eos, owner=grammar.owner)
         key = kept.SerializeToString(deterministic=True)
-        matcher = self._compiled.get(key) or self._compile(grammar)
+        matcher = self._compiled.get(key) or self.compile(grammar)
         self._keep(key, matcher)
         return Guide(matcher.deep_copy(), grammar.begins, self._vocab_size, partial(self._forget, key, matcher))
 
@@ -153,7 +153,7 @@ class Grammars:
             self._special = [token for token in range(self._vocab_size) if tokenizer.is_special_token(token)]
         return [token for token in self._special if token not in eos]
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def compile(self, grammar: Grammar) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer(tuple(grammar.eos)), grammar.text, log_level=_QUIET, limits=_LIMITS)
         if matcher.is_error():
             # for regular expressions llguidance prints the place before the error
@@ -167,7 +167,7 @@ class Grammars:
             raise SamplingError(f"expected tokens that end an answer below {self._vocab_size}, got {highest}")
         try:
             with _READING:
-                return _read_tokenizer(self._path, self._path.stat().st_mtime_ns, self._vocab_size, eos)
+                return read_tokenizer(self._path, self._path.stat().st_mtime_ns, self._vocab_size, eos)
         except (OSError, ValueError) as error:
             reason = _first_line(str(error))
             raise SamplingError(f"grammars need a tokenizer.json that can be read: {reason}") from error
@@ -192,7 +192,7 @@ class Grammars:
 
 
 @lru_cache(_MOST_TOKENIZERS)
-def _read_tokenizer(path: Path, changed: int, vocab_size: int, eos: tuple[int, ...]) -> LLTokenizer:
+def read_tokenizer(path: Path, changed: int, vocab_size: int, eos: tuple[int, ...]) -> LLTokenizer:
     """Read a tokenizer. The cached one is shared until the file's time of change, `changed`, differs."""
     return LLTokenizer(path.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=list(eos))
 

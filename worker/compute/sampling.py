@@ -317,7 +317,7 @@ def gumbel(numbers: Sequence[int], vocab_size: int) -> mx.array:
 
     All backends of MLX generate the same random bits (Threefry-2x32), which depend only on the row's key.
     """
-    return _gumbel_of(_uniform(numbers, vocab_size))
+    return gumbel_of(_uniform(numbers, vocab_size))
 
 
 def _uniform(numbers: Sequence[int], count: int) -> mx.array:
@@ -326,7 +326,7 @@ def _uniform(numbers: Sequence[int], count: int) -> mx.array:
     return mx.vmap(lambda key: mx.random.uniform(shape=(count,), key=key))(keys)
 
 
-def _gumbel_of(uniform: mx.array) -> mx.array:
+def gumbel_of(uniform: mx.array) -> mx.array:
     """Turn numbers in [0, 1) into Gumbel noise, always finite.
 
     The largest noise comes from the smallest numbers, where float32 is finest, so that tokens of probability 1e-9 are

@@ -55,11 +55,11 @@ class Shard(HeldTensors):
         reader = TensorReader(checkpoint, shard_tensors(checkpoint, start, end))
         model = build(checkpoint, reader)
         has_embedding = spec.has_embedding(start, end, serves_head=checkpoint.embeds_last)
-        self._cut = CutModel(model, self.info, start, end, has_embedding=has_embedding)
+        self.cut = CutModel(model, self.info, start, end, has_embedding=has_embedding)
         super().__init__(model, f"layers [{start}, {end})", held)
         if unread := next((name for name, array in self._listed if reader.name_of(array)), None):
             raise ModelError(f"{checkpoint.name}: cannot tell which node needs tensor {unread}")
-        _require_experts_here(checkpoint, self._cut)
+        _require_experts_here(checkpoint, self.cut)
         self.grammars = Grammars(checkpoint.folder, self.info.vocab_size)
         self.mask_token = spec.mask_token
         self._grid = spec.canvas.grid if spec.canvas else 1
@@ -67,12 +67,12 @@ class Shard(HeldTensors):
         self._lane_form = lane_form(checkpoint.config)
         self._looks_at_positions = looks_at_positions(checkpoint.config)
         self._no_caches = Caches(self.info.entries, (), Cache())  # for norm and head, which have no cache
-        self._cut.serve_lanes(self._lane_form)
+        self.cut.serve_lanes(self._lane_form)
 
     @property
     def row_size(self) -> int:
         """W, the numbers per row that travels."""
-        return self.info.hidden_size + self._cut.num_features
+        return self.info.hidden_size + self.cut.num_features
 
     def tap(self, taps: Mapping[int, mx.array], num_features: int) -> None:
         """Make rows carry the sum of the features of all tapped layers so far.
@@ -81,7 +81,7 @@ class Shard(HeldTensors):
             taps: for each tapped layer of this shard, the matrix [C, D] that multiplies its output.
             num_features: C.
         """
-        self._cut.taps, self._cut.num_features = dict(taps), num_features
+        self.cut.taps, self.cut.num_features = dict(taps), num_features
 
     def make_caches(self, cache: Cache) -> Caches:
         """Return empty caches of this kind for one slot."""
@@ -108,17 +108,17 @@ class Shard(HeldTensors):
             Rows [1, sum L, W].
         """
         ids = mx.zeros(x.shape[:2], mx.int32) if ids is None else ids
-        with self._cut.ending_at(end):
+        with self.cut.ending_at(end):
             if self.refines:
-                return run_windows(places, partial(self._cut.run, x, ids, canvas=canvas_rows(places), soft=soft))
+                return run_windows(places, partial(self.cut.run, x, ids, canvas=canvas_rows(places), soft=soft))
             if len(places) == 1:
-                return run_windows(places, partial(self._cut.run, x, ids))
+                return run_windows(places, partial(self.cut.run, x, ids))
             lane = Lane(places)
             whole = View(lane, [place.caches.listed for place in places])
             if self._looks_at_positions or (whole.is_batch and self._lane_form is not LaneForm.ALONE):
-                h = whole.run(self._cut.run, [x, ids, whole], {}, self._lane_form)
+                h = whole.run(self.cut.run, [x, ids, whole], {}, self._lane_form)
             else:
-                h = self._cut.run(x, ids, lane.views())
+                h = self.cut.run(x, ids, lane.views())
             lane.settle()
             return h
 
@@ -149,7 +149,7 @@ class Shard(HeldTensors):
 
     def embed(self, ids: mx.array) -> mx.array:
         """Return the input of the first layer [1, N, D] for ids [1, N]. Shards as for `head`."""
-        found = self._cut.embed(ids, self._no_caches.listed)
+        found = self.cut.embed(ids, self._no_caches.listed)
         self._no_caches.cut(0)
         return found
 
@@ -165,10 +165,10 @@ class Shard(HeldTensors):
         return self._module.model.embed_tokens.mix(ids, shares).astype(self.info.dtype)
 
     def _hidden(self, rows: mx.array) -> mx.array:
-        return rows[..., : self.info.hidden_size] if self._cut.num_features else rows
+        return rows[..., : self.info.hidden_size] if self.cut.num_features else rows
 
     def _behind(self, h: mx.array, mode: str) -> mx.array:
-        found = self._cut.behind(h, self._no_caches.listed, mode)
+        found = self.cut.behind(h, self._no_caches.listed, mode)
         self._no_caches.cut(0)
         return found
 

@@ -192,7 +192,7 @@ class EagleDrafter(NextTokenDrafter):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         draft_ids = mx.arange(self._module.lm_head.weight.shape[0])
-        self._ids = draft_ids + self._module.d2t if "d2t" in self._module else None
+        self.ids = draft_ids + self._module.d2t if "d2t" in self._module else None
 
     def _projected(self, features: mx.array) -> mx.array:
         return project(features, self._part.spec, self._module.norm.eps)
@@ -203,9 +203,9 @@ class EagleDrafter(NextTokenDrafter):
     def _logits(self, h: mx.array) -> mx.array:
         logits = self._module.lm_head(self._module.norm(h))[0].astype(mx.float32)
         V = self._shard.info.vocab_size
-        if self._ids is not None:
+        if self.ids is not None:
             everywhere = mx.full((logits.shape[0], V), -mx.inf)
-            everywhere[:, self._ids] = logits
+            everywhere[:, self.ids] = logits
             logits = everywhere
         return fit_vocabulary(logits, V, self._shard.mask_token)
 

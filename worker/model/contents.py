@@ -89,11 +89,11 @@ def _marks(checkpoint: Checkpoint, note_read: Callable[[], None] = lambda: None)
     sampled = sorted(tensors, key=lambda name: (zlib.crc32(name.encode()), name))[:_SAMPLES]
     marks = dict.fromkeys(sorted(sampled), _UNKNOWN)
     for file, names in groupby(sorted(sampled, key=lambda name: tensors[name].file), lambda name: tensors[name].file):
-        marks |= _read_marks(checkpoint.folder / file, {name: tensors[name] for name in names}, note_read)
+        marks |= read_marks(checkpoint.folder / file, {name: tensors[name] for name in names}, note_read)
     return marks
 
 
-def _read_marks(path: Path, tensors: Mapping[str, TensorInfo], note_read: Callable[[], None]) -> dict[str, bytes]:
+def read_marks(path: Path, tensors: Mapping[str, TensorInfo], note_read: Callable[[], None]) -> dict[str, bytes]:
     """Return hashes of some bytes from the middle of each tensor of a file; none if the file is not here."""
     marks = {}
     try:

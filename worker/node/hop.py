@@ -143,7 +143,7 @@ class Link:
 
     def __init__(self, network: Network, node: str, address: str, epoch: int, stage: int, sender: str = "") -> None:
         """`address` is that of the node, `stage` the sender's place in the chain, `sender` its own name."""
-        self._node = node
+        self.node = node
         self._address = hop_address(address)
         self._channel = network.channel(node, self._address)
         self._call = open_relay(self._channel, epoch, stage, sender)
@@ -155,7 +155,7 @@ class Link:
         """Return once the next stage accepts frames. Raises StageLost, or the refusal of the next stage."""
         if not await wait_set(self._is_open, self._reading, CONNECT_TIMEOUT_S):
             if not self._reading.done():
-                raise StageLost(f"did not take the hop within {CONNECT_TIMEOUT_S:.0f} s", node=self._node)
+                raise StageLost(f"did not take the hop within {CONNECT_TIMEOUT_S:.0f} s", node=self.node)
             await self.wait_lost()
 
     async def send(self, parts: Sequence[bytes]) -> None:
@@ -184,15 +184,15 @@ class Link:
             async for credit in self._call:
                 if credit.frames > _MOST_CREDIT:
                     raise FrameError(
-                        f"expected credit for at most {_MOST_CREDIT} frames, got {credit.frames}", node=self._node
+                        f"expected credit for at most {_MOST_CREDIT} frames, got {credit.frames}", node=self.node
                     )
                 self._is_open.set()
                 for _ in range(credit.frames):
                     self._credit.release()
         except grpc.RpcError as error:
-            raise error_of(error, self._node, hops=self._address) from error
+            raise error_of(error, self.node, hops=self._address) from error
         await asyncio.sleep(_IN_ORDER_S)  # no failure if this link is closed meanwhile
-        raise StageLost("ended the hop", node=self._node)
+        raise StageLost("ended the hop", node=self.node)
 
 
 def open_relay(

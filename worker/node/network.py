@@ -218,7 +218,7 @@ class Network:
         """
         if self._keys is None:
             raise FrameError("expected certificates for an encrypted connection, found none")
-        own = self._checked(self._keys)
+        own = self.checked(self._keys)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
@@ -237,7 +237,7 @@ class Network:
         target = grpc_target(address)
         options: list[tuple[str, Any]] = [*_CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", int(alone))]
         if self._keys is not None:
-            own = self._checked(self._keys)
+            own = self.checked(self._keys)
             credentials = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
             options.append(("grpc.ssl_target_name_override", name.lower()))
             return grpc.aio.secure_channel(target, credentials, options=options)
@@ -275,7 +275,7 @@ class Network:
     def _may_use(self, address: str) -> bool:
         return self._keys is not None or may_be_plaintext(split_address(address)[0], insecure=self._insecure)
 
-    def _checked(self, keys: KeyFile) -> Identity:
+    def checked(self, keys: KeyFile) -> Identity:
         """Return this node's identity after all checks: a peer would just close the connection. Warn if it expires."""
         own = keys.read()
         if warning := expiry_warning(own.name, own.role, own.until):
@@ -290,13 +290,13 @@ class Network:
 
     def _server_credentials(self, keys: KeyFile) -> grpc.ServerCredentials:
         """Return credentials that read the file at every connection, so that a renewed certificate is used."""
-        served = self._checked(keys)  # per port
+        served = self.checked(keys)  # per port
 
         def renewed() -> grpc.ServerCertificateConfiguration | None:
             """Return a renewed certificate, or None. Called by gRPC on its own thread."""
             nonlocal served
             try:
-                own = self._checked(keys)
+                own = self.checked(keys)
             except ConfigError as error:
                 self._say(str(error))
                 return None
@@ -368,7 +368,7 @@ async def dial(network: Network, node: str, addresses: Sequence[str]) -> str:
     channels = [network.channel(node, address) for address in addresses]
     attempts = [asyncio.create_task(_connect(channel, node)) for channel in channels]
     try:
-        await wait_head_start(attempts, _REACH_S, lambda: _is_settled(attempts))
+        await wait_head_start(attempts, _REACH_S, lambda: is_settled(attempts))
         found = (address for address, attempt in zip(addresses, attempts, strict=True) if has_succeeded(attempt))
         return next(found, addresses[0])
     finally:
@@ -398,7 +398,7 @@ def has_succeeded(attempt: Attempt) -> bool:
     return attempt.done() and not attempt.cancelled() and attempt.exception() is None
 
 
-def _is_settled(attempts: Sequence[Attempt]) -> bool:
+def is_settled(attempts: Sequence[Attempt]) -> bool:
     """Return whether the first attempt that has not failed has succeeded: no other one can be better."""
     best = next((attempt for attempt in attempts if not attempt.done() or has_succeeded(attempt)), None)
     return best is not None and best.done()

@@ -160,9 +160,9 @@ class PrefixStore:
         """
         self._folder = folder or prefix_folder()
         self._start, self._stop, self._limit = start, stop, limit
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "prefixes")  # a process ends once they have written everything
+        self.threads = ThreadPoolExecutor(_NUM_THREADS, "prefixes")  # a process ends once they have written everything
         self._writing: list[Future[None]] = []
-        self._ahead: dict[bytes, Future[list[PackedSegment]]] = {}  # pieces that are read ahead
+        self.ahead: dict[bytes, Future[list[PackedSegment]]] = {}  # pieces that are read ahead
         self._can_write = True
         self._lacked_room = False
 
@@ -178,7 +178,7 @@ class PrefixStore:
         if not is_known or not self._can_write or len(self._writing) >= _MOST_WAITING:
             return False
         packed = [(segment_header(each), memoryview(b"".join(map(bytes_of, each.arrays)))) for each in segments]
-        writing = self._threads.submit(self._try_write, piece, packed)
+        writing = self.threads.submit(self._try_write, piece, packed)
         self._writing.append(writing)
         _being_written.add(writing)
         writing.add_done_callback(_being_written.discard)
@@ -191,14 +191,14 @@ class PrefixStore:
             PrefixLost: it is not here, its disk is too slow, or it is damaged; then it is removed.
         """
         for each in (*upcoming, name):
-            loading = self._ahead.pop(each, None)
+            loading = self.ahead.pop(each, None)
             if loading is None or (loading.done() and loading.exception()):  # it may have come since
-                loading = self._threads.submit(self._load, each)
-            self._ahead[each] = loading
-        while len(self._ahead) > 1 + MOST_UPCOMING:  # of sessions that have ended, or that take turns with this one
-            self._ahead.pop(next(iter(self._ahead)))
+                loading = self.threads.submit(self._load, each)
+            self.ahead[each] = loading
+        while len(self.ahead) > 1 + MOST_UPCOMING:  # of sessions that have ended, or that take turns with this one
+            self.ahead.pop(next(iter(self.ahead)))
         try:
-            packed = self._ahead.pop(name).result(_READ_S)
+            packed = self.ahead.pop(name).result(_READ_S)
             return [each for header, data in packed for each in unpack_segments([header], data)]
         except TimeoutError:
             raise PrefixLost(f"expected a piece of a prefix within {_READ_S:g} s: the disk is too slow") from None
@@ -227,7 +227,7 @@ class PrefixStore:
 
     def close(self) -> None:
         """Take no more pieces; those that wait are still written."""
-        self._threads.shutdown(wait=False)
+        self.threads.shutdown(wait=False)
 
     @property
     def _layers(self) -> str:

@@ -70,7 +70,7 @@ class Stage:
         # running
         self._begun: Step | None = None  # not finished
         self._builds_beside = False  # whether a step was built while the device computed the last one
-        self._busy_since: float | None = None
+        self.busy_since: float | None = None
         self._idle = asyncio.Event()  # no slot is open
         self._idle.set()
         # sending
@@ -83,7 +83,7 @@ class Stage:
     @property
     def busy_s(self) -> float:
         """The age of the executor's present step in seconds; 0 when idle."""
-        since = self._busy_since  # read once: the MLX thread sets it
+        since = self.busy_since  # read once: the MLX thread sets it
         return 0.0 if since is None else time.monotonic() - since
 
     def status(self) -> StatusReply:
@@ -151,7 +151,7 @@ class Stage:
             self._thread.post(self.end)
             self._running.cancel()
             self._running = None  # its error refers back to this stage
-        since, is_over = self._busy_since, self._is_over
+        since, is_over = self.busy_since, self._is_over
         return lambda: 0.0 if since is None or is_over.is_set() else time.monotonic() - since
 
     async def wait_over(self) -> None:
@@ -308,14 +308,14 @@ class Stage:
         if step.goes_on and self.executor.returns_segments:
             self.deliver(Result(epoch=step.frame.epoch, step=step.frame.step))
         output = header if isinstance(header, Result) else pack(header, array, self._wire)
-        self._busy_since = None if self._begun is None else time.monotonic()
+        self.busy_since = None if self._begun is None else time.monotonic()
         is_last = self._begun is None and self._frames.empty()  # what comes from now on answers this output
         ahead = self.executor.launch_ahead(step, is_finished=True) if is_last else None
         self._put_out(step.frame.step, output)
         return ahead
 
     def _begin(self, arrival: Arrival, received: int) -> Step:
-        self._busy_since = self._busy_since or time.monotonic()
+        self.busy_since = self.busy_since or time.monotonic()
         taken = time.monotonic_ns()
         header = arrival.header
         if header.opened:
@@ -326,7 +326,7 @@ class Stage:
     def _put_out(self, step: int, output: list[bytes] | Result) -> None:
         """Queue what a step made for the task that sends it."""
         self.last_step = step
-        if self._busy_since is None and self._frames.empty() and not self.executor.num_slots:
+        if self.busy_since is None and self._frames.empty() and not self.executor.num_slots:
             self._idle.set()
         if isinstance(output, Result):
             output.timings[-1].sent = time.monotonic_ns()

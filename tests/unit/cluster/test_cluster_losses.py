@@ -353,7 +353,7 @@ def test_a_spare_node_that_has_replaced_a_lost_one_rejoins_after_its_own_restart
 
 
 def test_an_error_beside_an_open_chain_keeps_no_node_out(cluster: Cluster3, monkeypatch: pytest.MonkeyPatch) -> None:
-    note_draining, errors = cluster.cluster._note_draining, [KeyError("odd")]
+    note_draining, errors = cluster.cluster.note_draining, [KeyError("odd")]
 
     def fail_once() -> None:
         note_draining()
@@ -362,7 +362,7 @@ def test_an_error_beside_an_open_chain_keeps_no_node_out(cluster: Cluster3, monk
 
     a = cluster.world.places["a"]
     cluster.act(a.end, wait_s=30)
-    monkeypatch.setattr(cluster.cluster, "_note_draining", fail_once)
+    monkeypatch.setattr(cluster.cluster, "note_draining", fail_once)
     cluster.wait(5)
     assert not errors and "internal error: KeyError('odd')" in cluster.said[-1]
     cluster.act(a.start, wait_s=30)
@@ -394,5 +394,5 @@ def test_a_chain_that_opens_beside_a_load_always_has_time(cluster: Cluster3, mon
     recovery = cluster.cluster.recovery
     recovery.error, recovery.spent_s = StageLost("gone", node="a"), Limits().recovery_s
     cluster.cluster.nodes.workers["c"].state = NodeState.LOADING
-    cluster.run(cluster.cluster._open_chain(cluster.cluster.chain.plan, recovery, lambda node, report: None))
+    cluster.run(cluster.cluster.open_chain(cluster.cluster.chain.plan, recovery, lambda node, report: None))
     assert within == [5.0]

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from protos.brigade_pb2 import Grammar
 from worker.compute import grammar
-from worker.compute.grammar import Grammars, Guide, _read_tokenizer
+from worker.compute.grammar import Grammars, Guide, read_tokenizer
 from worker.errors import SamplingError
 from worker.model.checkpoint import DEMO
 
@@ -20,7 +20,7 @@ def test_a_tokenizer_for_every_choice_of_ends_is_not_kept_for_ever() -> None:
     grammars = Grammars(DEMO, VOCAB)
     for eos in range(8):
         grammars.guide(Grammar(text=DIGITS, eos=[eos]))
-    assert _read_tokenizer.cache_info().currsize == 4
+    assert read_tokenizer.cache_info().currsize == 4
 
 
 @pytest.mark.parametrize(("num_sessions", "num_text", "num_kept"), [(100, 10**6, 100), (100, 1000, 16), (10, 1, 10)])
@@ -28,13 +28,13 @@ def test_a_grammar_is_kept_for_every_session_that_may_wait_within_so_much_text(
     num_sessions: int, num_text: int, num_kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar, "MOST_TEXT", num_text)
-    grammars, compiled, compile_one = Grammars(DEMO, VOCAB), list[str](), Grammars._compile
+    grammars, compiled, compile_one = Grammars(DEMO, VOCAB), list[str](), Grammars.compile
 
     def noted(self: Grammars, given: Grammar) -> LLMatcher:
         compiled.append(given.text)
         return compile_one(self, given)
 
-    monkeypatch.setattr(Grammars, "_compile", noted)
+    monkeypatch.setattr(Grammars, "compile", noted)
     asked = [Grammar(text=LLMatcher.grammar_from_regex(f"[0-9]{{{n}}}"), eos=[2]) for n in range(1, num_sessions + 1)]
     for each in (*asked, *reversed(asked)):
         grammars.guide(each)
@@ -42,13 +42,13 @@ def test_a_grammar_is_kept_for_every_session_that_may_wait_within_so_much_text(
 
 
 def test_a_grammar_that_was_compiled_for_one_key_saves_no_time_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars, compiled, compile_one = Grammars(DEMO, VOCAB), list[str](), Grammars._compile
+    grammars, compiled, compile_one = Grammars(DEMO, VOCAB), list[str](), Grammars.compile
 
     def noted(self: Grammars, given: Grammar) -> LLMatcher:
         compiled.append(given.owner)
         return compile_one(self, given)
 
-    monkeypatch.setattr(Grammars, "_compile", noted)
+    monkeypatch.setattr(Grammars, "compile", noted)
     for owner in ("", "alice", "bob", "alice", ""):
         grammars.guide(Grammar(text=DIGITS, eos=[2], owner=owner))
     assert compiled == ["", "alice", "bob"]

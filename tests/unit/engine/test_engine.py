@@ -156,14 +156,14 @@ def test_a_suspect_whose_turn_comes_is_entered_once(clock: VirtualTime, monkeypa
     """The one whose turn it is does not fit on the nodes that are left."""
     requests = [Request((1, 2, 3), 5), Request(tuple(range(40)) * 40, 60), Request((4, 5), 5), Request((6, 7, 8, 9), 5)]
     entered: list[tuple[int, int]] = []
-    enter = EngineCore._enter
+    enter = EngineCore.enter
 
     def note(core: EngineCore, session: Any, **more: bool) -> None:
         assert session not in core.scheduler.slots, "entered twice"
         entered.append((id(core.scheduler), session.num_prompt))
         enter(core, session, **more)
 
-    monkeypatch.setattr(EngineCore, "_enter", note)
+    monkeypatch.setattr(EngineCore, "enter", note)
 
     async def work(engine: Engine) -> None:
         tasks = asked(engine, *requests)
@@ -289,7 +289,7 @@ def test_whatever_ends_one_answer_is_raised_and_ends_the_others(clock: VirtualTi
             async for number, _ in engine.generate_all(requests):
                 if number == 1:
                     failing = next(each for each in engine.sessions if each.request is requests[2])
-                    engine.core._fail(failing, error)
+                    engine.core.fail(failing, error)
         await asyncio.sleep(STEP_S)
         assert not engine.sessions
 
@@ -377,7 +377,7 @@ def test_an_answer_that_ends_by_a_stop_string_ends_no_other_though_steps_of_it_a
 ) -> None:
     stopped, other = Request((1, 2, 3), 40), Request((4, 5, 6), 40)
     stop, words = f"<{expected(stopped)[2]:02}>", "".join(f"<{token:02}>" for token in range(SPEC.vocab_size))
-    monkeypatch.setattr(Engine, "_parser", lambda self, request: TextParser(Pieces(words, 4), request.stops))
+    monkeypatch.setattr(Engine, "parser", lambda self, request: TextParser(Pieces(words, 4), request.stops))
 
     async def work(engine: Engine) -> None:
         found: dict[int, list[int]] = {0: [], 1: []}

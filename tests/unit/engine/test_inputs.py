@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from tokenizers import decoders, models, normalizers
 from coordinator.cluster.options import cluster_options
 from coordinator.decoding.decode_options import Decode, make_cache_choice
 from coordinator.engine import inputs
-from coordinator.engine.bounded import Bounds, GrammarTrials, LongTexts
+from coordinator.engine.bounded import Bounded, Bounds, GrammarTrials, LongTexts
 from coordinator.engine.grammars import json_grammar, lark_grammar, regex_grammar
 from coordinator.engine.scores import continuation_specs, scoring
 from coordinator.engine.stats import BEST_PRIORITY, KEY_DIGEST
@@ -55,13 +56,27 @@ def both(prompt: str) -> tuple[str, Conversation]:
     return prompt, Conversation(({"role": "user", "content": prompt},))
 
 
-def test_an_exploding_grammar_is_refused_and_holds_up_no_chat(front: inputs.InputProcessor, run: Run) -> None:
+def asked_of(kind: type[Bounded], monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Return an event that is set once a process of this kind is asked for something."""
+    asked, ask = threading.Event(), kind.ask
+
+    def note(bounded: Bounded, request: bytes) -> Any:
+        asked.set()
+        return ask(bounded, request)
+
+    monkeypatch.setattr(kind, "ask", note)
+    return asked
+
+
+def test_an_exploding_grammar_is_refused_and_holds_up_no_chat(
+    front: inputs.InputProcessor, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def checked() -> None:
         await front.make_request(RequestSpec("a", grammar=regex_grammar("[0-9]+")))  # has read the vocabulary
         await front.make_request(CHAT)
+        asked = asked_of(GrammarTrials, monkeypatch)
         exploding = asyncio.ensure_future(front.make_request(RequestSpec("a", grammar=EXPLODING[0])))
-        while not front._trying._turn.locked():  # noqa: ASYNC110 - a few turns of the loop
-            await asyncio.sleep(0)
+        await asyncio.to_thread(asked.wait)
         assert (await front.make_request(CHAT)).prompt and not exploding.done()
         with pytest.raises(InputError, match=r"^response_format: the grammar took .* to compile; make it simpler$"):
             await exploding
@@ -98,20 +113,23 @@ def test_a_tool_whose_schema_cannot_be_enforced_is_refused_by_its_place_and_name
     given = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in tools]
     prompt = Conversation(({"role": "user", "content": "hi"},), tuple(given))
     with pytest.raises(InputError, match=rf"\b{name}\b") as refused:
-        run(front._grammar(RequestSpec(prompt, calls=Calls(are_forced=True)), ()))
+        run(front.grammar(RequestSpec(prompt, calls=Calls(are_forced=True)), ()))
     assert refused.value.field == field
 
 
-def test_a_long_text_is_tokenized_elsewhere_and_holds_up_no_chat(front: inputs.InputProcessor, run: Run) -> None:
+def test_a_long_text_is_tokenized_elsewhere_and_holds_up_no_chat(
+    front: inputs.InputProcessor, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def checked(prompt: Conversation | str) -> tuple[int, ...]:
         await front.make_request(CHAT)
+        asked.clear()
         reading = asyncio.ensure_future(front.prompt_ids(prompt))
-        while not front._reading_long._turn.locked():  # noqa: ASYNC110 - a few turns of the loop
-            await asyncio.sleep(0)
+        await asyncio.to_thread(asked.wait)
         assert (await front.make_request(CHAT)).prompt and not reading.done()
         return await reading
 
     assert front.tokenizer is not None
+    asked = asked_of(LongTexts, monkeypatch)
     for prompt in both(LONG_ENOUGH):
         assert list(run(checked(prompt))) == front.tokenizer.encode_prompt(prompt)
 
@@ -311,7 +329,7 @@ async def test_a_grammar_that_was_refused_is_not_tried_again_at_once_for_the_sam
     """Agents send their tools with every turn, and a trial may take seconds."""
     tried: list[str] = []
 
-    def require(text: str) -> list[str]:
+    def require(trials: GrammarTrials, text: str) -> list[str]:
         tried.append(text)
         raise SamplingError("the grammar took longer than 3 s to compile; make it simpler")
 
@@ -320,7 +338,7 @@ async def test_a_grammar_that_was_refused_is_not_tried_again_at_once_for_the_sam
         with pytest.raises(InputError, match=r"took longer than 3 s to compile"):
             await front.make_request(RequestSpec("a", grammar=text))
 
-    monkeypatch.setattr(front._trials, "require", require)
+    monkeypatch.setattr(GrammarTrials, "require", require)
     slow = regex_grammar("slow")
     for _ in range(3):
         await ask(slow)
@@ -339,10 +357,10 @@ async def test_a_grammar_that_was_refused_is_not_tried_again_at_once_for_the_sam
 def test_tools_that_could_not_be_read_in_time_are_offered_all_the_same(
     front: inputs.InputProcessor, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def too_late(*given: object) -> Any:
+    def too_late(*given: object) -> Any:
         raise WaitedTooLong("waited 60 s to be read; try again later")
 
-    monkeypatch.setattr(front, "_grammar", too_late)
+    monkeypatch.setattr(GrammarTrials, "require", too_late)
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     offered = Conversation(({"role": "user", "content": "hi"},), (tool,))
     assert run(front.make_request(RequestSpec(offered))).not_enforced == ("schema",)

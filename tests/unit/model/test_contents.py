@@ -119,7 +119,7 @@ def many(num_layers: int, num_experts: int) -> Mapping[str, TensorInfo]:
 def test_marks_are_few_and_of_every_layer_and_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, list[str]] = {}
     monkeypatch.setattr(
-        "worker.model.contents._read_marks", lambda path, tensors, note: asked.update({path.name: list(tensors)}) or {}
+        "worker.model.contents.read_marks", lambda path, tensors, note: asked.update({path.name: list(tensors)}) or {}
     )
     tensors = many(60, 256)
     marks = contents_of(Checkpoint("m", tmp_path, CONFIG, tensors)).marks

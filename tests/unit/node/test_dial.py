@@ -41,7 +41,7 @@ def long_head_start(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("long_head_start")
 async def test_one_that_is_somewhat_slower_than_a_later_one_still_counts() -> None:
     async with attempting() as (ends, attempts):
-        waiting = asyncio.create_task(wait_head_start(attempts, FAR, lambda: network._is_settled(attempts)))
+        waiting = asyncio.create_task(wait_head_start(attempts, FAR, lambda: network.is_settled(attempts)))
         ends[2].set_result(None)
         await asyncio.wait([attempts[2]])
         assert not waiting.done()
@@ -55,7 +55,7 @@ async def test_one_that_has_failed_is_not_waited_for() -> None:
     async with attempting() as (ends, attempts):
         ends[0].set_exception(OSError())
         ends[1].set_result(None)
-        await wait_head_start(attempts, FAR, lambda: network._is_settled(attempts))
+        await wait_head_start(attempts, FAR, lambda: network.is_settled(attempts))
         assert first(attempts) == 1 and not attempts[2].done()
 
 

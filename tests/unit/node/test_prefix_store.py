@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -17,6 +18,7 @@ from blake3 import blake3
 from protos.brigade_pb2 import DTYPE_FLOAT32, FilePart, Piece, PrefixesRequest, Segment, Tensor
 from worker.errors import ConfigError, FrameError, PrefixLost
 from worker.memory.slot_caches import CacheSegment
+from worker.node import prefix_store
 from worker.node.hop import MOST_TENSORS
 from worker.node.prefix_store import (
     PrefixStore,
@@ -27,6 +29,7 @@ from worker.node.prefix_store import (
     piece_files,
     read_piece,
 )
+from worker.platform.files import private_file
 
 LIMIT = 1 << 20
 SEGMENTS = [
@@ -44,8 +47,7 @@ def write(folder: Path, *numbers: int, layers: tuple[int, int] = (2, 5), limit: 
     for number in numbers:
         store = PrefixStore(*layers, limit, folder)
         store.put(Piece(name=name_of(number), begin=4, end=7 + number), SEGMENTS)
-        store.close()
-        store._threads.shutdown()
+        store.threads.shutdown()
 
 
 def read(folder: Path, number: int = 1, layers: tuple[int, int] = (2, 5)) -> list[CacheSegment]:
@@ -135,7 +137,7 @@ def test_the_least_recently_used_pieces_give_way(tmp_path: Path, caplog: pytest.
     store = PrefixStore(2, 5, size - 1, tmp_path)  # a limit that was lowered, below a single piece
     for number in (6, 7):
         store.put(Piece(name=name_of(number), begin=4, end=7 + number), SEGMENTS)
-    store._threads.shutdown()
+    store.threads.shutdown()
     assert not piece_files(tmp_path)
     [told] = caplog.records
     assert "expected room for" in told.message
@@ -146,20 +148,19 @@ def test_pieces_that_are_written_at_once_do_not_take_the_same_room(
 ) -> None:
     write(tmp_path, 1)
     [size] = [file.nbytes for file in piece_files(tmp_path)]
-    make_room, both = PrefixStore._make_room, threading.Barrier(2)
+    both = threading.Barrier(2)
 
-    def make_room_at_once(store: PrefixStore, nbytes: int, end: int) -> bool:
-        found = make_room(store, nbytes, end)
+    def write_at_once(path: Path) -> Any:
         with contextlib.suppress(threading.BrokenBarrierError):
-            both.wait(0.3)  # another writer is as far, if it may be
-        return found
+            both.wait(0.3)  # another writer has room, too, if it may be as far
+        return private_file(path)
 
-    monkeypatch.setattr(PrefixStore, "_make_room", make_room_at_once)
+    monkeypatch.setattr(prefix_store, "private_file", write_at_once)
     stores = [PrefixStore(2, 5, 2 * size, tmp_path) for _ in range(2)]
     for number, store in enumerate(stores, 2):
         store.put(Piece(name=name_of(number), begin=4, end=7 + number), SEGMENTS)
     for store in stores:
-        store._threads.shutdown()
+        store.threads.shutdown()
     assert sum(file.nbytes for file in piece_files(tmp_path)) <= 2 * size
 
 
@@ -200,7 +201,7 @@ def test_a_piece_that_came_after_it_was_looked_for_is_found(tmp_path: Path) -> N
     write(tmp_path, 1)
     store = PrefixStore(2, 5, LIMIT, tmp_path)
     store.read(name_of(1), [name_of(2)])
-    assert isinstance(store._ahead[name_of(2)].exception(), PrefixLost)  # it was looked for in vain
+    assert isinstance(store.ahead[name_of(2)].exception(), PrefixLost)  # it was looked for in vain
     store.add(piece, read_piece(piece, tmp_path / "other"))
     assert len(store.read(name_of(2))) == len(SEGMENTS)
 
@@ -293,7 +294,6 @@ def test_a_disk_that_takes_no_more_costs_pieces_only(tmp_path: Path, caplog: pyt
     (tmp_path / "prompts").write_bytes(b"a file where the folder should be")
     store = PrefixStore(2, 5, LIMIT, tmp_path / "prompts")
     assert store.put(Piece(name=name_of(1), begin=4, end=7), SEGMENTS)
-    store.close()
-    store._threads.shutdown()
+    store.threads.shutdown()
     assert caplog.text.count("cannot keep prefixes on disk any more") == 1
     assert not store.put(Piece(name=name_of(2), begin=4, end=7), SEGMENTS)
