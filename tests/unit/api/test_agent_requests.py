@@ -77,12 +77,11 @@ NAMED = {
 
 
 @EVERY
-@pytest.mark.parametrize("kind", ["web_search", "custom_grammar", "local_shell", "namespace"])
-def test_tools_that_the_server_cannot_offer_are_left_out_and_named(api: str, kind: str) -> None:
+def test_tools_that_the_server_cannot_offer_are_left_out_and_named(api: str) -> None:
     model = Listening()
-    found = posted(api, {"tools": [{"type": kind, "name": "x"}, NAMED[api]]}, model)
+    found = posted(api, {"tools": [{"type": "web_search", "name": "x"}, NAMED[api]]}, model)
     assert found.status_code == 200, found.text
-    assert found.headers["brigade-left-out"] == f"tools.{kind}"
+    assert found.headers["brigade-left-out"] == "tools.web_search"
     assert [tool["function"]["name"] for tool in model.asked[0].tools] == ["look"]
 
 
@@ -145,12 +144,6 @@ def test_documents_of_text_are_read_and_other_blocks_of_a_result_are_named() -> 
     [found] = conversation("messages", messages=[{"role": "user", "content": [result]}]).messages
     said = found["content"].splitlines()
     assert said[0] == "a b" and ["document" in said[1], "tool_reference" in said[2]] == [True, True]
-
-
-def test_a_part_without_a_type_is_still_refused() -> None:
-    for api in ("chat", "messages", "responses"):
-        with pytest.raises(InputError):
-            spec(api, **turns(api, {"role": "user", "content": [{"text": "x"}]}))
 
 
 def test_items_of_tools_that_another_server_ran_do_not_end_a_conversation() -> None:
@@ -283,11 +276,6 @@ def test_an_answer_names_the_model_that_was_asked_for(api: str, streamed: bool) 
         assert found.status_code == 200 and f'"model":"{named}"' in found.text
     found = ask(make_app(server), "POST", PATHS[api], json=BODIES[api] | {"model": "x" * 999})
     assert found.status_code == 400 and found.json()["error"]["message"].startswith("model")
-
-
-def test_other_names_are_refused_where_the_user_has_named_the_model() -> None:
-    for api in PATHS:
-        assert posted(api, {"model": "gpt"}).status_code == 404
 
 
 def test_a_public_server_without_keys_knows_addresses_and_its_own_names(tmp_path: Any) -> None:

@@ -1,7 +1,8 @@
-"""API keys from a file and the environment: their names, and how many requests each may have at once."""
+"""API keys and hosts: which requests are let in, the names and limits of keys, and the files that they come from."""
 
 import asyncio
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import httpx2
 import pytest
 
+from coordinator.api import auth
 from coordinator.api.app import make_app
-from coordinator.api.auth import KEY_VARIABLE, Key, find_key, first_key, load_keys
+from coordinator.api.auth import KEY_VARIABLE, Key, find_key, first_key, is_readable_by_others, load_keys
 from coordinator.cluster.log import log_as_json
 from coordinator.engine.stats import KEY_HOLDER, Stats
 from coordinator.engine.status import log_request
@@ -20,6 +22,7 @@ from tests.unit.api.test_agent_requests import Listening
 from worker.errors import InputError
 
 SECRET = "key-of-alice"
+PAGE = "https://page.example"
 
 
 @pytest.fixture(autouse=True)
@@ -28,15 +31,69 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keys_of(tmp_path: Path, text: str) -> Sequence[Key]:
-    (tmp_path / "keys").write_text(text)
+    (tmp_path / "keys").write_text(text, encoding="utf-8")
     found = load_keys(tmp_path / "keys")
     assert found is not None
     return found
 
 
+@pytest.fixture
+def keys(tmp_path: Path) -> Sequence[Key]:
+    return keys_of(
+        tmp_path, f"# comment\n\nalice  {SECRET}\nkey-without-name at_once=2\nkey-of-batch priority=5 at_once=3\n"
+    )
+
+
 def holder(keys: Sequence[Key], given: str) -> str | None:
     found = find_key(keys, given)
     return found and found.holder
+
+
+def test_keys_have_names_and_limits_and_fit_as_a_whole(keys: Sequence[Key]) -> None:
+    found = [(key.holder, key.most_at_once, key.best_priority) for key in keys]
+    assert found == [("alice", None, 0), ("key 4", 2, 0), ("key 5", 3, 5)]
+    given = (SECRET, "key-without-name", SECRET[:-1], "", "at_once=2", "priority=5")
+    assert [holder(keys, each) for each in given] == ["alice", "key 4", None, None, None, None]
+    assert SECRET not in repr(keys)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        *((text, "expected a key per line, found none") for text in ("", "# only\n")),
+        *((text, "line 1: ") for text in ("short", "a b c", "bob kéy-of-bob", "a 12345678 at_once=0", "a b c d")),
+        *((f"a 12345678 {limit}", "line 1: ") for limit in ("at_once=x", "priority", "priority=-")),
+        *((f"12345678 {limit}", "line 1: ") for limit in ("at_once=x", "priority", "#note", "at_once=2 priority=x")),
+        *((f"a 12345678\n{text}", "line 2: ") for text in ("a 87654321", "b 12345678")),
+        ("BRIGADE_API_KEY 12345678", "line 1: "),
+    ],
+)
+def test_a_file_that_is_none_of_keys_is_refused_without_them(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(InputError, match=said) as refused:
+        keys_of(tmp_path, text)
+    assert refused.value.field == "api_key_file" and "12345678" not in refused.value.message
+
+
+def test_only_a_regular_file_is_read_and_not_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, pipe = tmp_path / "keys", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for other in (pipe, Path("/dev/zero"), tmp_path):
+        with pytest.raises(InputError, match=r"expected a file|cannot be read"):
+            load_keys(other)
+    path.write_text("12345678\n")
+    assert load_keys(path)
+    monkeypatch.setattr(auth, "_MAX_FILE_BYTES", 8)
+    with pytest.raises(InputError, match="at most 8 bytes"):
+        load_keys(path)
+
+
+def test_keys_of_other_servers_may_be_shorter_and_files_that_others_can_read_are_known(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# theirs\n\nme EMPTY\nanother\n")
+    assert first_key(path) == "EMPTY"
+    for mode, is_readable in ((0o600, False), (0o640, True), (0o604, True)):
+        path.chmod(mode)
+        assert is_readable_by_others(path) is is_readable
 
 
 def test_a_key_of_the_environment_counts_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,27 +120,6 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
     for text in (f"alice {SECRET}\n", f"# keys\nalice {SECRET}\n"):
         assert holder(keys_of(tmp_path, "\ufeff" + text), SECRET) == "alice"
     assert holder(keys_of(tmp_path, f"\ufeff{SECRET}\n"), SECRET) == "key 1"
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        *("a 12345678 at_once=0", "a 12345678 at_once=x", "a 12345678 priority", "a 12345678 priority=-", "a b c d"),
-        *("12345678 at_once=x", "12345678 priority", "12345678 #comments", "12345678 at_once=2 priority=x"),
-    ],
-)
-def test_a_wrong_line_is_refused_without_its_key(tmp_path: Path, line: str) -> None:
-    with pytest.raises(InputError, match="line 1") as refused:
-        keys_of(tmp_path, line)
-    assert "12345678" not in str(refused.value)
-
-
-def test_a_key_without_a_name_has_its_limits(tmp_path: Path) -> None:
-    keys = keys_of(tmp_path, f"{SECRET} at_once=2\nkey-of-batch priority=5 at_once=3\nkey-of-all\n")
-    found = [find_key(keys, key) for key in (SECRET, "key-of-batch", "key-of-all")]
-    assert found == list(keys) and holder(keys, "at_once=2") is holder(keys, "priority=5") is None
-    limits = [(each.holder, each.most_at_once, each.best_priority) for each in keys]
-    assert limits == [("key 1", 2, 0), ("key 2", 3, 5), ("key 3", None, 0)]
 
 
 class Held(ScriptedModel):
@@ -154,3 +190,62 @@ def test_requests_and_tokens_are_counted_and_logged_by_the_name_of_their_key(cap
             request.end()
     assert stats.counts("key_requests") == {"alice": 1} and stats.counts("key_tokens") == {"alice": 2}
     assert [json.loads(line).get("key") for line in capfd.readouterr().err.splitlines()] == ["alice", None]
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/live", {}, 200),
+        ("/health", {}, 503),
+        ("/health?deep=1", {}, 401),
+        ("/v1/models/gpt", {}, 401),
+        ("/openapi.json", {}, 401),
+        ("/nothing", {}, 401),
+        ("/v1/models/gpt", {"Authorization": "Bearer key-of-alice"}, 404),
+        ("/v1/models/gpt", {"Authorization": "bearer  key-of-alice "}, 404),
+        ("/v1/models/gpt", {"x-api-key": "key-without-name"}, 404),
+        ("/v1/models/gpt", {"Authorization": "Basic key-of-alice"}, 401),
+        ("/v1/models/gpt", {"Authorization": "Bearer wrong-key"}, 401),
+        ("/v1/models/gpt", {"Authorization": "Bearer none", "x-api-key": "key-of-alice"}, 404),
+        ("/v1/models/gpt", {"Authorization": "Bearer key-of-alice", "x-api-key": "other"}, 404),
+        ("/v1/models/gpt", {"Authorization": "Bearer none", "x-api-key": "other"}, 401),
+        ("/v1/models/gpt", {"Authorization": "Bearer \xff\xfe"}, 401),
+    ],
+)
+def test_without_a_key_only_the_state_is_told(
+    keys: Sequence[Key], path: str, headers: dict[str, str], status: int
+) -> None:
+    encoded = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+    found = ask(app(keys=keys), "GET", path, headers=encoded)
+    assert found.status_code == status
+    if status == 401:
+        assert found.headers["www-authenticate"] == "Bearer"
+        assert found.json()["error"]["code"] == "invalid_api_key" and "key-" not in found.text
+
+
+def test_a_page_that_rebinds_its_name_gets_nothing() -> None:
+    served = app(hosts=("localhost", "::1"))
+    for host in ("localhost", "LOCALHOST:9338", "localhost.", "localhost.:9338", "[::1]:9338"):
+        assert ask(served, "GET", "/live", headers={"Host": host}).status_code == 200
+    for host in ("localhost.evil.example", "localhost..", "evil.example:9338", ""):
+        refused = ask(served, "GET", "/live", headers={"Host": host})
+        assert refused.status_code == 403 and "--allowed-host" in refused.json()["error"]["message"]
+
+
+def test_an_answer_has_a_request_id_the_clients_own_if_it_is_one() -> None:
+    for own, is_kept in (("abc-1", True), ("a" * 128, True), ("a" * 129, False), ("a b", False), ("", False)):
+        found = ask(app(), "GET", "/live", headers={"X-Request-Id": own}).headers["x-request-id"]
+        assert (found == own) is is_kept and (is_kept or found.startswith("req_"))
+
+
+def test_pages_of_other_origins_may_not_read_unless_they_are_named(keys: Sequence[Key]) -> None:
+    headers = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-api-key"}
+    assert "access-control-allow-origin" not in ask(app(), "GET", "/live", headers={"Origin": PAGE}).headers
+    assert ask(app(), "OPTIONS", "/v1/chat/completions", headers=headers).status_code == 405
+    named = app(keys=keys, origins=(PAGE,))
+    preflight = ask(named, "OPTIONS", "/v1/chat/completions", headers=headers)
+    assert preflight.status_code == 200 and preflight.headers["access-control-allow-origin"] == PAGE
+    refused = ask(named, "GET", "/v1/models", headers={"Origin": PAGE})
+    assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == PAGE
+    other = ask(named, "GET", "/live", headers={"Origin": "https://other.example"})
+    assert "access-control-allow-origin" not in other.headers
