@@ -145,21 +145,6 @@ def test_a_failure_costs_none_of_what_was_measured(talker: Path, monkeypatch: py
     assert (lost.code, lost.out) == (3, ""), "nothing was measured"
 
 
-@pytest.mark.parametrize(
-    ("flags", "field"),
-    [
-        ("-p 40000", "--num-prompt"),
-        ("--layers 9,9", "layers"),
-        ("--plot nowhere/x.png", "--plot"),
-        ("--plot x.txt", "--plot"),
-    ],
-)
-def test_impossible_flags_are_refused_before_anything_is_measured(talker: Path, flags: str, field: str) -> None:
-    done = run_here("bench", "--model", talker, "--local", "1", *flags.split())
-    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-    assert done.err.startswith(f"error: {field}: ")
-
-
 @pytest.mark.matrix
 def test_auto_is_measured_against_one_token_per_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     masked = make_talker(tmp_path / "masked", mask_token_id=0)

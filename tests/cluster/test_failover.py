@@ -21,10 +21,3 @@ def test_a_restarted_worker_and_a_spare_one_are_measured(talker: Path, monkeypat
     # tokens that were under way come while the next process starts already
     assert 0 < killed["start_s"] < killed["gap_s"] + 1.0 and stopped["start_s"] is None
     assert stopped["detect_s"] > 0.9, "a ping a second, and one to be answered"
-
-
-@pytest.mark.parametrize("flags", ["--layers 2,2", "--local 0", "-p 8"])
-def test_a_benchmark_without_a_worker_to_lose_is_refused(talker: Path, flags: str) -> None:
-    done = run_here("bench", "--failover", "--model", talker, *flags.split())
-    field = flags.split()[0].replace("-p", "--num-prompt")
-    assert done.code == 2 and done.err.startswith(f"error: {field}: ")

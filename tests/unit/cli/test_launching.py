@@ -20,18 +20,6 @@ def test_neither_a_failure_nor_a_log_can_steer_the_terminal(capsys: pytest.Captu
     assert capsys.readouterr().out == "]0;owneda\tb\n"
 
 
-@pytest.mark.parametrize("width", [120, 80, 60, 40])
-def test_no_name_and_no_address_is_cut(
-    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    done = "new certificate, started"
-    _tell([Outcome("studio", "anna@mac-studio.local", done, "launchd", "169.254.10.13:50070")])
-    told = capsys.readouterr().out
-    assert max(map(len, told.splitlines())) <= width
-    assert all(cell in told for cell in ("studio", "anna@mac-studio.local", done, "launchd", "169.254.10.13:50070"))
-
-
 def test_workers_that_cannot_be_launched_are_refused() -> None:
     for names, said in ((["w1"], "expected one named 'w1' under `workers:`"), ([], "expected one under `workers:`")):
         with pytest.raises(ConfigError, match=rf"^cluster\.yaml has no workers: {said}; brigade init finds some$"):
