@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster.processes import ROOT, Outcome, Starter
 
-COMMANDS = (("coordinator", "plan", "--model", "demo"), ("worker", "--bind", "127.0.0.1:0"))
+COORDINATOR, WORKER = ("coordinator", "plan", "--model", "demo"), ("worker", "--bind", "127.0.0.1:0")
 ATTEMPTS = 4  # finalising Python while MLX computes aborts in about every third
 GIVES_UP = """
 import asyncio
@@ -59,9 +59,15 @@ def usual_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-@pytest.mark.parametrize("place", ["import", "compiler"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("command", "place", "number"),
+    [
+        (COORDINATOR, "import", signal.SIGTERM),
+        (COORDINATOR, "compiler", signal.SIGINT),
+        (WORKER, "import", signal.SIGINT),
+        (WORKER, "compiler", signal.SIGTERM),
+    ],
+)
 def test_a_signal_before_there_is_an_event_loop_ends_the_process_silently(
     start: Starter,
     tmp_path: Path,

@@ -1,7 +1,6 @@
 """`brigade keys` and its purpose: workers in processes of their own that speak to their coordinator encrypted."""
 
 import re
-import stat
 from pathlib import Path
 
 import pytest
@@ -41,22 +40,6 @@ def test_a_cluster_with_keys_gives_the_answer_of_one_process(start: Starter, con
     refused = run_here("generate", "--config", config, *PROMPT)
     assert refused.code == 2 and refused.out == ""
     assert re.fullmatch(r"error: \S*/own/studio\.pem cannot be read: .*issue studio --coordinator.*\n", refused.err)
-
-
-def test_keys_are_made_where_the_configuration_says_and_an_authority_is_replaced_only_on_request(config: Path) -> None:
-    own = config.parent / "own"
-    said = make_keys(config, "init")
-    assert sorted(path.name for path in own.iterdir()) == ["authority.key", "studio.pem"]
-    assert all(f"next: brigade keys issue {name} --config {config}\n" in said for name in ("mini", "air"))
-    assert str(own / "mini.pem") in make_keys(config, "issue", "mini")
-    assert {stat.S_IMODE(path.stat().st_mode) for path in own.iterdir()} == {0o600}
-    before = (own / "authority.key").read_bytes()
-    refused = run_here("keys", "init", "--config", config)
-    assert refused.code == 2 and re.match(r"error: \S*authority\.key .*--replace", refused.err)
-    assert (own / "authority.key").read_bytes() == before
-    make_keys(config, "init", "--replace")
-    assert (own / "authority.key").read_bytes() != before
-    assert sorted(path.name for path in own.iterdir()) == ["authority.key", "studio.pem"]
 
 
 def test_a_coordinator_whose_name_no_certificate_can_carry_leaves_no_authority_and_ends_none(config: Path) -> None:

@@ -151,14 +151,6 @@ async def test_a_delayed_hop_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> No
         assert said(findings, Kind.GRPC, hop.about).level is Level.NOTE  # TCP beside it does not go by the proxy
 
 
-async def test_a_worker_that_is_not_there_is_a_finding_and_the_others_are_examined() -> None:
-    async with serving(1) as [node]:
-        found, known = await only_problem(node.address, "127.0.0.1:1")
-    assert (found.kind, found.about) == (Kind.UNREACHABLE, "node-2")
-    assert found.fix.endswith("brigade worker --config cluster.yaml --name node-2")
-    assert known.hops[0].rtt_ms and known.hops[1].reply is None
-
-
 async def test_a_certificate_that_is_missing_or_of_another_authority_is_a_finding(tmp_path: Path) -> None:
     ours, theirs = Certificates(tmp_path / "ours"), Certificates(tmp_path / "theirs")
     async with serving(1, network_of=theirs.network) as [node]:

@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import json
 import re
-import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +13,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from huggingface_hub import close_session, constants
 
@@ -23,8 +21,7 @@ from tests.code_tokenizer import CODE, IMPORTED, code_kept_in, write_code_tokeni
 from tests.tiny import make_model
 from worker.errors import ModelError
 from worker.model import hub as hub_module
-from worker.model.checkpoint import Checkpoint
-from worker.model.contents import check_contents, contents_of
+from worker.model.contents import contents_of
 from worker.model.repository import is_repository
 from worker.node.loading import load_shard, open_checkpoint
 from worker.platform.threads import MlxThread
@@ -246,6 +243,8 @@ def test_a_second_start_asks_for_no_file_and_for_nothing_of_a_commit(hub: Hub, a
         found = hub_module.open_repository("brigade/tiny")
     assert hub.ranges() == [THIRD], "headers of files that are here are not fetched"
     assert len(found.opened) == 2, "the files that are here, to be compared before each load"
+    hashes = {file: _etag(hub.repositories["brigade/tiny"][file]) for file in (FIRST, SECOND, THIRD)}
+    assert contents_of(found).hub_hashes == hashes, "which tell it from another copy: tests/unit/model/test_contents.py"
 
 
 def test_without_an_index_the_repository_s_listing_names_the_files(hub: Hub, asking: Ask, tmp_path: Path) -> None:
@@ -295,35 +294,6 @@ def test_a_hub_that_does_not_answer_is_given_up_without_retries(
             silent.close()
         with asking(endpoint, tmp_path):
             assert f"{endpoint} does not answer" in refusal("brigade/tiny")
-
-
-def test_copies_from_hubs_and_folders_are_compared_in_what_both_know(folder: Path, asking: Ask, tmp_path: Path) -> None:
-    """Of files that are not here the hub's hashes count, else bytes."""
-    tuned = Path(shutil.copytree(folder, tmp_path / "tuned"))
-    weights = {name: tensor * 1.01 for name, tensor in mx.load(str(tuned / SECOND)).items()}
-    mx.save_safetensors(str(tuned / SECOND), weights)
-
-    def said(ours: Checkpoint, theirs: Checkpoint) -> str | None:
-        try:
-            check_contents(ours, contents_of(theirs))
-        except ModelError as error:
-            return str(error)
-        return None
-
-    names = ["brigade/tiny", "brigade/tuned", str(folder), str(tuned)]
-    repositories = {"brigade/tiny": files_of(folder), "brigade/tuned": files_of(tuned)}
-    with serving(Hub(repositories)) as hub, asking(hub.endpoint, tmp_path):
-        copies = [open_checkpoint(name) for name in names]
-        hashes = contents_of(copies[0]).hub_hashes
-        before = [[said(ours, theirs) for theirs in copies] for ours in copies]
-        for checkpoint in copies:
-            checkpoint.fetch(checkpoint.tensors, lambda nbytes: None)
-        after = [[said(ours, theirs) for theirs in copies] for ours in copies]
-    assert hashes == {file: _etag((folder / file).read_bytes()) for file in (FIRST, SECOND, THIRD)}
-    differ = f"its weights in {SECOND} differ from the coordinator's; copy the same model to both nodes"
-    assert after == [[None, differ, None, differ], [differ, None, differ, None]] * 2
-    unread = [[None, differ, None, None], [differ, None, None, None]]  # of a folder no hub's hash is known
-    assert before == [*unread, [None, None, None, differ], [None, None, differ, None]]
 
 
 # --- code of a tokenizer --------------------------------------------------------------------------------------------

@@ -34,11 +34,9 @@ def imported(cache: Path, *, quick: bool = True) -> tuple[list[list[str]], int]:
     return names, num_read
 
 
-def test_its_names_are_kept_for_later_processes_and_found_again_where_the_record_is_damaged(tmp_path: Path) -> None:
+def test_its_names_are_kept_for_later_processes(tmp_path: Path) -> None:
+    """A damaged record is as good as none: tests/unit/platform/test_installation.py."""
     whole, num_read = imported(tmp_path, quick=False)
     assert num_read > 100 and not [*tmp_path.rglob("*.msgpack")]
     assert imported(tmp_path) == (whole, num_read)
     assert imported(tmp_path) == (whole, 0)
-    for record in tmp_path.rglob("*.msgpack"):
-        record.write_bytes(record.read_bytes()[:-1])
-    assert imported(tmp_path) == (whole, num_read)

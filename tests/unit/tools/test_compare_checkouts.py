@@ -54,13 +54,6 @@ def test_checkouts_take_turns_each_in_its_own_folder(tmp_path: Path, capsys: pyt
     assert [cell.strip() for cell in row.strip("|").split("|")] == ["tokens_per_s", "80", "100", *["1.250"] * 3]
 
 
-def test_a_checkout_may_be_compared_with_itself_to_see_the_noise(tmp_path: Path) -> None:
-    counting = "import json\nruns = open('../runs', 'a+')\nruns.write('x')\nprint(json.dumps({'n': runs.tell()}))"
-    folder = checkout(tmp_path / "same", counting)
-    found = list(in_turns(folder, folder, ["-m", "figures"], 2, time.monotonic() + 60))
-    assert found == [({"n": 1}, {"n": 2}), ({"n": 4}, {"n": 3})]
-
-
 def test_what_is_not_done_in_time_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     folder = checkout(tmp_path / "slow", SLOW)
     before = time.monotonic()

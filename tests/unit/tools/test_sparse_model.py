@@ -13,12 +13,6 @@ from tests.tiny import make_model
 from tools.sparse_model import PUBLISHED, tensors_of, write_sparse
 from worker.model.checkpoint import open_folder
 
-TINY = {
-    "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 96,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
-    "max_position_embeddings": 512, "tie_word_embeddings": False, "num_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64, "decoder_sparse_step": 1, "norm_topk_prob": True, "mlp_only_layers": [],
-}  # fmt: skip
 COUNTED = sorted(path.stem for path in PUBLISHED.glob("*.json") if re.search(r"-\d+B", path.stem))
 
 
@@ -50,13 +44,6 @@ def test_a_quantised_checkpoint_of_holes_has_the_layout_of_one_with_weights(tmp_
     sparse, whole = open_folder(tmp_path / "sparse"), open_folder(real)
     assert sparse.fingerprint.tensors == whole.fingerprint.tensors
     assert len({info.file for info in sparse.tensors.values()}) > 3
-
-
-def test_experts_apart_are_stacked_again_by_mlx_lm(tmp_path: Path) -> None:
-    write_sparse(tmp_path / "model", TINY, None, unstacked=True)
-    apart = open_folder(tmp_path / "model").tensors
-    assert apart["model.layers.1.mlp.experts.3.down_proj.weight"].shape == (64, 64)
-    load_model(tmp_path / "model", lazy=True, strict=True)
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-120b", "Kimi-K2.5"])
