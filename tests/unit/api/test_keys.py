@@ -82,7 +82,7 @@ def test_only_a_regular_file_is_read_and_not_without_end(tmp_path: Path, monkeyp
             load_keys(other)
     path.write_text("12345678\n")
     assert load_keys(path)
-    monkeypatch.setattr(auth, "_MAX_FILE_BYTES", 8)
+    monkeypatch.setattr(auth, "MAX_FILE_BYTES", 8)
     with pytest.raises(InputError, match="at most 8 bytes"):
         load_keys(path)
 

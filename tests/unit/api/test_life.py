@@ -65,6 +65,11 @@ def sleeping(served: Server) -> None:
     served.sleep("nobody asked")
 
 
+def waking(served: Server) -> None:
+    sleeping(served)
+    served._become(ServerState.WAKING)
+
+
 def test_a_server_ends_whose_first_model_cannot_be_loaded(opened: list[ServerState]) -> None:
     with pytest.raises(StageLost, match="gone"):
         lived(lambda served: None, 60.0)
@@ -72,11 +77,7 @@ def test_a_server_ends_whose_first_model_cannot_be_loaded(opened: list[ServerSta
 
 
 def test_a_model_that_cannot_be_read_again_is_tried_anew_and_nobody_waits_for_it(opened: list[ServerState]) -> None:
-    def wake(served: Server) -> None:
-        sleeping(served)
-        served._become(ServerState.WAKING)
-
-    served = lived(wake, 12.0)
+    served = lived(waking, 12.0)
     assert opened == [ServerState.WAKING, ServerState.RECOVERING, ServerState.RECOVERING]
     assert served.state is ServerState.RECOVERING
 
@@ -98,11 +99,7 @@ def test_a_bug_while_the_server_stops_opens_no_other_engine(monkeypatch: pytest.
 
     monkeypatch.setattr(serve, "open_engine", fail_at_the_end)
 
-    def wake(served: Server) -> None:
-        sleeping(served)
-        served._become(ServerState.WAKING)
-
-    lived(wake, 1.0)
+    lived(waking, 1.0)
     assert num_opened == 1
 
 

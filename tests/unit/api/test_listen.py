@@ -6,6 +6,7 @@ from unittest.mock import MagicMock
 import pytest
 import uvicorn
 from starlette.responses import Response
+from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
 from coordinator.api import listen as protocol_module
@@ -39,7 +40,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await asyncio.get_running_loop().create_future()
 
 
-def connected(state: ServerState) -> tuple[BoundedProtocol, Transport]:
+def connected(state: ServerState, app: ASGIApp = app) -> tuple[BoundedProtocol, Transport]:
     config = uvicorn.Config(app, http=BoundedProtocol, ws="none", log_config=None, lifespan="off")
     config.load()
     protocol, transport = BoundedProtocol(config, state, {}), Transport()
@@ -61,10 +62,7 @@ async def test_a_client_that_offers_another_protocol_is_answered_in_this_one(cut
         bodies.append(body)
         await Response("done")(scope, receive, send)
 
-    config = uvicorn.Config(read, http=BoundedProtocol, ws="none", log_config=None, lifespan="off")
-    config.load()
-    protocol, transport = BoundedProtocol(config, ServerState(), {}), Transport()
-    protocol.connection_made(transport)
+    protocol, transport = connected(ServerState(), read)
     body = b'{"prompt": "\r\nUpgrade: h2c"}'
     head = b"POST / HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
     sent = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
@@ -152,15 +150,15 @@ async def test_a_connection_waits_for_the_next_request_after_a_body_that_came_la
             writer.close()
 
 
-@pytest.mark.parametrize("kept", ["keep-alive", "close"])
-async def test_an_answer_that_nobody_reads_ends_with_its_connection(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_that_nobody_reads_ends_with_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a connection that is kept: tests/unit/api/test_streams.py."""
     monkeypatch.setattr(protocol_module, "UNREAD_S", 0.05)
     lost, end = asyncio.Event(), BoundedProtocol.connection_lost
     monkeypatch.setattr(BoundedProtocol, "connection_lost", lambda self, exc: (end(self, exc), lost.set()))
     with listening_socket("127.0.0.1", 0) as listener:
         async with answering(Response(bytes(32 << 20)), listener, None):
             with socket.create_connection(listener.getsockname()) as client:
-                client.sendall(f"GET / HTTP/1.1\r\nHost: a\r\nConnection: {kept}\r\n\r\n".encode())
+                client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
                 await lost.wait()
 
 

@@ -41,17 +41,13 @@ MALFORMED = {
     "not packed": b"\0",
     "cut short": packed({FIRST: {A: ["F32", [2, 3]]}})[:-5],
     "no JSON": zlib.compress(b"{"),
-    "no text": zlib.compress(b"\xff"),
     "too deep": zlib.compress(b"[" * 100_000),
     "too long": zlib.compress(bytes(101_000_000), level=1),
-    "a list": packed([]),
     "no tensors": packed({FIRST: []}),
-    "no tensor": packed({FIRST: {A: 3}}),
     "no shape": packed({FIRST: {A: ["F32"]}}),
     "another dtype": packed({FIRST: {A: ["Q7", [2, 3]]}}),
     "no dtype": packed({FIRST: {A: [["F32"], [2, 3]]}}),
     "a negative shape": packed({FIRST: {A: ["F32", [-2, -3]]}}),
-    "a shape of letters": packed({FIRST: {A: ["F32", "x"]}}),
     **{
         f"the file {file[:20]!a}": packed({file: {A: ["F32", [2, 3]]}})
         for file in ("../a.safetensors", "/a.safetensors", "a\0b", "x" * 5000, "\ud800", "..", "a/b", "", ".")
