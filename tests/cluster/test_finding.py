@@ -43,16 +43,3 @@ def test_a_worker_that_announces_itself_is_found_written_down_and_used(start: St
     ]
     again = run_here("init", "nobody", "--yes")  # refused before it listens
     assert again.code == 2 and again.err.startswith("error: cluster.yaml exists already ")
-
-
-@pytest.mark.parametrize(
-    ("flags", "code", "said"),
-    [
-        ("", 2, "expected --yes: standard input is no terminal"),
-        ("nobody --yes --timeout 0.1", 3, "no worker 'nobody' announced itself within 0.1 s"),
-    ],
-)
-def test_init_that_finds_no_answer_or_no_worker_writes_nothing(folder: Path, flags: str, code: int, said: str) -> None:
-    refused = run_here("init", *flags.split())
-    assert refused.code == code and refused.err.startswith(f"error: {said}")
-    assert not list(folder.iterdir())

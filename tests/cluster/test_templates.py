@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -159,9 +158,8 @@ def test_what_a_template_refuses_is_told_in_one_line_and_the_sandbox_stays_close
             render(TEMPLATES, SAYS, conversations=[[{"role": "user", "content": value}]])
 
 
-@pytest.mark.parametrize("template", [ENDLESS, DEEP_IN_C], ids=["in Python", "in C"])
-def test_an_endless_template_is_ended_and_the_next_request_is_served(short: Templates, template: str) -> None:
-    assert re.search(r"took longer than (0\.5|2) s; give it raw, or shorter$", refusal(short, template))
+def test_a_template_that_is_endless_in_c_is_ended_and_the_next_request_is_served(short: Templates) -> None:
+    assert refusal(short, DEEP_IN_C).endswith("took longer than 2 s; give it raw, or shorter")
     assert_works(short)
 
 

@@ -66,11 +66,21 @@ def test_each_worker_and_the_model_are_asked_about(init: Init) -> None:
     assert "Take mini at 169.254.10.2:1 by Thunderbolt (bridge0)?" in said
 
 
-def test_an_odd_model_is_refused_at_once(brigade: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("flags", "said"), [(("--yes", "--model", "nope"), "^model: "), ((), "^expected --yes: ")])
+def test_an_odd_model_and_no_terminal_to_ask_at_are_refused_at_once(
+    brigade: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], said: str
+) -> None:
     monkeypatch.setattr(discovery, "look_around", None)
-    with pytest.raises(InputError) as refused:
-        brigade("init", "--yes", "--model", "nope", "--config", str(tmp_path / "cluster.yaml"))
-    assert refused.value.field == "model" and not list(tmp_path.iterdir())
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    with pytest.raises(InputError, match=said):
+        brigade("init", *flags, "--config", str(tmp_path / "cluster.yaml"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_the_worker_that_is_named_nothing_is_written(init: Init, tmp_path: Path) -> None:
+    with pytest.raises(StageLost, match=r"^no worker 'nobody' announced itself"):
+        init([plain("mini", LOOPBACK)], "nobody", "--yes")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_worker_that_is_not_taken_keeps_no_worker_of_this_machine_out(init: Init) -> None:

@@ -73,19 +73,6 @@ def test_equal_plans_are_one_row(planned: Any) -> None:
         assert rows == ["max alone", "mini alone", *last]
 
 
-def test_bars_stand_where_the_layers_are_if_there_is_room(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def bars(width: int) -> list[str]:
-        """The end of each node's row in the table of layers."""
-        monkeypatch.setenv("COLUMNS", str(width))
-        lines = planned("--layers", "3,1").splitlines()
-        assert max(map(len, lines)) <= width and not any("…" in line for line in lines)
-        names = [line.split()[0] for line in lines if line]
-        return [line.partition("  yes")[2].rstrip() for line in lines[names.index("node") + 1 :][:2]]
-
-    assert bars(120) == bars(80) == ["  " + 12 * "━", "  " + 12 * " " + 4 * "━"]
-    assert bars(60) == ["", ""] and bars(40) == ["", ""]
-
-
 def test_times_of_a_model_that_decodes_whole_canvases_only_are_those_of_their_steps(
     brigade: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -120,15 +120,6 @@ def test_markdown_keeps_the_lines_as_they_were_written() -> None:
     assert re.search(r"• a *\n *• b *\n", drawn) and re.search(r" x = 1 *\n +y *\n", drawn)
 
 
-def test_markdown_leaves_room_for_the_echo_of_an_interrupt_and_blank_lines_between_blocks() -> None:
-    screen = io.StringIO()
-    with showing(Console(file=screen, force_terminal=True, width=20, color_system=None)) as show:
-        show.say("the first one goes on to another line\n\nsecond")
-    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
-    assert max(map(len, re.split(r"[\r\n]", drawn))) <= 20 - len("^C^C")
-    assert re.search(r"the first one *\n *goes on to *\n *another line *\n\nsecond", drawn.replace("\r", ""))
-
-
 async def test_of_a_long_prompt_is_told_how_much_is_computed_until_the_answer_begins(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,10 +21,9 @@ def tables(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     return capsys.readouterr().err.splitlines()
 
 
-@pytest.mark.parametrize("width", [60, 80, 200])
-def test_no_row_is_cut(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = tables(width, monkeypatch, capsys)
-    assert max(map(len, lines)) <= width and not any("…" in line for line in lines)
+def test_no_row_is_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = tables(60, monkeypatch, capsys)
+    assert max(map(len, lines)) <= 60 and not any("…" in line for line in lines)
     for name, layers, held in (
         ("coordinator", "[0, 10)", "999.0 MiB 123.0 MiB"), ("mac-mini-2", "[10, 20)", "999.0 MiB 123.0 MiB"),
         ("gone", "lost", "- -"),

@@ -18,6 +18,7 @@ from protos.brigade_pb2 import (
     MEDIUM_UNSPECIFIED,
     MEDIUM_WIFI,
     Facts,
+    Medium,
 )
 from tests.unit.fuzz import fuzzed, nearly
 from worker.platform import threads
@@ -164,15 +165,16 @@ def test_interfaces_that_are_up_with_what_they_are_and_their_addresses() -> None
     assert parse_interfaces("", {}) == [] and parse_hardware_ports("nothing") == {}
 
 
-@pytest.mark.parametrize("port", ["Thunderbolt Ethernet", "Thunderbolt Ethernet Slot 1", "AX88179A LAN", "Ethernet"])
-def test_an_ethernet_adapter_is_one_whatever_it_is_plugged_into(port: str) -> None:
+@pytest.mark.parametrize(
+    ("port", "medium"),
+    [
+        *((port, MEDIUM_ETHERNET) for port in ("Thunderbolt Ethernet", "Thunderbolt Ethernet Slot 1", "AX88179A LAN")),
+        ("WLAN", MEDIUM_WIFI),  # in German
+    ],
+)
+def test_an_adapter_is_what_its_name_says_whatever_it_is_plugged_into(port: str, medium: Medium) -> None:
     [found] = parse_interfaces("en9: flags=8863<UP,RUNNING> mtu 1500\n", {"en9": port})
-    assert found.medium == MEDIUM_ETHERNET
-
-
-def test_wifi_is_called_wlan_in_german() -> None:
-    [found] = parse_interfaces("en0: flags=8863<UP,RUNNING> mtu 1500\n", {"en0": "WLAN"})
-    assert found.medium == MEDIUM_WIFI
+    assert found.medium == medium
 
 
 def test_a_mac_behind_a_dock_is_found() -> None:

@@ -13,6 +13,7 @@ from tests.tiny import make_model
 from tools.sparse_model import PUBLISHED, tensors_of, write_sparse
 from worker.model.checkpoint import open_folder
 
+FEW = ("Llama-3.3-70B", "Nemotron-3-Super-120B-A12B", "Qwen3-235B-A22B")
 COUNTED = sorted(path.stem for path in PUBLISHED.glob("*.json") if re.search(r"-\d+B", path.stem))
 
 
@@ -27,7 +28,9 @@ def test_the_sizes_are_those_of_conversions_that_others_published(tmp_path: Path
     assert write_sparse(tmp_path / "gpt-oss", published("gpt-oss-120b"), bits=None) == 65_248_815_744
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FEW else pytest.mark.matrix) for name in COUNTED]
+)
 def test_a_configuration_has_as_many_parameters_as_its_name_says(name: str) -> None:
     tensors, _ = tensors_of(published(name) | {"quantization_config": {}}, None)
     found = sum(mx.zeros(shape).size for _, shape in tensors.values())
