@@ -5,7 +5,8 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -17,6 +18,7 @@ from coordinator.cli.batch import _BEGIN as BEGIN
 from coordinator.cli.batch import BatchEntry, BatchRun, key_and_status, open_answers
 from coordinator.cluster.options import cluster_options
 from coordinator.cluster.progress import telling_interrupts
+from coordinator.engine import engine
 from coordinator.engine.engine import Engine
 from coordinator.engine.stats import Stats
 from tests.unit.virtual_time import VirtualTime
@@ -114,6 +116,23 @@ def test_a_wrong_line_gets_an_answer_line_once(tmp_path: Path, capsys: pytest.Ca
         assert {line["error"]["code"] for line in lines} == {"invalid_value"}
         assert len({line["id"] for line in lines}) == 5
     assert "has the answers to 5 of 5 requests, 5 of them with an error\n" in capsys.readouterr().err
+
+
+def test_a_request_that_fails_when_it_is_answered_shows_in_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @asynccontextmanager
+    async def open_engine(*given: Any, **more: Any) -> AsyncIterator[Any]:
+        yield type("Model", (), {"failure": None, "stats": Stats()})
+
+    async def answer(model: Engine, body: dict[str, Any]) -> dict[str, Any]:
+        raise InputError("prompt", "too long")
+
+    monkeypatch.setattr(engine, "open_engine", open_engine)
+    monkeypatch.setitem(batch_module.ROUTES, "/v1/completions", answer)
+    (tmp_path / "in.jsonl").write_text('{"custom_id": "a", "url": "/v1/completions", "method": "POST", "body": {}}\n')
+    options = cluster_options(None, "demo", 0)
+    assert asyncio.run(batch_module.run_batch(options, tmp_path / "in.jsonl", tmp_path / "out.jsonl", 8)) == 2
 
 
 def test_a_file_without_requests_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
