@@ -56,21 +56,6 @@ async def endless(thread: MlxThread) -> AsyncIterator[tuple["asyncio.Task[None]"
     await asyncio.wait([waits])
 
 
-async def test_calls_run_in_order_on_one_thread_that_is_not_ours(thread: MlxThread) -> None:
-    log: list[tuple[int, int]] = []
-
-    def call(number: int) -> int:
-        log.append((number, threading.get_ident()))
-        log.append((number, threading.get_ident()))
-        return number * number
-
-    found = await asyncio.gather(*(thread.run(partial(call, n)) for n in range(50)))
-    assert found == [n * n for n in range(50)]
-    assert [n for n, _ in log] == [n for n in range(50) for _ in range(2)]
-    [ident] = {ident for _, ident in log}
-    assert ident != threading.get_ident()
-
-
 @pytest.mark.parametrize(
     "error", [ValueError("bad"), KeyError(3), MemoryError(), SystemError("odd"), asyncio.CancelledError()], ids=repr
 )
