@@ -56,7 +56,7 @@ class FakeEngine:
         self._finished: list[int] = []
         self.is_closed = False
         self.steps = weakref.WeakSet[Begun]()  # that are still in memory
-        self.began, self.release = threading.Event(), threading.Event()
+        self.finishing, self.release = threading.Event(), threading.Event()
         self._failures = failures
 
     def check(self, header: Frame) -> None:
@@ -80,12 +80,12 @@ class FakeEngine:
     def begin(self, header: Frame, x: mx.array | None, received: int, taken: int) -> Begun:
         self.begun.append(header.step)
         self.taken.append(None if x is None else bytes(memoryview(x.view(mx.uint8))))  # type: ignore[arg-type]
-        self.began.set()
         step = Begun(header)
         self.steps.add(step)
         return step
 
     def finish(self, step: Begun) -> tuple[Result, None]:
+        self.finishing.set()
         assert self.release.wait(60)
         header = step.frame
         self._finished = [header.step]
@@ -161,7 +161,7 @@ async def test_a_call_that_is_posted_after_a_stage_is_stopped_finds_its_memory_f
     async with started(is_held=True, runs_ahead=runs_ahead) as running:
         engine = running.engine
         running.submit(*numbered(*range(20)))
-        await asyncio.to_thread(engine.began.wait, 60)
+        await asyncio.to_thread(engine.finishing.wait, 60)
         lasted_s = running.stage.stop()
         found = running.thread.submit(lambda: (engine.is_closed, len(engine.steps)))
         assert 0 < lasted_s() < lasted_s()
@@ -223,7 +223,7 @@ async def test_a_stage_with_frames_without_end_lets_other_calls_run_between_two_
             return len(engine.begun)
 
         running.submit(*numbered(*range(20)))
-        await asyncio.to_thread(engine.began.wait, 60)
+        await asyncio.to_thread(engine.finishing.wait, 60)
         begun = running.thread.submit(lambda: list(engine.begun))
         posted = list[int]()
         running.thread.post(lambda: posted.append(len(engine.begun)))
