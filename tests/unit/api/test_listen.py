@@ -40,8 +40,11 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await asyncio.get_running_loop().create_future()
 
 
-def connected(state: ServerState, app: ASGIApp = app) -> tuple[BoundedProtocol, Transport]:
-    config = uvicorn.Config(app, http=BoundedProtocol, ws="none", log_config=None, lifespan="off")
+def connected(state: ServerState, answer: ASGIApp = app) -> tuple[BoundedProtocol, Transport]:
+    idle_s = protocol_module.IDLE_S
+    config = uvicorn.Config(
+        answer, http=BoundedProtocol, ws="none", log_config=None, lifespan="off", timeout_keep_alive=idle_s
+    )
     config.load()
     protocol, transport = BoundedProtocol(config, state, {}), Transport()
     protocol.connection_made(transport)
@@ -132,22 +135,24 @@ async def test_a_client_that_sends_far_too_much_is_told_so_once_it_listens() -> 
             writer.close()
 
 
-async def test_a_connection_waits_for_the_next_request_after_a_body_that_came_later_than_its_answer(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_connection_waits_for_the_next_request_after_a_body_that_came_later_than_its_answer(
+    virtual: VirtualTime,
 ) -> None:
-    monkeypatch.setattr(protocol_module, "HEAD_S", 0.5)
-    monkeypatch.setattr(protocol_module, "IDLE_S", 1)
-    head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\n"
-    with listening_socket("127.0.0.1", 0) as listener:
-        async with answering(Response(b"no"), listener, None):
-            reader, writer = await asyncio.open_connection(*listener.getsockname())
-            for _ in range(2):
-                writer.write(head)
-                assert (await reader.readuntil(b"\r\n\r\nno")).startswith(b"HTTP/1.1 200")
-                writer.write(b"body")
-                await asyncio.sleep(0.8)
-            assert await reader.read() == b"", "it is closed without a word"
-            writer.close()
+    async def talk() -> None:
+        protocol, transport = connected(ServerState(), Response(b"no"))
+        for number in (1, 2):
+            protocol.data_received(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\n")
+            while transport.written.count(b"\r\n\r\nno") < number:  # noqa: ASYNC110 - a few turns of the loop
+                await asyncio.sleep(0)
+            protocol.data_received(b"body")
+            await asyncio.sleep((protocol_module.HEAD_S + protocol_module.IDLE_S) / 2)
+            assert not transport.is_closed
+        written = transport.written
+        await asyncio.sleep(protocol_module.IDLE_S)
+        assert transport.is_closed and transport.written == written, "it is closed without a word"
+        protocol.connection_lost(None)
+
+    virtual.run(talk())
 
 
 async def test_an_answer_that_nobody_reads_ends_with_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
