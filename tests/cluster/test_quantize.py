@@ -1,12 +1,20 @@
 """`brigade quantize` as a process: killed, continued, and run by the cluster."""
 
 import signal
-import time
 from pathlib import Path
 
 from tests.cluster.commands import answer_here, run_here
 from tests.cluster.models import reconfigured_copy
 from tests.cluster.processes import Starter
+
+# The system kills the process at the write that would make a file larger: 12 MB it would be.
+KILLED = """
+import resource, signal
+from coordinator.__main__ import main
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_FSIZE, (8_000_000, 8_000_000))
+main()
+"""
 
 
 def test_a_quantised_copy_is_whole_after_a_kill_and_answers(start: Starter, tmp_path: Path) -> None:
@@ -14,13 +22,9 @@ def test_a_quantised_copy_is_whole_after_a_kill_and_answers(start: Starter, tmp_
     options = ("--q-bits", "8", "--keep", "lm_head,embed_tokens,mlp")
     outcome = run_here(*asked, whole, *options)
     assert outcome.code == 0 and "bits per weight" in outcome.err and not outcome.out
-    killed = start.brigade(*asked, out, *options)
-    part = out / "model.safetensors.part"
-    while not (part.exists() and part.stat().st_size > 3_500_000):  # of 12 MB, 4.2 MB of them buffered at most
-        assert killed.is_running
-        time.sleep(0.001)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    killed = start.python("-c", KILLED, *asked, out, *options).wait()
+    assert killed.code == -signal.SIGXFSZ, killed.err
+    assert (out / "model.safetensors.part").stat().st_size == 8_000_000
     other = run_here(*asked, out, "--q-bits", "4")
     assert other.code == 2 and "another conversion" in other.err
     assert run_here(*asked, out, *options).code == 0
