@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -48,6 +49,7 @@ from worker.platform.threads import MlxThread
 
 Layers = tuple[int, ...]  # of each stage
 CHUNK = 8
+_TURNS = 16  # of a loop, within which a test hears of a token and acts
 NETWORK = Network()
 
 
@@ -302,6 +304,29 @@ def build_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     build_nothing_ahead(monkeypatch)
+
+
+@pytest.fixture
+def in_turns(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the loop of the tests take turns with each frame: a stream is not over before a test that watches it acts.
+
+    A loop that waits for the MLX thread instead, as at the end of a chain, takes none.
+    """
+    loop, send = pytestconfig.stash[_runner].get_loop(), Chain.send
+
+    def turn(left: int, is_done: threading.Event) -> None:
+        if left:
+            loop.call_soon(turn, left - 1, is_done)
+        else:
+            is_done.set()
+
+    def send_later(chain: Chain, frame: Frame) -> None:
+        is_done = threading.Event()
+        loop.call_soon_threadsafe(turn, _TURNS, is_done)
+        is_done.wait(1.5)
+        send(chain, frame)
+
+    monkeypatch.setattr(Chain, "send", send_later)
 
 
 @pytest.fixture

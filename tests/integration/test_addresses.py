@@ -20,6 +20,8 @@ from worker.config import MOST_ADDRESSES
 from worker.errors import FrameError, StageLost
 from worker.node.network import dial
 
+pytestmark = pytest.mark.usefixtures("in_turns")
+
 ASKED = request(tokens_of(5), 60)
 
 

@@ -283,6 +283,7 @@ NONSENSE: dict[str, Wrong] = {
 }
 
 
+@pytest.mark.usefixtures("in_turns")
 @pytest.mark.parametrize("wrong", NONSENSE.values(), ids=NONSENSE)
 async def test_a_worker_that_answers_nonsense_ends_the_request_by_its_name(models: Models, wrong: Wrong) -> None:
     async with lying(models) as (liar, chain), asyncio.timeout(60), Engine(chain) as engine:

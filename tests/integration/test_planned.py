@@ -24,6 +24,8 @@ from worker.config import ClusterConfig, CoordinatorConfig, WorkerConfig
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.describe import describe
 
+pytestmark = pytest.mark.usefixtures("in_turns")
+
 PROMPT = tokens_of(9, 3)
 LAYER_MS = {"coordinator": 2.0, "slow": 9.0, "fast": 1.0}
 

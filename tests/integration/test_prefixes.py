@@ -26,6 +26,8 @@ from tests.integration.windows import MASKED
 from tools.model_types.make import make_type
 from worker.model.model_spec import ModelSpec
 
+pytestmark = pytest.mark.usefixtures("in_turns")
+
 WIDE: dict[str, Any] = {"config": {"mask_token_id": 90, "head_dim": 32}, "sharpen": 4.0}
 KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "full": ("qwen3", MASKED, make_cache_choice("full", None)),

@@ -49,6 +49,8 @@ from worker.node.service import NodeService
 from worker.node.stage import Stage
 from worker.platform.threads import MlxThread
 
+pytestmark = pytest.mark.usefixtures("in_turns")
+
 LAYERS = (1, 2, 1)
 ROOMY = 1 << 40
 

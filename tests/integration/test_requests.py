@@ -24,6 +24,8 @@ from tests.integration.windows import MASKED, Words
 from worker.compute.shard import Shard
 from worker.errors import ModelError, NodeBusy, QueueFull, StageLost
 
+pytestmark = pytest.mark.usefixtures("in_turns")
+
 LAYERS = (1, 3)
 ASKED = request(tokens_of(20), 12, seed=3, temperature=0.9, logprobs=3)
 FOREVER = 450  # tokens: more than any test waits for

@@ -29,6 +29,8 @@ from tools.model_types.make import make_type
 from worker.errors import FrameError, PrefixLost
 from worker.node.prefix_store import list_prefixes, read_piece
 
+pytestmark = pytest.mark.usefixtures("in_turns")
+
 LONG = {"max_position_embeddings": 4096}
 WIDE: dict[str, Any] = {"config": {"mask_token_id": 90, "head_dim": 32} | LONG, "sharpen": 4.0}
 KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
