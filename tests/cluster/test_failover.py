@@ -6,11 +6,13 @@ import pytest
 
 from coordinator.bench import failover
 from coordinator.bench.failover import KILLED, RESTARTED, SPARE, STOPPED, Case
+from coordinator.planning.recovery import Limits
 from tests.cluster.commands import parse, run_here
 
 
 def test_a_restarted_worker_and_a_spare_one_are_measured(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failover, "CASES", [Case(KILLED, RESTARTED), Case(STOPPED, SPARE)])
+    monkeypatch.setattr(failover, "USUAL", Limits(rejoin_s=50))  # a process may take long to start
     found = parse(run_here("bench", "--failover", "--model", talker, "-p", "40", "-n", "1", "--json"))
     assert found["layers"] == [2, 2]
     killed, stopped = found["rows"]
