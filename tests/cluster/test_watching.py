@@ -1,6 +1,7 @@
 """One running server, watched: by its metrics, its state, its log, and its page in a real browser."""
 
 import json
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,11 @@ PAGE = Path(api.__file__).with_name("page.html")
 HOSTILE = "<h1>xyz"  # what the model says over and over
 PROMPT = "wherefore art thou a prompt"
 KEY = "open-sesame"
+UNLUCKY = """
+Object.defineProperty(window, "sessionStorage", { get() { throw new DOMException("blocked") } });
+const allowed = AbortSignal.timeout.bind(AbortSignal);
+AbortSignal.timeout = (ms) => allowed(ms / 10);
+"""
 LABELS = {"stage", "worker", "decoder", "finished_reason", "reason", "cause", "state", "le", "key"}
 
 
@@ -118,8 +124,12 @@ def test_the_page_streams_shows_a_killed_worker_as_lost_and_its_recovery(server:
     url = str(server.client.base_url).rstrip("/")
     with browser.browsing(tmp_path) as page:
         page.size(1180, 900)
+        page.call("Page.addScriptToEvaluateOnNewDocument", source=UNLUCKY)
         page.open(url)
         page.until("document.activeElement.id === 'key'")
+        page.write("another-key")
+        page.press("Enter", 13, "\r")
+        page.until("document.getElementById('why').textContent.endsWith('found another one')")
         page.write(KEY)
         page.press("Enter", 13, "\r")
         page.until("document.querySelectorAll('.node.active').length === 2")
@@ -139,8 +149,20 @@ def test_the_page_streams_shows_a_killed_worker_as_lost_and_its_recovery(server:
         page.until(f"{said}.length > {known} && document.querySelectorAll('.node.active').length === 2")
         page.until(f"{said}.length > 400")
         assert page.run("document.querySelectorAll('#answer *').length") < 50  # however long the answer is
-        page.run("document.getElementById('stop').click()")
+        page.run("document.getElementById('stop').focus()")
+        page.press("Enter", 13, "\r")
         page.until(f"{said}.endsWith('[stopped]') && document.querySelector('#recent .request')")
+        assert page.run("document.activeElement.id") == "send"
+        page.press("Enter", 13, "\r")
+        page.until("document.querySelector('#requests .request') && document.activeElement.id === 'stop'")
+        server.running.send_signal(signal.SIGSTOP)
+        try:
+            page.until("document.getElementById('state').textContent === 'unreachable'")
+            assert page.run("document.querySelector('#requests .request, #chain.busy')") is None
+        finally:
+            server.running.send_signal(signal.SIGCONT)
+        page.until("document.getElementById('state').textContent === 'ready'")
+        page.press("Enter", 13, "\r")
         page.size(360, 800)
         assert page.run("document.documentElement.scrollWidth") == 360
         assert {asked.rsplit("/", 1)[0] for asked in page.asked} <= {url, f"{url}/v1/chat"}
