@@ -102,6 +102,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     _running: Any = None  # uvicorn's record of the request that is answered; `cycle` is that of the latest one
     _is_in_body = False
+    _line = b""  # the last one of a head, not yet complete
     _num_gathered = 0  # bytes that the parser keeps: of an incomplete head, part of a body, or request
     _head_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None  # runs while bytes are unread
@@ -132,12 +133,23 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._is_answering:
             self._start_head_timer()
         if not self._is_in_body:
-            head, end, rest = data.partition(b"\r\n\r\n")
-            data = _UPGRADE.sub(b"", head) + end + rest
+            data = self._without_upgrade(self._line + data)
         self._num_gathered += len(data)
-        super().data_received(data)
-        if self._num_gathered > MAX_HEAD_BYTES and not self.transport.is_closing():
+        if data:
+            super().data_received(data)
+        else:
+            self._unset_keepalive_if_required()
+        if self._num_gathered + len(self._line) > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+
+    def _without_upgrade(self, data: bytes) -> bytes:
+        """Return what has come of a head, without the offer of another protocol and what may become one."""
+        head, end, body = data.partition(b"\r\n\r\n")
+        begin = -1 if end else head.rfind(b"\r\n")
+        if begin < 0:  # the head is complete, or has come to the end of its first line at most
+            begin = len(head) - (not end and head.endswith(b"\r"))
+        self._line = head[begin:]
+        return _UPGRADE.sub(b"", head[:begin]) + end + body
 
     def on_headers_complete(self) -> None:
         self._is_in_body = True

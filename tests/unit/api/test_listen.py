@@ -51,8 +51,8 @@ def connected(state: ServerState, answer: ASGIApp = app) -> tuple[BoundedProtoco
     return protocol, transport
 
 
-@pytest.mark.parametrize("cut", [0, 40, 95, 130])
-async def test_a_client_that_offers_another_protocol_is_answered_in_this_one(cut: int) -> None:
+@pytest.mark.parametrize("size", [1, 50, 1000])
+async def test_a_client_that_offers_another_protocol_is_answered_in_this_one(size: int) -> None:
     """Java's client offers h2c with every request; httptools would take the body for that protocol."""
     bodies: list[bytes] = []
 
@@ -69,9 +69,8 @@ async def test_a_client_that_offers_another_protocol_is_answered_in_this_one(cut
     body = b'{"prompt": "\r\nUpgrade: h2c"}'
     head = b"POST / HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
     sent = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
-    for part in (sent[:cut], sent[cut:]):
-        if part:
-            protocol.data_received(part)
+    for at in range(0, len(sent), size):
+        protocol.data_received(sent[at : at + size])
     for number in (1, 2):
         while len(bodies) < number or b"done" not in transport.written:  # noqa: ASYNC110 - a few turns of the loop
             await asyncio.sleep(0)
