@@ -70,7 +70,7 @@ def make_app(
     app = Starlette(routes=routes, exception_handlers={HTTPException: _unrouted, ClientLeft: _left} | handlers)
     app.state.server = server
     app.state.has_keys = keys is not None
-    guarded = AuthMiddleware(app, keys=keys, hosts=hosts)
+    guarded = AuthMiddleware(app, server.stats.refuse, keys=keys, hosts=hosts)
     if not origins:
         return guarded
     return CORSMiddleware(

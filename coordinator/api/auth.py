@@ -7,7 +7,7 @@ import re
 import stat
 import uuid
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -17,9 +17,9 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.api.errors import HttpError, error_response
+from coordinator.api.errors import HttpError, error_response, http_error
 from coordinator.engine.stats import BEST_PRIORITY, KEY_DIGEST, KEY_HOLDER, REQUEST_ID
-from worker.errors import InputError
+from worker.errors import InputError, QueueFull
 from worker.platform.files import reading
 
 OPEN_PATHS = ("/health", "/live", "/")  # no key needed, unless a query makes them cost a step of the chain
@@ -126,9 +126,21 @@ def _read(path: Path) -> bytes:
 class AuthMiddleware:
     """Checks the Host and the key of every request, and adds a request id to its answer."""
 
-    def __init__(self, app: ASGIApp, *, keys: Sequence[Key] | None, hosts: Collection[str]) -> None:
-        """`hosts` are the names that a Host header may have beside addresses, against DNS rebinding; none: any name."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        on_refused: Callable[[QueueFull], None],
+        *,
+        keys: Sequence[Key] | None,
+        hosts: Collection[str],
+    ) -> None:
+        """
+        Args:
+            on_refused: called for each request beyond its key's limit.
+            hosts: names that a Host header may have beside addresses, against DNS rebinding; none: any name.
+        """
         self._app = app
+        self._on_refused = on_refused
         self._keys = keys
         self._hosts = frozenset(hosts)
         self._at_once: Counter[str] = Counter()  # requests that are being answered, by the holder of their key
@@ -156,8 +168,8 @@ class AuthMiddleware:
                 KEY_DIGEST.set(key.digest.hex())
                 BEST_PRIORITY.set(key.best_priority)
                 await self._app(scope, receive, send_with_id)
-        except HttpError as error:  # the application answers its own
-            await error_response(scope["path"], error)(scope, receive, send_with_id)
+        except (HttpError, QueueFull) as error:  # the application answers its own
+            await error_response(scope["path"], http_error(error))(scope, receive, send_with_id)
 
     def _require_host(self, headers: Headers) -> None:
         host = headers.get("host", "")
@@ -181,11 +193,12 @@ class AuthMiddleware:
 
     @contextmanager
     def _counted(self, key: Key, *, is_counted: bool) -> Iterator[None]:
-        """Count a request of this key while it is answered. Raises HttpError (429) beyond the key's limit."""
+        """Count a request of this key while it is answered. Raises QueueFull beyond the key's limit."""
         holder, most = key.holder, key.most_at_once
         if is_counted and most is not None and self._at_once[holder] >= most:
-            reason = f"expected at most {most} requests at once with this key; try again later"
-            raise HttpError(429, reason, "rate_limit_exceeded")
+            full = QueueFull(f"expected at most {most} requests at once with this key; try again later")
+            self._on_refused(full)
+            raise full
         self._at_once[holder] += is_counted
         try:
             yield

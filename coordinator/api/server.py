@@ -145,7 +145,9 @@ class Server:
         """
         if self.state in _WAITED_FOR:
             if self._num_waking >= self._max_waking:
-                raise QueueFull(f"{self._num_waking} requests wait for the model to be loaded; try again later")
+                full = QueueFull(f"{self._num_waking} requests wait for the model to be loaded; try again later")
+                self.stats.refuse(full)
+                raise full
             self._num_waking += 1
             try:
                 while self.state in _WAITED_FOR:

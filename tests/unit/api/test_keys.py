@@ -158,7 +158,8 @@ async def test_a_key_has_only_so_many_requests_at_once(tmp_path: Path, *, stream
     keys = keys_of(tmp_path, f"alice {SECRET} at_once=2\nbob key-of-bob\n")
     body = {"input": "hi", "stream": streamed}
     model = Held()
-    transport = httpx2.ASGITransport(make_app(served(model=model), keys=keys), raise_app_exceptions=False)
+    server = served(model=model)
+    transport = httpx2.ASGITransport(make_app(server, keys=keys), raise_app_exceptions=False)
     async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
 
         async def post(key: str) -> httpx2.Response:
@@ -170,6 +171,7 @@ async def test_a_key_has_only_so_many_requests_at_once(tmp_path: Path, *, stream
         refused = await post(SECRET)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert refused.headers["retry-after"] and SECRET not in refused.text
+        assert server.stats.counts("requests_rejected") == {"QueueFull": 1}
         status = await client.get("/v1/models", headers={"x-api-key": SECRET})
         assert status.status_code != 429
         model.may_end.set()
