@@ -146,7 +146,7 @@ async def keep_open(
     while True:
         failure = ""
         try:
-            if await _open_once(server, options, serving, url, answers):
+            if await open_once(server, options, serving, url, answers):
                 return
             await unload_workers(options)
         except Exception as error:  # bugs too: open a new engine
@@ -165,7 +165,7 @@ async def keep_open(
             say(server.why)
 
 
-async def _open_once(
+async def open_once(
     server: Server, options: ClusterOptions, serving: ServeOptions, url: str, answers: "asyncio.Task[None]"
 ) -> bool:
     """Answer by one engine until it is asleep; return whether the server was told to stop. Raises its failure."""

@@ -76,7 +76,7 @@ class Server:
         self._own = ServerStatus(ServerState.LOADING, "the model is being loaded")
         self._changed = asyncio.Event()  # of the present state: set when it ends
         self._max_waking = max(1, max_waking)
-        self._num_waking = 0
+        self.num_waking = 0
 
     def _status(self) -> ServerStatus:
         """Return the engine's status, or the server's own while none is open."""
@@ -111,21 +111,21 @@ class Server:
 
     def open(self, engine: Engine) -> None:
         """Answer by this engine from now on."""
-        self._become(ServerState.READY, engine=engine)
+        self.become(ServerState.READY, engine=engine)
 
     def fail(self, why: str) -> None:
         """Refuse requests: there is no engine until another attempt to open one succeeds."""
-        self._become(ServerState.RECOVERING, why)
+        self.become(ServerState.RECOVERING, why)
 
     def sleep(self, why: str) -> None:
         """Drop the engine until a request comes; that request waits for the next one."""
-        self._become(ServerState.ASLEEP, why)
+        self.become(ServerState.ASLEEP, why)
 
     def stop(self) -> None:
         """Refuse requests for good."""
-        self._become(ServerState.DRAINING, "the server was told to stop")
+        self.become(ServerState.DRAINING, "the server was told to stop")
 
-    def _become(self, state: ServerState, why: str = "", engine: Engine | None = None) -> None:
+    def become(self, state: ServerState, why: str = "", engine: Engine | None = None) -> None:
         if state not in _NEXT[self._own.state]:
             raise InternalError(f"a server that was {self._own.state.value} became {state.value}")
         self._own, self.engine = ServerStatus(state, why), engine
@@ -144,18 +144,18 @@ class Server:
             HttpError: no request can be answered (503). QueueFull: too many requests wait already.
         """
         if self.state in _WAITED_FOR:
-            if self._num_waking >= self._max_waking:
-                full = QueueFull(f"{self._num_waking} requests wait for the model to be loaded; try again later")
+            if self.num_waking >= self._max_waking:
+                full = QueueFull(f"{self.num_waking} requests wait for the model to be loaded; try again later")
                 self.stats.refuse(full)
                 raise full
-            self._num_waking += 1
+            self.num_waking += 1
             try:
                 while self.state in _WAITED_FOR:
                     if self.state is ServerState.ASLEEP:
-                        self._become(ServerState.WAKING, "a request came: the model is loaded again")
+                        self.become(ServerState.WAKING, "a request came: the model is loaded again")
                     await self._changed.wait()
             finally:
-                self._num_waking -= 1
+                self.num_waking -= 1
         return self.require_engine()
 
     def require_engine(self) -> Engine:

@@ -167,7 +167,7 @@ class EventStream(StreamingResponse):
         super().__init__(self._pieces, media_type="text/event-stream", headers=_HEADERS)
         self._request = request
         self._events = events
-        self._upcoming = upcoming
+        self.upcoming = upcoming
         self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -177,16 +177,16 @@ class EventStream(StreamingResponse):
             pass
         finally:
             await self._pieces.aclose()
-            await _close(self._events, self._upcoming)
+            await _close(self._events, self.upcoming)
 
     async def _with_heartbeats(self, heartbeat_s: float) -> AsyncGenerator[bytes, None]:
         while True:
-            done, _ = await asyncio.wait([self._upcoming], timeout=heartbeat_s)
+            done, _ = await asyncio.wait([self.upcoming], timeout=heartbeat_s)
             if not done:
                 yield _HEARTBEAT
                 continue
             try:
-                event = self._upcoming.result()
+                event = self.upcoming.result()
             except StopAsyncIteration:
                 return
             except Exception as error:  # the status is sent already: no handler of the application will see it
@@ -198,7 +198,7 @@ class EventStream(StreamingResponse):
                     yield encode(last)
                 return
             yield encode(event)
-            self._upcoming = asyncio.ensure_future(anext(self._events))
+            self.upcoming = asyncio.ensure_future(anext(self._events))
 
 
 async def _close(events: AsyncGenerator[Event, None], upcoming: "asyncio.Future[Event]") -> None:

@@ -203,7 +203,7 @@ class _Place:
             async with Engine(cluster.chain, when_lost=cluster.reopen) as engine:
                 await engine.answer(warming)
                 unfailed = await engine.answer(request)
-                struck, answer = await _strike(engine, request, last, case)
+                struck, answer = await strike(engine, request, last, case)
             local = cluster.nodes.workers[last.name].local
             start_s = local.started_s if local else None  # None: no process was started
             tokens = [at / 1e9 for at in answer.token_times]
@@ -236,7 +236,7 @@ class _Place:
             yield await stack.enter_async_context(opening), chained[-1]
 
 
-async def _strike(engine: Engine, request: Request, worker: LocalWorker, case: Case) -> tuple[float, Answer]:
+async def strike(engine: Engine, request: Request, worker: LocalWorker, case: Case) -> tuple[float, Answer]:
     """Answer the request and signal the worker in the middle; return the moment of the signal and the answer."""
     answer = Answer()
     struck: float | None = None

@@ -39,7 +39,7 @@ _REPORT_S = 1.0  # between reports of tokens
 _RETRY_S = 1.0  # between looks at whether the cluster accepts requests again
 _MOST_PROBLEMS = 10  # that are printed
 _BAD_INPUT, _FAILED = 2, 3
-_BEGIN = b'{"id": "batch_req_'  # of an answer's line
+BEGIN = b'{"id": "batch_req_'  # of an answer's line
 
 
 def batch(
@@ -93,7 +93,7 @@ async def run_batch(options: ClusterOptions, source: Path, target: Path, max_tok
         say(f"{source} has no requests")
     wrong = [entry for entry in requests if entry.problem]
     code = _BAD_INPUT if wrong else 0
-    with open_answers(target, key_and_status, _BEGIN) as answers:
+    with open_answers(target, key_and_status, BEGIN) as answers:
         for entry in wrong[:_MOST_PROBLEMS]:
             say(f"{source}, line {entry.number}: {entry.problem}")
         if len(wrong) > _MOST_PROBLEMS:

@@ -71,7 +71,7 @@ async def launch(
     require_ssh()
     if stop:
         with _shown() as report:
-            return _tell(await deploy.stop(workers, report))
+            return tell(await deploy.stop(workers, report))
     action = LaunchMode.UPDATE if update else LaunchMode.RESTART if restart else LaunchMode.START
     raw, _ = read_yaml(config)
     keys = certificates(cluster, [worker.name for worker in workers], say)
@@ -83,7 +83,7 @@ async def launch(
     if others := [worker.name for worker in cluster.workers if not worker.ssh]:
         say(f"not launched, since their entries have no `ssh:`: {', '.join(others)}")
     with _shown() as report:
-        return _tell(await deploy.Launch(raw, package, keys, network, action).run(workers, report))
+        return tell(await deploy.Launch(raw, package, keys, network, action).run(workers, report))
 
 
 def workers_of(cluster: ClusterConfig, names: list[str] | tuple[()]) -> list[WorkerConfig]:
@@ -132,7 +132,7 @@ def _shown() -> Iterator[SayOf]:
             yield report
 
 
-def _tell(outcomes: Sequence[Outcome]) -> int:
+def tell(outcomes: Sequence[Outcome]) -> int:
     heads = ("node", "ssh", "service", "", "answers at")
     rows: list[list[str | Text]] = [
         [each.name, each.place, each.kind, Text("failed", "bold red") if each.error else Text(each.done, "green"),
@@ -163,10 +163,10 @@ def logs(
     from coordinator.deploy.ssh import Remote
 
     assert worker.ssh is not None
-    return Remote(worker.name, worker.ssh).log(lines, _print_line, follows=follow)
+    return Remote(worker.name, worker.ssh).log(lines, print_line, follows=follow)
 
 
-def _print_line(line: str) -> None:
+def print_line(line: str) -> None:
     print(printable_lines(line), flush=True)
 
 

@@ -64,13 +64,13 @@ async def status(
     while True:
         try:
             if config is not None and asks_workers:
-                found = await _ask_workers(config)
+                found = await ask_workers(config)
             else:
                 found = await run_in_thread(partial(ask_server, server.rstrip("/"), key))
         except NothingAnswers as error:
             config = config or (None if is_named else find_config(None))
             if config is not None:
-                found = await _ask_workers(config)
+                found = await ask_workers(config)
             elif has_shown:  # it is being started again
                 found = {"standing": {"state": "lost", "why": error.message}, "nodes": []}
             else:
@@ -127,7 +127,7 @@ def ask_server(server: str, key: str | None) -> Json:
     return found
 
 
-async def _ask_workers(config: Path) -> Json:
+async def ask_workers(config: Path) -> Json:
     """Return the state of each worker with the keys of `/cluster`, or the reason why it does not answer."""
     from coordinator.cluster.peer import peers_of
     from worker.node.network import Network

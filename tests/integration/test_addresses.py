@@ -89,7 +89,7 @@ async def test_a_hop_is_opened_at_the_address_that_answers(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_encrypted: bool
 ) -> None:
     """The first is silent, the next refuses connections, the third is the one."""
-    monkeypatch.setattr("worker.node.network._REACH_S", 60.0)
+    monkeypatch.setattr("worker.node.network.REACH_S", 60.0)
     network_of = Certificates(tmp_path).of if is_encrypted else lambda name: NETWORK
     silent, refusing = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
     dead = [f"127.0.0.1:{each.getsockname()[1]}" for each in (silent, refusing)]

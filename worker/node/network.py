@@ -29,7 +29,7 @@ ACCEPTED = (("brigade-accepted", "1"),)  # initial metadata of a stream that was
 MOST_CONNECTIONS = 1024  # to one server, from all callers together
 MOST_CALLS = 64  # at one time; a node of a chain serves two, plus occasional ones
 HEAD_START_S = 0.25  # a later address wins only if it is faster than an earlier one by this much
-_REACH_S = 3.0
+REACH_S = 3.0
 REQUEST_S = 10.0  # for the request of a call; the largest have a few MB
 _WHERE = "as `address:` in cluster.yaml or as --bind"
 _MAX_MESSAGE_BYTES = 24 * 2**20  # a part of a hop has 15 MiB of rows, and may have grammars of 4 MiB in its header
@@ -368,7 +368,7 @@ async def dial(network: Network, node: str, addresses: Sequence[str]) -> str:
     channels = [network.channel(node, address) for address in addresses]
     attempts = [asyncio.create_task(_connect(channel, node)) for channel in channels]
     try:
-        await wait_head_start(attempts, _REACH_S, lambda: is_settled(attempts))
+        await wait_head_start(attempts, REACH_S, lambda: is_settled(attempts))
         found = (address for address, attempt in zip(addresses, attempts, strict=True) if has_succeeded(attempt))
         return next(found, addresses[0])
     finally:
@@ -406,7 +406,7 @@ def is_settled(attempts: Sequence[Attempt]) -> bool:
 
 async def _connect(channel: grpc.aio.Channel, node: str) -> None:
     """Return once the node has answered the handshake. Raises StageLost at the first failure, or TimeoutError."""
-    async with asyncio.timeout(_REACH_S):
+    async with asyncio.timeout(REACH_S):
         while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
             if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
                 raise StageLost("cannot be reached", node=node)

@@ -67,7 +67,7 @@ def sleeping(served: Server) -> None:
 
 def waking(served: Server) -> None:
     sleeping(served)
-    served._become(ServerState.WAKING)
+    served.become(ServerState.WAKING)
 
 
 def test_a_server_ends_whose_first_model_cannot_be_loaded(opened: list[ServerState]) -> None:
@@ -110,7 +110,7 @@ def test_a_server_stays_asleep_whose_certificate_no_longer_lets_it_unload_its_wo
         sleeping(served)
         return False
 
-    monkeypatch.setattr(serve, "_open_once", sleep)
+    monkeypatch.setattr(serve, "open_once", sleep)
     worker = WorkerConfig(name="mini", address="192.168.1.7:50070")
     config = ClusterConfig(tls=TlsConfig(keys=str(tmp_path)), workers=(worker,))
     assert lived(lambda served: None, 60.0, config).state is ServerState.ASLEEP

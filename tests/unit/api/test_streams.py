@@ -104,8 +104,8 @@ def test_headers_go_once_the_request_has_begun(begun_at_s: float, headers_at_s: 
         source = late()
         response = await event_stream(request, source, tell, lambda: clock.now - begin < begun_at_s)
         took_s = clock.now - begin
-        response._upcoming.cancel()
-        await asyncio.gather(response._upcoming, return_exceptions=True)
+        response.upcoming.cancel()
+        await asyncio.gather(response.upcoming, return_exceptions=True)
         return took_s
 
     with contextlib.closing(clock):

@@ -58,7 +58,7 @@ async def asked(path: str, then: Callable[[Server], None] | None, *, after: int)
     if not after and then:
         asyncio.get_running_loop().call_later(5, then, shared)
     await make_app(shared)(scope, coming.get, send)
-    assert shared.state is not ServerState.ASLEEP and not shared._num_waking
+    assert shared.state is not ServerState.ASLEEP and not shared.num_waking
     assert sent[0]["status"] != 200 or (b"brigade-left-out", b"schema.not") in sent[0]["headers"]
     return sent[0]["status"], [message["body"] for message in sent[1:] if message["body"]]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.bench.failover import CASES, FailoverReport, FailoverRow, LossTimes, _strike, middle, times_of
+from coordinator.bench.failover import CASES, FailoverReport, FailoverRow, LossTimes, middle, strike, times_of
 from coordinator.bench.report import print_failover
 from coordinator.cluster.recovery_record import Recovery
 from coordinator.planning.plan import Plan
@@ -65,4 +65,4 @@ async def test_an_answer_that_ended_before_the_worker_was_struck_is_an_error() -
     engine: Any = Ended()
     worker: Any = SimpleNamespace(send_signal=pytest.fail)
     with pytest.raises(BrigadeError, match="expected an answer of 16 tokens, it ended after 0"):
-        await _strike(engine, Request((1,), 16), worker, CASES[0])
+        await strike(engine, Request((1,), 16), worker, CASES[0])

@@ -14,8 +14,7 @@ from typing import Any, NoReturn, cast
 import pytest
 
 from coordinator.cli import batch as batch_module
-from coordinator.cli.batch import _BEGIN as BEGIN
-from coordinator.cli.batch import BatchEntry, BatchRun, key_and_status, open_answers
+from coordinator.cli.batch import BEGIN, BatchEntry, BatchRun, key_and_status, open_answers
 from coordinator.cluster.options import cluster_options
 from coordinator.cluster.progress import telling_interrupts
 from coordinator.engine import engine

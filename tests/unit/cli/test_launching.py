@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.cli.keys import init, issue
-from coordinator.cli.launch import _print_line, _tell, workers_of
+from coordinator.cli.launch import print_line, tell, workers_of
 from coordinator.deploy.launch import Outcome
 from tests.unit.cli.conftest import Command
 from worker.config import ClusterConfig, WorkerConfig
@@ -14,9 +14,9 @@ from worker.errors import BrigadeError, ConfigError
 
 
 def test_neither_a_failure_nor_a_log_can_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _tell([Outcome("mini", "mini", error=BrigadeError("no\x1b[2J", node="mini"))]) == 3
+    assert tell([Outcome("mini", "mini", error=BrigadeError("no\x1b[2J", node="mini"))]) == 3
     assert capsys.readouterr().err == "error: worker mini: no[2J\n"
-    _print_line("\x1b]0;owned\x07a\tb\r")
+    print_line("\x1b]0;owned\x07a\tb\r")
     assert capsys.readouterr().out == "]0;owneda\tb\n"
 
 

@@ -208,7 +208,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         return {"standing": {"state": "no server", "why": f"those of {config.name}"}, "nodes": []}
 
     monkeypatch.setattr(status, "ask_server", ask)
-    monkeypatch.setattr(status, "_ask_workers", ask_workers)
+    monkeypatch.setattr(status, "ask_workers", ask_workers)
     monkeypatch.setattr(status, "EVERY_S", 0.0)
     monkeypatch.chdir(tmp_path)
     return answers
