@@ -36,15 +36,22 @@ class Guide:
     """The matcher of one answer, which moves back and forth to the requested position."""
 
     def __init__(
-        self, matcher: LLMatcher, begins: int, vocab_size: int, on_excess: Callable[[], None] = lambda: None
+        self,
+        matcher: LLMatcher,
+        tokenizer: Callable[[], LLTokenizer],
+        begins: int,
+        vocab_size: int,
+        on_excess: Callable[[], None] = lambda: None,
     ) -> None:
         """`begins` is the index in the sequence where the answer begins.
 
         Args:
+            tokenizer: reads the matcher's tokenizer, which few answers need.
             on_excess: called once the grammar is too complex. Then so are all copies of the matcher, which share their
                 parser states.
         """
         self._matcher = matcher
+        self._tokenizer = tokenizer
         self._on_excess = on_excess
         self.begins = begins
         self._vocab_size = vocab_size
@@ -52,7 +59,7 @@ class Guide:
 
     def copy(self) -> "Guide":
         """Return an independent guide at the same position."""
-        other = Guide(self._matcher.deep_copy(), self.begins, self._vocab_size, self._on_excess)
+        other = Guide(self._matcher.deep_copy(), self._tokenizer, self.begins, self._vocab_size, self._on_excess)
         other._taken = list(self._taken)
         return other
 
@@ -67,7 +74,15 @@ class Guide:
     def _allowed_here(self) -> np.ndarray:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._require_sound()
-        return np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
+        allowed = np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
+        if np.count_nonzero(allowed) == 1 and not self._matcher.validate_tokens([int(allowed.argmax())]):
+            # llguidance spells a forced text as its tokenizer does, which may put a special token, or a normalized
+            # character, where the matcher only takes the text's own bytes.
+            text = self._matcher.compute_ff_bytes().decode(errors="ignore")
+            spelled = self._tokenizer().greedy_tokenize(text)[:1] if text else []
+            if self._matcher.validate_tokens(spelled):  # not where the grammar itself has a special token
+                allowed = np.arange(self._vocab_size) == spelled[0]
+        return allowed
 
     def allowed(self, tokens: Sequence[int], known: Sequence[int], num_wanted: int) -> mx.array:
         """Return which tokens may be chosen for each row, [N, V] bool.
@@ -139,7 +154,8 @@ class Grammars:
         key = kept.SerializeToString(deterministic=True)
         matcher = self._compiled.get(key) or self.compile(grammar)
         self._keep(key, matcher)
-        return Guide(matcher.deep_copy(), grammar.begins, self._vocab_size, partial(self._forget, key, matcher))
+        tokenizer, forget = partial(self._tokenizer, tuple(grammar.eos)), partial(self._forget, key, matcher)
+        return Guide(matcher.deep_copy(), tokenizer, grammar.begins, self._vocab_size, forget)
 
     def spelled(self, text: str, eos: Sequence[int]) -> str:
         """Return a text as a Lark rule, with ids for special tokens, since no text matches them."""

@@ -1,6 +1,9 @@
 """What is kept of grammars, and which are refused, on the bundled model's tokenizer."""
 
 import contextlib
+import json
+import re
+from pathlib import Path
 
 import pytest
 from llguidance import LLMatcher
@@ -13,7 +16,17 @@ from worker.errors import SamplingError
 from worker.model.checkpoint import DEMO
 
 VOCAB = 2048
+TAGS = ("<b>", "</b>")  # of Gemma's tokenizer, for example
 DIGITS = LLMatcher.grammar_from_regex("[0-9]+")
+
+
+def answer(guide: Guide, num_tokens: int, eos: int | None = None) -> list[int]:
+    """The first allowed token at each place, up to the end."""
+    tokens: list[int] = []
+    while len(tokens) < num_tokens and eos not in tokens:
+        [allowed] = guide.allowed(tokens, [len(tokens)], 1).tolist()
+        tokens.append(allowed.index(True))
+    return tokens
 
 
 def test_a_tokenizer_for_every_choice_of_ends_is_not_kept_for_ever() -> None:
@@ -76,13 +89,6 @@ def test_a_grammar_that_became_too_complex_says_so_and_is_compiled_anew_for_the_
     grammar = Grammar(text=LLMatcher.grammar_from_regex("(" + "|".join(parts) + ")"), eos=[2])
     grammars = Grammars(DEMO, VOCAB)
 
-    def answer(guide: Guide, num_tokens: int) -> list[int]:
-        tokens: list[int] = []
-        for _ in range(num_tokens):
-            [allowed] = guide.allowed(tokens, [len(tokens)], 1).tolist()
-            tokens.append(allowed.index(True))
-        return tokens
-
     first, other = grammars.guide(grammar), grammars.guide(grammar)
     with pytest.raises(SamplingError, match=r"^the grammar cannot go on: .*too many"):
         answer(first, 250)
@@ -105,3 +111,27 @@ def test_after_rejected_drafts_the_same_tokens_are_allowed_as_without_them(num_d
     assert guide.allowed([c, x], [0, 1, 2], 3).tolist() == expected
     guide.allowed([c, x, x], [3], 1)
     assert guide.allowed_next([c]).tolist() == expected[1]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "text", ["a <|mask|> b", "<|im_end|>", "[<|im_start|>]<|im_end|>", "<b>ab</b>", "e\u0301 \uff5e"]
+)
+def test_a_text_in_a_grammar_is_spelled_without_special_tokens_and_as_it_is(text: str, tmp_path: Path) -> None:
+    """Though the tokenizer writes it otherwise: llguidance asks it where only one text may follow."""
+    content = json.loads((DEMO / "tokenizer.json").read_text())
+    added = [
+        {**content["added_tokens"][0], "id": VOCAB + n, "content": tag, "special": False} for n, tag in enumerate(TAGS)
+    ]
+    content |= {"added_tokens": [*content["added_tokens"], *added], "normalizer": {"type": "NFKC"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    guide = Grammars(tmp_path, VOCAB + len(TAGS)).guide(
+        Grammar(text=LLMatcher.grammar_from_regex(re.escape(text)), eos=[2])
+    )
+    *tokens, end = answer(guide, 60, eos=2)
+    plain = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    assert end == 2 and plain.decode(tokens, skip_special_tokens=True) == text
+
+
+def test_a_special_token_that_a_grammar_asks_for_ends_the_answer_too() -> None:
+    grammar = LLMatcher.grammar_from_lark('start: "7" <[2]> "8"')
+    assert answer(Grammars(DEMO, VOCAB).guide(Grammar(text=grammar, eos=[2])), 9, eos=2)[1:] == [2]
