@@ -433,8 +433,7 @@ class ResponsesAnswer(BlockAnswer):
         return [request]
 
     def events(self, index: int, output: Output) -> Iterator[Event]:
-        if output.reasoning and not output.content:
-            self._num_reasoning += len(output.tokens)
+        self._num_reasoning += output.num_reasoning
         return super().events(index, output)
 
     def begin(self) -> Iterator[Event]:

@@ -102,6 +102,7 @@ class Output:
     stop: str | None = None  # the stop string that ended the answer
     content: str = ""  # the part of the text outside thoughts and calls
     reasoning: str = ""  # the part inside thoughts
+    num_reasoning: int = 0  # tokens that came inside thoughts, with the marker that ends them
     tool_calls: tuple[ToolCall, ...] = ()  # pieces of calls: those with one id, in order, make a call
     pooled: Sequence[bytes] = ()  # sums [D] float32 of the prompt's rows, if the request asked for them
 

@@ -54,7 +54,7 @@ class TextParser:
         self._markers = markers
         self._tools = [dict(tool) for tool in tools]
         self._asked = calls
-        self._state = markers.machine.make_state(markers.begins_in) if markers else None
+        self._state: Any = markers.machine.make_state(markers.begins_in) if markers else None
         self._searched: Any = self._state  # at the end of the text in which stop strings were looked for
         self._unsure = ""  # behind it: may begin a marker
         self._calls: WrittenCalls | None = None  # those that have not ended
@@ -79,8 +79,7 @@ class TextParser:
         texts, tokens = [], []
         for token in output.tokens:
             tokens.append(token)
-            if token.token not in eos:
-                texts.append(self.push(token.token))
+            texts.append("" if token.token in eos else self.push(token.token))
             if self.stopped_by is not None:
                 break  # drop the tokens after the stop string
         if self.stopped_by is not None or output.finish_reason is not None:
@@ -89,7 +88,7 @@ class TextParser:
         if self.stopped_by is not None:
             output.finish_reason, output.stop = "stop", self.stopped_by
         output.tokens, output.text = tokens, "".join(texts)
-        self.split(output)
+        self.split(output, texts)
 
     def push(self, token: int) -> str:
         """Add a token; return the text that is final now. Raises ModelError if the tokenizer has no text for it."""
@@ -146,21 +145,29 @@ class TextParser:
         self.text += text
         return text
 
-    def split(self, output: Output) -> None:
-        """Split the output's text into content, reasoning and tool calls."""
+    def split(self, output: Output, texts: Sequence[str] = ()) -> None:
+        """Split the output's text into content, reasoning and tool calls, and count the tokens of reasoning.
+
+        Args:
+            texts: of its tokens, and what follows them.
+        """
         if self._markers is None:
             output.content = output.text
             return
         machine, is_last = self._markers.machine, output.finish_reason is not None
-        self._state, segments = machine.split(self._state, output.text)
+        segments = list[tuple[str, str]]()
+        for number, text in enumerate(texts or [output.text]):
+            output.num_reasoning += number < len(output.tokens) and self._state[0] == "reasoning"
+            self._state, found = machine.split(self._state, text)
+            segments += found
         if is_last:
             self._state, rest, state = machine.flush(self._state)
             segments.append((state, rest))
         content, reasoning, calls = "", "", list[ToolCall]()
         for state, text in segments:
             if state != "tool" and self._calls is not None:
-                rest, found = self._end_calls(self._markers, is_whole=True)
-                content, calls = content + rest, calls + found
+                rest, ended = self._end_calls(self._markers, is_whole=True)
+                content, calls = content + rest, calls + ended
             if state == "tool":
                 calls += self._read_calls(self._markers, text)
             elif state == "reasoning":
@@ -168,8 +175,8 @@ class TextParser:
             else:
                 content += text
         if is_last and self._calls is not None:
-            rest, found = self._end_calls(self._markers, is_whole=not self._markers.call_ends)
-            content, calls = content + rest, calls + found
+            rest, ended = self._end_calls(self._markers, is_whole=not self._markers.call_ends)
+            content, calls = content + rest, calls + ended
         if self._asked.are_forced:
             content = ""  # blanks between calls, or a marker or a call that breaks off
         output.content, output.reasoning, output.tool_calls = content, reasoning, tuple(calls)

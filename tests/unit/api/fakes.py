@@ -24,7 +24,10 @@ TOOL = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type":
 
 def delta(content: str = "", *, reasoning: str = "", calls: Sequence[ToolCall] = ()) -> Output:
     """An output of a step that decided two tokens."""
-    return Output("", [Token(5), Token(6)], 0, content=content, reasoning=reasoning, tool_calls=tuple(calls))
+    tokens, num_reasoning = [Token(5), Token(6)], 2 * bool(reasoning)
+    return Output(
+        "", tokens, 0, content=content, reasoning=reasoning, num_reasoning=num_reasoning, tool_calls=tuple(calls)
+    )
 
 
 def last(reason: str = "stop", *, stop: str | None = None, num_reused: int = 2) -> Output:

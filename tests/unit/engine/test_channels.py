@@ -149,3 +149,17 @@ def test_no_stop_string_ends_an_answer_whose_call_is_forced() -> None:
     output = Output("", pieces.tokens, 0, "stop")
     parser.read(output)
     assert output.finish_reason == "tool_calls" and parser.stopped_by is None
+
+
+@pytest.mark.parametrize(("size", "num_reasoning"), [(1, 20), (4, 5)])
+@pytest.mark.parametrize("at_once", [1, 2, 1000])
+def test_tokens_of_thoughts_count_however_many_come_at_once_and_whether_or_not_they_have_text(
+    size: int, num_reasoning: int, at_once: int
+) -> None:
+    """The thought's 12 letters and the marker's 8, in tokens of so many; some text waits for what follows."""
+    pieces = Pieces("Hm, {1} < 2.</think>Yes", size)
+    parser = TextParser(pieces, (), markers("reasoning"), TOOLS)
+    outputs = [Output("", pieces.tokens[at : at + at_once], 0) for at in range(0, len(pieces.tokens), at_once)]
+    for output in outputs:
+        parser.read(output)
+    assert sum(output.num_reasoning for output in outputs) == num_reasoning
