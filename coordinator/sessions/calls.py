@@ -29,6 +29,9 @@ _HEADS = {
     ),
 }
 _MOST_HEAD = 512  # characters
+_ESCAPED = re.compile(r"\\.")
+
+HAVE_JSON = frozenset(_HEADS)  # the formats of which the arguments are JSON
 
 # By format: what may close the calls so far, first that which closes an open text.
 _CLOSINGS = {
@@ -221,6 +224,49 @@ class _JsonScan:
                 if not self.depth:
                     return place + 1 - at
         return len(text) - at
+
+
+class JsonCallMachine:
+    """mlx-lm's TextStateMachine, but the marker that ends calls ends none inside a string of their JSON."""
+
+    def __init__(self, machine: Any) -> None:
+        self._machine = machine
+
+    def make_state(self, initial: str) -> Any:
+        """Return a state that begins with this name: (name, the machine's state, how a JSON string goes on)."""
+        return initial, self._machine.make_state(initial), ""
+
+    def split(self, state: Any, text: str) -> tuple[Any, list[tuple[str, str]]]:
+        """Return the state after a text, and the text's parts by the states that it passed."""
+        name, before, string = state
+        after, parts = self._machine.split(before, text)
+        if len(parts) == 1:
+            return (name, after, _string_at_end(string + parts[0][1]) if name == "tool" else ""), parts
+        if len(text) > 1:  # find the marker by letters
+            parts = [(name, "")]
+            for letter in text:
+                state, ((name, sure), *others) = self.split(state, letter)
+                parts = [*parts[:-1], (name, parts[-1][1] + sure), *others]
+            return state, parts
+        if name == "tool" and (string := _string_at_end(string + parts[0][1])).startswith('"'):
+            marker = self._machine.flush(before)[1] + text
+            return (name, self._machine.make_state(name), string), [(name, marker)]
+        return (after[0], after, ""), parts
+
+    def flush(self, state: Any) -> tuple[Any, str, str]:
+        """Return (state, the text that was held back, the state's name)."""
+        name, before, string = state
+        before, rest, _ = self._machine.flush(before)
+        return (name, before, string), rest, name
+
+
+def _string_at_end(text: str) -> str:
+    """Return a quote if a JSON string is open at the end of a text, and a backslash behind which the end is escaped.
+
+    No JSON string has several lines, so each line begins outside of any.
+    """
+    rest = _ESCAPED.sub("", text.rpartition("\n")[2])
+    return '"' * (rest.count('"') % 2) + "\\" * rest.endswith("\\")
 
 
 def joined_calls(pieces: Sequence[ToolCall]) -> list[ToolCall]:

@@ -1,10 +1,10 @@
 """The text of answers: detokenisation, stop strings, and the split into content, reasoning and tool calls. Pure."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from coordinator.sessions.calls import WrittenCalls
+from coordinator.sessions.calls import HAVE_JSON, JsonCallMachine, WrittenCalls
 from coordinator.sessions.output import KnownTokens, Output, ToolCall
 from coordinator.sessions.request import AUTO_CALLS, Calls
 from worker.errors import ModelError
@@ -51,6 +51,8 @@ class TextParser:
         self._detokenizer = detokenizer
         self._stop = StopText(stops) if stops and not calls.are_forced else None
         self._min_tokens = min_tokens
+        if markers and markers.format in HAVE_JSON:
+            markers = replace(markers, machine=JsonCallMachine(markers.machine))
         self._markers = markers
         self._tools = [dict(tool) for tool in tools]
         self._asked = calls

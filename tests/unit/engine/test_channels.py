@@ -17,14 +17,14 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "zwei"}}</tool_cal
 TEXT = f"<think>Hm, {{1}} < 2.</think>Let me see.{CALL}{CALL} Done"
 
 
-def markers(begins_in: str = "normal") -> Markers:
+def markers(begins_in: str = "normal", form: str = "") -> Markers:
     edges = {
         "normal": [("<think>", "reasoning"), ("<tool_call>", "tool")],
         "reasoning": [("</think>", "normal"), ("<tool_call>", "tool")],
         "tool": [("</tool_call>", "normal")],
     }
     parse = json_tools.parse_tool_call
-    return Markers(TextStateMachine(edges), begins_in, "<tool_call>", "</tool_call>", parse)
+    return Markers(TextStateMachine(edges), begins_in, "<tool_call>", "</tool_call>", parse, form)
 
 
 def divided(parser: TextParser, text: str, reason: str | None = None) -> Output:
@@ -163,3 +163,25 @@ def test_tokens_of_thoughts_count_however_many_come_at_once_and_whether_or_not_t
     for output in outputs:
         parser.read(output)
     assert sum(output.num_reasoning for output in outputs) == num_reasoning
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_a_marker_in_a_string_of_a_call_ends_no_call(size: int) -> None:
+    """An agent writes a file about calls, in which nothing is a stop string either."""
+    given = [{"text": r'a "\ </tool_call><tool_call>'}, {"<think>": "</tool_c", "</tool_call>": ["]</tool_call>"]}]
+    calls = [f'<tool_call>\n{{"name": "add", "arguments": {json.dumps(each)}}}\n</tool_call>' for each in given]
+    pieces = Pieces("Look: " + "\n".join(calls) + " Done", size)
+    parser = TextParser(pieces, ("a ", "]<"), markers(form="json_tools"), TOOLS)
+    output = Output("", pieces.tokens, 0, "stop")
+    parser.read(output)
+    assert [json.loads(call.arguments) for call in joined_calls(output.tool_calls)] == given
+    assert (output.content, output.finish_reason) == ("Look: \n Done", "tool_calls")
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@pytest.mark.parametrize("body", ['{"name": "add", "arguments": {"a": 1}', '{"name": "add", "arguments": {"a": "1}}\n'])
+def test_a_call_whose_json_lacks_its_end_ends_at_the_marker_of_a_line(body: str, size: int) -> None:
+    pieces = Pieces(f"<tool_call>{body}</tool_call> Done", size)
+    output = Output("", pieces.tokens, 0, "stop")
+    TextParser(pieces, (), markers(form="json_tools"), TOOLS).read(output)
+    assert (output.content, output.finish_reason) == (" Done", "tool_calls")
