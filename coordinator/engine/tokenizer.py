@@ -244,7 +244,9 @@ class Tokenizer:
             for token in self._letter:
                 detokenizer.add_token(token)
             _ = detokenizer.last_segment
-        return TextParser(detokenizer, stops, markers, tools, calls, min_tokens=min_tokens)
+        return TextParser(
+            detokenizer, stops, markers, tools, calls, min_tokens=min_tokens, token_bytes=self.token_bytes
+        )
 
     @cached_property
     def _letter(self) -> list[int]:

@@ -1,5 +1,6 @@
 """The text of answers: detokenisation, stop strings, and the split into content, reasoning and tool calls. Pure."""
 
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +37,7 @@ class TextParser:
         calls: Calls = AUTO_CALLS,
         *,
         min_tokens: int = 0,
+        token_bytes: Callable[[int], bytes | None] = lambda token: None,
     ) -> None:
         """
         Args:
@@ -45,12 +47,14 @@ class TextParser:
             tools: the tools that may be called; without them marked calls count as content.
             calls: calls after the first one are kept if they are parallel; forced ones leave no content.
             min_tokens: tokens in which no stop string begins, as in vLLM.
+            token_bytes: the bytes of a token, if they are known.
         """
         self.text = ""
         self.num_tokens = 0
         self._detokenizer = detokenizer
         self._stop = StopText(stops) if stops and not calls.are_forced else None
         self._min_tokens = min_tokens
+        self._token_bytes = token_bytes
         if markers and markers.format in HAVE_JSON:
             markers = replace(markers, machine=JsonCallMachine(markers.machine))
         self._markers = markers
@@ -108,7 +112,12 @@ class TextParser:
         if self._detokenizer is None:
             return ""
         self._detokenizer.finalize()
-        rest = self._detokenizer.last_segment.rstrip("\ufffd")  # drop an incomplete character
+        rest = self._detokenizer.last_segment
+        if count := _num_replaced(rest):  # drop an incomplete character, but not one that is U+FFFD
+            latest = self._detokenizer.tokens[-4 * count - 4 :]  # and what is before, to begin at no part of one
+            spelled = b"".join(self._token_bytes(token) or b"" for token in latest)
+            known = getincrementaldecoder("utf-8")("replace").decode(spelled)
+            rest = rest[:-count] + "\ufffd" * min(count, _num_replaced(known))
         return self._emit(self._before_stop(rest, is_last=True))
 
     def _before_stop(self, text: str, *, is_last: bool = False) -> str:
@@ -233,6 +242,11 @@ class StopText:
         """Return the text that was held back, at the end of the stream."""
         held, self._held = self._held, ""
         return held
+
+
+def _num_replaced(text: str) -> int:
+    """Return how many U+FFFD end a text."""
+    return len(text) - len(text.rstrip("\ufffd"))
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -149,6 +149,18 @@ def test_pieces_have_whole_characters_and_are_the_text_wherever_it_is_cut(tokeni
         assert "".join(pieces) == stream.text == whole
 
 
+@pytest.mark.parametrize("text", ["a\ufffd\ufffd", "\ufffd", "日\ufffd日", "日日日日", "\ufffd" * 9 + "日"])
+def test_a_replacement_character_is_told_and_an_incomplete_one_is_not(tokenizer: Tokenizer, text: str) -> None:
+    tokens = tokenizer.encode(text)
+    for length in range(len(tokens) + 1):
+        stream = tokenizer.stream(())
+        for token in tokens[:length]:
+            stream.push(token)
+        stream.finish()
+        spelled = b"".join(tokenizer.token_bytes(token) or b"" for token in tokens[:length])
+        assert stream.text == spelled.decode(errors="ignore")
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_stop_string_is_found_across_tokens(tokenizer: Tokenizer, text: str) -> None:
     for stop in ("🙂", "日", "x", "中文", "\n\n", "👧", "e"):
