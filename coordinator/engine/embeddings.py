@@ -14,6 +14,7 @@ from coordinator.sessions.request import PoolingKind, RequestSpec
 from worker.errors import InputError, ModelError
 from worker.model.checkpoint import MOST_CONFIG_BYTES, Checkpoint
 from worker.model.headers import read_json
+from worker.model.model_spec import text_config
 
 Vector = npt.NDArray[np.float32]
 
@@ -55,12 +56,18 @@ def read_pooling(checkpoint: Checkpoint, hidden_size: int, chosen: PoolingKind |
     """Return how the model pools, by its files for sentence-transformers; `chosen` replaces the kind.
 
     Raises:
-        InputError: the files do not say, or name what this server cannot do. ModelError: they are no JSON.
+        InputError: the files do not say, or name what this server cannot do, as attention in both directions.
+        ModelError: they are no JSON.
     """
     modules = read_json(checkpoint.folder / "modules.json", MOST_CONFIG_BYTES)
     types = [str(module.get("type")).rpartition(".")[2] for module in modules or () if isinstance(module, dict)]
     if others := sorted(set(types) - set(_MODULES)):
         raise InputError("model", f"expected only {', '.join(_MODULES)} in its modules.json, found {', '.join(others)}")
+    for config in (checkpoint.config, text_config(checkpoint.config)):
+        if config.get("is_causal") is False or config.get("use_bidirectional_attention") in (True, "all"):
+            expected = "expected a model whose tokens attend to earlier ones only"
+            found = "it was trained with attention in both directions, which is not computed here"
+            raise InputError("model", f"{expected}; by its config.json {found}")
     sizes = checkpoint.config.get("matryoshka_dimensions")
     if not sizes and checkpoint.config.get("is_matryoshka") is True:
         sizes = range(1, hidden_size + 1)

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from coordinator.engine.embeddings import Pooling, embed, read_pooling
 from coordinator.engine.engine import Engine
 from coordinator.sessions.output import Output
-from coordinator.sessions.request import Request
+from coordinator.sessions.request import PoolingKind, Request
 from tests.cluster.models import make_talker
 from tests.integration.conftest import Models, Whole, running
 from tests.integration.many import request, tokens_of
@@ -171,3 +171,28 @@ def test_a_model_that_pools_in_another_way_is_refused(
         read = read_pooling(open_folder(folder), 64)
         assert (read.kind, read.is_normalised) == found
         assert read_pooling(open_folder(folder), 64, "mean").kind == "mean"
+
+
+@pytest.mark.parametrize(
+    ("config", "is_read"),
+    [
+        ({"is_causal": True, "use_bidirectional_attention": False}, True),
+        ({"is_causal": False}, False),
+        ({"text_config": {"is_causal": False}}, False),
+        ({"use_bidirectional_attention": True}, False),
+        ({"text_config": {"use_bidirectional_attention": "all"}}, False),
+    ],
+    ids=str,
+)
+def test_a_model_that_was_trained_with_attention_in_both_directions_is_refused(
+    tmp_path: Path, config: dict[str, Any], is_read: bool
+) -> None:
+    folder = write_pooling(make_talker(tmp_path / "model"), {"pooling_mode": "mean"}, **config)
+    kinds: tuple[PoolingKind | None, ...] = (None, "mean")
+    for chosen in kinds:
+        if is_read:
+            assert read_pooling(open_folder(folder), 64, chosen).kind == "mean"
+        else:
+            with pytest.raises(InputError) as refused:
+                read_pooling(open_folder(folder), 64, chosen)
+            assert refused.value.field == "model"
