@@ -341,12 +341,14 @@ class _Frame:
     """The milliseconds that a frame takes on every possible stage and link.
 
     `stages` are by node, then by [start, end) of its layers, infinity where those do not fit. `hops` and `occupied` are
-    by sender and receiver: the whole hop, and the part of it in which the link can send nothing else.
+    by sender and receiver: the whole hop, and the part of it in which the link can send nothing else. `back` is the hop
+    from each last node to the first.
     """
 
     stages: Sequence[Floats]
     hops: Floats
     occupied: Floats
+    back: Floats
 
     @property
     def times(self) -> Floats:
@@ -364,9 +366,7 @@ class _Search:
         self._objective = objective
         self._speeds = [speeds.speeds[node.name] for node in nodes]
         self._links = [[speeds.link(a.name, b.name) for b in nodes] for a in nodes]
-        num_back = spec.step_rows * spec.soft_row_bytes
-        self._back = np.array([row[0].ms(num_back) for row in self._links])  # from each last node to the first
-        self._back[0] = 0.0 if objective.may_be_alone or len(nodes) == 1 else np.inf
+        self._alone_ms = 0.0 if objective.may_be_alone or len(nodes) == 1 else math.inf
         self._in_order = objective.is_order_fixed or len(nodes) > _MOST_IN_ANY_ORDER
         excess = excess_cost(spec, nodes, objective.context, num_sessions)
         self._forbidden = np.ones((len(nodes), spec.num_layers + 1, spec.num_layers + 1), bool)
@@ -393,7 +393,7 @@ class _Search:
         """
         rows = self._spec.step_rows
         step, prompt = self._frame(rows, rows), self._frame(PROMPT_ROWS if self._know(PROMPT_ROWS) else 1, 0)
-        least = self._shortest(step.stages, step.hops)
+        least = self._shortest(step.stages, step.hops, step.back)
         if not least.members:
             return least
 
@@ -404,6 +404,7 @@ class _Search:
                     for stage, fed in zip(step.stages, prompt.stages, strict=True)
                 ],
                 np.where((prompt.occupied <= prompt_ms) & (step.occupied <= step_ms), step.hops, np.inf),
+                step.back,
             )
 
         most = least.cost * LATENCY_SLACK
@@ -424,6 +425,7 @@ class _Search:
             return self._shortest(
                 [np.where(lanes * stage <= limit, stage, np.inf) for stage in frame.stages],
                 np.where(lanes * frame.occupied <= limit, frame.hops, np.inf),
+                frame.back,
             )
 
         def rounded(chain: _Chain) -> _Chain:
@@ -454,9 +456,11 @@ class _Search:
         hops = np.array([[link.ms(num_bytes) for link in row] for row in self._links])
         occupied = np.array([[link.occupied_ms(num_bytes) for link in row] for row in self._links])
         np.fill_diagonal(occupied, 0.0)
-        return _Frame(stages, hops, occupied)
+        back = np.array([row[0].ms(num_rows * self._spec.soft_row_bytes) for row in self._links])
+        back[0] = self._alone_ms
+        return _Frame(stages, hops, occupied, back)
 
-    def _shortest(self, stages: Sequence[Floats], hops: Floats) -> _Chain:
+    def _shortest(self, stages: Sequence[Floats], hops: Floats, back: Floats) -> _Chain:
         """Return the chain with the least sum, by dynamic programming over the nodes used, the last one and its end."""
         num_nodes, num_ends = len(stages), len(stages[0])
         start = np.full((num_nodes, num_ends), np.inf)
@@ -468,7 +472,7 @@ class _Search:
             table = reached.setdefault(then_used, np.full((num_nodes, num_ends), np.inf))
             table[i] = sums.min(axis=0)
             steps[then_used, i] = used, by_last.argmin(axis=0), sums.argmin(axis=0)
-        totals = {used: table[:, -1] + self._back for used, table in reached.items()}
+        totals = {used: table[:, -1] + back for used, table in reached.items()}
         least = min(float(total.min()) for total in totals.values())
         if math.isinf(least):
             return _Chain()

@@ -120,6 +120,19 @@ def test_a_split_is_judged_by_the_canvases_of_a_model_that_decodes_nothing_less(
         assert plan(spec, nodes(ROOMY, ROOMY), survey, objective).layers == layers
 
 
+@pytest.mark.parametrize(("bytes_per_s", "layers"), [(320_000 / 3e-3, [2]), (320_000 / 2e-3, [1, 1])])
+def test_all_canvases_of_a_frame_count_on_the_hop_back(bytes_per_s: float, layers: list[int]) -> None:
+    """Two canvases of 160 kB take 20 ms on one node, and on two 15 ms and two hops of 3 or 2 ms."""
+    canvas = CanvasTraining(None, 8, refinement=Refinement())
+    spec = replace(model([GB, 2 * GB], hidden=10_000), canvas=canvas)
+    first, second = ([((1, ms), (16, ms)) for ms in each] for each in ((11.0, 9.0), (50.0, 4.0)))
+    head = ((1, 0.0), (16, 0.0))
+    speeds = {name: NodeSpeed(tuple(each), head, 1000) for name, each in (("n0", first), ("n1", second))}
+    survey = Survey(speeds, {"n1": LinkSpeed(0.0, bytes_per_s)})
+    objective = Objective(1, goal="throughput", num_requests=2)
+    assert plan(spec, nodes(ROOMY, ROOMY), survey, objective).layers == layers
+
+
 def test_memory_is_that_of_all_sessions() -> None:
     room = 3 * GB + 3 * 1000 * 1024  # three layers' weights, and their caches of one session
     for num_sessions, layers in ((1, [3, 1]), (2, [2, 2])):
