@@ -408,7 +408,7 @@ class _Search:
             )
 
         most = least.cost * LATENCY_SLACK
-        prompts_ms, steps_ms = prompt.times, step.times
+        prompts_ms, steps_ms = prompt.times / _CLEARLY, step.times / _CLEARLY
         prompt_ms = prompts_ms[_first(len(prompts_ms), lambda i: within(prompts_ms[i], math.inf).cost <= most)]
         step_ms = steps_ms[_first(len(steps_ms), lambda i: within(prompt_ms, steps_ms[i]).cost <= most)]
         return within(prompt_ms, step_ms)

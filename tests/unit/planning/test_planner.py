@@ -109,6 +109,14 @@ def test_of_plans_that_are_equally_fast_the_one_of_fewest_nodes_is_taken(goal: G
     assert names(plan(spec, nodes(ROOMY, ROOMY), survey, Objective(1, goal=goal))) == ["n0"]
 
 
+def test_no_split_is_excluded_by_rounding() -> None:
+    """Prompts take 0.1 ms per layer: [1, 3) no longer than others of two, though 0.1 + 0.1 + 0.1 is more than 0.3."""
+    spec = model([GB, 2 * GB, 2 * GB, GB])
+    speed = NodeSpeed((((1, 0.03), (512, 0.1)), ((1, 0.01), (512, 0.1))), ((1, 0.0), (512, 0.0)), 1000)
+    survey = Survey({f"n{i}": speed for i in range(3)}, {"n1": LinkSpeed(), "n2": LinkSpeed()})
+    assert plan(spec, nodes(ROOMY, ROOMY, ROOMY), survey, Objective(1)).layers == [1, 2, 1]
+
+
 @pytest.mark.parametrize("goal", GOALS)
 def test_a_split_is_judged_by_the_canvases_of_a_model_that_decodes_nothing_less(goal: Goal) -> None:
     head = ((1, 0.0), (64, 0.0))
