@@ -417,15 +417,17 @@ class _Search:
         """Return the chain that passes one frame of so many rows per lane soonest, or `known` if none is better.
 
         A round takes as long as one frame's way, or as the slowest part takes for all lanes. The lower the limit on
-        every part, the longer the shortest way: the best chain is where the limit and the way meet.
+        every part, the longer the shortest way: the best chain is where the limit and the way meet. Where it is as good
+        with fewer nodes, their way is longer.
         """
         frame = self._frame(num_rows, num_rows)
 
-        def shortest(limit: float) -> _Chain:
+        def shortest(limit: float, enough: float = 0.0) -> _Chain:
             return self._shortest(
                 [np.where(lanes * stage <= limit, stage, np.inf) for stage in frame.stages],
                 np.where(lanes * frame.occupied <= limit, frame.hops, np.inf),
                 frame.back,
+                enough,
             )
 
         def rounded(chain: _Chain) -> _Chain:
@@ -434,12 +436,13 @@ class _Search:
             carried = [frame.occupied[pair] for pair in pairwise(chain.members)]
             return _Chain(max(chain.cost, lanes * max(computed + carried)), chain.members, chain.ends)
 
-        if shortest(known.cost).cost >= known.cost:
-            return known
-        limits = lanes * frame.times
-        at = _first(len(limits), lambda i: shortest(limits[i]).cost <= limits[i])
-        near = [shortest(limits[i]) for i in (at - 1, at) if 0 <= i < len(limits)]
-        return _least([known, *(rounded(chain) for chain in near if chain.members)])
+        if shortest(known.cost).cost < known.cost:
+            limits = lanes * frame.times
+            at = _first(len(limits), lambda i: shortest(limits[i]).cost <= limits[i])
+            near = [shortest(limits[i]) for i in (at - 1, at) if 0 <= i < len(limits)]
+            known = _least([known, *(rounded(chain) for chain in near if chain.members)])
+        fewest = shortest(known.cost / _CLEARLY, known.cost)
+        return _least([known, rounded(fewest)]) if fewest.members else known
 
     def _know(self, num_rows: int) -> bool:
         return all(speed.knows(num_rows) for speed in self._speeds)
@@ -460,8 +463,11 @@ class _Search:
         back[0] = self._alone_ms
         return _Frame(stages, hops, occupied, back)
 
-    def _shortest(self, stages: Sequence[Floats], hops: Floats, back: Floats) -> _Chain:
-        """Return the chain with the least sum, by dynamic programming over the nodes used, the last one and its end."""
+    def _shortest(self, stages: Sequence[Floats], hops: Floats, back: Floats, enough: float = 0.0) -> _Chain:
+        """Return the chain with the least sum, by dynamic programming over the nodes used, the last one and its end.
+
+        If sums up to `enough` are possible, it is the shortest chain of the fewest nodes that have one.
+        """
         num_nodes, num_ends = len(stages), len(stages[0])
         start = np.full((num_nodes, num_ends), np.inf)
         start[0] = stages[0][0]
@@ -476,16 +482,23 @@ class _Search:
         least = min(float(total.min()) for total in totals.values())
         if math.isinf(least):
             return _Chain()
-        good = ((used, int(i)) for used, total in totals.items() for i in np.flatnonzero(total * _CLEARLY <= least))
-        return _least([_Chain(least, *_trace_back(steps, used, i, num_ends - 1)) for used, i in good])
+        most = max(least, enough) / _CLEARLY
+        good = [
+            _Chain(float(total[i]), *_trace_back(steps, used, int(i), num_ends - 1))
+            for used, total in totals.items()
+            for i in np.flatnonzero(total <= most)
+        ]
+        fewest = min(len(chain.members) for chain in good)
+        return _least([chain for chain in good if len(chain.members) == fewest])
 
     def _transitions(self, num_nodes: int) -> Iterator[tuple[int, int, int]]:
         """Yield sets of used nodes, as bits, before and after node i is added; each set is complete before its use.
 
-        In the given order one table is enough: the nodes before the last one make no difference then.
+        In the given order their number stands for all sets of so many: which ones the last one follows makes no
+        difference then.
         """
         if self._in_order:
-            yield from ((1, 1, i) for i in range(1, num_nodes))
+            yield from ((count, count + 1, i) for i in range(1, num_nodes) for count in range(i, 0, -1))
             return
         for used in range(1, 1 << num_nodes, 2):
             yield from ((used, used | 1 << i, i) for i in range(1, num_nodes) if not used & 1 << i)
