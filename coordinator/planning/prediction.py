@@ -256,7 +256,8 @@ def _advice(report: PlanReport, objective: Objective, first: str, small: Sequenc
         against = several and f", against {_figure(report.alternatives[several], objective)} of {several}"
         yield f"{chosen.plan.names[0]} alone is fastest: {_figure(chosen, objective)}{against}."
     elif slow := [name for name in report.left_out if name not in small]:
-        yield f"{' and '.join(slow)} would make it no faster, and is left out."
+        are = "is" if len(slow) == 1 else "are"
+        yield f"{' and '.join(slow)} would make it no faster, and {are} left out."
     faster = [each for each in alone if _rate(each, objective) > rate * LATENCY_SLACK]
     for each in sorted(faster, key=lambda each: -_rate(each, objective)):
         [assignment] = each.plan.assignments

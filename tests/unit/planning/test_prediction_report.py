@@ -79,6 +79,11 @@ def test_a_node_without_memory_for_any_layer_is_left_out_for_that(first: int, ad
     assert {"n1", "n2"} <= set(found.left_out) and found.advice.startswith(advice)
 
 
+def test_several_nodes_that_bring_no_speedup_are_named_together() -> None:
+    found = looked(400, 20, 400, 10, objective=THROUGHPUT["objective"])
+    assert found.advice.startswith("n1 and n3 would make it no faster, and are left out.")
+
+
 def test_a_cable_that_matters_is_named() -> None:
     survey = Survey(surveyed(SPEC, 400, 400, 400).speeds, {"n1": LinkSpeed(0.1), "n2": LinkSpeed(20)})
     found = report_plan(SPEC, nodes(3 * GB, 3 * GB, 3 * GB), survey, Objective(1))
