@@ -30,6 +30,7 @@ _CONTEXTS = (
     "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "model_max_length", "n_ctx",
 )  # fmt: skip
 _DEFAULT_CONTEXT = 4096
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "num_query_heads")
 _CHOSEN = (  # how many experts a token is sent to, by the names that configurations have for it
     "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts",
 )  # fmt: skip
@@ -102,8 +103,8 @@ def _layout(checkpoint: Checkpoint) -> CheckpointLayout:
     for name, array in parameters:
         sizes[_place(tree, name)] += array.nbytes
     unchanged = {own: _place(tree, name) for name, array in parameters if (own := unread.name_of(array))}
-    num_chosen = _first_count(config, _CHOSEN, 0)
-    idle = [_idle_bytes(layer, num_chosen) if num_chosen else 0 for layer in tree.layers]
+    num_chosen = [_first_count(config, _CHOSEN, 0, layer) for layer in range(len(tree.layers))]
+    idle = [_idle_bytes(layer, num) if num else 0 for layer, num in zip(tree.layers, num_chosen, strict=True)]
     try:
         info = probe(model)
     except ModelError as error:
@@ -121,7 +122,9 @@ def _layout(checkpoint: Checkpoint) -> CheckpointLayout:
         family=config["model_type"],
         layers=tuple(
             LayerSpec(
-                sizes[i], memories, idle[i], _num_products(tree.layers[i], num_chosen), _num_attended(config, memories)
+                *(sizes[i], memories, idle[i]),
+                _num_products(tree.layers[i], num_chosen[i]),
+                _num_attended(config, i, memories),
             )
             for i in range(info.num_layers)
             for memories in [info.memories_of(i)]
@@ -210,16 +213,19 @@ def _num_products(layer: Any, num_chosen: int) -> int:
     return found
 
 
-def _num_attended(config: dict[str, Any], memories: Sequence[Memory]) -> int:
+def _num_attended(config: dict[str, Any], layer: int, memories: Sequence[Memory]) -> int:
     """Return the multiplications of attention per row and earlier token, by the configuration's sizes of a head."""
-    heads = _first_count(config, ("num_attention_heads", "n_head", "num_heads"), 0)
+    heads = _first_count(config, _HEADS, 0, layer)
     whole = [memory.key_size + memory.value_size for memory in memories if memory.window is None and memory.heads]
     latent = [_first_count(config, (name,), 0) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
     return heads * (sum(latent) if all(latent) and whole else sum(whole))
 
 
-def _first_count(config: dict[str, Any], keys: Sequence[str], default: int) -> int:
-    """Return the first of these keys that holds a number above 0, in the text model's configuration if it has one."""
-    parts = (text_config(config), config)
-    found = (part[key] for part in parts for key in keys if isinstance(part.get(key), int) and part[key] > 0)
-    return int(next(found, default))
+def _first_count(config: dict[str, Any], keys: Sequence[str], default: int, layer: int = 0) -> int:
+    """Return the first of these keys that holds a number above 0, in the text model's configuration if it has one.
+
+    Of a list it is the layer's entry.
+    """
+    values = (part.get(key) for part in (text_config(config), config) for key in keys)
+    counts = (each[layer] if isinstance(each, list) and layer < len(each) else each for each in values)
+    return int(next((each for each in counts if isinstance(each, int) and each > 0), default))

@@ -10,6 +10,7 @@ import pytest
 from protos.brigade_pb2 import DTYPE_BFLOAT16
 from tests.tiny import make_model
 from tests.unit.model.test_checkpoint import LAYER, synthetic
+from tools.model_types.make import make_type
 from worker.model.cache_spec import Memory
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe, layout_of, shard_tensors
@@ -68,6 +69,21 @@ def test_experts_that_a_token_is_not_sent_to_are_idle(tmp_path: Path, quantize: 
     assert spec.layers[0].num_products == attention + router + numbers // 2
     assert dense.layers[0].num_products == attention + 3 * 64 * 96
     assert all(layer.read_bytes == layer.weight_bytes > 0 for layer in dense.layers)
+
+
+def test_what_a_configuration_has_by_layer_is_read_by_layer(tmp_path: Path) -> None:
+    """A token is sent to so many of four experts, of three matrices of 64 x 64 float32."""
+    experts = describe(
+        open_folder(make_type(tmp_path / "experts", "hunyuan", changes={"moe_topk": [1, 2, 3, 4, 1, 2]}))
+    )
+    assert [layer.idle_bytes for layer in experts.layers] == [idle * 3 * 64 * 64 * 4 for idle in (3, 2, 1, 0, 3, 2)]
+    heads = describe(open_folder(make_type(tmp_path / "heads", "openelm", changes={"num_query_heads": [2, 4] * 3})))
+    assert [layer.num_attended for layer in heads.layers] == [2 * 32, 4 * 32] * 3
+
+
+def test_heads_are_counted_by_dbrx_s_name_for_them(tmp_path: Path) -> None:
+    spec = describe(open_folder(make_type(tmp_path / "model", "dbrx")))
+    assert {layer.num_attended for layer in spec.layers} == {4 * 32}
 
 
 def test_a_model_that_is_opened_again_is_described_once_and_another_one_anew(tmp_path: Path) -> None:
