@@ -277,17 +277,18 @@ def opened(folder: Path, state: Mapping[str, Any]) -> Iterator[None]:
         file.seek(0)
         if not wanted.startswith(found := file.read()):  # a full disk may have left its beginning only
             raise InputError("", f"{folder} holds a part of another conversion; give another folder, or remove it")
-        is_whole = False
+        is_whole = keeps_parts = False
         try:
             if found != wanted:
                 with writing("", folder):
                     path.write_text(wanted, encoding="utf-8")
                     sync_file(file.fileno())
+            keeps_parts = "parts" in state  # for the next run
             yield
             is_whole = True
         finally:
-            is_empty = "parts" not in state and [each.name for each in folder.iterdir()] == [_STATE]
-            if is_whole or is_empty:  # measured parts are kept for the next run
+            is_empty = not keeps_parts and [each.name for each in folder.iterdir()] == [_STATE]
+            if is_whole or is_empty:
                 path.unlink()
 
 

@@ -1,6 +1,7 @@
 """Mixed bits of a tiny model: chosen from what each part does to the loss and the drafts, and read by mlx_lm."""
 
 import asyncio
+import errno
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,6 +80,22 @@ def test_a_run_that_goes_on_measures_nothing_again(
         mixed(source, out, capsys)
     monkeypatch.setattr(sensitivity.Ablation, "run", fail)
     assert mixed(source, out, capsys) == whole
+
+
+def test_a_run_begins_anew_where_a_full_disk_kept_only_a_part_of_what_was_measured(
+    tmp_path: Path, characters: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = make_model(tmp_path / "model", dtype=mx.bfloat16), tmp_path / "out"
+
+    def cut(path: Path, text: str, **_: Any) -> None:
+        path.write_bytes(text[: len(text) // 2].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as once, pytest.raises(InputError, match="No space left"):
+        once.setattr(Path, "write_text", cut)
+        mixed(source, out, capsys)
+    assert not list(out.iterdir())
+    assert mixed(source, out, capsys)["parts"]
 
 
 def test_what_cannot_be_measured_is_refused_before_anything_is_written(
