@@ -25,6 +25,11 @@ from worker.platform.threads import MlxThread, run_in_thread
 
 T = TypeVar("T")
 
+# A peer may send anything. Sums of slower ones are infinite, and their differences no numbers.
+_MOST_MS = 1e6
+_LEAST_GBPS = 1e-6
+_LEAST_BYTES_PER_S = 1.0
+
 
 def is_worth_measuring(peers: Sequence[Peer]) -> bool:
     """Return whether the nodes are different machines: those of one are equally fast, or slow each other down."""
@@ -98,7 +103,7 @@ async def _measured(peer: Peer, request: MeasureRequest, checkpoint: Checkpoint,
         await push_weights(peer, request.model, checkpoint, lambda report: None)
         found = await peer.measure(request)
     num_kinds = len((await run_in_thread(partial(describe, checkpoint))).kinds) if found.kinds else 0
-    is_known = all(map(_is_ascending, (*found.kinds, found.head))) and 0 < found.gbps < inf
+    is_known = all(map(_is_ascending, (*found.kinds, found.head))) and _LEAST_GBPS <= found.gbps < inf
     if found.kinds and not (is_known and len(found.kinds) == num_kinds):
         expected = f"expected milliseconds by rows, from 1 up, of {num_kinds} kinds of layers and the head"
         raise FrameError(f"{peer.name}: {expected}, got others; install the same version of Brigade")
@@ -106,10 +111,10 @@ async def _measured(peer: Peer, request: MeasureRequest, checkpoint: Checkpoint,
 
 
 def _is_ascending(times: RowTimes) -> bool:
-    """Return whether these are times of ascending numbers of rows, the first one 1: a peer may send anything."""
+    """Return whether these are times of ascending numbers of rows, the first one 1."""
     rows = list(times.rows)
     is_by_rows = rows[:1] == [1] and all(before < after for before, after in pairwise(rows))
-    return is_by_rows and len(rows) == len(times.ms) and all(0 <= ms < inf for ms in times.ms)
+    return is_by_rows and len(rows) == len(times.ms) and all(0 <= ms <= _MOST_MS for ms in times.ms)
 
 
 async def _unless_refused(asking: Coroutine[Any, Any, T]) -> T | None:
@@ -141,7 +146,7 @@ def _times(times: RowTimes) -> TimesByRows:
 
 
 def _link(reply: LinkReply | None) -> LinkSpeed:
-    """Return the speed of a link, `UNMEASURED` if it makes no sense: a peer may send anything."""
-    if reply is None or not (0 <= reply.rtt_ms < inf and 0 < reply.bytes_per_s < inf):
+    """Return the speed of a link, `UNMEASURED` if it makes no sense."""
+    if reply is None or not (0 <= reply.rtt_ms <= _MOST_MS and _LEAST_BYTES_PER_S <= reply.bytes_per_s < inf):
         return UNMEASURED
     return LinkSpeed(reply.rtt_ms, reply.bytes_per_s)

@@ -82,6 +82,8 @@ async def test_a_survey_beside_an_open_chain_does_not_measure_this_node(folder: 
         {"kinds": [RowTimes(rows=[1, 4, 2], ms=[1.0, 1.0, 1.0])]},
         {"kinds": [RowTimes(rows=[1, 2], ms=[1.0])]},
         {"kinds": [RowTimes(rows=[1], ms=[nan])]},
+        {"kinds": [RowTimes(rows=[1], ms=[1e308])]},
+        {"gbps": 5e-324},
         {"kinds": [RowTimes(rows=[1], ms=[1.0])] * 2},
         {"head": RowTimes()},
         {"gbps": 0.0},

@@ -38,8 +38,8 @@ class FakePeer:
     [
         (0.0, 1e9, LinkSpeed(0.0, 1e9)),
         (0.5, 1e9, LinkSpeed(0.5, 1e9)),
-        *((rtt_ms, 1e9, UNMEASURED) for rtt_ms in (nan, inf, -50.0)),
-        *((0.5, bytes_per_s, UNMEASURED) for bytes_per_s in (0.0, nan, inf, -1.0)),
+        *((rtt_ms, 1e9, UNMEASURED) for rtt_ms in (nan, inf, -50.0, 1e308)),
+        *((0.5, bytes_per_s, UNMEASURED) for bytes_per_s in (0.0, nan, inf, -1.0, 5e-324)),
     ],
 )
 def test_a_link_whose_speed_makes_no_sense_counts_as_not_measured(
