@@ -5,7 +5,9 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack
+from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Self
 
 from coordinator.cluster.chain import Chain
@@ -55,6 +57,7 @@ from worker.errors import (
     without_trace,
 )
 from worker.platform.machine import is_overloaded
+from worker.platform.threads import run_in_thread
 
 ASK_S, _LONGEST_ASK_S = 0.3, 1.0
 _LEAST_TRY_S = 5.0  # for one try to open the next chain; at most half of the time that is left, if that is longer
@@ -202,8 +205,8 @@ class Cluster:
         """Act on one decision after another until there is a chain. Raises StageLost once the time is over."""
         while True:
             await self._note_loads(recovery)
-            action = self._decide(
-                Situation(
+            action = await self._decide(
+                lambda: Situation(
                     now=time.monotonic(),
                     plan=recovery.plan,
                     lost_at=recovery.lost_at,
@@ -333,8 +336,8 @@ class Cluster:
                 continue
             await self._note_loads(None)
             self.note_draining()
-            action = self._decide(
-                Situation(
+            action = await self._decide(
+                lambda: Situation(
                     now=time.monotonic(),
                     plan=self.chain.plan,
                     is_open=True,
@@ -415,8 +418,11 @@ class Cluster:
 
     # --- nodes ------------------------------------------------------------------------------------------------------
 
-    def _decide(self, situation: Situation) -> Action:
-        return decide(self.nodes.records, situation, self._limits, self._planner)
+    async def _decide(self, situation: Callable[[], Situation]) -> Action:
+        """Return the next action. Plans that it needs are searched for on a thread: streams do not wait for that."""
+        before = [copy(each) for each in self.nodes.records]
+        await run_in_thread(partial(decide, before, situation(), self._limits, self._planner))
+        return decide(self.nodes.records, situation(), self._limits, self._planner)  # by what has changed meanwhile
 
     def _members(self, plan: Plan) -> list[ClusterNode]:
         """Return the workers of a plan, in its order."""

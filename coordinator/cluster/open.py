@@ -187,7 +187,7 @@ async def choose_plan(
         may_be_alone=options.may_be_alone,
         needs_all=options.needs_all,
     )
-    plan = planner.plan(spec, nodes, speeds, objective)
+    plan = await run_in_thread(partial(planner.plan, spec, nodes, speeds, objective))
     if options.objective == "prompt" and (why := planner.why_not_shared(spec, nodes, speeds, objective, plan)):
         say(f"note: planned by latency, not for prompts: {why}")
     left_out = [node for node in nodes if node.name not in plan.names]

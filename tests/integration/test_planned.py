@@ -1,5 +1,6 @@
 """A cluster whose nodes' speeds are known: who makes it no faster is left out, and takes over where a node is lost."""
 
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -14,7 +15,8 @@ from coordinator.cluster.open import cluster_over, open_chain
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer
 from coordinator.engine.engine import Engine
-from coordinator.planning.plan import Goal
+from coordinator.planning.plan import Goal, Plan
+from coordinator.planning.planner import plan
 from coordinator.planning.recovery import Limits
 from coordinator.planning.speeds import NO_SPEEDS, LinkSpeed, NodeSpeed, Survey
 from tests.integration.conftest import NETWORK, Whole, answer
@@ -178,3 +180,22 @@ async def test_a_split_that_replaces_the_given_layers_while_a_worker_is_missing_
     assert (
         "layers 1,1,2 need every node, and fast is missing: split as coordinator [0, 1), slow [1, 4) until it joins\n"
     ) in capsys.readouterr().err
+
+
+async def test_plans_are_searched_for_beside_the_event_loop(whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search over many nodes takes seconds."""
+    searched: list[bool] = []
+
+    def noted(*arguments: Any) -> Plan:
+        searched.append(threading.current_thread() is threading.main_thread())
+        return plan(*arguments)
+
+    monkeypatch.setattr("coordinator.planning.planner.plan", noted)
+    async with opened(whole.folder) as (cluster, fast):
+        num_first = len(searched)
+        async with Engine(cluster.chain, when_lost=cluster.reopen) as engine:
+            live = Live(engine, request(PROMPT, 16))
+            await live.wait_pieces(3)
+            await fast.stop()
+            await live.answer()
+    assert 0 < num_first < len(searched) and not any(searched)

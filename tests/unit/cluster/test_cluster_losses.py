@@ -1,13 +1,13 @@
 """What a cluster does about single losses, in virtual time: each was once the end of requests that could go on."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from coordinator.cluster.deployment import OwnCopy
-from coordinator.planning.recovery import Action, LeaveOut, Limits, Load, NodeState, decide
+from coordinator.planning.recovery import Action, LeaveOut, Limits, Load, NodeEvent, NodeState, decide
 from coordinator.sessions.request import Request
 from tests.unit.cluster import fake_network, test_cluster_states
 from tests.unit.cluster.test_cluster_states import Cluster3
@@ -319,6 +319,25 @@ def test_a_node_that_comes_back_with_a_certificate_of_another_authority_is_repor
     cluster.wait(30)
     assert cluster.said.count(told[0]) == 1
     cluster.act(setattr, a, "is_foreign", False, wait_s=10)
+    assert cluster.members == WHOLE
+
+
+def test_a_node_that_is_lost_while_a_plan_is_searched_for_is_not_loaded(cluster: Cluster3) -> None:
+    a, worker = cluster.world.places["a"], cluster.cluster.nodes.workers["a"]
+    cluster.act(a.end, wait_s=30)
+
+    async def search(call: Callable[[], Any]) -> Any:
+        found = call()
+        if worker.state is NodeState.PRESENT:
+            a.end()
+            worker.meet(NodeEvent.LOST, cluster.time.now)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coordinator.cluster.cluster.run_in_thread", search)
+        cluster.act(a.start, wait_s=5)
+    assert not a.is_up and not any("KeyError" in line for line in cluster.said)
+    cluster.act(a.start, wait_s=30)
     assert cluster.members == WHOLE
 
 

@@ -337,7 +337,7 @@ def test_a_drafter_that_does_not_fit_on_what_is_left_is_left_out(last: int, fits
 
 
 def test_a_planner_searches_once_for_the_same_nodes_and_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decisions follow each other while a node is awaited or loads, and block the event loop."""
+    """Decisions follow each other while a node is awaited or loads."""
     searched: list[Sequence[Node]] = []
 
     def counted(spec: ModelSpec, where: Sequence[Node], speeds: Survey, objective: Objective) -> Plan:
