@@ -71,8 +71,8 @@ async def test_a_node_whose_next_one_leaves_first_has_not_failed(folder: Path, m
         await answer(chain, (1, 2, 3), 3)
         [link], last = links, nodes[1].service.worker.stage
         assert last is not None
-        nodes[1].thread.post(lambda: last._credit.put_nowait(0))  # ends its hop in order
-        await until(lambda: link._call.done())
+        nodes[1].thread.post(lambda: last.credit.put_nowait(0))  # ends its hop in order
+        await until(lambda: link.call.done())
     await until(lambda: not any(node.service.worker.attachment for node in nodes))
     left = [line for line in out.getvalue().splitlines() if "left" in line]
     assert sorted(left) == [f"worker node-{n}: left the chain of coordinator coordinator" for n in (1, 2)]

@@ -146,7 +146,7 @@ class Link:
         self.node = node
         self._address = hop_address(address)
         self._channel = network.channel(node, self._address)
-        self._call = open_relay(self._channel, epoch, stage, sender)
+        self.call = open_relay(self._channel, epoch, stage, sender)
         self._credit = asyncio.Semaphore(0)
         self._is_open = asyncio.Event()
         self._reading = asyncio.create_task(self._read_credit())  # until the hop ends
@@ -163,7 +163,7 @@ class Link:
         await self._credit.acquire()
         try:
             for part in parts:
-                await self._call.write(part)
+                await self.call.write(part)
         except (grpc.RpcError, asyncio.InvalidStateError):
             await self.wait_lost()
 
@@ -172,7 +172,7 @@ class Link:
         await asyncio.shield(self._reading)
 
     async def close(self) -> None:
-        self._call.cancel()
+        self.call.cancel()
         self._reading.cancel()
         try:
             await asyncio.gather(self._reading, return_exceptions=True)
@@ -181,7 +181,7 @@ class Link:
 
     async def _read_credit(self) -> None:
         try:
-            async for credit in self._call:
+            async for credit in self.call:
                 if credit.frames > _MOST_CREDIT:
                     raise FrameError(
                         f"expected credit for at most {_MOST_CREDIT} frames, got {credit.frames}", node=self.node

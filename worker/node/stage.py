@@ -65,7 +65,7 @@ class Stage:
         self._newest_step = -1  # of the received frames
         self._frames: asyncio.Queue[tuple[Arrival, int]] = asyncio.Queue()  # each with its time of arrival
         self._has_hop = False
-        self._credit: asyncio.Queue[int] = asyncio.Queue()  # to grant; 0 ends the hop
+        self.credit: asyncio.Queue[int] = asyncio.Queue()  # to grant; 0 ends the hop
         self._num_uncredited = 0  # frames completed since the last grant
         # running
         self._begun: Step | None = None  # not finished
@@ -206,7 +206,7 @@ class Stage:
         if self.failure is None:
             self.failure = without_trace(error)
             self._outcomes.put_nowait(None)
-            self._credit.put_nowait(0)
+            self.credit.put_nowait(0)
             self._has_ended.set()
 
     async def wait_idle(self) -> None:
@@ -238,7 +238,7 @@ class Stage:
         reading.add_done_callback(self._hop_ended)
         try:
             yield Credit(frames=_DEPTH)
-            while frames := await self._credit.get():
+            while frames := await self.credit.get():
                 yield Credit(frames=frames)
         finally:
             await cancel_all(reading)
@@ -371,7 +371,7 @@ class Stage:
         self._num_uncredited += self._has_hop
         if self._num_uncredited == _DEPTH // 2:
             self._num_uncredited = 0
-            self._credit.put_nowait(_DEPTH // 2)
+            self.credit.put_nowait(_DEPTH // 2)
 
     # The end
 
@@ -383,7 +383,7 @@ class Stage:
         """Fail the stage if the sender broke the protocol. The coordinator notices a lost sender by itself."""
         if not reading.cancelled() and (error := reading.exception()):
             self.fail(error)
-        self._credit.put_nowait(0)
+        self.credit.put_nowait(0)
 
     def _raise_failure(self) -> None:
         if self.failure is not None:

@@ -97,8 +97,8 @@ def test_the_client_makes_the_same_response_of_the_events() -> None:
     found = events(ALL)
     for event in found:
         state.handle_event(event)
-    assert state._completed_response is not None
-    _, message, *calls = state._output_items.values()  # by the deltas; it does not gather thoughts
+    assert state._completed_response is not None  # noqa: SLF001 - of openai
+    _, message, *calls = state._output_items.values()  # noqa: SLF001 - by the deltas; it does not gather thoughts
     assert message.to_dict()["content"] == found[-1].response.to_dict()["output"][1]["content"]
     assert [call.to_dict()["arguments"] for call in calls] == [call.arguments for call in CALLS]
     assert without_ids(found[-1].response) == without_ids(Response.model_validate(whole(ALL)))
