@@ -25,7 +25,7 @@ KEY = "open-sesame"
 UNLUCKY = """
 Object.defineProperty(window, "sessionStorage", { get() { throw new DOMException("blocked") } });
 const allowed = AbortSignal.timeout.bind(AbortSignal);
-AbortSignal.timeout = (ms) => allowed(ms / 10);
+AbortSignal.timeout = (ms) => allowed(ms / 4);
 """
 LABELS = {"stage", "worker", "decoder", "finished_reason", "reason", "cause", "state", "le", "key"}
 
