@@ -243,8 +243,11 @@ class View:
     @property
     def is_batch(self) -> bool:
         """Whether these are keys and values only, side by side in one pack in the lane's order."""
-        is_stateless = all(isinstance(cache, KVCache) for cache in flat(self._caches[0]))
-        return is_stateless and any(run.is_lane and run.counts_up for run in self._runs)
+        return self._is_stateless and any(run.is_lane and run.counts_up for run in self._runs)
+
+    @cached_property
+    def _is_stateless(self) -> bool:
+        return all(isinstance(cache, KVCache) for cache in flat(self._caches[0]))
 
     @property
     def offset(self) -> mx.array:
@@ -334,8 +337,10 @@ class View:
 
     def _can_be_batch(self, run: Run) -> bool:
         """Return whether the run's positions count up, and its states, if any, can be put side by side."""
+        if not run.counts_up or self._is_stateless:
+            return run.counts_up
         states = [[each for each in flat(self._caches[n]) if isinstance(each, RecurrentState)] for n in run.numbers]
-        return run.counts_up and all(map(can_be_stacked, zip(*states, strict=True)))
+        return all(map(can_be_stacked, zip(*states, strict=True)))
 
     def _run_group(self, run: Run, unit: RunLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a unit for one slot or for a batch and return its result [B, ...]."""
@@ -462,11 +467,14 @@ def _is_packed(entry: Any) -> bool:
 
 def flat(entry: Any) -> Iterator[Any]:
     """Yield the items of nested tuples and lists."""
-    if isinstance(entry, tuple | list):
-        for part in entry:
-            yield from flat(part)
-    else:
+    if not isinstance(entry, tuple | list):
         yield entry
+        return
+    for part in entry:
+        if isinstance(part, tuple | list):
+            yield from flat(part)
+        else:
+            yield part
 
 
 def _end_to_end(result: Any) -> Any:
