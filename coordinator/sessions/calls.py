@@ -248,7 +248,7 @@ class JsonCallMachine:
                 state, ((name, sure), *others) = self.split(state, letter)
                 parts = [*parts[:-1], (name, parts[-1][1] + sure), *others]
             return state, parts
-        if name == "tool" and (string := _string_at_end(string + parts[0][1])).startswith('"'):
+        if (string := _string_at_end(string + parts[0][1])).rstrip("\\") == '"':
             marker = self._machine.flush(before)[1] + text
             return (name, self._machine.make_state(name), string), [(name, marker)]
         return (after[0], after, ""), parts
@@ -261,12 +261,20 @@ class JsonCallMachine:
 
 
 def _string_at_end(text: str) -> str:
-    """Return a quote if a JSON string is open at the end of a text, and a backslash behind which the end is escaped.
+    """Return a short text that has to be known of this one to tell whether what follows is in a JSON string.
 
-    No JSON string has several lines, so each line begins outside of any.
+    That is a quote if a string is open, and a backslash if the next character is escaped. No JSON string has several
+    lines, so each line begins outside of any. Where a string is followed by what none is, the quotes of the line tell
+    nothing any more, and no string is open.
     """
     rest = _ESCAPED.sub("", text.rpartition("\n")[2])
-    return '"' * (rest.count('"') % 2) + "\\" * rest.endswith("\\")
+    _, *parts = rest.split('"')  # strings, and what follows each
+    behind = [part.strip() for part in parts[1::2]]
+    if any(each and each[0] not in ",:}]" for each in behind):
+        return '""!'
+    if len(parts) % 2:
+        return '"' + "\\" * rest.endswith("\\")
+    return '""' if behind and not behind[-1] else ""
 
 
 def joined_calls(pieces: Sequence[ToolCall]) -> list[ToolCall]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from zeroconf import ServiceStateChange
+from zeroconf import Error, ServiceStateChange
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
 from coordinator.deploy import discovery as browsing
@@ -98,6 +98,15 @@ async def test_who_points_to_what_is_no_node_is_ignored_and_ends_nothing(name: s
         ear.on_change(listener.zeroconf, SERVICE, name, ServiceStateChange.Added)
         await ear.wait_resolved()
     assert ear.heard == Heard(num_ignored=1)
+
+
+async def test_a_failure_without_words_is_told_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> list[Interface]:
+        raise Error
+
+    monkeypatch.setattr(browsing, "own_interfaces", fail)
+    with pytest.raises(StageLost, match=r"on this machine's networks: Error$"):
+        await browse(0.1)
 
 
 async def test_a_listener_that_fails_leaves_no_task_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,6 +131,12 @@ def test_the_logprobs_of_a_whole_answer_are_made_as_they_come(path: str, body: d
     assert made == [{0}, {0, 1}, {0, 1, 2}]
 
 
+def test_the_logprobs_of_an_echoed_prompt_are_made_as_they_come() -> None:
+    made, told = answer(Choice("abca", (0, 1, 0)), echo=True, logprobs=1), list[int]()
+    made.token_text = lambda token: str(told.append(token))
+    assert not chunks(made, scored(token(1, -0.5, (2, -0.5)))) and told == [2, 1]
+
+
 @pytest.mark.parametrize("wants", [True, False])
 def test_what_is_decided_ahead_comes_with_the_chunk_of_its_step_where_it_is_asked_for(*, wants: bool) -> None:
     """Also with a step whose tokens say nothing yet."""

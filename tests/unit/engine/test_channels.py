@@ -33,8 +33,10 @@ def divided(parser: TextParser, text: str, reason: str | None = None) -> Output:
     return output
 
 
-def apart(text: str, size: int, *, tools: Any = TOOLS, begins_in: str = "normal", reason: str = "stop") -> list[Output]:
-    parser = TextParser(None, (), markers(begins_in), tools)
+def apart(
+    text: str, size: int, *, tools: Any = TOOLS, begins_in: str = "normal", reason: str = "stop", form: str = ""
+) -> list[Output]:
+    parser = TextParser(None, (), markers(begins_in, form), tools)
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     deltas = [divided(parser, piece) for piece in pieces]
     return [*deltas, divided(parser, "", reason)]
@@ -71,6 +73,7 @@ def test_what_is_no_call_is_text(text: str, tools: Any, reason: str) -> None:
     for size in (1, 3):
         deltas = apart(text, size, tools=tools, reason=reason)
         assert content(deltas) == text and deltas[-1].finish_reason == reason
+    assert content(apart("1 <thin", 3, form="json_tools")) == "1 <thin"
 
 
 def test_a_template_may_end_where_thinking_has_begun_and_without_markers_all_is_content() -> None:
@@ -179,9 +182,12 @@ def test_a_marker_in_a_string_of_a_call_ends_no_call(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
-@pytest.mark.parametrize("body", ['{"name": "add", "arguments": {"a": 1}', '{"name": "add", "arguments": {"a": "1}}\n'])
-def test_a_call_whose_json_lacks_its_end_ends_at_the_marker_of_a_line(body: str, size: int) -> None:
-    pieces = Pieces(f"<tool_call>{body}</tool_call> Done", size)
+@pytest.mark.parametrize(
+    "arguments", ['{"a": 1', '{"a": "1}}\n', '{"a": "it is 5" tall"}}', '{"a": "so "</b> it"', '{"a": "\\" "b" c"}']
+)
+def test_a_call_whose_json_is_broken_ends_at_its_marker(arguments: str, size: int) -> None:
+    """Unless a string never ends on its line; what looks like strings behind the mistake tells nothing."""
+    pieces = Pieces(f'<tool_call>{{"name": "add", "arguments": {arguments}</tool_call> Done', size)
     output = Output("", pieces.tokens, 0, "stop")
     TextParser(pieces, (), markers(form="json_tools"), TOOLS).read(output)
     assert (output.content, output.finish_reason) == (" Done", "tool_calls")

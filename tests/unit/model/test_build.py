@@ -106,6 +106,11 @@ def test_a_model_type_without_code_is_refused(model_type: str) -> None:
     assert "installed here, has no code for it; a later one may" in refusal(synthetic(tied=True, model_type=model_type))
 
 
+def test_architectures_that_are_no_names_change_nothing() -> None:
+    for architectures in (5, "Qwen3ForCausalLM", [{}], [["x"]], None):
+        assert describe(synthetic(tied=True, architectures=architectures)) == describe(synthetic(tied=True))
+
+
 def test_infinities_are_numbers() -> None:
     """As transformers writes them: JSON knows none."""
     config, model = build_type("mamba2")
