@@ -26,6 +26,7 @@ JSON = {"Content-Type": "application/json"}
         (b"", JSON, 400, "invalid_json"),
         (b"\xff\xfe\x00", JSON, 400, "invalid_json"),
         (b'{"a": NaN}', JSON, 400, "invalid_json"),
+        (b"[" * 999, JSON, 400, "invalid_json"),
         (b'{"a":' * 180 + b"1" + b"}" * 80, JSON, 400, "invalid_json"),
         (b'{"a":' + b"[" * 90 + b"]" * 90 + b"}", JSON, 400, "invalid_value"),
         (b'{"a": "\\ud800"}', JSON, 400, "invalid_value"),

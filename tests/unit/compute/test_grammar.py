@@ -127,7 +127,7 @@ def test_a_text_in_a_grammar_is_spelled_without_special_tokens_and_as_it_is(text
     guide = Grammars(tmp_path, VOCAB + len(TAGS)).guide(
         Grammar(text=LLMatcher.grammar_from_regex(re.escape(text)), eos=[2])
     )
-    *tokens, end = answer(guide, 60, eos=2)
+    *tokens, end = answer(guide.copy(), 60, eos=2)
     plain = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     assert end == 2 and plain.decode(tokens, skip_special_tokens=True) == text
 

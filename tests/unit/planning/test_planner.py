@@ -73,6 +73,7 @@ def test_the_faster_mac_gets_what_it_has_room_for() -> None:
     assert chosen.hop_ms == pytest.approx([0.154, 0.15], abs=0.001)
 
 
+@pytest.mark.parametrize("is_order_fixed", [False, True])
 @pytest.mark.parametrize(
     ("gbps", "gb", "ports", "goal", "expected"),
     [
@@ -95,10 +96,12 @@ def test_unequal_macs(
     ports: tuple[LinkSpeed, ...],
     goal: Goal,
     expected: list[tuple[str, int]],
+    *,
+    is_order_fixed: bool,
 ) -> None:
     """Ten layers of 1 GB; 10 million numbers per row make links count."""
     spec = model([GB] * 10, hidden=10**6)
-    objective = Objective(1, goal=goal, num_requests=8)
+    objective = Objective(1, goal=goal, num_requests=8, is_order_fixed=is_order_fixed)
     found = plan(spec, nodes(*(size * GB for size in gb)), surveyed(spec, *gbps, ports=ports), objective)
     assert sorted(zip(names(found), found.layers, strict=True)) == expected
 
