@@ -135,10 +135,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._is_in_body:
             data = self._without_upgrade(self._line + data)
         self._num_gathered += len(data)
-        if data:
-            super().data_received(data)
-        else:
-            self._unset_keepalive_if_required()
+        super().data_received(data)
         if self._num_gathered + len(self._line) > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 

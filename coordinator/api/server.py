@@ -126,6 +126,7 @@ class Server:
         self.become(ServerState.DRAINING, "the server was told to stop")
 
     def become(self, state: ServerState, why: str = "", engine: Engine | None = None) -> None:
+        """Change the state. Raises InternalError if it cannot follow the present one."""
         if state not in _NEXT[self._own.state]:
             raise InternalError(f"a server that was {self._own.state.value} became {state.value}")
         self._own, self.engine = ServerStatus(state, why), engine

@@ -133,6 +133,7 @@ def _shown() -> Iterator[SayOf]:
 
 
 def tell(outcomes: Sequence[Outcome]) -> int:
+    """Print what became of each Mac; return the exit code."""
     heads = ("node", "ssh", "service", "", "answers at")
     rows: list[list[str | Text]] = [
         [each.name, each.place, each.kind, Text("failed", "bold red") if each.error else Text(each.done, "green"),
@@ -167,6 +168,7 @@ def logs(
 
 
 def print_line(line: str) -> None:
+    """Print a line of another program without its control characters."""
     print(printable_lines(line), flush=True)
 
 

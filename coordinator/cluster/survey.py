@@ -25,7 +25,7 @@ from worker.platform.threads import MlxThread, run_in_thread
 
 T = TypeVar("T")
 
-# A peer may send anything. Sums of slower ones are infinite, and their differences no numbers.
+# Far beyond any machine: a peer may send anything, and sums of larger times would make plans of NaN.
 _MOST_MS = 1e6
 _LEAST_GBPS = 1e-6
 _LEAST_BYTES_PER_S = 1.0
@@ -105,7 +105,7 @@ async def _measured(peer: Peer, request: MeasureRequest, checkpoint: Checkpoint,
     num_kinds = len((await run_in_thread(partial(describe, checkpoint))).kinds) if found.kinds else 0
     is_known = all(map(_is_ascending, (*found.kinds, found.head))) and _LEAST_GBPS <= found.gbps < inf
     if found.kinds and not (is_known and len(found.kinds) == num_kinds):
-        expected = f"expected milliseconds by rows, from 1 up, of {num_kinds} kinds of layers and the head"
+        expected = f"expected up to {_MOST_MS:g} ms by rows, from 1 up, of {num_kinds} kinds of layers and the head"
         raise FrameError(f"{peer.name}: {expected}, got others; install the same version of Brigade")
     return found
 

@@ -272,6 +272,7 @@ class EngineCore:
             self._send_all()
 
     def fail(self, session: Session, error: BaseException) -> None:
+        """End a session with this error, unless it has ended."""
         if session in self.sessions:
             session.put(again(error))
             self._close(session)

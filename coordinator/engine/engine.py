@@ -320,6 +320,7 @@ class Engine:
                     unfinished.end(sys.exc_info()[1] if number == at_work else None)
 
     def parser(self, request: Request) -> TextParser:
+        """Return what makes text of the request's tokens."""
         if self._inputs is not None:
             return self._inputs.parser(request)
         parser = TextParser()

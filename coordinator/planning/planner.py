@@ -494,8 +494,7 @@ class _Search:
     def _transitions(self, num_nodes: int) -> Iterator[tuple[int, int, int]]:
         """Yield sets of used nodes, as bits, before and after node i is added; each set is complete before its use.
 
-        In the given order their number stands for all sets of so many: which ones the last one follows makes no
-        difference then.
+        In the given order a set is only its size: any node may follow those before it.
         """
         if self._in_order:
             yield from ((count, count + 1, i) for i in range(1, num_nodes) for count in range(i, 0, -1))

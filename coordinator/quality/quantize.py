@@ -317,6 +317,7 @@ def cast(model: Any, config: Mapping[str, Any]) -> None:
 
 
 def bytes_of(array: mx.array) -> memoryview:
+    """Return the array's numbers as they are in memory, row by row."""
     flat = mx.contiguous(array).reshape(-1)
     mx.eval(flat)
     return memoryview(flat.view(mx.uint8))  # type: ignore[arg-type]

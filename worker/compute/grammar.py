@@ -75,11 +75,11 @@ class Guide:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._require_sound()
         allowed = np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
-        if np.count_nonzero(allowed) == 1 and not self._matcher.validate_tokens([int(allowed.argmax())]):
+        if not self._matcher.validate_tokens([int(allowed.argmax())]):
             # llguidance spells a forced text as its tokenizer does, which may put a special token, or a normalized
             # character, where the matcher only takes the text's own bytes.
             text = self._matcher.compute_ff_bytes().decode(errors="ignore")
-            spelled = self._tokenizer().greedy_tokenize(text)[:1] if text else []
+            spelled = self._tokenizer().greedy_tokenize(text)[:1]
             if self._matcher.validate_tokens(spelled):  # not where the grammar itself has a special token
                 allowed = np.arange(self._vocab_size) == spelled[0]
         return allowed
@@ -170,6 +170,7 @@ class Grammars:
         return [token for token in self._special if token not in eos]
 
     def compile(self, grammar: Grammar) -> LLMatcher:
+        """Return a new matcher. Raises SamplingError as `guide` does."""
         matcher = LLMatcher(self._tokenizer(tuple(grammar.eos)), grammar.text, log_level=_QUIET, limits=_LIMITS)
         if matcher.is_error():
             # for regular expressions llguidance prints the place before the error
