@@ -311,6 +311,10 @@ def suit(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
         )
     window, room = decode.window or FILL_WINDOW, _room(cache, spec)
     if window >= room:
+        if cache.size and decode.window is None:
+            raise InputError(
+                "max_kv_size", f"expected more than the {window} rows of {decode.kind}'s window, got {room}"
+            )
         where = "the rotating cache keeps" if cache.size else "the model's context is"
         raise InputError("window", f"expected less than the {room} tokens that {where}, got {window}")
     return decode

@@ -204,6 +204,8 @@ class EngineCore:
         """Cut the answer to what the context and the memory of the present nodes hold, and feed it as they need it."""
         session.feeds_apart = self._pays_apart(session)
         session.max_tokens = room_for_answer(session.request, self.chain.spec.context)
+        if session.feeds_apart and self.scheduler.slots.most_rows(session) < session.most_rows:
+            session.feeds_apart = False  # it would need a snapshot's memory, too
         excess = session.most_rows - self.scheduler.slots.most_rows(session)
         session.max_tokens = max(1, session.max_tokens - excess)
 

@@ -225,7 +225,10 @@ class Slots:
 
         First reserve more for those that go on and have little left; a newer one never overtakes an older one.
         """
-        active = self.active
+        active, waiting = self.active, _by_priority(self._in(SlotState.WAITING))
+        if waiting and active and waiting[0].session.request.priority < active[-1].session.request.priority:
+            self.admit()  # who gave way before may do so again by now
+            active = self.active
         short = [slot for slot in active if slot.rows < slot.session.rows_for(LOW) and not slot.session.is_paused]
         if not short:
             return active

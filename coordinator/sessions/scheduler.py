@@ -185,11 +185,11 @@ class Scheduler:
         """Return a lane of the background or, in turns with it, a prompt and the rows of its chunk, if they are due."""
         if self._background or self._step - self._background_at < _BACKGROUND_EVERY * self._num_stages:
             return [], None
-        ready = [slot for slot in others if slot.session.is_ready]
+        ready = sorted((slot for slot in others if slot.session.is_ready), key=lambda slot: slot.last_step)
         if not ready:
             return [], None
         self._background_at = self._step + 1
-        first = min(ready, key=lambda slot: slot.last_step)
+        first = ready[0]
         if first.session.is_prefilling:
             return [first], self._chunk_rows(first.session, first.session.num_unfed, True)
         return self._lane_of([slot for slot in ready if not slot.session.is_prefilling]), None

@@ -11,7 +11,7 @@ from coordinator.decoding.decode_options import Decode, make_cache_choice
 from coordinator.engine.engine import Engine
 from coordinator.planning.costs import ChainCosts
 from tests.integration.conftest import CHUNK, Models, running
-from tests.integration.many import request, solo, together, tokens_of
+from tests.integration.many import limit_memory, request, solo, together, tokens_of
 from tests.integration.test_draft_heads import make_head
 from tests.integration.windows import MASKED
 from tools.model_types.make import make_type
@@ -80,6 +80,14 @@ async def test_turns_and_requests_side_by_side_get_the_tokens_of_one_node(
     assert [each.tokens for each in turns] == [alone[0].tokens, again[0].tokens, again[0].tokens]
     can_be_cut = kind in ("full", "int8", "without attention", "without values")
     assert [each.usage.num_reused for each in turns] == [0, 89, len(text) - 2 if can_be_cut else 89]
+
+
+async def test_a_prompt_whose_snapshot_does_not_fit_is_computed_by_the_first_node_alone(models: Models) -> None:
+    async with running(models("gemma3_text").folder, (2, 2), goal="prompt") as chain:
+        limit_memory(chain, 512)
+        async with Engine(chain) as engine:
+            found = await engine.answer(request(tokens_of(60), 440), chunk=16)
+    assert len(found.tokens) == 440
 
 
 async def test_a_draft_model_reads_prompts_where_it_drafts(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

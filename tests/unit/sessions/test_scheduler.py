@@ -11,7 +11,7 @@ from coordinator.decoding.decode_options import make_decode
 from coordinator.decoding.decoders import Proposal, Verified
 from coordinator.planning.costs import ChainCosts
 from coordinator.sessions.scheduler import Scheduler
-from coordinator.sessions.session import Session
+from coordinator.sessions.session import LEAST_PROGRESS, Session
 from protos.brigade_pb2 import Failure, Frame, Result
 from tests.unit.fake_chain import Rig, decoders, make_session, prompt_of
 from worker.compute.header import MOST_GRAMMAR
@@ -454,6 +454,33 @@ def test_a_better_session_takes_memory_and_turns_from_the_background() -> None:
     assert any(session.finish_reason is None for session in others)
     rig.run(*others, worst)
     rig.end()
+
+
+def test_who_gave_way_and_went_on_gives_way_again_to_one_that_waits() -> None:
+    rig = Rig(num_stages=1, budget=700)
+    background = rig.submit(prompt_of(40), 640, priority=BACKGROUND)
+    rig.step_until(lambda: background.num_generated == 100)
+    rig.run(rig.submit(prompt_of(40, seed=1), 300))
+    rig.step_until(lambda: background.num_generated > 101)
+    urgent = rig.submit(prompt_of(40, seed=2), 300)
+    assert urgent.slot is None
+    rig.step_until(lambda: urgent.slot is not None)
+    assert background.finish_reason is None and background.num_generated < 100 + 2 * LEAST_PROGRESS
+    rig.run(urgent, background)
+    rig.end()
+
+
+def test_sessions_of_the_background_that_do_not_fit_into_one_lane_take_turns() -> None:
+    rig = Rig(num_stages=1, most_lane_rows=40)
+    better = rig.submit(prompt_of(5), 3000)
+    others = [
+        rig.submit(prompt_of(20, seed=n), 400, priority=BACKGROUND, decoder=DECODERS["diffusion"]())
+        for n in range(1, 5)
+    ]
+    rig.step_until(lambda: better.num_generated > 1000)
+    late = rig.submit(prompt_of(20, seed=9), 400, priority=BACKGROUND)
+    rig.step_until(lambda: better.num_generated > 2000)
+    assert all(each.num_generated for each in (*others, late))
 
 
 def test_no_session_gives_way_to_another_one_while_its_frame_is_made() -> None:
