@@ -3,6 +3,7 @@
 import os
 import sys
 
+from worker.platform.open_files import allow_low_limit
 from worker.platform.quick_transformers import QuickTransformers
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # hide gRPC's logs of closed connections from users
@@ -11,3 +12,4 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # gRPC may crash in a fo
 # use the system's resolver: gRPC's own does not know Bonjour (`mini.local`)
 os.environ.setdefault("GRPC_DNS_RESOLVER", "native")
 sys.meta_path.insert(0, QuickTransformers())
+allow_low_limit()

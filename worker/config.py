@@ -358,7 +358,7 @@ def _not_certifiable(names: dict[str, str]) -> Iterator[str]:
     yield from _repeated({path: (name, name.lower()) for path, name in names.items() if counts[name] == 1})
 
 
-def read_yaml(path: Path, wanted: str = "a cluster.yaml") -> tuple[Any, list[str]]:
+def read_yaml(path: Path, wanted: str = "a cluster.yaml (`brigade init` makes one)") -> tuple[Any, list[str]]:
     """Return the data of a YAML file, and a line for each key that it gives twice.
 
     Args:

@@ -84,6 +84,8 @@ def no_answer(url: str, error: Exception, advice: str = "start a server by `brig
     if getattr(cause, "reason", "") == _NOT_TLS:
         return ServerFailed(f"{url} answers, but does not speak TLS: try http:{url.partition(':')[2]}")
     if not isinstance(cause, ssl.SSLCertVerificationError):
+        if isinstance(error, httpx2.RemoteProtocolError) and url.startswith("http:"):
+            advice += f", or ask it by TLS at https:{url.partition(':')[2]}"
         return NothingAnswers(f"nothing answers at {url} ({str(error) or type(error).__name__}): {advice}")
     if cause.verify_code in _OTHER_HOST:
         return ServerFailed(f"{cause.verify_message}: ask {url} by a name that its certificate has")

@@ -50,6 +50,12 @@ exec {command}
 """
 
 
+def uv_request(python: tuple[int, int]) -> str:
+    """Return uv's words for the releases of this version of Python on which brigade runs."""
+    (major, minor), least = python, max((*python, 0), _MIN_PYTHON)
+    return f">={'.'.join(map(str, least))},<{major}.{minor + 1}"
+
+
 @dataclass(frozen=True)
 class Python:
     """An interpreter on a node's machine; `is_whole` if it has venv and pip."""

@@ -19,6 +19,7 @@ from coordinator.deploy.install import (
     read_state,
     require_space,
     steps_for,
+    uv_request,
     version_folder,
 )
 from coordinator.deploy.package import Package
@@ -103,7 +104,8 @@ class Launch:
         remote.report("sending this version")
         wheel_name, constraints = self.package.wheel_name, self.package.constraints.encode()
         await remote.send({wheel_name: self.package.wheel, "constraints.txt": constraints}, _SEND_S)
-        how = {"version": version, "wheel_name": wheel_name, "uv": state.uv, "python": python, "wanted": wanted}
+        how = {"version": version, "wheel_name": wheel_name, "uv": state.uv, "python": python}
+        how["wanted"] = uv_request(_PYTHON)
         await remote.run("install", _INSTALL_S, **how)
 
 

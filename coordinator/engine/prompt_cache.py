@@ -118,7 +118,7 @@ class PromptCache:
         assert prefixes is not None, "`options` has the chain keep prefixes"
         if not names:
             why = "fewer than 512 tokens, or caches that cannot be cut and no snapshot of them"
-            say(f"{self._path} stays as it is: nodes keep nothing of this prompt on disk (it has {why})")
+            say(f"nothing of this prompt is kept in {self._path}: it has {why}")
         elif not names <= self._there:
             say(f"keeping the prompt's caches in {self._path}")
             files: Sequence[PieceFile] = []

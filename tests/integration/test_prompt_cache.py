@@ -89,7 +89,7 @@ async def test_a_torn_file_is_computed_again_as_far_as_it_is_torn(
     assert len(file.read_bytes()) == len(whole), "the file is whole again"
     written = file.read_bytes()
     await answered(ClusterConfig(), model, file, request(PROMPT[1:90], 2))
-    assert "stays as it is" in capfd.readouterr().err and file.read_bytes() == written
+    assert "nothing of this prompt is kept" in capfd.readouterr().err and file.read_bytes() == written
     assert [name for *_, names in os.walk(disk) for name in names if name.endswith(".rows")] == []
 
 

@@ -19,6 +19,7 @@ from coordinator.deploy.install import (
     read_state,
     require_space,
     steps_for,
+    uv_request,
     version_folder,
 )
 from worker.config import load_cluster
@@ -78,6 +79,10 @@ def test_the_python_that_fits_best_is_taken_and_without_one_it_is_said_what_to_d
     ):
         with pytest.raises(BrigadeError, match=re.escape(found) + ".*astral.sh/uv/install.sh"):
             choose_python(read_pythons(lines), (3, 11))
+
+
+def test_uv_is_asked_for_a_release_that_runs_here() -> None:
+    assert [uv_request(each) for each in ((3, 11), (3, 12))] == [">=3.11.3,<3.12", ">=3.12.0,<3.13"]
 
 
 TARGET = Target("v2", b"config", b"key", b"service")
