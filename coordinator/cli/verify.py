@@ -30,7 +30,8 @@ def verify(
     """Prove that the cluster's tokens are those of mlx-lm's model in one process; exit code 1 if they are not.
 
     If the whole model does not fit in this machine's memory, the reference reads one layer at a time from disk. With a
-    draft model the decoder is `draft`, unless --decode says otherwise.
+    draft model the decoder is `draft`, unless --decode says otherwise. `diffusion-fast`, which mlx-lm does not have, is
+    compared with itself in one process.
     """
     options, decode = cluster.options(), windows.decoder()
     if options.draft_model not in (None, NO_DRAFTER) and "decode" not in flags.given_flags(ctx):
