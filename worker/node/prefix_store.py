@@ -114,9 +114,13 @@ def piece_named(name: str) -> Piece | None:
 def list_prefixes(request: PrefixesRequest, folder: Path | None = None) -> PrefixesReply:
     """Return the pieces of this node once what this process is writing is there; remove them if the request says so."""
     wait(list(_being_written), _WRITE_S * _MOST_WAITING)
-    files = piece_files(folder or prefix_folder())
+    where = folder or prefix_folder()
+    files = piece_files(where)
     named = set(request.remove_named)  # the secret stays, by which a running coordinator goes on
     _remove(file.path for file in files if request.remove or file.piece.name in named)
+    if request.remove and where.exists():
+        with _locked(where) as is_locked:  # then nobody writes
+            _remove(where.glob(".*.rows.*") if is_locked else ())
     used = int(max((file.used for file in files), default=0))
     return PrefixesReply(pieces=[file.piece for file in files], bytes=sum(file.nbytes for file in files), used=used)
 

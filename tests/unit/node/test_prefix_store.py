@@ -212,6 +212,7 @@ def test_pieces_are_listed_with_their_layers_and_removed(tmp_path: Path) -> None
     (tmp_path / "something.rows").write_bytes(b"else")
     (tmp_path / f"{name_of(3).hex()}-0-512-0-8.rows").mkdir()
     secret = naming_secret(tmp_path)
+    (tmp_path / f".{name_of(4).hex()}-0-512-0-8.rows.0123abcd").write_bytes(b"of a process that was killed")
     found = list_prefixes(PrefixesRequest(remove=True), tmp_path)
     listed = {(p.name, p.begin, p.end, p.first_layer, p.last_layer) for p in found.pieces}
     assert listed == {(name_of(1), 4, 8, 2, 5), (name_of(1), 4, 8, 5, 8), (name_of(2), 4, 9, 5, 8)}
