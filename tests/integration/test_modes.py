@@ -78,6 +78,16 @@ def test_exceptions_that_no_layer_can_have_are_refused(models: Models, tmp_path:
         Shard(open_folder(folder), 1, 4)
 
 
+def test_scales_of_a_group_without_numbers_are_refused(models: Models, tmp_path: Path) -> None:
+    """MLX divides by the size of groups, which ends the process."""
+    whole = models("qwen3", quantize=AFFINE["groups of 32"], config=WIDE)
+    tensors = dict(mx.load(str(whole.folder / "model.safetensors")))
+    tensors["model.layers.1.mlp.up_proj.scales"] = tensors["model.layers.1.mlp.up_proj.scales"].reshape(-1)
+    write_folder(tmp_path / "odd", json.loads((whole.folder / "config.json").read_text()), tensors)
+    with pytest.raises(ModelError, match=r"says: model\.layers\.1\.mlp\.up_proj has groups of 0 numbers"):
+        build(open_folder(tmp_path / "odd"))
+
+
 def test_scales_of_no_mode_are_refused(models: Models, tmp_path: Path) -> None:
     whole = models("qwen3", dtype=mx.bfloat16, quantize=MODES["mxfp8"], config=WIDE)
     tensors = dict(mx.load(str(whole.folder / "model.safetensors")))

@@ -18,7 +18,7 @@ from worker.model.families import model_classes
 from worker.model.headers import TensorInfo
 from worker.model.model_spec import text_config
 from worker.model.module_tree import ModuleTree, is_text, module_tree_of
-from worker.model.quantisation import MISFITS, misfit, quantisation_of, require_fp8_read, unpack_awq
+from worker.model.quantisation import BITS, GROUP_SIZES, MISFITS, misfit, quantisation_of, require_fp8_read, unpack_awq
 
 MLX_DTYPES = {
     "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "I64": mx.int64, "I32": mx.int32, "I16": mx.int16,
@@ -130,6 +130,8 @@ def quantise(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -
         from mlx_lm.utils import infer_quant_config  # imports transformers, which most workers never need
 
         found: dict[str, Any] = infer_quant_config(path, module, weights)
+        if found["group_size"] not in GROUP_SIZES or found["bits"] not in BITS:  # MLX may divide by 0, and so end
+            raise ValueError(f"{path} has groups of {found['group_size']} numbers in {found['bits']} bits")
         return found | ({"global_scale": True} if f"{path}.global_scale" in weights else {})
 
     mode = quantization.get("mode", "affine")

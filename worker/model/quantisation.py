@@ -19,7 +19,7 @@ from worker.model.module_tree import is_text
 MISFITS = (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, StopIteration, RuntimeError)
 
 _MODES = ("affine", "mxfp4", "nvfp4", "mxfp8")
-_GROUP_SIZES, _BITS = (16, 32, 64, 128), (2, 3, 4, 5, 6, 8)
+GROUP_SIZES, BITS = (16, 32, 64, 128), (2, 3, 4, 5, 6, 8)
 _MXFP4 = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
 _MXFP8 = {"group_size": 32, "bits": 8, "mode": "mxfp8"}
 _NVFP4 = {"group_size": 16, "bits": 4, "mode": "nvfp4"}
@@ -101,7 +101,7 @@ def _checked(checkpoint: Checkpoint, own: Any) -> dict[str, Any]:
     for parameters in (own, *(value for value in own.values() if isinstance(value, dict))):
         if (mode := parameters.get("mode", "affine")) not in _MODES:
             raise ModelError(f"{checkpoint.name} is quantised in mode {mode!r}, which is not read here; {_ADVICE}")
-        for key, known in (("group_size", _GROUP_SIZES), ("bits", _BITS)):
+        for key, known in (("group_size", GROUP_SIZES), ("bits", BITS)):
             if parameters.get(key, known[0]) not in known:
                 listed = ", ".join(map(str, known))
                 problem = f"quantization: {key}: expected one of {listed}, got {parameters[key]!r}"
