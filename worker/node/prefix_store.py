@@ -119,7 +119,7 @@ def list_prefixes(request: PrefixesRequest, folder: Path | None = None) -> Prefi
     named = set(request.remove_named)  # the secret stays, by which a running coordinator goes on
     _remove(file.path for file in files if request.remove or file.piece.name in named)
     if request.remove and where.exists():
-        with _locked(where) as is_locked:  # then nobody writes
+        with _locked(where) as is_locked:  # then no process writes
             _remove(where.glob(".*.rows.*") if is_locked else ())
     used = int(max((file.used for file in files), default=0))
     return PrefixesReply(pieces=[file.piece for file in files], bytes=sum(file.nbytes for file in files), used=used)
