@@ -171,6 +171,8 @@ class ChatBody(OpenAIBody, Conversing):
         """Return the engine's request. Raises InputError for messages, tools and choices that cannot be served."""
         messages = tuple(message.to_template() for message in self.messages)
         tools = offered(self.tools)
+        if self.top_logprobs and not self.logprobs:
+            raise InputError("top_logprobs", "expected with logprobs: true, whose likeliest tokens these are")
         return self.make_spec(
             Conversation(messages, () if self.tool_choice == "none" else tools, self.template_arguments()),
             logprobs=1 + (self.top_logprobs or 0) if self.logprobs else 0,
