@@ -81,6 +81,8 @@ def bench(
     Measure how long an answer pauses when a worker is lost: brigade bench --failover
     """
     local, model = cluster.local, cluster.model
+    if as_json:
+        refuse_flags(ctx, ("wide",), "not expected with --json, which prints one object")
     if failover:
         of_requests = ("concurrency", "num_tokens", "prompts", "decode")
         others = ("config", "draft_model", "layers", "objective", *of_requests, "wide", "plot")

@@ -51,6 +51,8 @@ def ls(kind: Kind = "weights", config: flags.Config = None, as_json: flags.JsonF
     if kind == "prompts":
         run_async(_show_prompts(config, as_json=as_json, remove=False))
         return
+    _refuse_config(config)
+
     from worker.node.weights_cache import WeightsCache
 
     weights = WeightsCache()
@@ -88,6 +90,8 @@ def rm(
             raise InputError("", "expected --all and no names: prompts are kept without anything that tells them apart")
         run_async(_show_prompts(config, as_json=as_json, remove=True))
         return
+    _refuse_config(config)
+
     from worker.node.weights_cache import WeightsCache
 
     if bool(which) == every:
@@ -117,6 +121,12 @@ def rm(
             if each.key not in used
         ]
         raise BrigadeError("\n".join(reasons))
+
+
+def _refuse_config(config: Path | None) -> None:
+    """Raise InputError: received layers are those of this machine."""
+    if config is not None:
+        raise InputError("config", "expected only with --kind prompts: received layers are those of this machine")
 
 
 async def _show_prompts(config: Path | None, *, as_json: bool, remove: bool) -> None:

@@ -178,8 +178,10 @@ class ServerFlags:
     api_key_file: ApiKeyFile = None
 
     def refuse_others(self, ctx: typer.Context) -> None:
-        """Raise InputError for flags of the command line that contradict --server."""
-        if self.server is not None:
+        """Raise InputError for flags of the command line that contradict --server, or expect it."""
+        if self.server is None:
+            refuse_flags(ctx, ("api_key_file",), "expected only with --server, the URL that the key is for")
+        else:
             for names, why in _NOT_WITH_SERVER.items():
                 refuse_flags(ctx, names, f"not expected with --server, {why}")
 
@@ -194,6 +196,8 @@ _NOT_WITH_SERVER = {
 
 _SWITCHED = (  # sampling flags, and those that matter only with them
     ("xtc_probability", "xtc_threshold"),
+    ("presence_penalty", "presence_context_size"),
+    ("frequency_penalty", "frequency_context_size"),
     *(("dry_multiplier", f"dry_{name}") for name in ("base", "allowed_length", "penalty_last_n", "sequence_breaker")),
 )
 MODELS_OWN = ("temp", "top_p", "top_k", "min_p", "repetition_penalty")  # fields of SamplingFlags

@@ -108,6 +108,8 @@ def generate(
     if prompt.raw or prompt.prompt_tokens is not None:
         why = "not expected with --raw or --prompt-tokens, which are everything that the model gets"
         refuse_flags(ctx, ("system_prompt",), why)
+    if not output.as_json and output.journal is None:
+        refuse_flags(ctx, ("logprobs",), "expected only with --json, which prints them, or --journal")
     if repeat_guard == 1:
         raise InputError("repeat_guard", "expected 0 (off) or at least 2 times, got 1")
     require_one_prompt(prompt, may_lack=holds_something(output.journal))

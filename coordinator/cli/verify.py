@@ -33,9 +33,10 @@ def verify(
     draft model the decoder is `draft`, unless --decode says otherwise. `diffusion-fast`, which mlx-lm does not have, is
     compared with itself in one process.
     """
-    options, decode = cluster.options(), windows.decoder()
+    options = cluster.options()
     if options.draft_model not in (None, NO_DRAFTER) and "decode" not in flags.given_flags(ctx):
-        decode = replace(decode, kind="draft")
+        windows = replace(windows, decode="draft")
+    decode = windows.decoder()
     flags.refuse_drafter(ctx, [decode.kind])
     return run_verify(options, decode, max_tokens=max_tokens, seed=seed, stream=stream, as_json=as_json)
 

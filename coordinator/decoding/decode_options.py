@@ -124,8 +124,10 @@ class Decode:
 
 
 _CANVAS_FIELDS = ("canvas", "canvas_steps", "canvas_sampler", "canvas_threshold", "conditioning")
-# Fields that change the answer, by name: the default, and the decoders that they are for.
+# Fields by name: the default, and the decoders that they are for.
 _OF_DECODERS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "window": ("auto", ("auto", "diffusion", "diffusion-fast")),
+    "num_draft_tokens": ("auto", ("auto", "ngram", "draft")),
     "entropy_threshold": (Decode.entropy_threshold, ("diffusion-fast",)),
     "position_penalty": (Decode.position_penalty, ("diffusion-fast",)),
     **dict.fromkeys(_CANVAS_FIELDS, (None, ("auto", "canvas"))),
@@ -134,8 +136,8 @@ _OF_DECODERS: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 def takes(kind: str, field: str) -> bool:
-    """Return whether this decoder may be given a field. Those that change only how fast it is may always be."""
-    return field not in _OF_DECODERS or kind in _OF_DECODERS[field][1]
+    """Return whether this decoder may be given a field."""
+    return kind in _OF_DECODERS[field][1]
 
 
 def make_decode(
@@ -158,7 +160,8 @@ def make_decode(
     """
     if kind not in KINDS:
         raise InputError("decode", f"expected one of {', '.join(KINDS)}, got {kind!r}")
-    given: dict[str, object] = {"entropy_threshold": entropy_threshold, "position_penalty": position_penalty}
+    given: dict[str, object] = {"window": window, "num_draft_tokens": num_drafts}
+    given |= {"entropy_threshold": entropy_threshold, "position_penalty": position_penalty}
     given |= {"canvas": canvas, "canvas_steps": canvas_steps}
     given |= {"canvas_sampler": canvas_sampler, "canvas_threshold": canvas_threshold, "conditioning": conditioning}
     _require_own(kind, given)
@@ -200,8 +203,8 @@ def _require_own(kind: str, given: Mapping[str, object], found: str = "") -> Non
     for name, value in given.items():
         default, kinds = _OF_DECODERS[name]
         if value != default and kind not in kinds:
-            expected = f"expected with the decoder {kinds[-1]} only"
-            raise InputError(name, f"{expected}, got it with {found or kind}; ask for that one or leave it out")
+            expected = f"expected with the decoder {' or '.join(each for each in kinds if each != 'auto')} only"
+            raise InputError(name, f"{expected}, got it with {found or kind}; ask for such a one or leave it out")
 
 
 def _thresholds(text: str) -> tuple[float, float, int]:

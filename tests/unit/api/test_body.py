@@ -148,6 +148,7 @@ REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (MessagesBody, {"output_format": {"type": "json_schema", "schema": {}}}, "output_format"),
     (MessagesBody, {"stop_sequences": [""]}, "stop_sequences.0"),
     (ChatBody, {"top_logprobs": 2}, "top_logprobs"),
+    (ChatBody, {"decode": "ar", "window": 4}, "window"),
     (ResponsesBody, {"previous_response_id": "resp_1"}, "previous_response_id"),
     (ResponsesBody, {"conversation": {"id": "conv_1"}}, "conversation"),
     (ResponsesBody, {"prompt": {"id": "pmpt_1"}}, "prompt"),
