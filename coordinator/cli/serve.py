@@ -86,6 +86,7 @@ def serve(
     -d '{"messages": [{"role": "user", "content": "Hello"}]}'
 
     Layers are placed as `brigade plan` with the same flags shows: by default, so that a single request is fast.
+
     For many requests at once: brigade serve --config cluster.yaml --objective throughput
     """
     ctx.with_resource(log_as_json())

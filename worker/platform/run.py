@@ -5,8 +5,10 @@ This is one of the few places with a broad `except`.
 
 import contextlib
 import errno
+import inspect
 import io
 import os
+import re
 import sys
 from collections.abc import Callable
 from copy import copy
@@ -27,6 +29,11 @@ _FLAGS = {"temperature": "temp"}  # parameters whose flags have another name
 
 class OneValueEach(TyperCommand):
     """A command that refuses an option given with different values: only the last one would count."""
+
+    def get_help(self, ctx: Any) -> str:
+        """Return the help, each paragraph in one line: typer would keep a docstring's line ends beside its own."""
+        self.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(self.help or ""))
+        return super().get_help(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments. Raises InputError for an option with different values, and what the parser raises."""

@@ -73,11 +73,13 @@ def opened(brigade: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
 def test_every_command_has_help_with_one_default_per_flag(
     brigade: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("COLUMNS", "900")
+    paragraphs = (typer.main.get_command(app).commands[command].help or "").split("\n\n")  # type: ignore[attr-defined]
     for flag in ("-h", "--help"):
         assert not brigade(command, flag)
         shown = capsys.readouterr().out
         assert f"{command} [OPTIONS]" in shown
+        assert all(" ".join(each.split()) in shown for each in paragraphs), "the terminal alone breaks lines"
         assert all(entry.count("default:") <= 1 for entry in shown.split("--"))
 
 
