@@ -6,20 +6,17 @@ Without the record, transformers reads 1,600 files for it, twice per process: a 
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-from worker.platform.installation import read_record, record_path, version_of, write_record
 
 _SCANNER = "transformers.utils.import_utils"
 
 Exports = dict[frozenset[str], dict[str, set[str]]]  # packages that they need -> module -> names
 
 
-class QuickTransformers(MetaPathFinder):
+class QuickTransformers:
     """Put first in `sys.meta_path`, has transformers look up on disk what its files export."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -44,6 +41,8 @@ def _kept(scan: Callable[..., Exports]) -> Callable[..., Exports]:
     """Return the function that scans a folder for the names that its files export, with its results kept."""
 
     def exports(module_path: str | Path, prefix: str | None = None) -> Exports:
+        from worker.platform.installation import read_record, record_path, version_of, write_record
+
         folder = Path(module_path) if Path(module_path).is_dir() else Path(module_path).parent
         key = f"{version_of('transformers')} {folder} {folder.stat().st_mtime_ns} {prefix}"
         path = record_path("imports", key.encode())
