@@ -417,10 +417,10 @@ def _check_rows(name: str, gbps: Mapping[int, float]) -> Finding:
     one, *more = gbps
     free = max(rows for rows in gbps if _FREE * gbps[rows] >= gbps[one])
     by_rows = "".join(f", {_short(gbps[rows])} with {rows}" for rows in more)
-    end = f"up to {free} rows take about as long as one"
-    if free == one and more:
-        end = f"{more[0]} rows take {gbps[one] / gbps[more[0]]:.1f} x as long as one"
-    return ok(Kind.ROWS, name, f"layers at {_short(gbps[one])} GB/s with {one} row{by_rows}: {end}")
+    end = f": up to {free} rows take about as long as one"
+    if free == one:
+        end = f": {more[0]} rows take {gbps[one] / gbps[more[0]]:.1f} x as long as one" if more else ""
+    return ok(Kind.ROWS, name, f"layers at {_short(gbps[one])} GB/s with {one} row{by_rows}{end}")
 
 
 def _short(number: float) -> str:

@@ -13,6 +13,7 @@ from coordinator.deploy.checks import ModelInUse
 from coordinator.deploy.doctor import Examination
 from coordinator.deploy.findings import ExaminedCluster, ExaminedHop, ExaminedNode, Finding, Kind, Level
 from coordinator.planning.plan import Objective
+from coordinator.planning.speeds import NodeSpeed
 from protos.brigade_pb2 import (
     MEDIUM_ETHERNET,
     MEDIUM_THUNDERBOLT,
@@ -57,6 +58,20 @@ VPN = bridge("10.0.0.1", MEDIUM_TUNNEL, name="x0")
 
 def days(count: int) -> int:
     return int((NOW + timedelta(days=count, hours=1)).timestamp())
+
+
+@pytest.mark.parametrize(
+    ("times", "end"),
+    [
+        (((1, 2.0),), "with 1 row"),
+        (((1, 2.0), (4, 2.1)), "with 4: up to 4 rows take about as long as one"),
+        (((1, 2.0), (4, 4.0)), "with 4: 4 rows take 2.0 x as long as one"),
+    ],
+)
+def test_rows_that_were_measured_are_compared_with_one(times: tuple[tuple[int, float], ...], end: str) -> None:
+    measured = replace(node(), speed=NodeSpeed((times,), times, 100.0))
+    [found] = [each for each in judged(known(measured)) if each.kind == Kind.ROWS]
+    assert found.text.endswith(end)
 
 
 def test_two_macs_in_order_get_no_word_but_ok() -> None:
