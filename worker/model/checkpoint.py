@@ -141,8 +141,12 @@ def open_folder(folder: Path, name: str | None = None, known: Mapping[str, Tenso
         known: the headers of another node's copy; they describe the tensors of missing files.
     Raises:
         ModelError: the folder or its config.json is missing, or a safetensors file is missing, cut short or corrupt,
-            or one of them cannot be read.
+            or one of them cannot be read; or the folder's path is not UTF-8, which tokenizers and MLX expect.
     """
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError as error:
+        raise ModelError(f"expected a path in UTF-8, found {folder}: rename it, or give a link to it") from error
     with reading(folder):
         if folder.is_file():
             raise ModelError(f"{folder} is a file; expected the folder of a model, such as {folder.parent}")

@@ -194,6 +194,11 @@ def test_a_file_that_is_too_long_or_is_no_file_is_refused_unread(folder: Path, n
             read()
 
 
+def test_a_folder_whose_path_is_not_utf_8_is_refused_with_what_to_do(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"UTF-8.*rename"):
+        open_folder(folder / "mod\udce9l")
+
+
 def test_a_folder_that_is_missing_or_lacks_config_or_safetensors_is_refused(folder: Path) -> None:
     missing = folder / "nowhere"
     refused(missing, f"{missing} does not exist", "give a folder or a hub repository")
