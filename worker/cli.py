@@ -76,7 +76,7 @@ def worker(
     which go to a cache (`brigade cache ls`). With `pull: hub` it downloads them from the hub instead, with `pull: none`
     it does neither.
     """
-    if not config and name and not bind and not keys and CONFIG.is_file():
+    if not config and name and not bind and not keys and os.path.lexists(CONFIG):
         print(USING_CONFIG, file=sys.stderr, flush=True)
         config = CONFIG
     cluster = load_cluster(config) if config else _without_config(name, keys)

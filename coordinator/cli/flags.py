@@ -1,5 +1,6 @@
 """The flags that commands share: records of flags, what they amount to, and flags that contradict each other."""
 
+import os.path
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -427,7 +428,7 @@ WINDOWS = tuple(each.name for each in fields(DecodeFlags))
 
 def find_config(config: Path | None) -> Path | None:
     """Return the file that --config names, else ./cluster.yaml if it exists, with a line on standard error."""
-    if config is None and CONFIG.is_file():
+    if config is None and os.path.lexists(CONFIG):  # also a folder or a dangling link, which is refused then
         say(USING_CONFIG)
         return CONFIG
     return config

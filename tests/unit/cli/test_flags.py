@@ -270,6 +270,18 @@ def test_commands_that_open_no_cluster_take_it_too(
     assert capsys.readouterr().err.count(USING) == 1
 
 
+@pytest.mark.parametrize("command", ["plan", "worker --name mini"])
+def test_a_cluster_file_that_cannot_be_read_is_refused(brigade: Command, folder: Path, command: str) -> None:
+    (folder / "cluster.yaml").unlink()
+    (folder / "cluster.yaml").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match="does not exist"):
+        brigade(*command.split())
+    (folder / "cluster.yaml").unlink()
+    (folder / "cluster.yaml").mkdir()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        brigade(*command.split())
+
+
 @pytest.mark.parametrize("flags", [["--bind", "127.0.0.1:1"], ["--keys", "keys"]])
 def test_a_worker_that_is_told_where_to_listen_or_who_it_is_takes_none(
     brigade: Command,
