@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -37,6 +38,7 @@ from worker.platform.threads import CallThread
 
 _PROMPT, _MORE = ">>> ", "... "
 _QUOTES = '"""'
+_DISCARD = b"\x05\x15"  # what is typed to go to the end of a line, and to delete it
 
 ConversationTurn = dict[str, str]
 Messages = Sequence[Mapping[str, Any]]
@@ -290,10 +292,10 @@ class Chat:
             if not self._left.done():
                 self._left.set_result(None)
         else:
-            self._interrupted_at = begun
             self._typed.drop()
             say("\n(Ctrl-C again, /exit or Ctrl-D leaves)")
-            print(f"{_PROMPT}{begun}", end="", file=sys.stderr, flush=True)  # it is still being typed
+            print(f"{_PROMPT}{begun}", end="", file=sys.stderr, flush=True)  # from where it is deleted, or stays
+            self._interrupted_at = "" if begun and self._keyboard.discard() else begun
 
 
 def _stats_line(answer: Answer, began: int) -> str:
@@ -412,6 +414,14 @@ class Keyboard:
     def begun(self) -> str:
         """The line that is being typed, so far as known."""
         return self._line_begun()
+
+    def discard(self) -> bool:
+        """Delete the line that is being typed, as if by keys. Return whether the terminal lets us: Linux may not."""
+        with contextlib.suppress(OSError):
+            for key in _DISCARD:
+                fcntl.ioctl(sys.stdin, termios.TIOCSTI, bytes([key]))
+            return True
+        return False
 
     async def read(self, prompt: str) -> str | None:
         """Return the next line; None at the end."""

@@ -66,13 +66,22 @@ def test_interrupts_end_answers_and_not_the_program(reciter: Path) -> None:
         os.write(keys, b"/ex")
         seen.wait_match(r">>> /ex$", START_S)
         os.write(keys, b"\x03")
-        seen.wait_match(r"Ctrl-C again.*\s+>>> /ex$", START_S)  # what was typed stays, and is seen
-        os.write(keys, b"i")
-        seen.wait_match(r">>> /exi$", START_S)
-        os.write(keys, b"\x03")  # the first one after something was typed
-        seen.wait_match(r"Ctrl-C again.*\s+>>> /exi$", START_S)
-        os.write(keys, b"t\n")
+        seen.wait_match(r"Ctrl-C again.*\s+>>> /ex", START_S)
+        if may_type_for_the_user():
+            seen.wait_match(r">>> /ex.+$", START_S)  # it is deleted
+            os.write(keys, b"/re")
+            seen.wait_match(r"/re$", START_S)
+            os.write(keys, b"\x03")  # the first one after something was typed
+            seen.wait_match(r"Ctrl-C again.*\s+>>> /re.+$", START_S)
+            os.write(keys, b"/ex")
+        os.write(keys, b"it\n")
         assert process.wait(FINISH_S) == 0
+
+
+def may_type_for_the_user() -> bool:
+    """Return whether the system lets a program put keys into the input of its terminal."""
+    setting = Path("/proc/sys/dev/tty/legacy_tiocsti")
+    return not setting.exists() or setting.read_text().strip() == "1"
 
 
 def test_a_piped_conversation_keeps_what_was_said(reciter: Path, tmp_path: Path) -> None:
