@@ -450,8 +450,11 @@ def refuse_flags(ctx: typer.Context, names: Sequence[str], why: str) -> None:
 
 
 def refuse_drafter(ctx: typer.Context, kinds: Sequence[str]) -> None:
-    """Raise InputError for a --draft-model on the command line beside decoders that do not draft with it."""
-    if not {"auto", "draft"} & set(kinds) and ctx.params["draft_model"] != NO_DRAFTER:
+    """Raise InputError for a drafter, or for drafts, that none of the decoders uses."""
+    if ctx.params["draft_model"] == NO_DRAFTER:
+        if "ngram" not in kinds:
+            refuse_flags(ctx, ("num_draft_tokens",), "not expected with --draft-model none, so that nothing drafts")
+    elif not {"auto", "draft"} & set(kinds):
         why = f"not expected with --decode {','.join(kinds)}, which drafts with no model; give --decode draft"
         refuse_flags(ctx, ("draft_model",), why)
 

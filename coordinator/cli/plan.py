@@ -154,6 +154,8 @@ def plan(
     if macs is not None:
         refused = "config", "local", "write", "measure_again"
         refuse_flags(ctx, refused, "not expected with --nodes, which lists the nodes")
+    if measure_again and (cluster.config is None or cluster.local is not None):
+        raise InputError("measure_again", "expected with workers of --config only: this machine alone needs no speeds")
     options = cluster.options()
     if macs is not None and cluster.layers is None:
         options = options.with_layers(None)  # those of cluster.yaml are for its own nodes

@@ -145,6 +145,9 @@ def test_a_prompt_is_an_argument_a_flag_or_standard_input(opened: Command, monke
         ("generate a --xtc-threshold 0.2", "xtc_threshold"),
         ("chat --dry-sequence-breaker x", "dry_sequence_breaker"),
         ("chat --presence-context-size 5", "presence_context_size"),
+        ("generate a --draft-model none --num-draft-tokens 3", "num_draft_tokens"),
+        ("plan --measure-again", "measure_again"),
+        ("plan --config cluster.yaml --local 2 --measure-again", "measure_again"),
         ("chat --frequency-context-size 5 --presence-penalty 0.1", "frequency_context_size"),
         ("generate a --model nowhere --temp nan", "temperature"),  # before the model is read
         ("generate a --seed 18446744073709551616", "seed"),
@@ -182,6 +185,7 @@ def test_flags_that_change_nothing_beside_the_others_are_accepted(opened: Comman
         "generate a --logit-bias=",
         "verify --draft-model owner/small --num-draft-tokens 2",
         "generate a --decode ar --draft-model none --conditioning exact",
+        "generate a --decode ngram --draft-model none --num-draft-tokens 3",
         "generate a --xtc-threshold 0.2 --xtc-probability 0.1",
         "eval --questions facts --decode ar,canvas --canvas 4 --draft-model none",
         "eval --questions facts --decode ar,diffusion,ngram --window 4 --num-draft-tokens 2",
