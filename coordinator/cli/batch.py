@@ -69,8 +69,7 @@ def batch(
     """
     if "-" in (str(source), str(output)):
         raise InputError("", "expected files of requests and answers, by which the command continues, found -")
-    if source.exists() and output.exists() and output.samefile(source):
-        raise InputError("output", "expected another file than that of the requests")
+    flags.require_other_file("output", output, source)
     options = cluster.options()
     TEMPLATES.start()  # in parallel to imports that take a second
     return run_batch(options, source, output, max_tokens)

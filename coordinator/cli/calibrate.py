@@ -60,6 +60,8 @@ def calibrate(
     brigade generate --decode diffusion-fast --entropy-threshold thresholds.json:code "Write a function add(a, b)."
     """
     flags.refuse_drafter(ctx, ("diffusion",))
+    for source in questions.questions:
+        flags.require_other_file("output", output, Path(source))
     require_writable("output", output)
     chosen = {"temperature": 0.0, "seed": 0} | sampling.chosen()
     spec = RequestSpec((), max_tokens, chosen, Decode("diffusion"), **sampling.tokens())

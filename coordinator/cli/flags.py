@@ -459,6 +459,18 @@ def refuse_drafter(ctx: typer.Context, kinds: Sequence[str]) -> None:
         refuse_flags(ctx, ("draft_model",), why)
 
 
+def require_other_file(field: str, target: Path | None, source: Path) -> None:
+    """Raise InputError if the file to write is this one, which it would replace."""
+    if target is None:
+        return
+    try:
+        is_same = target.samefile(source)
+    except OSError:  # one of them does not exist yet
+        is_same = os.path.realpath(target) == os.path.realpath(source)
+    if is_same:
+        raise InputError(field, f"expected another file than {source}, which holds something else")
+
+
 def parse_layers(text: str) -> tuple[int, ...]:
     return tuple(_parse("layers", text, int, "whole numbers like 3,2,1"))
 

@@ -105,6 +105,8 @@ def generate(
     A running server: brigade generate --server http://localhost:9338 "Hello"
     """
     server.refuse_others(ctx)
+    for other in filter(None, (output.journal, prompt_cache)):
+        flags.require_other_file("trace", output.trace, other)
     if prompt.raw or prompt.prompt_tokens is not None:
         why = "not expected with --raw or --prompt-tokens, which are everything that the model gets"
         refuse_flags(ctx, ("system_prompt",), why)

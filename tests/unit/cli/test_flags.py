@@ -146,6 +146,8 @@ def test_a_prompt_is_an_argument_a_flag_or_standard_input(opened: Command, monke
         ("chat --dry-sequence-breaker x", "dry_sequence_breaker"),
         ("chat --presence-context-size 5", "presence_context_size"),
         ("generate a --draft-model none --num-draft-tokens 3", "num_draft_tokens"),
+        ("generate a --journal new --trace ./new", "trace"),
+        ("calibrate --questions README.md --output tests/../README.md", "output"),
         ("plan --measure-again", "measure_again"),
         ("plan --config cluster.yaml --local 2 --measure-again", "measure_again"),
         ("chat --frequency-context-size 5 --presence-penalty 0.1", "frequency_context_size"),
