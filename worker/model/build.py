@@ -104,6 +104,8 @@ def _construct(checkpoint: Checkpoint) -> Any:
     except (*MISFITS, AssertionError) as error:
         reason = f"config.json does not describe a {checkpoint.config['model_type']} model: {first_line(error)}"
         raise ModelError(f"{checkpoint.name}: {reason}") from error
+    finally:
+        mx.random.seed(0)  # or the graph of MLX's random key would keep what the layers drew, which nothing evaluates
 
 
 def _with_infinities(value: Any) -> Any:

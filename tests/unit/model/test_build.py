@@ -1,5 +1,6 @@
 """From a checkpoint's headers to mlx-lm's whole model, and what is said of a checkpoint that makes none."""
 
+import io
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -137,3 +138,13 @@ def test_a_model_is_built_in_no_memory() -> None:
     mx.reset_peak_memory()
     spec = describe(replace(small, tensors=tensors))
     assert spec.shard_bytes(0, 3) > 2 * 10**11 and mx.get_peak_memory() - before < 2**20
+
+
+def test_what_a_model_draws_when_it_is_built_stays_in_no_graph() -> None:
+    """A worker that is given one model after another would grow by it."""
+    graphs = io.StringIO(), io.StringIO()
+    for graph in graphs:
+        mx.export_to_dot(graph, mx.random.uniform())  # type: ignore[arg-type]
+        build(synthetic(tied=True))
+    before, after = (len(graph.getvalue()) for graph in graphs)
+    assert after <= before
