@@ -1,11 +1,15 @@
 """What a node holds: within the plan's figures, kept by layers, and released when it is unused."""
 
+import asyncio
 import io
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -110,6 +114,35 @@ async def test_what_is_loaded_is_held_for_its_coordinator_until_that_has_let_go_
         await unload(node, "one")
         assert node.service.worker.shard is None
     assert out.getvalue().count("kept layers") == 1
+
+
+@pytest.mark.parametrize("loads", [False, True])
+async def test_memory_is_given_back_or_needed_only_once_the_step_of_a_left_chain_holds_none(
+    models: Models, loads: bool, monkeypatch: pytest.MonkeyPatch, without_collector: None
+) -> None:
+    folder, other = models("qwen3").folder, models("llama").folder
+    held, computes, go_on = list[bool](), threading.Event(), threading.Event()
+    async with serving(1) as [node], asyncio.timeout(60):
+        await node.load(load_request(folder, 2, 4))
+        shard = shard_of(node)
+
+        def noted(call: Callable[..., Any], *args: Any) -> Any:
+            held.append(shard() is not None)
+            return call(*args)
+
+        for name in ("give_back", "load_shard"):
+            monkeypatch.setattr(lifecycle, name, partial(noted, getattr(lifecycle, name)))
+        async with node.reached() as peer:
+            await peer.attach(attach_request(folder))
+            node.thread.post(lambda: (computes.set(), go_on.wait(60)))  # as a step does
+            await asyncio.to_thread(computes.wait, 60)
+            peer.detach()
+            await node.service.worker.wait_detached()
+            needing = asyncio.create_task(node.load(load_request(other, 2, 4)) if loads else unload(node, ""))
+            await asyncio.sleep(0.1)  # by now it waits for that step
+            go_on.set()
+            await needing
+    assert held[0] is False
 
 
 async def test_reservations_end_with_time_layers_or_failed_loads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,13 +162,13 @@ async def test_a_call_that_is_posted_after_a_stage_is_stopped_finds_its_memory_f
         engine = running.engine
         running.submit(*numbered(*range(20)))
         await asyncio.to_thread(engine.finishing.wait, 60)
-        lasted_s = running.stage.stop()
+        left = running.stage.stop()
         found = running.thread.submit(lambda: (engine.is_closed, len(engine.steps)))
-        assert 0 < lasted_s() < lasted_s()
+        assert 0 < left.busy_s < left.busy_s
         engine.release.set()
         assert await found == (True, 0)
         await running.stage.wait_over()
-        assert lasted_s() == 0
+        assert left.busy_s == 0
     assert engine.begun == ([0, 1] if runs_ahead else [0])
 
 

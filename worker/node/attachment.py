@@ -13,7 +13,7 @@ from worker.node.framing import write_report
 from worker.node.hop import Link
 from worker.node.network import Network, dial
 from worker.node.prefix_store import PrefixStore
-from worker.node.stage import Stage
+from worker.node.stage import LeftStep, Stage
 from worker.platform.machine import wait_slept
 from worker.platform.tasks import background
 from worker.platform.threads import MlxThread
@@ -90,13 +90,13 @@ class Attachment:
             assert self._server is not None
             self._server.cancel()
 
-    def close(self) -> Callable[[], float]:
+    def close(self) -> LeftStep | None:
         """Leave the chain: the MLX thread releases everything after the step in progress, before any later call.
 
-        Returns a function that tells how long that step has lasted, 0 once it is over.
+        Returns that step; None if there was no stage.
         """
         stage, self.stage, self._opening = self._opening, None, None  # its error may be kept, and with it this
-        return stage.stop() if stage else lambda: 0.0
+        return stage.stop() if stage else None
 
     async def _report_draining(self) -> None:
         await self._draining.wait()

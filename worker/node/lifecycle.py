@@ -30,7 +30,7 @@ from worker.node.log import log_failure
 from worker.node.model_sources import ModelSources, check_load_request, check_model
 from worker.node.network import Network
 from worker.node.prefix_store import PrefixStore
-from worker.node.stage import Stage, status_reply
+from worker.node.stage import LeftStep, Stage, status_reply
 from worker.node.weights_cache import Lease
 from worker.platform.mlx_memory import forget_peak, give_back, keep_within
 from worker.platform.tasks import background
@@ -39,6 +39,7 @@ from worker.platform.threads import MlxThread, run_in_thread
 # The slowest worker of a chain may load for hours while this one waits, for example 400 GB over Wi-Fi. A coordinator
 # that has not attached after this time has ended.
 RESERVED_S = 6 * 3600.0
+_LEFT_S = 5.0  # that the hop of a chain may take to close
 WAITING_S = 1.0  # between two reports of a load that waits for another one
 
 _ENDED = object()
@@ -108,7 +109,7 @@ class Worker:
         self._changed = asyncio.Event()  # replaced at each change
         self._turn = asyncio.Lock()  # held to change the tensors, or to measure
         self._num_reported = 0  # by loads, of what they do themselves
-        self._left_behind: Callable[[], float] = lambda: 0.0  # how long the step of the last chain has lasted
+        self._left: LeftStep | None = None  # of the last chain
         self._thread = thread
         self._sources = sources
         self._log = log
@@ -145,7 +146,7 @@ class Worker:
         """Return the status of the stage, or of the held tensors. Does not wait for the MLX thread."""
         if self.stage:
             return self.stage.status()
-        return status_reply(busy_s=self._left_behind(), weight_bytes=self._weight_bytes)
+        return status_reply(busy_s=self._left.busy_s if self._left else 0.0, weight_bytes=self._weight_bytes)
 
     # Loading
 
@@ -216,6 +217,7 @@ class Worker:
         self._drafter = self._drafter and self._drafter.released()
         self._become(WorkerState.EMPTY)
         self._log.info("released %s: %s; the next load reads it again", " and ".join(names), why)
+        await self._wait_left()
         await self._thread.run(give_back)
 
     def free_files(self) -> None:
@@ -284,7 +286,7 @@ class Worker:
                 raise
             raise StageLost("was attached again by the same coordinator") from None
         finally:
-            self._left_behind = attachment.close()
+            self._left = attachment.close() or self._left
             self.attachment = None
             self._become(WorkerState.LOADED)
 
@@ -366,6 +368,14 @@ class Worker:
                 async with asyncio.timeout(left_s):
                     await self._changed.wait()
 
+    async def _wait_left(self) -> None:
+        """Wait until the MLX thread holds nothing of the last chain, whose step may have been in progress."""
+        if self._left:
+            await self._thread.run(lambda: None)  # which waits for that step
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LEFT_S):
+                    await self._left.is_over.wait()
+
     def _require_shard(self) -> Shard:
         if self.shard is None:
             raise ModelError("holds no shard; load first")
@@ -403,6 +413,7 @@ class Worker:
             tensors = held.shard.tensors if held.shard else held.read
         held = None  # the memory of the other tensors is needed
         self._hold(request, None)
+        await self._wait_left()
         if not request.is_drafter:
             self._release_drafter()  # there may be no memory for both; else it is loaded again
         self._log.info("loading %s", _name_of(request))

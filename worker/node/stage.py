@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -58,7 +59,8 @@ class Stage:
         self._wire = wire
         self._thread: MlxThread | None = None  # and what it does for this stage, once started
         self._running: asyncio.Future[None] | None = None
-        self._is_over = asyncio.Event()  # of the main loop
+        self._is_over = asyncio.Event()  # of the main loop; set while the thread holds nothing of this
+        self._is_over.set()
         self.failure: BrigadeError | None = None  # why it has ended; None while it runs
         self._has_ended = asyncio.Event()
         # receiving
@@ -142,17 +144,13 @@ class Stage:
         await self._running
         raise AssertionError("a stage ends by an error")
 
-    def stop(self) -> Callable[[], float]:
-        """Have the thread free all slots after the step in progress, before any later call; do not wait for it.
-
-        Returns a function that tells how many seconds that step has lasted, 0 once it is over.
-        """
+    def stop(self) -> "LeftStep":
+        """Have the thread free all slots after the step in progress, before any later call; do not wait for it."""
         if self._running is not None and self._thread is not None:
             self._thread.post(self.end)
             self._running.cancel()
             self._running = None  # its error refers back to this stage
-        since, is_over = self.busy_since, self._is_over
-        return lambda: 0.0 if since is None or is_over.is_set() else time.monotonic() - since
+        return LeftStep(self.busy_since, self._is_over)
 
     async def wait_over(self) -> None:
         """Wait until the thread holds nothing of this stage, which was started and then stopped or has failed."""
@@ -388,6 +386,19 @@ class Stage:
     def _raise_failure(self) -> None:
         if self.failure is not None:
             raise again(self.failure)
+
+
+@dataclass(frozen=True)
+class LeftStep:
+    """The step of a stage that has left its chain. Until it is over, the MLX thread holds the stage and its shard."""
+
+    since: float | None
+    is_over: asyncio.Event
+
+    @property
+    def busy_s(self) -> float:
+        """How many seconds it has lasted, 0 once it is over."""
+        return 0.0 if self.since is None or self.is_over.is_set() else time.monotonic() - self.since
 
 
 def status_reply(**own: Any) -> StatusReply:
