@@ -317,6 +317,25 @@ async def test_what_one_process_received_the_next_completes(models: Models, lack
     assert sum(taken) == size
 
 
+async def test_what_is_damaged_in_an_unfinished_layer_is_sent_again(
+    models: Models, lacking: Lacking, store_of: StoreOf, taken: list[int]
+) -> None:
+    """A power failure may leave zeros at the end of a file."""
+    folder = models("qwen3", config=LARGE).folder
+    wanted = full_request(folder, 1, 4)
+    async with lacking(1) as [node]:
+        feeding = asyncio.create_task(fed(node, wanted, folder))
+        await until(lambda: sum(taken) > 2 << 20)
+        feeding.cancel()
+        await asyncio.gather(feeding, return_exceptions=True)
+    for unfinished in store_of("node-1").folder.rglob("*.part"):
+        half = unfinished.stat().st_size // 2
+        unfinished.write_bytes(unfinished.read_bytes()[:half] + bytes(half))
+    async with lacking(1) as [node]:
+        await fed_and_loaded(node, wanted, folder)
+        await assert_equal([node], models("qwen3", config=LARGE), (1, 3))
+
+
 async def test_what_another_worker_of_its_machine_receives_a_worker_reports_and_is_not_sent(
     models: Models, lacking: Lacking, store_of: StoreOf, taken: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -408,6 +427,16 @@ async def test_more_than_the_limit_is_refused_unsent(models: Models, tmp_path: P
         with pytest.raises(ModelError, match=r"^worker node-1: has room for .* received layers, needs .* `pull_limit`"):
             await fed(node, full_request(folder, 2, 4), folder)
     assert sum(taken) == size_of(folder, 0, 0)
+
+
+async def test_room_for_missing_layers_is_not_made_of_those_that_are_asked_for_with_them(
+    models: Models, tmp_path: Path
+) -> None:
+    folder = models("qwen3", config={"num_hidden_layers": 9}).folder
+    store = WeightsCache(tmp_path / "shards", size_of(folder, 2, 9))
+    async with serving(1, NOTHING, store_of=lambda name: store) as [node]:
+        await fed(node, full_request(folder, 4, 9), folder)
+        assert await fed(node, full_request(folder, 1, 8), folder) == size_of(folder, 1, 4, with_files=False)
 
 
 async def test_a_model_makes_room_for_another_only_once_its_chain_has_left(models: Models, tmp_path: Path) -> None:

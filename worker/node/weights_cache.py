@@ -26,7 +26,7 @@ from weakref import WeakSet
 from blake3 import blake3
 
 from protos.brigade_pb2 import Fingerprint, LoadRequest
-from worker.errors import ModelError
+from worker.errors import FrameError, ModelError
 from worker.model.checkpoint import (
     MOST_CONFIG_BYTES,
     MOST_TOKENIZER_BYTES,
@@ -237,6 +237,7 @@ class PartialFile:
             file.seek(0)
             file.truncate()
             self.write([begin])
+        self._num_found = self.offset
 
     @property
     def offset(self) -> int:
@@ -258,14 +259,18 @@ class PartialFile:
             self._at += len(block)
 
     def finish(self) -> None:
-        """Give the complete file its name and release it. Raises ModelError, and removes it, if its digest is wrong."""
+        """Give the complete file its name and release it.
+
+        Raises:
+            ModelError: its digest is wrong; it is removed. FrameError: likewise, but what was found here may be why.
+        """
         try:
             if (found := self._hash.hexdigest()) != self._digest:
                 self._unfinished.unlink(missing_ok=True)
-                raise ModelError(
-                    f"expected {self.path.name} with the digest {self._digest[:12]}, got one with {found[:12]}: the "
-                    "coordinator's file changed, or is not what was sent; start again"
-                )
+                wrong = f"expected {self.path.name} with the digest {self._digest[:12]}, got one with {found[:12]}"
+                if self._num_found:
+                    raise FrameError(f"{wrong}: what an earlier transfer left of it may be damaged; send all of it")
+                raise ModelError(f"{wrong}: the coordinator's file changed, or is not what was sent; start again")
             sync_file(self._file.fileno())  # or a power failure could keep the name and lose the bytes
             os.utime(self._unfinished, ns=(time.time_ns(), _RECEIVED_NS))
             self._unfinished.replace(self.path)
@@ -341,7 +346,7 @@ class WeightsCache:
         Raises:
             ModelError: there is no room for it.
         """
-        path = self._piece_path(fingerprint, piece, digest)
+        path = self.piece_path(fingerprint, piece, digest)
         is_here = partial(_is_as_received, path, piece.header, piece.nbytes)
         found = self._begin(path, path.with_suffix(".part"), piece.header, piece.nbytes, digest, is_here)
         if isinstance(found, Path):
@@ -351,7 +356,7 @@ class WeightsCache:
     def partial_bytes(self, fingerprint: Fingerprint, piece: Piece, digest: str) -> int:
         """Return how many bytes of an incomplete piece are here."""
         try:
-            found = self._piece_path(fingerprint, piece, digest).with_suffix(".part").stat().st_size
+            found = self.piece_path(fingerprint, piece, digest).with_suffix(".part").stat().st_size
         except FileNotFoundError:
             return 0
         return max(0, found - len(piece.header))
@@ -455,7 +460,8 @@ class WeightsCache:
         parts = (fingerprint.config, fingerprint.tokenizer, fingerprint.tensors)
         return self.folder / hashlib.sha256("".join(map(_require_digest, parts)).encode()).hexdigest()[:32]
 
-    def _piece_path(self, fingerprint: Fingerprint, piece: Piece, digest: str) -> Path:
+    def piece_path(self, fingerprint: Fingerprint, piece: Piece, digest: str) -> Path:
+        """Return where a piece is once it is complete."""
         return self._folder_of(fingerprint) / _piece_name(piece.place, digest)
 
     def _folders(self) -> list[Path]:

@@ -259,6 +259,9 @@ class Receiver:
         check_layers(request, checkpoint)
         pieces = pieces_of(as_requested(checkpoint, request), request.start, request.end)
         self._cache.require_room(sum(piece.nbytes for piece in pieces))
+        for piece in pieces:  # those that are here stay: room for the others would else be made of them
+            if digest := request.digests.get(piece.place):
+                self._lease.add(self._cache.piece_path(request.fingerprint, piece, digest))
         return {piece.place: piece for piece in pieces}
 
 

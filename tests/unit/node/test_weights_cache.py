@@ -18,7 +18,7 @@ from blake3 import blake3
 from coordinator.cluster.weights import DigestCache, SourceFile
 from protos.brigade_pb2 import Fingerprint
 from tests.tiny import make_model
-from worker.errors import ModelError
+from worker.errors import FrameError, ModelError
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.describe import shard_tensors
 from worker.node import weights_cache as cache_module
@@ -127,7 +127,7 @@ def test_a_file_has_its_name_only_once_it_is_whole_and_right(cache: Receiver) ->
         assert again.offset == len(first)
         again.write(rest if is_right else [b"x" * len(rest[0]), *rest[1:]])
         assert not list(cache.store.folder.rglob("*.safetensors"))
-        with nullcontext() if is_right else pytest.raises(ModelError, match="with the digest"):
+        with nullcontext() if is_right else pytest.raises(FrameError, match="with the digest"):
             again.finish()
         left = [path.suffix for path in cache.store.folder.rglob("*") if path.is_file()]
         assert left == ([".safetensors"] if is_right else [])
