@@ -371,10 +371,11 @@ class Worker:
     async def _wait_left(self) -> None:
         """Wait until the MLX thread holds nothing of the last chain, whose step may have been in progress."""
         if self._left:
-            await self._thread.run(lambda: None)  # which waits for that step
+            await self._thread.run(lambda: None)  # after that step
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LEFT_S):
                     await self._left.is_over.wait()
+            await self._thread.run(lambda: None)  # after the coroutine that was the last to hold it
 
     def _require_shard(self) -> Shard:
         if self.shard is None:

@@ -96,7 +96,7 @@ def test_a_shard_takes_the_bytes_of_the_plan_and_is_freed(checkpoint: Checkpoint
         assert shard.nbytes == spec.shard_bytes(start, end) == sum(array.nbytes for array in shard.tensors.values())
         assert memory() - before <= 1.1 * shard.nbytes + SMALL
         run(shard)
-        assert memory() - before >= shard.nbytes > 4 * SMALL
+        assert memory() - before + SMALL >= shard.nbytes > 4 * SMALL
         del shard
         assert memory() - before < SMALL
 
@@ -107,10 +107,12 @@ def test_a_prompt_chunk_leaves_nothing_but_its_caches(checkpoint: Checkpoint, is
     """Recurrent states are slices and functions of all the chunk's rows, which must not outlive the step."""
     spec = describe(checkpoint)
     engine = Executor(loaded(checkpoint, 0, spec.num_layers - (not is_last)), 0, spec.dtype)
-    chunk = Window(prefix_hash=History().prefix_hash(0), tokens=[5] * 400)
-    before = memory()
-    engine.finish(engine.begin(Frame(opened=[Opening(slot=0)], windows=[chunk]), None, 0, 0))
-    assert memory() - before - engine.cache_bytes < len(chunk.tokens) * spec.row_bytes / 4
+    held = list[int]()
+    for slot in range(2):  # the first one compiles
+        chunk = Window(slot=slot, prefix_hash=History().prefix_hash(0), tokens=[5] * 400)
+        engine.finish(engine.begin(Frame(opened=[Opening(slot=slot)], windows=[chunk]), None, 0, 0))
+        held.append(memory() - engine.cache_bytes)
+    assert held[1] - held[0] < len(chunk.tokens) * spec.row_bytes / 4
 
 
 def test_a_failed_pass_keeps_no_shard(tmp_path: Path, without_collector: None, monkeypatch: pytest.MonkeyPatch) -> None:
