@@ -102,9 +102,7 @@ class Session:
         # Whether prompt chunks pass all nodes, and the last token goes with a proposal to the one that makes answers,
         # once that has the segments of all chunks.
         self.feeds_apart = False
-        self.fed_apart = 0  # leading tokens of chunks whose results have come then
-        self._chunk_ends: deque[int] = deque()  # of chunks whose results have not come
-        self._num_computed = 0  # leading tokens of any chunks whose results have come
+        self._num_computed = 0  # leading tokens of chunks whose results have come
         self._computing: deque[int] = deque()  # ends of those whose results have not
         self.history = History(request.prompt)
         self._preempted_at: int | None = None  # tokens that it had generated when it was preempted last
@@ -160,7 +158,17 @@ class Session:
         """Leading tokens whose rows the first node has, if it makes answers alone; else those that were fed."""
         if self.reading:
             return 0  # a stage may turn out to lack them
-        return self.fed_apart if self._chunk_ends else self.fed
+        return self.fed_apart if self._awaits_segments else self.fed
+
+    @property
+    def fed_apart(self) -> int:
+        """Leading tokens of chunks that have passed all nodes, and whose segments the first node has."""
+        return self._num_computed if self.feeds_apart else 0
+
+    @property
+    def _awaits_segments(self) -> bool:
+        """Whether nodes still compute chunks whose segments the first node lacks."""
+        return self.feeds_apart and bool(self._computing)
 
     @property
     def settled(self) -> int:
@@ -195,7 +203,7 @@ class Session:
         if self.reading:
             return False
         is_free = self._proposal is None and not self.is_paused and self.state is not SessionState.FINISHED
-        return is_free and (self.is_prefilling or not self._chunk_ends)
+        return is_free and (self.is_prefilling or not self._awaits_segments)
 
     @property
     def num_unread(self) -> int:
@@ -315,8 +323,6 @@ class Session:
             window = self._window(base, tokens[base : self.fed])
             window.targets.extend(self._targets(self.fed + 1))
             self._computing.append(self.fed)
-            if self.feeds_apart:
-                self._chunk_ends.append(self.fed)
             if snapshot:
                 self.snapshots = self.snapshots_with(snapshot)
                 window.snapshots.extend(self.snapshots)
@@ -418,8 +424,6 @@ class Session:
         if not (samples or guesses):
             if self._computing:
                 self._num_computed = self._computing.popleft()
-            if self._chunk_ends:
-                self.fed_apart = self._chunk_ends.popleft()
             return []
         assert self._proposal is not None
         accepted = self._decoder.accept(self._proposal, samples, guesses)
@@ -476,8 +480,7 @@ class Session:
             self.enter(SessionState.REPLAYING if self.num_rows else SessionState.WAITING)
         assert self.state is not SessionState.FINISHED
         self.slot = None
-        self.fed = self.num_reused = self.rows_written = self.fed_apart = self._num_computed = 0
-        self._chunk_ends.clear()
+        self.fed = self.num_reused = self.rows_written = self._num_computed = 0
         self._computing.clear()
         self.stored.clear()
         self.reading = b""

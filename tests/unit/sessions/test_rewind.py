@@ -136,10 +136,10 @@ def test_a_second_loss_before_the_first_frame_makes_no_row_complete() -> None:
         if session.fed_apart < 16:
             rig.take_one()
     assert session.fed_apart == 16
-    session.feeds_apart = False
     rig.lose_chain([], len(rig.chain.frames))
     assert rig.scheduler.slots.promised >= rig.chain.held(rig.costs.bytes_of), "the slot has its buffers still"
     session.rewind()
+    session.feeds_apart = False
     rig.scheduler.slots.add(session)
     assert (session.fed, session.num_reused) == (16, 16)
     rig.send_all()
@@ -235,10 +235,13 @@ def test_rows_that_the_first_stage_holds_are_not_fed_again_if_they_are_complete_
                 rig.take_one()
             if numbers.random() < 0.3:
                 live = [session for session in sessions if session.finish_reason is None]
-                for session in live:
-                    session.feeds_apart = answers_alone and numbers.random() < 0.3
                 rig.costs = costs_per_row(numbers.choice((budget, budget // 2)), num_stages=1)
-                rig.lose_chain(live, len(rig.chain.frames) - numbers.randrange(len(rig.chain.in_flight) + 1))
+                rig.lose_chain([], len(rig.chain.frames) - numbers.randrange(len(rig.chain.in_flight) + 1))
+                for session in live:
+                    session.rewind()
+                    session.feeds_apart = answers_alone and numbers.random() < 0.3
+                for session in live:
+                    rig.scheduler.slots.add(session, is_replayed=True)
                 rig.send_all()
                 num_reused += sum(session.num_reused for session in live if not session.feeds_apart)
                 promised, budgets = rig.scheduler.slots.promised, rig.costs.budgets
