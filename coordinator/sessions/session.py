@@ -85,7 +85,7 @@ class Session:
         self.slot: int | None = None  # its number on the stages, once it has one
         self.fed = 0  # leading known tokens that windows have carried so far
         self.num_reused = 0  # leading tokens that its slot held already
-        self.num_cached = 0  # likewise when it began first: later they may be its own
+        self.num_reused_at_first = 0  # likewise when it began first: later they may be its own
         # Lengths at which another slot can begin with its rows, beside the present one.
         self.snapshots: tuple[int, ...] = ()
         self.stored: deque[Piece] = deque()  # pieces of its prefix on the nodes' disks, which come before other windows
@@ -273,13 +273,13 @@ class Session:
         """Begin after this many tokens, at most `most_reused`: the slot holds them already, and snapshots."""
         assert self.fed == 0 and num_tokens <= self.most_reused
         self.fed = self.num_reused = num_tokens
-        self._note_cached()
+        self._note_reused()
         self.snapshots = tuple(length for length in snapshots if length <= num_tokens)
 
-    def _note_cached(self) -> None:
+    def _note_reused(self) -> None:
         """Note what it began with, unless it begins again."""
         if self.state is not SessionState.REPLAYING:
-            self.num_cached = self.num_reused
+            self.num_reused_at_first = self.num_reused
 
     @property
     def end_apart(self) -> int:
@@ -419,7 +419,7 @@ class Session:
         self._known_rows += sum(each.rows for each in pooled)
         if self.reading:
             self.reading, self.num_reused = b"", self.fed
-            self._note_cached()
+            self._note_reused()
             return []
         if not (samples or guesses):
             if self._computing:
@@ -546,11 +546,11 @@ class Session:
         self._num_read += len(output.tokens)
         if output.finish_reason is None:
             return
-        num_cached = min(self.num_cached, self.num_prompt)  # the tokens of a journal may have been cached, too
+        num_reused = min(self.num_reused_at_first, self.num_prompt)  # those of a journal may be among them
         num_held = tuple(self._num_held)  # copied first, since another thread lengthens these lists
         legs = [replace(leg, passages=[p for p in leg.passages if p.returned <= output.at]) for leg in self._legs or ()]
         output.usage = Usage(
-            self.num_prompt, self._started, num_cached, output.num_steps, output.num_rows, legs,
+            self.num_prompt, self._started, num_reused, output.num_steps, output.num_rows, legs,
             self._num_recoveries, self._still_ns / 1e9, self._num_read, self.begun,
             tuple(self._num_tried[: len(num_held)]), num_held,
         )  # fmt: skip

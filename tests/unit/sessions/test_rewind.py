@@ -147,7 +147,7 @@ def test_a_second_loss_before_the_first_frame_makes_no_row_complete() -> None:
     rig.lose_chain([session], num_begun=0)
     assert (session.fed, session.num_reused) == (16, 16)
     rig.send_all()
-    assert session.num_cached == 0, "these rows are its own"
+    assert session.num_reused_at_first == 0, "these rows are its own"
     rig.run(session)
     rig.end()
 
