@@ -314,29 +314,11 @@ class Session:
             most_rows: of a prompt chunk; None: what the caller asked for, or all.
             snapshot: the length at which the chunk is to end and the stages make one, at most `most_rows` away.
         """
-        tokens, base = self.history.tokens, self.fed
         if self.stored:
             return self._stored_window(self.stored.popleft())
-        most_rows = snapshot - base if snapshot else most_rows or self.chunk or self.num_unfed
-        if chunk := self._num_chunk(most_rows):
-            self.fed += chunk
-            window = self._window(base, tokens[base : self.fed])
-            window.targets.extend(self._targets(self.fed + 1))
-            self._computing.append(self.fed)
-            if snapshot:
-                self.snapshots = self.snapshots_with(snapshot)
-                window.snapshots.extend(self.snapshots)
-        else:
-            self.fed, self._proposed_at = len(tokens), base
-            room = self.max_tokens - self.num_generated
-            self._proposal = self._decoder.propose(tokens, len(tokens) - base, room, num_together)
-            window = self._with_proposal(base, tokens[base:], self._proposal)
-            window.targets.extend(self._targets(self.fed))
-            self.fed -= self._proposal.num_fixed
-            self.num_steps += 1
-            num_known = 1 if self._proposal.verifies else len(window.tokens)  # any more are the end of a prompt
-            num_ahead = len(self._proposal.drafts) + window.masks + len(window.canvas)
-            self.num_rows_last = num_known + num_ahead
+        base = self.fed
+        chunk = self._num_chunk(snapshot - base if snapshot else most_rows or self.chunk or self.num_unfed)
+        window = self._chunk_window(chunk, snapshot) if chunk else self._proposal_window(num_together)
         window.pooled = self._num_pooled(base + len(window.tokens))
         num_rows = count_rows(window)
         self.num_rows += num_rows
@@ -350,6 +332,31 @@ class Session:
         window.stored = self.reading = piece.name
         window.upcoming.extend(each.name for each in islice(self.stored, MOST_UPCOMING))
         self.fed, self.rows_written = piece.end, max(self.rows_written, piece.end)
+        return window
+
+    def _chunk_window(self, num_tokens: int, snapshot: int | None) -> Window:
+        """Return the window of a prompt chunk, for which nothing is sampled."""
+        window = self._window(self.fed, self.history.tokens[self.fed : self.fed + num_tokens])
+        self.fed += num_tokens
+        self._computing.append(self.fed)
+        window.targets.extend(self._targets(self.fed + 1))
+        if snapshot:
+            self.snapshots = self.snapshots_with(snapshot)
+            window.snapshots.extend(self.snapshots)
+        return window
+
+    def _proposal_window(self, num_together: int) -> Window:
+        """Return the window of all unfed tokens and what the decoder proposes after them."""
+        tokens, base = self.history.tokens, self.fed
+        room = self.max_tokens - self.num_generated
+        proposal = self._decoder.propose(tokens, len(tokens) - base, room, num_together)
+        window = self._with_proposal(base, tokens[base:], proposal)
+        window.targets.extend(self._targets(len(tokens)))
+        self._proposal, self._proposed_at = proposal, base
+        self.fed = len(tokens) - proposal.num_fixed
+        self.num_steps += 1
+        num_known = 1 if proposal.verifies else len(window.tokens)  # any more are the end of a prompt
+        self.num_rows_last = num_known + len(proposal.drafts) + window.masks + len(window.canvas)
         return window
 
     def _num_chunk(self, most_rows: int) -> int:
@@ -387,14 +394,15 @@ class Session:
             if self._soft:
                 window.soft.CopyFrom(self._soft)
             return window
-        num_rows = len(window.tokens) + len(proposal.masks)
         window.wanted = 1 + len(proposal.drafts) if proposal.verifies else 0
         window.guessed = len(proposal.masks)
         window.drafts = proposal.asked
-        window.masks = window.guessed + padded(num_rows) - num_rows if proposal.masks else 0
+        num_rows = len(window.tokens) + len(proposal.masks)
+        num_padding = padded(num_rows) - num_rows if proposal.masks else 0
+        window.masks = window.guessed + num_padding
         if proposal.fills:
-            fills = [at for at, _ in proposal.fills]
-            padding = range(proposal.masks[-1] + 1, proposal.masks[-1] + 1 + window.masks - window.guessed)
+            fills, end = [at for at, _ in proposal.fills], proposal.masks[-1] + 1
+            padding = range(end, end + num_padding)
             window.positions.extend([*range(base, base + len(unfed)), *fills, *proposal.masks, *padding])
         return window
 
@@ -428,13 +436,8 @@ class Session:
         assert self._proposal is not None
         accepted = self._decoder.accept(self._proposal, samples, guesses)
         self._soft = None if accepted.samples else next(iter(soft), None)
-        num_drafts, self._proposal = len(self._proposal.drafts), None
-        missing = [0] * (num_drafts - len(self._num_tried))
-        self._num_tried += missing
-        self._num_held += missing
-        for place in range(num_drafts):
-            self._num_tried[place] += 1
-            self._num_held[place] += place < accepted.num_cached
+        self._count_drafts(len(self._proposal.drafts), accepted.num_cached)
+        self._proposal = None
         self.fed += accepted.num_cached
         num_taken, reason = 0, ""
         for num_taken, sample in enumerate(accepted.samples, 1):  # noqa: B007 - used below
@@ -447,6 +450,15 @@ class Session:
         elif num_taken and self.state is SessionState.REPLAYING:
             self.enter(SessionState.RUNNING)
         return accepted.samples[:num_taken]
+
+    def _count_drafts(self, num_drafts: int, num_held: int) -> None:
+        """Count a step's drafts by place, and those that held, which are the first ones."""
+        missing = [0] * (num_drafts - len(self._num_tried))
+        self._num_tried += missing
+        self._num_held += missing
+        for place in range(num_drafts):
+            self._num_tried[place] += 1
+            self._num_held[place] += place < num_held
 
     def _end_reason(self, token: int) -> str:
         """Return why this token is the last one; empty if it is not."""
