@@ -1,6 +1,6 @@
 """Scheduler: sessions in, frames out; results in, commits out. No sockets, no clock, no MLX.
 
-Two kinds of frames are in flight. A lane carries one decoding step for each of several sessions; several lanes with
+Two kinds of frames carry windows. A lane carries one decoding step for each of several sessions; several lanes with
 equal shares of the sessions keep every stage busy. A prompt frame carries a chunk of a prompt, or several short
 prompts. While a session is streaming, there is at most one prompt frame per stage in flight, so that a stream waits for
 one chunk on each stage, or for two on the first: their number grows by one a round, or all of them would enter at
@@ -12,6 +12,8 @@ that few of the others' steps wait for them, and none more than once.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from itertools import accumulate
 from typing import Any
 
@@ -24,6 +26,25 @@ from worker.errors import FrameError, PrefixLost
 
 Commit = tuple[Session, list[Sample]]
 _BACKGROUND_EVERY = 32  # frames, for each stage: less than 5 % of the steps of a lane wait for one of the background
+
+
+class _Kind(Enum):
+    """What a frame carries."""
+
+    LANE = "lane"
+    PROMPT = "prompt"
+    BACKGROUND = "background"  # a lane or a prompt of the background; one at most is in flight
+    STORE = "store"  # a piece of a prefix for the stages' disks; likewise
+    CLOSING = "closing"  # nothing but slots to free; likewise
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A frame in flight."""
+
+    kind: _Kind
+    slots: Sequence[SessionSlot]
+    piece: Piece | None = None  # that is stored
 
 
 class Scheduler:
@@ -60,12 +81,9 @@ class Scheduler:
         self._epoch = epoch
         self._most_lane_rows = most_lane_rows
         self._answers_alone = answers_alone
-        self._lanes: dict[int, list[SessionSlot]] = {}  # in flight, by step
-        self._prompts: dict[int, list[SessionSlot]] = {}  # likewise; [] for a frame that only closes slots
-        self._background: dict[int, list[SessionSlot]] = {}  # likewise, one at most
-        self._background_at = last_step  # the last of them
-        self._stores: dict[int, tuple[SessionSlot, Piece]] = {}  # what stages write to disk, by step, one at most
-        self._stored_at = last_step  # the last of them
+        self._in_flight: dict[int, _Sent] = {}  # by step
+        self._background_at = last_step  # the last step of the background
+        self._stored_at = last_step  # the last one that stored a piece
         self._retires = False
         self._step = last_step
         self._turn = 0  # prompt frames so far
@@ -75,7 +93,7 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is in flight."""
-        return not (self._lanes or self._prompts or self._background or self._stores)
+        return not self._in_flight
 
     def close(self, session: Session, *, keep: bool = False) -> None:
         """Remove a session in any state. The next frame frees its slot, unless it is kept as a prefix cache."""
@@ -96,16 +114,9 @@ class Scheduler:
         active = [slot for slot in self.slots.with_room() if not slot.session.is_paused]
         if not self.slots.closed and not any(slot.session.is_ready for slot in active):
             return None
-        best = min((slot.session.request.priority for slot in active), default=0)
-        others = [slot for slot in active if slot.session.request.priority > best]
-        (chosen, chunk), in_flight = self._next_background(others), self._background
-        if not chosen:
-            active = [slot for slot in active if slot.session.request.priority <= best] if others else active
-            chosen, in_flight, chunk = self._next_lane(active), self._lanes, None
-        if not chosen:
-            (chosen, chunk), in_flight = self._next_prompts(active), self._prompts
-        if not chosen and (not self.slots.closed or [] in self._prompts.values()):
-            return None  # only one frame in flight may carry nothing but closed slots
+        kind, chosen, chunk = self._choose(active)
+        if kind is _Kind.CLOSING and (not self.slots.closed or self._num_in_flight(kind)):
+            return None
         self._step += 1
         feeds_apart = all(slot.session.feeds_apart and slot.session.is_prefilling for slot in chosen)
         stays = self._answers_alone and not feeds_apart  # else the frame passes all nodes
@@ -118,10 +129,23 @@ class Scheduler:
             frame.windows.append(slot.session.next_window(len(chosen), chunk, snapshot))
             slot.last_step = self._step
         frame.closed.extend(self.slots.take_closed(frame.step, stays=stays))
-        in_flight[frame.step] = chosen
+        self._in_flight[frame.step] = _Sent(kind, chosen)
         if frame.opened:  # a slot that was taken over may have held more
             self.slots.admit()  # only now: a waiting session could take the slot of a session of this frame
         return frame
+
+    def _choose(self, active: Sequence[SessionSlot]) -> tuple[_Kind, list[SessionSlot], int | None]:
+        """Return the kind of the next frame, its sessions, and the most rows of its prompt chunks."""
+        best = min((slot.session.request.priority for slot in active), default=0)
+        others = [slot for slot in active if slot.session.request.priority > best]
+        chosen, chunk = self._next_background(others)
+        if chosen:
+            return _Kind.BACKGROUND, chosen, chunk
+        first = [slot for slot in active if slot.session.request.priority <= best] if others else active
+        if lane := self._next_lane(first):
+            return _Kind.LANE, lane, None
+        chosen, chunk = self._next_prompts(first)
+        return _Kind.PROMPT if chosen else _Kind.CLOSING, chosen, chunk
 
     def _next_store(self) -> Frame | None:
         """Return a frame that has all stages write a piece of a prefix to their disks, at a quiet moment.
@@ -129,12 +153,14 @@ class Scheduler:
         While there is none, it is one frame in as many as of the background.
         """
         is_due = self.is_idle or self._step - self._stored_at >= _BACKGROUND_EVERY * self._num_stages
-        if self._stores or not is_due or (found := self.slots.next_store(of_running=self._retires)) is None:
+        if not is_due or self._num_in_flight(_Kind.STORE):
+            return None
+        if (found := self.slots.next_store(of_running=self._retires)) is None:
             return None
         slot, piece = found
         self._step += 1
         self._stored_at = self._step
-        self._stores[self._step] = found
+        self._in_flight[self._step] = _Sent(_Kind.STORE, [slot], piece)
         prefix_hash = slot.session.history.prefix_hash(piece.end)
         stores = [Store(slot=slot.number, piece=piece, prefix_hash=prefix_hash)]
         return Frame(epoch=self._epoch, step=self._step, stores=stores, stays=self._answers_alone)
@@ -151,21 +177,23 @@ class Scheduler:
         """
         if result.epoch != self._epoch:
             raise FrameError(f"expected a result of epoch {self._epoch}, got epoch {result.epoch} (step {result.step})")
-        if self._prompts.get(result.step) and result.step > self._grew_at:
+        sent = self._in_flight.get(result.step)
+        if sent and sent.kind is _Kind.PROMPT and result.step > self._grew_at:
             self._most_prompts, self._grew_at = min(self._most_prompts + 1, self._num_stages), self._step
-        elif not any(self._prompts.values()):
+        elif not self._num_in_flight(_Kind.PROMPT):
             self._most_prompts = 1
         self.slots.note_passed(result.step)
-        if result.step in self._stores:
-            self.slots.note_stored(*self._stores.pop(result.step), is_written=not result.failures)
+        if sent is None:
             return []
-        frames = next((each for each in (self._lanes, self._background) if result.step in each), self._prompts)
-        slots = frames.pop(result.step, [])
+        del self._in_flight[result.step]
+        if sent.piece is not None:
+            self.slots.note_stored(sent.slots[0], sent.piece, is_written=not result.failures)
+            return []
         samples, guesses, scores = _by_slot(result.samples), _by_slot(result.guesses), _by_slot(result.scores)
         soft, pooled = _by_slot(result.soft), _by_slot(result.pooled)
         failed = {failure.slot: failure.kind for failure in result.failures}
         commits = []
-        for slot in slots:
+        for slot in sent.slots:
             session = slot.session
             if slot.state is SlotState.KEPT and slot.number in failed:
                 self.slots.close(session, keep=False)  # stages hold different rows
@@ -181,9 +209,13 @@ class Scheduler:
             commits.append((session, found))
         return commits
 
+    def _num_in_flight(self, kind: _Kind) -> int:
+        return [sent.kind for sent in self._in_flight.values()].count(kind)
+
     def _next_background(self, others: Sequence[SessionSlot]) -> tuple[list[SessionSlot], int | None]:
         """Return a lane of the background or, in turns with it, a prompt and the rows of its chunk, if they are due."""
-        if self._background or self._step - self._background_at < _BACKGROUND_EVERY * self._num_stages:
+        is_due = self._step - self._background_at >= _BACKGROUND_EVERY * self._num_stages
+        if not is_due or self._num_in_flight(_Kind.BACKGROUND):
             return [], None
         ready = sorted((slot for slot in others if slot.session.is_ready), key=lambda slot: slot.last_step)
         if not ready:
@@ -205,7 +237,7 @@ class Scheduler:
             return []
         rows_each = sum(slot.session.num_rows_last for slot in decoding) / len(decoding)
         num_lanes = self._num_lanes(len(decoding), rows_each)
-        if len(self._lanes) >= num_lanes:
+        if self._num_in_flight(_Kind.LANE) >= num_lanes:
             return []
         ready.sort(key=lambda slot: slot.last_step)
         lane = ready[: -(-len(decoding) // num_lanes)]
@@ -228,7 +260,7 @@ class Scheduler:
         beside_streams = any(slot.session.is_streaming for slot in active)
         # one on each stage, one that waits, and one whose caches are on their way back
         most = self._most_prompts if beside_streams else self._num_stages + 1 + self._answers_alone
-        if sum(map(bool, self._prompts.values())) >= most:
+        if self._num_in_flight(_Kind.PROMPT) >= most:
             return [], 0
         ready = [slot for slot in active if slot.session.is_prefilling and slot.session.is_ready]
         if not ready:
