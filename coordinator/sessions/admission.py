@@ -116,7 +116,7 @@ class SessionSlot:
     rows_before: int = 0  # that it holds until its first window, if it was taken over
     state: SlotState = SlotState.WAITING
     last_step: int = 0  # the last step that carried a window of it
-    is_stored: bool = False  # no piece of it is left to be written to disk
+    stores_no_more: bool = False  # no piece of it is to be written to disk any more
     has_result: bool = False  # all stages that make answers have taken a window of it
 
     @property
@@ -309,10 +309,10 @@ class Slots:
         if self._stored is None:
             return None
         for slot in self._storable(of_running=of_running):
-            if not slot.is_stored:
+            if not slot.stores_no_more:
                 if piece := self._stored.next_piece(slot.session):
                     return slot, piece
-                slot.is_stored = True
+                slot.stores_no_more = True
         return None
 
     def stored_names(self, *, of_running: bool = False) -> set[bytes]:
@@ -330,13 +330,13 @@ class Slots:
         """Note whether all stages write a piece of this slot to their disks; if not, nothing more of it is written."""
         if self._stored and is_written:
             self._stored.add(piece)
-        slot.is_stored |= not is_written
+        slot.stores_no_more |= not is_written
 
     def lose_stored(self, slot: SessionSlot) -> None:
         """Have a session begin again, since a stage has lost the piece that it was to read."""
         if self._stored:
             self._stored.forget(slot.session.reading)
-        self._take(slot)
+        self._evict(slot)
         self.admit()
 
     def take_closed(self, step: int, *, stays: bool) -> list[int]:
@@ -398,17 +398,17 @@ class Slots:
         rows = slot.session.rows_for(GROWTH)
         needed = self._bytes_of(slot.session, rows)
         newer = reversed(self.active[self.active.index(slot) + 1 :])
-        takeable = [*self._in(SlotState.KEPT), *(other for other in newer if other.session.may_be_preempted)]
+        evictable = [*self._in(SlotState.KEPT), *(other for other in newer if other.session.may_be_preempted)]
         more = tuple(max(0, need - had) for need, had in zip(needed, slot.promised, strict=True))
-        room = make_room(more, self.unreserved, [other.promised for other in takeable])
+        room = make_room(more, self.unreserved, [other.promised for other in evictable])
         if room is None:
             return False
         slot.rows, slot.promised = rows, tuple(map(max, needed, slot.promised))
-        if any([self._take(takeable[place]) for place in room.evicted]):
+        if any([self._evict(evictable[place]) for place in room.evicted]):
             self.admit()  # it may have taken more memory than it needs
         return True
 
-    def _take(self, slot: SessionSlot) -> bool:
+    def _evict(self, slot: SessionSlot) -> bool:
         """Free a slot; return whether it was active: then its session waits for another one."""
         if slot.state not in ACTIVE:
             self._free(slot)
@@ -427,8 +427,8 @@ class Slots:
         rows = session.rows_for(GROWTH)
         needed = self._bytes_of(session, rows)
         worse = (each for each in reversed(self.active) if each.session.request.priority > session.request.priority)
-        takeable = [*kept, *(each for each in worse if each.session.may_be_preempted)]
-        promised = [each.promised for each in takeable]
+        evictable = [*kept, *(each for each in worse if each.session.may_be_preempted)]
+        promised = [each.promised for each in evictable]
         own = kept.index(source) if source else None
         extends = source is not None and shared == source.session.fed
         fit = partial(make_room, needed, self.unreserved, source=own, extends=extends)
@@ -436,7 +436,7 @@ class Slots:
         if room is None:
             return False
         for place in room.evicted:
-            self._take(takeable[place])
+            self._evict(evictable[place])
         if source and room.takes_over:  # its rows beyond the shared ones stay until the first window cuts them
             del self._slots[source.session]
             source.enter(SlotState.FREE)
@@ -474,12 +474,17 @@ class Slots:
         cuttable = self._costs.rows_that_can_be_cut(request.cache)
         if session.stored and session.stored[0].begin < session.fed and cuttable < self._costs.context:
             session.stored.clear()  # its piece begins where the rows in memory cannot be cut
+        self._fit_snapshots(slot)
+        opening.snapshots.extend(session.snapshots)
+        return opening
+
+    def _fit_snapshots(self, slot: SessionSlot) -> None:
+        """Keep as many of the snapshots that a slot begins with, the latest, as there is memory for; reserve it."""
+        session = slot.session
         lengths, session.snapshots = session.snapshots, ()
         slot.promised = self._bytes_of(session, slot.rows)
         session.snapshots = lengths[max(0, len(lengths) - self._num_snapshots_with_room(session)) :]
         slot.promised = self._bytes_of(session, slot.rows)
-        opening.snapshots.extend(session.snapshots)
-        return opening
 
     def _keep(self, slot: SessionSlot) -> None:
         for kept in self._in(SlotState.KEPT):
@@ -537,33 +542,36 @@ def _by_priority(slots: Iterable[SessionSlot]) -> list[SessionSlot]:
 
 @dataclass(frozen=True)
 class Room:
-    """How a session gets its memory: the kept slots that are evicted, and whether it takes its source over."""
+    """How a session gets its memory: the slots that are evicted, and whether it takes its source over."""
 
-    evicted: tuple[int, ...] = ()  # indices into the kept slots
+    evicted: tuple[int, ...] = ()  # indices into the evictable ones
     takes_over: bool = False
 
 
 def make_room(
-    needed: Bytes, free: Bytes, kept: Sequence[Bytes], source: int | None = None, *, extends: bool = False
+    needed: Bytes, free: Bytes, evictable: Sequence[Bytes], source: int | None = None, *, extends: bool = False
 ) -> Room | None:
-    """Evict as few kept slots as needed, the least recently used first; None if all of them are not enough.
+    """Evict as few slots as needed, in their order; None if all of them are not enough.
 
     Args:
         needed: bytes per stage for the session.
         free: bytes per stage that are not reserved.
-        kept: what evicting each kept slot frees, the least recently used first.
+        evictable: what evicting each slot frees: kept ones, the least recently used first, then those of sessions that
+            give way.
         source: the kept slot whose prefix the session reuses. It goes last; then the session takes it over.
         extends: the session continues where its source ends, and takes it over in any case.
     """
-    others = [place for place in range(len(kept)) if place != source]
+    others = [place for place in range(len(evictable)) if place != source]
     for num_evicted in range(len(others) + 1):
-        if _is_enough(needed, free, kept, evicted := others[:num_evicted], source if extends else None):
+        if _is_enough(needed, free, evictable, evicted := others[:num_evicted], source if extends else None):
             return Room(tuple(evicted), takes_over=extends)
-    if source is not None and _is_enough(needed, free, kept, others, source):
+    if source is not None and _is_enough(needed, free, evictable, others, source):
         return Room(tuple(others), takes_over=True)
     return None
 
 
-def _is_enough(needed: Bytes, free: Bytes, kept: Sequence[Bytes], evicted: Sequence[int], source: int | None) -> bool:
-    given = [kept[place] for place in (*evicted, source) if place is not None]
+def _is_enough(
+    needed: Bytes, free: Bytes, evictable: Sequence[Bytes], evicted: Sequence[int], source: int | None
+) -> bool:
+    given = [evictable[place] for place in (*evicted, source) if place is not None]
     return all(need <= free[stage] + sum(each[stage] for each in given) for stage, need in enumerate(needed))
