@@ -201,7 +201,7 @@ class EngineCore:
         self._send_all()
 
     def _fit(self, session: Session) -> None:
-        """Cut the answer to what the context and the memory of the present nodes hold, and feed it as they need it."""
+        """Choose which nodes compute the prompt, and cut the answer to what context and memory hold."""
         session.feeds_apart = self._pays_apart(session)
         session.max_tokens = room_for_answer(session.request, self.chain.spec.context)
         if session.feeds_apart and self.scheduler.slots.most_rows(session) < session.most_rows:
@@ -214,10 +214,13 @@ class EngineCore:
         prompt_end, spec = self.chain.plan.prompt_end, replace(self.chain.spec, cache=session.request.cache)
         if prompt_end is None or spec.largest_snapshot_bytes > MOST_SNAPSHOT_BYTES:
             return False
-        unfed = {}
-        for session.feeds_apart in (False, True):
-            unfed[session.feeds_apart] = len(session.history) - self.scheduler.slots.num_shared(session)
-        return self.chain.costs.pays_apart(unfed[False], unfed[True], prompt_end / self.chain.spec.num_layers)
+        num_alone, num_apart = (self._num_unfed(session, feeds_apart=apart) for apart in (False, True))
+        return self.chain.costs.pays_apart(num_alone, num_apart, prompt_end / self.chain.spec.num_layers)
+
+    def _num_unfed(self, session: Session, *, feeds_apart: bool) -> int:
+        """Have a session feed its prompt in this way; return how many tokens no slot shares with it then."""
+        session.feeds_apart = feeds_apart
+        return len(session.history) - self.scheduler.slots.num_shared(session)
 
     def _chunk_rows(self, session: Session, num_unfed: int, beside_streams: bool) -> int:
         """Return the most rows of a prompt frame with this session; all ready prompts have `num_unfed` to feed."""
@@ -266,6 +269,14 @@ class EngineCore:
         """Cancel the session's deadline, if it has one."""
         if (deadline := self._deadlines.pop(session, None)) is not None:
             deadline.cancel()
+
+    def _pause(self, session: Session) -> None:
+        """Send nothing of a session until its reader has caught up; the reader's thread calls `resume` then."""
+        session.is_paused = True
+        if session.num_unread <= MOST_UNREAD // 2:  # it has caught up meanwhile, and saw no pause
+            session.is_paused = False
+        else:
+            self._await_reader(session)
 
     def _resume(self, session: Session) -> None:
         if session.is_paused and session in self.sessions:
@@ -362,11 +373,7 @@ class EngineCore:
             if session.state is SessionState.FINISHED:
                 self._forget(session)
             elif session.num_unread >= MOST_UNREAD and not session.is_paused:
-                session.is_paused = True
-                if session.num_unread <= MOST_UNREAD // 2:  # its reader has caught up meanwhile, and saw no pause
-                    session.is_paused = False
-                    continue
-                self._await_reader(session)
+                self._pause(session)
 
     def _passage(self, arrival: ArrivedResult, commits: list[Commit]) -> Passage | None:
         """Return the frame's timings; add them to the sessions that are traced, before a reader gets its output."""
