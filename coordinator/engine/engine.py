@@ -58,6 +58,15 @@ class ServerStatus:
 _READY = ServerStatus(ServerState.READY)
 
 
+@dataclass(frozen=True)
+class _Reading:
+    """A session whose outputs are being read."""
+
+    number: int  # of its request among those of the call
+    parser: TextParser
+    stats: RequestStats | None  # None if it is not counted
+
+
 class Engine:
     """Answers requests on one chain after another. Use as an async context manager."""
 
@@ -267,23 +276,20 @@ class Engine:
         """Yield the outputs of all sessions of one call, which share one queue."""
         self._require_open()
         queue, group = OutputQueue(), Group()
-        numbers: dict[Session, int] = {}
-        parsers: dict[int, TextParser] = {}
-        watched: dict[int, RequestStats] = {}
+        readings: dict[Session, _Reading] = {}
         later = _by_prompt(requests)
         ready = deque(later)
-        at_work = 0
+        present = -1  # the number of the request whose session is begun or read
 
         async def submit_ready() -> None:
-            nonlocal at_work
-            while ready and len(numbers) < at_once:
-                at_work = number = ready.popleft()
+            nonlocal present
+            while ready and len(readings) < at_once:
+                present = number = ready.popleft()
                 request = requests[number]
-                parsers[number] = parser or self.parser(request)
-                if counted:
-                    watched[number] = self.stats.begin(request)
                 session = self.core.session(request, queue, group, chunk, traced=traced)
-                numbers[session] = number  # before it starts: an abort closes it
+                readings[session] = _Reading(  # before it starts: an abort closes it
+                    number, parser or self.parser(request), self.stats.begin(request) if counted else None
+                )
                 await self.core.submit(session)
 
         with self._readers.using(), self.use.using() if counted else contextlib.nullcontext():
@@ -291,33 +297,31 @@ class Engine:
                 for grammar in {request.sampling.grammar.text: request.sampling for request in requests}.values():
                     await self._compile(grammar)
                 await submit_ready()
-                num_left = len(requests)
-                while num_left:
+                while readings or ready:
                     session, output = await queue.get()
-                    if session not in numbers:
+                    if (reading := readings.get(session)) is None:
                         continue  # a stop string has ended it, and steps were under way
-                    at_work = number = numbers[session]
+                    present = reading.number
                     if isinstance(output, BaseException):
                         raise output
-                    session.read(output, parsers[number])
+                    session.read(output, reading.parser)
                     if session.is_paused and session.num_unread <= MOST_UNREAD // 2:
                         self.core.resume(session)
-                    if counted:
-                        watched[number].take(output)
+                    if reading.stats:
+                        reading.stats.take(output)
                     if output.finish_reason is not None:
-                        num_left -= 1
-                        del numbers[session]
+                        del readings[session]
                         self.core.close(session)
-                        if counted:
-                            watched.pop(number).end()
-                    ready.extendleft(reversed(later.pop(number, ())))  # while their prompt's slot is kept
+                        if reading.stats:
+                            reading.stats.end()
+                    ready.extendleft(reversed(later.pop(reading.number, ())))  # while their prompt's slot is kept
                     await submit_ready()
-                    yield number, output
+                    yield reading.number, output
             finally:
-                for session in numbers:
+                for session, unfinished in readings.items():
                     self.core.close(session)
-                for number, unfinished in watched.items():  # an answer that ends with another's error is aborted
-                    unfinished.end(sys.exc_info()[1] if number == at_work else None)
+                    if unfinished.stats:  # an answer that ends with another's error is aborted
+                        unfinished.stats.end(sys.exc_info()[1] if unfinished.number == present else None)
 
     def parser(self, request: Request) -> TextParser:
         """Return what makes text of the request's tokens."""
