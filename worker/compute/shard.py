@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 
@@ -127,7 +128,7 @@ class Shard(HeldTensors):
 
         The MASK token's logit is minus infinity, so that it is never sampled.
         """
-        logits = self._behind(self._hidden(rows), _NormGate.RUN)[0].astype(mx.float32)
+        logits = self._behind(self._hidden(rows), _NormMode.RUN)[0].astype(mx.float32)
         if self.mask_token is not None:
             logits[:, self.mask_token] = -mx.inf
         return logits
@@ -138,14 +139,14 @@ class Shard(HeldTensors):
         Raises:
             ModelError: the model has no single norm there.
         """
-        return self._behind(self._hidden(rows), _NormGate.STOP)
+        return self._behind(self._hidden(rows), _NormMode.STOP)
 
     def head(self, h: mx.array) -> mx.array:
         """Return the logits [N, V] float32 of h [1, N, D], which replaces the final norm's output.
 
         Last shard of a checkpoint that `embeds_last`.
         """
-        return self._behind(h, _NormGate.SKIP)[0].astype(mx.float32)
+        return self._behind(h, _NormMode.SKIP)[0].astype(mx.float32)
 
     def embed(self, ids: mx.array) -> mx.array:
         """Return the input of the first layer [1, N, D] for ids [1, N]. Shards as for `head`."""
@@ -167,7 +168,7 @@ class Shard(HeldTensors):
     def _hidden(self, rows: mx.array) -> mx.array:
         return rows[..., : self.info.hidden_size] if self.cut.num_features else rows
 
-    def _behind(self, h: mx.array, mode: str) -> mx.array:
+    def _behind(self, h: mx.array, mode: _NormMode) -> mx.array:
         found = self.cut.behind(h, self._no_caches.listed, mode)
         self._no_caches.cut(0)
         return found
@@ -192,6 +193,21 @@ class _Left(Exception):
         self.result = result
 
 
+class _Only(Enum):
+    """A part of the model that runs without any layer."""
+
+    EMBEDDING = "embedding"
+    HEAD = "head"  # everything behind the layers
+
+
+class _NormMode(Enum):
+    """What happens at the final norm."""
+
+    RUN = "run"
+    STOP = "stop"  # behind it
+    SKIP = "skip"
+
+
 class _StageGate:
     """The gate of a stage: passes the input on before the stage's layers and leaves the forward after them."""
 
@@ -199,22 +215,21 @@ class _StageGate:
         self.incoming: mx.array | None = None
         self._start, self.end = start, end
         self._info = info
-        self.is_past = False  # whether only norm and head run
-        self.is_before = False  # whether only the embedding runs
+        self.only: _Only | None = None
         self._has_states = any(memory.state_arrays for entry in info.entries for memory in flat(entry))
         self.unit = _UnitGate()
         self.on_result: Callable[[int, Any], None] = _nothing  # called after every layer of the stage
-        self.open: set[int] = set()  # layers that contain units and run once for a whole lane
+        self.with_units: set[int] = set()  # layers that contain units: they run once for a whole lane
 
     def __call__(self, index: int, run: RunLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if self.is_before:
-            raise _Left(args[0])
-        if index < self._start or self.is_past:
+        if index < self._start or self.only is not None:
+            if self.only is _Only.EMBEDDING:
+                raise _Left(args[0])
             assert self.incoming is not None
             return as_returned(self.incoming, self._info.shapes, self._info.returns[index])
         if self._has_states:
             _replay_and_record(run, args, kwargs)
-        result = run(*args, **kwargs) if index in self.open else self.unit(index, run, args, kwargs)
+        result = run(*args, **kwargs) if index in self.with_units else self.unit(index, run, args, kwargs)
         self.on_result(index, result)
         if index == self.end - 1:
             raise _Left(result)
@@ -273,16 +288,14 @@ class _UnitGate:
 class _NormGate:
     """The gate of the final norm: runs it, leaves the forward with its result, or skips it."""
 
-    RUN, STOP, SKIP = "run", "stop", "skip"
-
     def __init__(self) -> None:
-        self.mode = self.RUN
+        self.mode = _NormMode.RUN
 
     def __call__(self, index: int, run: RunLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if self.mode == self.SKIP:
+        if self.mode is _NormMode.SKIP:
             return args[0]
         result = run(*args, **kwargs)
-        if self.mode == self.STOP:
+        if self.mode is _NormMode.STOP:
             raise _Left(result)
         return result
 
@@ -324,7 +337,7 @@ class CutModel:
                 part for child in layer.children().values() for part in modules_in(child) if _takes_cache(part)
             ]:
                 install_gates(units, self._gate.unit)
-                self._gate.open.add(index)
+                self._gate.with_units.add(index)
             if form is LaneForm.ROWS:
                 accept_rows(layer)
 
@@ -374,7 +387,7 @@ class CutModel:
         finally:
             self._gate.end = last
 
-    def behind(self, h: mx.array, caches: Sequence[Any], mode: str = _NormGate.RUN) -> mx.array:
+    def behind(self, h: mx.array, caches: Sequence[Any], mode: _NormMode = _NormMode.RUN) -> mx.array:
         """Run everything after the layers (norm, head and the like) on hidden states [1, N, D] of the last layer.
 
         Args:
@@ -385,28 +398,28 @@ class CutModel:
         Raises:
             ModelError: `mode` is not RUN and the model has no single norm.
         """
-        if self._norm_gate is None and mode != _NormGate.RUN:
+        if self._norm_gate is None and mode is not _NormMode.RUN:
             gate = _NormGate()
             install_gates([final_norm(self._tree)], gate)
             self._norm_gate = gate
         norm_gate = self._norm_gate or _NormGate()
-        self._gate.incoming, self._gate.is_past, norm_gate.mode = h, True, mode
+        self._gate.incoming, self._gate.only, norm_gate.mode = h, _Only.HEAD, mode
         try:
             return self._model(mx.zeros(h.shape[:2], mx.int32), cache=caches)
         except _Left as left:
             return left.result
         finally:
-            self._gate.incoming, self._gate.is_past, norm_gate.mode = None, False, _NormGate.RUN
+            self._gate.incoming, self._gate.only, norm_gate.mode = None, None, _NormMode.RUN
 
     def embed(self, ids: mx.array, caches: Sequence[Any]) -> mx.array:
         """Return the input of the first layer [1, N, D] for ids [1, N]."""
-        self._gate.is_before = True
+        self._gate.only = _Only.EMBEDDING
         try:
             self._model(ids, cache=caches)
         except _Left as left:
             return left.result
         finally:
-            self._gate.is_before = False
+            self._gate.only = None
         raise AssertionError("the forward ended before the first layer")
 
 
