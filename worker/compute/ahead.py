@@ -64,7 +64,7 @@ class Built:
 
     def is_of(self, frame: Frame) -> bool:
         in_order = [window.slot for window in frame.windows] == list(self.slots)
-        return in_order and _slots_besides(frame).isdisjoint(self.slots) and _go_on(frame.windows, self.slots)
+        return in_order and _slots_besides(frame).isdisjoint(self.slots) and _add_one_token(frame.windows, self.slots)
 
     def begin(self, windows: Sequence[Window]) -> None:
         """Fill in the token ids and evaluate; the hidden states are already filled in."""
@@ -106,12 +106,12 @@ class Launched:
         ids = tokens.astype(mx.int32)[None]
         self.outputs = _outputs(shard, slots, bases, ids, ids)
 
-    def go_on(self, most: int) -> Launched | None:
+    def launch_on_top(self, most: int) -> Launched | None:
         """Launch a step on top of the last one here, if all caches have room and fewer than `most` are launched."""
         if most == 1:
             return None
         if self.following:
-            return self.following.go_on(most - 1)
+            return self.following.launch_on_top(most - 1)
         if all(slot.caches.has_room for slot in self.slots.values()):
             bases = {number: self._bases[number] + 1 for number in self.slots}
             self.following = Launched(self._shard, self.slots, bases, self.outputs.tokens_of(self.slots))
@@ -121,7 +121,7 @@ class Launched:
         """Return whether this frame asks for this step, with all or some of its slots."""
         numbers = {window.slot for window in frame.windows}
         is_alone = _slots_besides(frame).isdisjoint(numbers)
-        if not (numbers and numbers <= self.slots.keys() and is_alone and _go_on(frame.windows, self.slots)):
+        if not (numbers and numbers <= self.slots.keys() and is_alone and _add_one_token(frame.windows, self.slots)):
             return False
         fed: list[int] = self._fed.tolist()  # type: ignore[assignment]
         return all(window.tokens[0] == fed[self._numbers[window.slot]] for window in frame.windows)
@@ -180,7 +180,7 @@ class StepsAhead:
             bases = {number: len(slot.history) for number, slot in slots.items()}
             self.ready.append(Launched(self._shard, slots, bases, mx.concatenate([tokens[n] for n in slots])))
             return self.ready[-1].outputs
-        following = first.go_on(most) if isinstance(first, Launched) else None
+        following = first.launch_on_top(most) if isinstance(first, Launched) else None
         return following.outputs if following else None
 
     def awaited(self, frame: Frame) -> Placeholder | None:
@@ -258,7 +258,7 @@ def _outputs(shard: Shard, slots: SlotsById, bases: Mapping[int, int], x: mx.arr
     return StepOutputs(h, drawn, rows)
 
 
-def _go_on(windows: Sequence[Window], slots: SlotsById) -> bool:
+def _add_one_token(windows: Sequence[Window], slots: SlotsById) -> bool:
     """Return whether each window adds one token after all tokens of its slot."""
     histories = [slots[window.slot].history for window in windows]
     return all(

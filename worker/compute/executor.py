@@ -184,7 +184,7 @@ class Executor:
 
         Do so while waiting for the device or for a frame. Return whether there was one to build.
         """
-        slots, self._last = self._slots_that_go_on(self._last), ()
+        slots, self._last = self._slots_to_continue(self._last), ()
         if slots:
             self.ahead.build(slots)
         return bool(slots)
@@ -198,9 +198,9 @@ class Executor:
         Returns:
             The outputs to evaluate at once, or None if no step was launched.
         """
-        if not (is_finished or self.runs_ahead or step.is_under_way):
+        if not (is_finished or self.runs_ahead or step.was_launched):
             return None  # deliver the result first
-        slots = self._slots_that_go_on(step.windows)
+        slots = self._slots_to_continue(step.windows)
         tokens = {window.slot: draws.tokens for window, draws in step.draws}
         if not self.is_whole or not slots or slots.keys() != tokens.keys():
             return None
@@ -208,7 +208,7 @@ class Executor:
             return None
         return self.ahead.launch(slots, tokens, most=2 if is_finished and self._step_ns < SHORT_STEP_NS else 1)
 
-    def _slots_that_go_on(self, windows: Sequence[Window]) -> dict[int, Slot]:
+    def _slots_to_continue(self, windows: Sequence[Window]) -> dict[int, Slot]:
         """Return a step's slots if each of them most likely gets one more token; else none."""
         if self._checks_finite or not all(window.slot in self._slots and is_one_token(window) for window in windows):
             return {}
@@ -246,7 +246,7 @@ class Executor:
         if self._shows_drafter(step):
             step.slots = {window.slot: self._slots[window.slot] for window in step.windows}
             step.has_drafting = any(window.drafts or is_chunk(window) for window in step.windows)
-        if step.windows and not step.is_under_way:
+        if step.windows and not step.was_launched:
             step.begun = time.monotonic_ns()
         self._in_flight.append(step)
         return step
@@ -543,7 +543,7 @@ class Executor:
         step.windows.extend(step.frame.windows)
         ready.begin(step.windows)
         if ready.launched is not None:
-            step.is_under_way = True
+            step.was_launched = True
             step.timing.started = step.timing.taken = ready.launched
         outputs = ready.outputs
         step.pending, step.rows = [outputs.h], outputs.h
@@ -707,7 +707,7 @@ class Step:
     begun: int = 0  # when `begin` returned, nanoseconds
     computed: int = 0  # likewise: when the layers were done, if the head began before `finish`
     held_bytes: int | None = None  # of a prompt chunk: the active memory before it
-    is_under_way: bool = False  # launched before its frame arrived
+    was_launched: bool = False  # launched before its frame arrived
     has_drafting: bool = False  # a drafter has work with it: no later step may begin before it is finished
     rows: mx.array | None = None  # [1, sum L, W] of its windows, after the last of this stage's layers
     slots: dict[int, Slot] = field(default_factory=dict)  # of its windows, for a drafter: a later step may close them
