@@ -221,8 +221,8 @@ def test_a_slot_is_stored_as_it_is_before_the_step_that_is_ready(models: Models,
         store = Store(slot=0, piece=Piece(end=end), prefix_hash=newest(0, [0]).prefix_hash)
         step = engine.begin(Frame(stores=[store]), None, 0, 0)
         engine.finish(step)
-        assert step.stored
-        rows = [array.tolist() for segment in step.stored for array in segment.arrays]
+        assert step.to_store
+        rows = [array.tolist() for segment in step.to_store for array in segment.arrays]
         after = run(engine, [newest(slot, [token]) for slot, token in enumerate(given)])
         results.append((rows, list(after.samples)))
     assert results[0] == results[1]

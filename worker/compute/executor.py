@@ -321,9 +321,9 @@ class Executor:
         self._note_computed(step, waits_since, time.monotonic_ns())
         if step.checks:
             self._fail_infinite(step)
-        if step.stored is not None and self._pieces:
+        if step.to_store is not None and self._pieces:
             store = step.frame.stores[0]
-            if not self._pieces.put(store.piece, step.stored):
+            if not self._pieces.put(store.piece, step.to_store):
                 self._fail(step, store.slot, PrefixLost("its disk is too slow, or takes nothing more"))
         output = next_frame(step) if step.goes_on else result_of(step)
         step.timing.sampled = step.timing.computed if step.goes_on else time.monotonic_ns()
@@ -422,11 +422,11 @@ class Executor:
             held = len(slot.history) if slot else 0
             if slot is None or held < piece.end or slot.history.prefix_hash(piece.end) != store.prefix_hash:
                 raise CacheMismatch(f"slot {store.slot} does not hold the {piece.end} tokens that are to be stored")
-            step.stored = [*map(_copied, slot.caches.stored(piece.begin, piece.end))]
+            step.to_store = [*map(_copied, slot.caches.stored(piece.begin, piece.end))]
         except CacheMismatch as error:
             self._fail(step, store.slot, error)
             return
-        step.pending = [array for segment in step.stored for array in segment.arrays]
+        step.pending = [array for segment in step.to_store for array in segment.arrays]
         mx.async_eval(step.pending)
 
     def _restore(self, step: Step, window: Window) -> None:
@@ -718,7 +718,7 @@ class Step:
     draws: list[tuple[Window, Draws]] = field(default_factory=list)
     scores: list[tuple[Window, TokenScores]] = field(default_factory=list)
     segments: Sequence[tuple[int, Sequence[CacheSegment]]] = ()  # by slot, that the coordinator gets
-    stored: Sequence[CacheSegment] | None = None  # a piece of a prefix for this node's disk
+    to_store: Sequence[CacheSegment] | None = None  # a piece of a prefix for this node's disk
     pooled: list[tuple[Window, mx.array]] = field(default_factory=list)  # [D] float32 each
     checks: list[tuple[int, mx.array]] = field(default_factory=list)  # slots, and whether their values are finite
 
