@@ -463,12 +463,10 @@ class Executor:
                 slot.drafting = None
 
     def _open_and_close(self, step: Step) -> None:
+        """Make the slots that the frame opens, and free those that it closes or whose places these take."""
         frame = step.frame
         bases = {window.slot: window.base for window in frame.windows}
         fresh = {session.slot: self._open(step, session, bases.get(session.slot, 0)) for session in frame.opened}
-        for session in frame.opened:
-            fresh[session.slot].is_drafted = session.drafted and self._drafter is not None
-            fresh[session.slot].returns_rows = session.drafted and self._returns_rows
         ended = [self._slots.pop(number, None) for number in (*frame.closed, *fresh)]
         _close([slot for slot in ended if slot], kept=[slot.caches for slot in fresh.values()])
         self._slots.update(fresh)
@@ -479,18 +477,23 @@ class Executor:
         Raises:
             FrameError: the session copies a slot that is not open.
         """
+        is_drafted = session.drafted and self._drafter is not None
         try:
             if session.HasField("fork_of"):
-                return self._fork(step.frame, session, length)
-            return self._empty(session, session.sampling)
+                slot = self._fork(step.frame, session, length, is_drafted=is_drafted)
+            else:
+                slot = self._empty(session, session.sampling)
         except (CacheMismatch, SamplingError) as error:
             self._fail(step, session.slot, error)
-            return self._empty(session, Sampling())
+            slot = self._empty(session, Sampling())
+        slot.is_drafted = is_drafted
+        slot.returns_rows = session.drafted and self._returns_rows
+        return slot
 
     def _empty(self, session: Opening, sampling: Sampling) -> Slot:
         return Slot(self._shard.make_caches(session.cache), History(), sampling, self._guide(sampling))
 
-    def _fork(self, frame: Frame, session: Opening, length: int) -> Slot:
+    def _fork(self, frame: Frame, session: Opening, length: int, *, is_drafted: bool) -> Slot:
         """Return a slot that continues from the first `length` tokens of another one, or takes that one's place."""
         source = self._slots.get(session.fork_of)
         if source is None:
@@ -499,11 +502,9 @@ class Executor:
             raise CacheMismatch(
                 f"expected {length} tokens to copy from slot {session.fork_of}, but it holds only {held}"
             )
-        is_drafted = session.drafted and self._drafter is not None
-        guide = self._guide(session.sampling)
         copies = [each.slot for each in frame.opened if each.HasField("fork_of") and each.fork_of == session.fork_of]
         return source.fork(
-            *(length, session.sampling, guide),
+            *(length, session.sampling, self._guide(session.sampling)),
             snapshots=session.snapshots,
             is_drafted=is_drafted,
             takes_over=copies == [session.fork_of],
