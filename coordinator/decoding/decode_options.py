@@ -9,11 +9,11 @@ from typing import Any, Literal, get_args
 from coordinator.decoding.decoders import (
     Canvas,
     Decoder,
-    Drafted,
-    Fill,
-    Masks,
+    DiffusionFast,
+    DrafterDrafts,
+    MaskDrafts,
     RefinedCanvas,
-    Text,
+    TextDrafts,
     Verified,
     choose_certain,
     choose_confident,
@@ -96,17 +96,19 @@ class Decode:
         """
         fixed = None if self.num_drafts is None else 1 + self.num_drafts
         if self.kind == "ngram":
-            return Verified(Text(WindowChooser(costs.steps, TEXT_WINDOWS, fixed), TextSearch(ended)))
+            return Verified(TextDrafts(WindowChooser(costs.steps, TEXT_WINDOWS, fixed), TextSearch(ended)))
         if self.kind == "draft":
-            drafted = Drafted(WindowChooser(costs.steps, DRAFTER_WINDOWS, fixed, costs.drafting), eos, most_drafts)
+            drafted = DrafterDrafts(
+                WindowChooser(costs.steps, DRAFTER_WINDOWS, fixed, costs.drafting), eos, most_drafts
+            )
             if fixed:
                 return Verified(drafted)
-            text = Text(WindowChooser(costs.steps, TEXT_WINDOWS), TextSearch(ended), _LONG_MATCH, rival=drafted)
+            text = TextDrafts(WindowChooser(costs.steps, TEXT_WINDOWS), TextSearch(ended), _LONG_MATCH, rival=drafted)
             return Verified(text, drafted)
         if self.kind == "diffusion":
-            return Verified(Masks(WindowChooser(costs.steps, MASK_WINDOWS, self.window, costs.masks), eos))
+            return Verified(MaskDrafts(WindowChooser(costs.steps, MASK_WINDOWS, self.window, costs.masks), eos))
         if self.kind == "diffusion-fast":
-            return Fill(self.window or FILL_WINDOW, self.entropy_threshold, self.position_penalty, eos)
+            return DiffusionFast(self.window or FILL_WINDOW, self.entropy_threshold, self.position_penalty, eos)
         if self.kind == "canvas":
             assert self.training and self.canvas and self.canvas_steps, "as `suit` returns it"
             assert self.canvas_sampler and self.canvas_threshold

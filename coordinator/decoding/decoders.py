@@ -165,14 +165,14 @@ class Verified:
         assert not fills
 
 
-class Text:
+class TextDrafts:
     """Drafts copied from where the last tokens stood before, in this text or in another answer."""
 
     tail = 0
     num_ahead = 0  # a draft stands where a token may become known
 
     def __init__(
-        self, chooser: WindowChooser, search: TextSearch, least: int = 2, rival: "Drafted | None" = None
+        self, chooser: WindowChooser, search: TextSearch, least: int = 2, rival: "DrafterDrafts | None" = None
     ) -> None:
         """
         Args:
@@ -204,7 +204,7 @@ class Text:
         pass  # the drafts depend on the known tokens only
 
 
-class Masks:
+class MaskDrafts:
     """Drafts from MASK rows of the window before (same-forward verification, as in TiDAR)."""
 
     def __init__(self, chooser: WindowChooser, eos: frozenset[int]) -> None:
@@ -252,7 +252,7 @@ class Masks:
         return self._window
 
 
-class Drafted:
+class DrafterDrafts:
     """Drafts that the last stage's drafter made after what held of the window before."""
 
     tail = 0
@@ -287,7 +287,7 @@ class Drafted:
         self._drafts = []
 
 
-class Fill:
+class DiffusionFast:
     """WeDLM's own decoder: confident guesses are filled in and kept, the leading run of them becomes known.
 
     WeDLM, arXiv 2512.22737, Algorithm 1 and Eq. 11; filled tokens come first in the window, MASK rows after them.

@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from coordinator.decoding.decode_options import FILL_WINDOW, Decode
-from coordinator.decoding.decoders import Accepted, Decoder, Fill, Proposal
+from coordinator.decoding.decoders import Accepted, Decoder, DiffusionFast, Proposal
 from coordinator.quality.accuracy import wilson
 from protos.brigade_pb2 import Sample
 from worker.errors import InputError
@@ -97,7 +97,7 @@ class TaughtFill(Decode):
         return _Taught(self, eos)
 
 
-class _Taught(Fill):
+class _Taught(DiffusionFast):
     def __init__(self, taught: TaughtFill, eos: frozenset[int]) -> None:
         super().__init__(FILL_WINDOW, taught.entropy_threshold, taught.position_penalty, eos)
         self._taught = taught

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.decoding.decoders import Decoder, Fill, Masks, Text, Verified
+from coordinator.decoding.decoders import Decoder, DiffusionFast, MaskDrafts, TextDrafts, Verified
 from coordinator.decoding.suffix_automaton import TextSearch
 from coordinator.decoding.window_lengths import TEXT_WINDOWS, WindowChooser
 from coordinator.planning.costs import StepCosts
@@ -386,12 +386,12 @@ class Rig:
 
 def masked(chooser: WindowChooser, eos: frozenset[int] = frozenset()) -> Decoder:
     """Drafts from MASK rows."""
-    return Verified(Masks(chooser, eos))
+    return Verified(MaskDrafts(chooser, eos))
 
 
 def from_text(costs: StepCosts | None = None) -> Decoder:
     """Drafts from the text."""
-    return Verified(Text(WindowChooser(costs or StepCosts(), TEXT_WINDOWS), TextSearch()))
+    return Verified(TextDrafts(WindowChooser(costs or StepCosts(), TEXT_WINDOWS), TextSearch()))
 
 
 def decoders(eos: frozenset[int] = frozenset(), window: int = 8) -> dict[str, Callable[[], Decoder]]:
@@ -400,5 +400,5 @@ def decoders(eos: frozenset[int] = frozenset(), window: int = 8) -> dict[str, Ca
         "ar": Verified,
         "ngram": from_text,
         "diffusion": lambda: masked(WindowChooser(StepCosts(), fixed=window), eos),
-        "diffusion-fast": lambda: Fill(window, 0.4, 0.02, eos),
+        "diffusion-fast": lambda: DiffusionFast(window, 0.4, 0.02, eos),
     }

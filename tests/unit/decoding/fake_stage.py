@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from coordinator.decoding.decoders import Decoder, Fill, Verified
+from coordinator.decoding.decoders import Decoder, DiffusionFast, Verified
 from coordinator.decoding.window_lengths import WindowChooser
 from coordinator.planning.costs import StepCosts
 from coordinator.sessions.session import Session
@@ -109,5 +109,5 @@ def decoders(eos: frozenset[int] = frozenset()) -> dict[str, Callable[[], Decode
         "ar": Verified,
         "ngram": from_text,
         "diffusion": lambda: masked(fixed(16), eos),
-        "diffusion-fast": lambda: Fill(16, 1e9, 0.02, eos),  # with right guesses: the text, a window at a time
+        "diffusion-fast": lambda: DiffusionFast(16, 1e9, 0.02, eos),  # with right guesses: the text, a window at a time
     }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from coordinator.decoding.decode_options import Decode
-from coordinator.decoding.decoders import Drafted, Text, Verified
+from coordinator.decoding.decoders import DrafterDrafts, TextDrafts, Verified
 from coordinator.decoding.suffix_automaton import TextSearch
 from coordinator.decoding.window_lengths import DRAFTER_WINDOWS, MASK_WINDOWS, TEXT_WINDOWS, WindowChooser, WindowKind
 from coordinator.planning.costs import ChainCosts, DraftingCosts, StepCosts
@@ -120,8 +120,8 @@ def test_the_better_source_makes_the_draft(text_held: int | None, drafter_held: 
     for chooser, held in ((ours, text_held), (theirs, drafter_held)):
         for _ in range(100 if held is not None else 0):
             chooser.observe_drafts(held or 0, 15)
-    drafted = Drafted(theirs, frozenset())
-    decoder = Verified(Text(ours, TextSearch(), least=8, rival=drafted), drafted)
+    drafted = DrafterDrafts(theirs, frozenset())
+    decoder = Verified(TextDrafts(ours, TextSearch(), least=8, rival=drafted), drafted)
     proposal = decoder.propose(REPEATED, 1, 99)
     assert bool(proposal.drafts) == takes_text and bool(proposal.asked) != takes_text
 
@@ -148,5 +148,5 @@ def test_a_head_of_short_blocks_is_expected_to_bring_no_more_than_their_drafts()
     chooser = WindowChooser(steps, DRAFTER_WINDOWS, drafting=drafting)
     for _ in range(100):
         chooser.observe_drafts(15, 15)
-    speeds = [Drafted(chooser, frozenset(), lambda most=most: most).speed(1) for most in (0, 1, 3, 15)]
+    speeds = [DrafterDrafts(chooser, frozenset(), lambda most=most: most).speed(1) for most in (0, 1, 3, 15)]
     assert speeds[0] == 0 and speeds == sorted(set(speeds))

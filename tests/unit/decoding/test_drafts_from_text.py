@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 
-from coordinator.decoding.decoders import Text, Verified
+from coordinator.decoding.decoders import TextDrafts, Verified
 from coordinator.decoding.suffix_automaton import EndedTexts, SuffixAutomaton, TextSearch
 from coordinator.decoding.window_lengths import TEXT_WINDOWS, WindowChooser
 from coordinator.planning.costs import StepCosts
@@ -117,7 +117,7 @@ def test_an_answer_that_was_given_before_is_drafted_from_that_answer() -> None:
         ended.add("of one key", tokens)
     num_steps = {}
     for owner in ("of one key", "of another"):
-        decoder = Verified(Text(WindowChooser(StepCosts(), TEXT_WINDOWS), TextSearch(ended.of(owner))))
+        decoder = Verified(TextDrafts(WindowChooser(StepCosts(), TEXT_WINDOWS), TextSearch(ended.of(owner))))
         session = opened(prompt_of(5, seed=11), 200, decoder=decoder)
         found = run(session, FakeStage(next_token=lambda tokens: answer[len(tokens) - 5]))
         assert session.generated == answer

@@ -6,7 +6,7 @@ import random
 import mlx.core as mx
 import pytest
 
-from coordinator.decoding.decoders import Fill, Proposal, choose_fills
+from coordinator.decoding.decoders import DiffusionFast, Proposal, choose_fills
 from coordinator.decoding.window_lengths import LENGTHS
 from protos.brigade_pb2 import Sample, Sampling
 from tests.unit.decoding.fake_stage import FakeStage, Guess, opened, positions, run, steps
@@ -33,7 +33,7 @@ def test_the_windows_and_fills_of_wedlm_are_those_of_the_table() -> None:
     def name(token: int, position: int) -> str:
         return f"p{position}" if position < 5 else f"t{token - 100}"
 
-    decoder = Fill(4, 0.4, 0.02, frozenset())
+    decoder = DiffusionFast(4, 0.4, 0.02, frozenset())
     session = opened([0, 1, 2, 3, 4], 50, decoder=decoder)
     entropies: dict[int, float] = {}
     stage = FakeStage(lambda position: (100 + position, entropies[position]))
@@ -103,7 +103,7 @@ def test_what_holds_of_every_run_of_wedlm(seed: int) -> None:
     W, N = numbers.choice([1, 2, 3, 4, 7, 8, 16, 32]), numbers.randint(1, 60)
     threshold = numbers.choice([0.0, 0.2, 0.8, 3.0])
     prompt = prompt_of(numbers.randint(1, 90), seed)
-    session = opened(prompt, N, decoder=Fill(W, threshold, 0.02, frozenset()), chunk=numbers.choice([8, 256]))
+    session = opened(prompt, N, decoder=DiffusionFast(W, threshold, 0.02, frozenset()), chunk=numbers.choice([8, 256]))
     base, filled, num_steps = 0, {}, 0
     for step in steps(session, FakeStage(random_guess(numbers, numbers.choice([0.3, 3.0])))):
         window, at = step.window, positions(step.window)
@@ -135,7 +135,7 @@ def test_what_holds_of_every_run_of_wedlm(seed: int) -> None:
 
 
 def test_a_threshold_that_all_pass_fills_a_window_per_step() -> None:
-    session = opened(prompt_of(8), 64, decoder=Fill(16, 1e9, 0.02, frozenset()))
+    session = opened(prompt_of(8), 64, decoder=DiffusionFast(16, 1e9, 0.02, frozenset()))
     found = [len(step.new) for step in run(session, FakeStage(lambda at: (at % VOCAB, 1.0)))]
     assert [n for n in found if n] == [16] * 4
     assert session.generated == [at % VOCAB for at in range(8, 72)]
@@ -145,7 +145,7 @@ def test_a_filled_end_of_sequence_ends_the_window_there_and_one_further_left_win
     """Nothing behind it is worth a row (tail-drop), and the session does not end before all ahead of it is filled."""
     eos = 7
     entropy = {5: 0.5, 6: 0.6, 7: 0.0, 8: 0.7}
-    session = opened([1], 40, frozenset({eos}), Fill(8, 0.1, 0.0, frozenset({eos})))
+    session = opened([1], 40, frozenset({eos}), DiffusionFast(8, 0.1, 0.0, frozenset({eos})))
     stage = FakeStage(lambda at: (eos if at == 7 else 20, entropy.get(at, 0.9)))
     found = run(session, stage)
     masks = [positions(s.window)[len(s.window.tokens) :][: s.window.guessed] for s in found]
@@ -153,7 +153,7 @@ def test_a_filled_end_of_sequence_ends_the_window_there_and_one_further_left_win
     assert masks[1] == [1, 2, 3, 4, 5, 6]
     assert all(max(at) < 7 for at in masks[1:])
     assert session.generated == [20] * 6 + [eos] and session.finish_reason == "stop"
-    session = opened([1], 40, frozenset({eos}), Fill(4, 0.1, 0.0, frozenset({eos})))
+    session = opened([1], 40, frozenset({eos}), DiffusionFast(4, 0.1, 0.0, frozenset({eos})))
     entropies = iter([{1: 0.9, 2: 0.8, 3: 0.8, 4: 0.0}, {1: 0.9, 2: 0.0, 3: 0.8}, {1: 0.0}])
     now: dict[int, float] = {}
     stage = FakeStage(lambda at: (eos if at in (2, 4) else 20, now[at]))
@@ -164,7 +164,7 @@ def test_a_filled_end_of_sequence_ends_the_window_there_and_one_further_left_win
 
 
 def test_fills_after_the_first_filled_end_of_sequence_are_dropped() -> None:
-    decoder, eos = Fill(8, 0.1, 0.0, frozenset({7})), 7
+    decoder, eos = DiffusionFast(8, 0.1, 0.0, frozenset({7})), 7
     guesses = [Sample(token=token, entropy=0.0 if at > 1 else 0.9) for at, token in enumerate([5, 5, 5, eos, 5, eos])]
     decoder.accept(Proposal(masks=tuple(range(1, 7))), [], guesses)
     assert [(at, sample.token) for at, sample in decoder.fills] == [(3, 5), (4, eos)]

@@ -5,7 +5,7 @@ from copy import deepcopy
 
 import pytest
 
-from coordinator.decoding.decoders import Fill
+from coordinator.decoding.decoders import DiffusionFast
 from coordinator.decoding.window_lengths import LENGTHS, largest_within, mask_count, padded
 from tests.unit.decoding.fake_stage import FakeStage, decoders, fixed, opened, oracle, positions, run
 from tests.unit.fake_chain import VOCAB, masked, plain_answer, prompt_of
@@ -39,7 +39,7 @@ def test_windows_with_mask_rows_have_eight_lengths_whatever_the_decoder_and_the_
         prompt = prompt_of(num_prompt)
         text = [*prompt, *plain_answer(prompt, 5)]
         for window in (1, 2, 5, 16, 32, 48, 128) if num_prompt % 16 < 2 else (4, 16):
-            for decoder in (masked(fixed(window), frozenset()), Fill(window, 0.5, 0.02, frozenset())):
+            for decoder in (masked(fixed(window), frozenset()), DiffusionFast(window, 0.5, 0.02, frozenset())):
                 for chunk in (24, 256):
                     session = opened(prompt, 5, decoder=deepcopy(decoder), chunk=chunk)
                     for step in run(session, FakeStage(oracle(text, 0.7, random.Random(num_prompt)))):

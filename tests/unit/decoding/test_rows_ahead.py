@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coordinator.decoding.decode_options import Decode
-from coordinator.decoding.decoders import Decoder, Fill
+from coordinator.decoding.decoders import Decoder, DiffusionFast
 from coordinator.decoding.window_lengths import WindowChooser
 from coordinator.planning.costs import ChainCosts, StepCosts
 from coordinator.sessions.scheduler import Scheduler
@@ -51,7 +51,7 @@ def test_what_a_fixed_window_reserves_is_what_the_worst_prompt_needs(kind: str, 
 def test_auto_reserves_less_than_64_rows_and_a_draft_from_the_text_none() -> None:
     assert masked(WindowChooser(StepCosts()), frozenset()).num_ahead == 47
     assert from_text().num_ahead == 0
-    assert [Fill(window, 0.4, 0.02, frozenset()).num_ahead for window in (4, 16, 64)] == [3, 15, 191]
+    assert [DiffusionFast(window, 0.4, 0.02, frozenset()).num_ahead for window in (4, 16, 64)] == [3, 15, 191]
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from coordinator.decoding.decoders import Fill, verify_drafts
+from coordinator.decoding.decoders import DiffusionFast, verify_drafts
 from coordinator.decoding.window_lengths import LENGTHS, WindowChooser, padded
 from coordinator.planning.costs import StepCosts
 from protos.brigade_pb2 import Sample
@@ -89,7 +89,7 @@ def test_guesses_that_are_all_right_yield_nearly_a_window_per_step_after_any_pro
 def test_no_draft_goes_beyond_what_may_still_become_known(quality: float) -> None:
     prompt = prompt_of(9)
     expected = plain_answer(prompt, 37)
-    for decoder in (masked(fixed(16), frozenset()), from_text(), Fill(16, 3.0, 0.0, frozenset())):
+    for decoder in (masked(fixed(16), frozenset()), from_text(), DiffusionFast(16, 3.0, 0.0, frozenset())):
         session = opened(prompt, 37, decoder=decoder)
         for step in run(session, FakeStage(oracle([*prompt, *expected], quality, random.Random(2)))):
             if step.window.wanted > 1:

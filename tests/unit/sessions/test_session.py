@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from coordinator.decoding.decoders import Decoder, Fill, Verified
+from coordinator.decoding.decoders import Decoder, DiffusionFast, Verified
 from tests.unit.decoding.fake_stage import FakeStage, opened, run, steps
 from tests.unit.fake_chain import decoders, prompt_of
 from worker.compute.executor import num_rows
@@ -12,8 +12,8 @@ from worker.compute.executor import num_rows
 DECODERS = decoders(window=16)
 
 
-def fill(window: int = 16) -> Fill:
-    return Fill(window, 0.4, 0.02, frozenset())
+def fill(window: int = 16) -> DiffusionFast:
+    return DiffusionFast(window, 0.4, 0.02, frozenset())
 
 
 @pytest.mark.parametrize(
