@@ -270,21 +270,35 @@ def suit(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
         numbers = f"--entropy-threshold {decode.entropy_threshold:.4g} --position-penalty {decode.position_penalty:g}"
         raise InputError("entropy_threshold", f"{expected}; calibrate this model, or give the numbers: {numbers}")
     decode = replace(decode, calibrated_on=None)
-    if decode.kind == "canvas" or (decode.kind == "auto" and spec.needs_canvas):
-        return _suit_canvas(replace(decode, kind="canvas"), cache, spec)
+    if decode.kind == "auto":
+        decode = _resolved(decode, cache, spec)
+    if decode.kind == "canvas":
+        return _suit_canvas(decode, cache, spec)
     if spec.needs_canvas:
         raise InputError(
             "decode", f"expected canvas, the one decoder that {spec.name} was trained for, got {decode.kind}"
         )
-    if decode.kind == "auto":
-        has_room = decode.window is not None or _room(cache, spec) > FILL_WINDOW
-        able = spec.mask_token is not None and not spec.recurrent_layers and has_room
-        has_drafter = spec.drafter is not None and spec.can_take_back
-        decode = replace(decode, kind="draft" if has_drafter else "diffusion" if able else "ar")
-        given = {name: getattr(decode, name) for name in _CANVAS_FIELDS}
-        _require_own(decode.kind, given, f"auto, which stands for {decode.kind} here")
-    if decode.kind == "ar":
-        return decode
+    if decode.kind != "ar":
+        _require_able(decode, spec)
+        if not decode.reads_text:
+            _require_room(decode, cache, spec)
+    return decode
+
+
+def _resolved(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
+    """Return the decoder that `auto` stands for. Raises InputError for fields that it does not take."""
+    if spec.needs_canvas:
+        return replace(decode, kind="canvas")
+    has_room = decode.window is not None or _room(cache, spec) > FILL_WINDOW
+    able = spec.mask_token is not None and not spec.recurrent_layers and has_room
+    has_drafter = spec.drafter is not None and spec.can_take_back
+    kind = "draft" if has_drafter else "diffusion" if able else "ar"
+    _require_own(kind, {name: getattr(decode, name) for name in _CANVAS_FIELDS}, f"auto, which stands for {kind} here")
+    return replace(decode, kind=kind)
+
+
+def _require_able(decode: Decode, spec: ModelSpec) -> None:
+    """Raise InputError unless the model has what a decoder of several tokens per step needs."""
     if not spec.can_take_back:
         raise InputError(
             "decode",
@@ -301,7 +315,7 @@ def suit(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
             f"expected at most {spec.most_drafts}, which the draft head makes in one block, got {decode.num_drafts}",
         )
     if decode.reads_text:
-        return decode
+        return
     if spec.recurrent_layers:
         raise InputError(
             "decode",
@@ -314,6 +328,10 @@ def suit(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
             f"{decode.kind} needs mask-trained weights, but {spec.name} has no mask_token_id in config.json; "
             "use ngram or ar",
         )
+
+
+def _require_room(decode: Decode, cache: Cache, spec: ModelSpec) -> None:
+    """Raise InputError unless the session's caches hold more than a window of MASK rows."""
     window, room = decode.window or FILL_WINDOW, _room(cache, spec)
     if window >= room:
         if cache.size and decode.window is None:
@@ -322,7 +340,6 @@ def suit(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
             )
         where = "the rotating cache keeps" if cache.size else "the model's context is"
         raise InputError("window", f"expected less than the {room} tokens that {where}, got {window}")
-    return decode
 
 
 def _suit_canvas(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
