@@ -1,7 +1,7 @@
 """InputProcessor: makes checked requests of what clients ask, with a model's configuration, tokenizer and template."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import replace
@@ -141,17 +141,13 @@ class InputProcessor:
         """
         for stop in asked.stops:
             require_text("stop", stop, _MOST_STOP)
-        if asked.is_constrained and isinstance(asked.prompt, Conversation):  # do not think first, unless asked to
-            arguments = {"enable_thinking": False, **asked.prompt.template_arguments}
-            asked = replace(asked, prompt=replace(asked.prompt, template_arguments=arguments))
-        if asked.keeps_system:
-            asked = replace(asked, cache=rotating(asked.cache.size, await self._num_system(asked)))
+        asked = await self._completed(asked)
         spec = replace(self.spec, cache=asked.cache)
         if (asked.score_from is not None or asked.pooling) and spec.needs_canvas:
             expected = "expected a model that scores and embeds tokens"
             raise InputError("prompt", f"{expected}; {spec.name} was trained for canvas only")
         check_token_ids("stop_token_ids", asked.stop_token_ids, spec.vocab_size)
-        for breaker in (breakers := asked.dry_sequence_breakers):
+        for breaker in asked.dry_sequence_breakers:
             require_text("dry_sequence_breakers", breaker, _MOST_BREAKER)
         decode = suit(asked.decode, asked.cache, spec)
         refines = decode.training is not None and decode.training.refinement is not None
@@ -160,12 +156,7 @@ class InputProcessor:
         prompt = await self.prompt_ids(asked.prompt, most=most_prompt(spec, asked.max_tokens), calls=asked.calls)
         not_enforced = await self._constrain(asked, prompt, sampling, can_offer=decode.kind not in LOSSY)
         eos = (frozenset() if asked.ignore_eos else self.eos) | set(asked.stop_token_ids)
-        if sampling.min_tokens:
-            sampling.begins, sampling.ends[:] = len(prompt), sorted(eos)
-        if sampling.xtc_probability:  # the tokens that mlx-lm's own commands except
-            sampling.xtc_special_tokens[:] = sorted(self.eos | await self._last_tokens(["\n"]))
-        if sampling.dry_multiplier:  # as their author finds them: a text begins otherwise than it goes on
-            sampling.dry_breakers[:] = sorted(await self._last_tokens([f"a{each}" for each in breakers]))
+        await self._name_tokens(sampling, asked, len(prompt), eos)
         request = Request(
             prompt=prompt,
             max_tokens=self._max_tokens if asked.max_tokens is None else asked.max_tokens,
@@ -186,6 +177,25 @@ class InputProcessor:
         )
         check_request(request, spec)
         return request
+
+    async def _completed(self, asked: RequestSpec) -> RequestSpec:
+        """Return what is asked with what depends on the model's template. Raises InputError as `_num_system`."""
+        if asked.is_constrained and isinstance(asked.prompt, Conversation):  # do not think first, unless asked to
+            arguments = {"enable_thinking": False, **asked.prompt.template_arguments}
+            asked = replace(asked, prompt=replace(asked.prompt, template_arguments=arguments))
+        if asked.keeps_system:
+            asked = replace(asked, cache=rotating(asked.cache.size, await self._num_system(asked)))
+        return asked
+
+    async def _name_tokens(self, sampling: Sampling, asked: RequestSpec, num_prompt: int, eos: Iterable[int]) -> None:
+        """Put the tokens that some sampling parameters look at into `sampling`."""
+        if sampling.min_tokens:
+            sampling.begins, sampling.ends[:] = num_prompt, sorted(eos)
+        if sampling.xtc_probability:  # the tokens that mlx-lm's own commands except
+            sampling.xtc_special_tokens[:] = sorted(self.eos | await self._last_tokens(["\n"]))
+        if sampling.dry_multiplier:  # as their author finds them: a text begins otherwise than it goes on
+            texts = [f"a{breaker}" for breaker in asked.dry_sequence_breakers]
+            sampling.dry_breakers[:] = sorted(await self._last_tokens(texts))
 
     def parser(self, request: Request) -> TextParser:
         """Return a parser for the answer's tokens, after it has processed those of a journal."""
