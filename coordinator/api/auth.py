@@ -18,7 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.api.errors import HttpError, error_response, http_error
-from coordinator.engine.stats import BEST_PRIORITY, KEY_DIGEST, KEY_HOLDER, REQUEST_ID
+from coordinator.engine.caller import BEST_PRIORITY, KEY_DIGEST, KEY_HOLDER, REQUEST_ID
 from worker.errors import InputError, QueueFull
 from worker.platform.files import reading
 

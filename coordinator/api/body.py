@@ -22,8 +22,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from coordinator.api.errors import HttpError
 from coordinator.decoding.decode_options import SYSTEM, Decode, make_cache_choice, make_decode
+from coordinator.engine.caller import BEST_PRIORITY, KEY_HOLDER, usual_priority
 from coordinator.engine.one_at_a_time import OneAtATime
-from coordinator.engine.stats import BEST_PRIORITY, KEY_HOLDER, usual_priority
 from coordinator.sessions.request import BREAKERS, Prompt, RequestSpec, SamplingParams, sampling_field
 from worker.errors import InputError
 from worker.platform.text import json_problem

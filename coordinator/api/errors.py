@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse as StarletteJSONResponse
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from coordinator.engine.stats import REQUEST_ID
+from coordinator.engine.caller import REQUEST_ID
 from worker.errors import (
     BrigadeError,
     ConfigError,

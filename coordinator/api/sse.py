@@ -14,9 +14,9 @@ from coordinator.api.errors import HttpError, JSONResponse, http_error
 from coordinator.api.left_out import leave_out
 from coordinator.api.server import Server
 from coordinator.cluster.log import log
+from coordinator.engine.caller import REQUEST_ID
 from coordinator.engine.engine import Engine
 from coordinator.engine.inputs import InputProcessor
-from coordinator.engine.stats import REQUEST_ID
 from coordinator.sessions.output import Output
 from coordinator.sessions.request import Request as EngineRequest
 from worker.errors import BrigadeError, internal_error_kind

@@ -18,8 +18,9 @@ from coordinator.cluster.chain import Chain
 from coordinator.cluster.step_timeouts import ArrivedResult
 from coordinator.decoding.decoders import Decoder
 from coordinator.decoding.suffix_automaton import EndedTexts
+from coordinator.engine.caller import KEY_DIGEST
 from coordinator.engine.quarantine import MOST_LOSSES, Quarantine
-from coordinator.engine.stats import KEY_DIGEST, Stats
+from coordinator.engine.stats import Stats
 from coordinator.planning.costs import LaneChooser
 from coordinator.sessions.admission import MOST_WAITING, CacheCosts, Slots, cache_costs
 from coordinator.sessions.output import Output

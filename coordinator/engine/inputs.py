@@ -14,6 +14,7 @@ from coordinator.cluster.open import read_model
 from coordinator.cluster.options import ClusterOptions
 from coordinator.decoding.decode_options import LOSSY, rotating, suit
 from coordinator.engine.bounded import GrammarTrials
+from coordinator.engine.caller import KEY_DIGEST, usual_priority
 from coordinator.engine.grammars import (
     after_thought,
     arguments_grammars,
@@ -22,7 +23,6 @@ from coordinator.engine.grammars import (
     text_or_calls_grammar,
 )
 from coordinator.engine.one_at_a_time import OneAtATime
-from coordinator.engine.stats import KEY_DIGEST, usual_priority
 from coordinator.engine.tokenizer import Tokenizer, find_tokenizer, is_begun
 from coordinator.sessions.request import (
     AUTO_CALLS,

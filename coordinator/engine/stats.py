@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from coordinator.engine.caller import KEY_HOLDER, REQUEST_ID
 from coordinator.sessions.output import Output
 from coordinator.sessions.request import Request
 from coordinator.sessions.waterfall import COMPUTING, PARTS, Passage, Route, spans
@@ -19,10 +19,6 @@ from worker.errors import BrigadeError, ContextExceeded, InputError, NodeBusy, Q
 if TYPE_CHECKING:  # it imports mlx, for which --help should not wait
     from coordinator.cluster.recovery_record import Recovered
 
-REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")  # of the request that the present task answers
-BEST_PRIORITY: ContextVar[int] = ContextVar("best_priority", default=0)  # that the request's API key may ask for
-KEY_HOLDER: ContextVar[str] = ContextVar("key_holder", default="")  # the name of its API key; empty without keys
-KEY_DIGEST: ContextVar[str] = ContextVar("key_digest", default="")  # of the key itself, in hex; empty likewise
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 TOKENS = tuple(float(2**power) for power in range(18))
 RATES_S = 120  # for which rates are kept
@@ -55,11 +51,6 @@ _HISTOGRAMS = {
     "request_prompt_tokens": TOKENS,
     "request_generation_tokens": TOKENS,
 }
-
-
-def usual_priority() -> int:
-    """Return the priority of a request that names none: 0, unless its API key may ask for less only."""
-    return max(0, BEST_PRIORITY.get())
 
 
 class TokenRates:

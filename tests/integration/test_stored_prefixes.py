@@ -13,8 +13,8 @@ import pytest
 
 from coordinator.cluster.chain import Chain
 from coordinator.decoding.decode_options import Decode, make_cache_choice
+from coordinator.engine.caller import KEY_DIGEST
 from coordinator.engine.engine import Engine
-from coordinator.engine.stats import KEY_DIGEST
 from coordinator.planning.costs import ChainCosts
 from coordinator.planning.plan import Goal
 from coordinator.sessions import session, stored_prefixes

@@ -21,8 +21,8 @@ from coordinator.api.anthropic import (
 )
 from coordinator.api.body import read
 from coordinator.api.errors import HttpError
+from coordinator.engine.caller import REQUEST_ID
 from coordinator.engine.grammars import json_grammar
-from coordinator.engine.stats import REQUEST_ID
 from coordinator.sessions.output import Output, ToolCall
 from tests.unit.api import test_agent_requests as agents
 from tests.unit.api.fakes import ALL, CALLS, TOOL, ScriptedModel, connected, delta, last

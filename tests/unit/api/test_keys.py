@@ -14,7 +14,8 @@ from coordinator.api import auth
 from coordinator.api.app import make_app
 from coordinator.api.auth import KEY_VARIABLE, Key, find_key, first_key, is_readable_by_others, load_keys
 from coordinator.cluster.log import log_as_json
-from coordinator.engine.stats import KEY_HOLDER, Stats
+from coordinator.engine.caller import KEY_HOLDER
+from coordinator.engine.stats import Stats
 from coordinator.engine.status import log_request
 from coordinator.sessions.request import Request
 from tests.unit.api.fakes import ScriptedModel, app, ask, delta, last, served

@@ -18,9 +18,9 @@ from coordinator.cluster.options import cluster_options
 from coordinator.decoding.decode_options import Decode, make_cache_choice
 from coordinator.engine import inputs
 from coordinator.engine.bounded import Bounded, Bounds, GrammarTrials, LongTexts
+from coordinator.engine.caller import BEST_PRIORITY, KEY_DIGEST
 from coordinator.engine.grammars import json_grammar, lark_grammar, regex_grammar
 from coordinator.engine.scores import continuation_specs, scoring
-from coordinator.engine.stats import BEST_PRIORITY, KEY_DIGEST
 from coordinator.engine.tokenizer import Tokenizer
 from coordinator.sessions.request import Calls, Conversation, RequestSpec
 from worker.compute.header import MOST_GRAMMAR
