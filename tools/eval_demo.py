@@ -25,7 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from tools import figures
 from tools.demo_data import mix
 from tools.demo_data.turn import Turn
-from worker.compute.header import common_prefix
+from worker.memory.history import common_prefix
 
 DEFAULT_MODEL = Path(__file__).parents[1] / "worker" / "demo"
 MAX_TOKENS = 400

@@ -21,7 +21,7 @@ from coordinator.decoding.window_lengths import (
     most_padding,
 )
 from protos.brigade_pb2 import CONDITIONING_NONE, Conditioning, Sample
-from worker.compute.header import common_prefix
+from worker.memory.history import common_prefix
 from worker.model.model_spec import MOST_DRAFTS, CanvasTraining, Refinement
 
 _LOW_64 = (1 << 64) - 1

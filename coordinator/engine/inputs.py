@@ -44,7 +44,7 @@ from coordinator.sessions.request import (
 from coordinator.sessions.text import Markers, TextParser
 from protos.brigade_pb2 import Grammar, Sampling
 from worker.compute.grammar import Grammars
-from worker.compute.header import check_grammar, common_prefix
+from worker.compute.header import check_grammar
 from worker.errors import (
     BrigadeError,
     ContextExceeded,
@@ -55,6 +55,7 @@ from worker.errors import (
     WaitedTooLong,
     again,
 )
+from worker.memory.history import common_prefix
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import describe
 

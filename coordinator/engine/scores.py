@@ -9,7 +9,7 @@ from coordinator.engine.engine import Engine, collect
 from coordinator.engine.inputs import InputProcessor
 from coordinator.sessions.output import Scored
 from coordinator.sessions.request import RequestSpec, most_prompt
-from worker.compute.header import common_prefix
+from worker.memory.history import common_prefix
 
 ScoredPrompt = str | tuple[int, ...]
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 import mlx.core as mx
 
 from protos.brigade_pb2 import Result, Sample, Window
-from worker.compute.header import common_prefix, is_chunk, num_rows
+from worker.compute.header import is_chunk, num_rows
 from worker.errors import SamplingError
+from worker.memory.history import common_prefix
 
 if TYPE_CHECKING:
     from worker.compute.slot import Slot

