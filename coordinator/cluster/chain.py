@@ -565,4 +565,4 @@ async def _stop(stage: Stage) -> None:
     stage.stop()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_STOP_S):
-            await stage.wait_over()
+            await stage.wait_released()

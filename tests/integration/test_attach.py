@@ -120,7 +120,7 @@ async def test_a_step_that_outlasts_its_chain_counts_until_it_ends(folder: Path)
             await until(lambda: node.service.worker.stage is None)
             assert (await peer.status(1.0)).busy_s > 0
             go_on.set()
-            await stage.wait_over()
+            await stage.wait_released()
             assert (await peer.status(1.0)).busy_s == 0
 
 

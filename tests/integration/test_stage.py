@@ -167,7 +167,7 @@ async def test_a_call_that_is_posted_after_a_stage_is_stopped_finds_its_memory_f
         assert 0 < left.busy_s < left.busy_s
         engine.release.set()
         assert await found == (True, 0)
-        await running.stage.wait_over()
+        await running.stage.wait_released()
         assert left.busy_s == 0
     assert engine.begun == ([0, 1] if runs_ahead else [0])
 
@@ -381,7 +381,7 @@ async def test_a_start_that_is_given_up_leaves_nothing_behind() -> None:
             await stage.start(thread, Silent)
     stage.stop()
     async with asyncio.timeout(10):
-        await stage.wait_over()
+        await stage.wait_released()
         while asyncio.all_tasks() != before:  # noqa: ASYNC110 - a few turns of the loop
             await asyncio.sleep(0)
     thread.close()

@@ -374,7 +374,7 @@ class Worker:
             await self._thread.run(lambda: None)  # after that step
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LEFT_S):
-                    await self._left.is_over.wait()
+                    await self._left.is_released.wait()
             await self._thread.run(lambda: None)  # after the coroutine that was the last to hold it
 
     def _require_shard(self) -> Shard:

@@ -34,7 +34,6 @@ from protos.brigade_pb2 import (
     ProbePart,
     ProbeReply,
     Report,
-    Result,
     ResultsRequest,
     Speed,
     StatusReply,
@@ -56,7 +55,7 @@ from worker.node.network import ACCEPTED, PROTOCOL_VERSION, REQUEST_S, UPDATE_BO
 from worker.node.prefix_store import file_parts, join_parts, list_prefixes, read_piece
 from worker.node.rpc_errors import Context, next_within, reporting
 from worker.node.speed_cache import kept_speed, measured_speed
-from worker.node.stage import Stage
+from worker.node.stage import Outcome, Stage
 from worker.node.weights_receive import receive_weights
 from worker.platform.machine import memory_budget
 from worker.platform.threads import MlxThread, run_in_thread
@@ -297,7 +296,7 @@ class HopService(HopServicer):
         return stage
 
 
-async def _report(outcomes: AsyncGenerator[Result | bytes, None], context: Context) -> None:
+async def _report(outcomes: AsyncGenerator[Outcome, None], context: Context) -> None:
     """Write what a stage makes until it ends. Raises the reason."""
     async with contextlib.aclosing(outcomes):
         async for each in outcomes:

@@ -1,7 +1,7 @@
 """A stage's loop: frames in, the executor, frames or results out. The coordinator and workers use the same code.
 
 It lives on the MLX thread's event loop, with the streams that bring its frames and take what it makes of them:
-`receive` or `submit` queue frames, `_run_frames` runs one after another, `_send_outputs` passes frames on, and
+`receive` or `submit` queue frames, `_run_frames` runs one after another, `_send_frames` passes frames on, and
 `next_result` returns results. `start`, `forwarded`, `wait_ended` and `stop` are for the main loop, `status` for any
 thread.
 """
@@ -30,6 +30,7 @@ _TURNS = 3  # iterations of the loop in which what is queued goes out, and what 
 
 
 Work = Callable[[], Coroutine[Any, Any, None]]
+Outcome = Result | bytes  # for the coordinator: a result, or a report of segments as a message
 
 
 class Outlet(Protocol):
@@ -59,8 +60,8 @@ class Stage:
         self._wire = wire
         self._thread: MlxThread | None = None  # and what it does for this stage, once started
         self._running: asyncio.Future[None] | None = None
-        self._is_over = asyncio.Event()  # of the main loop; set while the thread holds nothing of this
-        self._is_over.set()
+        self._is_released = asyncio.Event()  # of the main loop; set while the thread holds nothing of this
+        self._is_released.set()
         self.failure: BrigadeError | None = None  # why it has ended; None while it runs
         self._has_ended = asyncio.Event()
         # receiving
@@ -76,8 +77,8 @@ class Stage:
         self._idle = asyncio.Event()  # no slot is open
         self._idle.set()
         # sending
-        self._outputs: asyncio.Queue[list[bytes]] = asyncio.Queue()  # frames for the next stage, as messages
-        self._outcomes: asyncio.Queue[Result | bytes | None] = asyncio.Queue()  # None at the end of the stage
+        self._outgoing: asyncio.Queue[list[bytes]] = asyncio.Queue()  # frames for the next stage, as messages
+        self._outcomes: asyncio.Queue[Outcome | None] = asyncio.Queue()  # None at the end of the stage
         self._sent_bytes = 0
 
     # From any thread
@@ -111,16 +112,17 @@ class Stage:
             BrigadeError: the refusal of the next stage.
         """
         is_open, loop = asyncio.Event(), asyncio.get_running_loop()
-        self._thread, self._is_over = thread, asyncio.Event()
-        note_open, note_over = (partial(loop.call_soon_threadsafe, event.set) for event in (is_open, self._is_over))
-        self._running = asyncio.ensure_future(thread.call(self._run(connect, watched, note_open, note_over)))
+        self._thread, self._is_released = thread, asyncio.Event()
+        note_open = partial(loop.call_soon_threadsafe, is_open.set)
+        note_released = partial(loop.call_soon_threadsafe, self._is_released.set)
+        self._running = asyncio.ensure_future(thread.call(self._run(connect, watched, note_open, note_released)))
         if not await wait_set(is_open, self._running):
             await self._running
 
-    async def forwarded(self) -> AsyncGenerator[Result | bytes, None]:
+    async def forwarded(self) -> AsyncGenerator[Outcome, None]:
         """Yield on the main loop what `outcomes` yields on the thread's, which a step blocks. Raises likewise."""
         assert self._thread is not None
-        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Result | bytes | None]()
+        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Outcome | None]()
 
         async def forward() -> NoReturn:
             while True:
@@ -147,14 +149,14 @@ class Stage:
     def stop(self) -> "LeftStep":
         """Have the thread free all slots after the step in progress, before any later call; do not wait for it."""
         if self._running is not None and self._thread is not None:
-            self._thread.post(self.end)
+            self._thread.post(self._end)
             self._running.cancel()
             self._running = None  # its error refers back to this stage
-        return LeftStep(self.busy_since, self._is_over)
+        return LeftStep(self.busy_since, self._is_released)
 
-    async def wait_over(self) -> None:
+    async def wait_released(self) -> None:
         """Wait until the thread holds nothing of this stage, which was started and then stopped or has failed."""
-        await self._is_over.wait()
+        await self._is_released.wait()
 
     # From here on the MLX thread's loop
 
@@ -163,16 +165,16 @@ class Stage:
         connect: Callable[[], Outlet] | None,
         watched: Sequence[Work],
         note_open: Callable[[], object],
-        note_over: Callable[[], object],
+        note_released: Callable[[], object],
     ) -> None:
         async with AsyncExitStack() as stack:
-            stack.callback(_unless_closed, note_over)
+            stack.callback(_unless_closed, note_released)
             works = [self._run_frames, *watched]
             if connect:
                 link = connect()
                 stack.push_async_callback(lambda: shielded(link.close()))  # even if the stage is stopped meanwhile
                 await link.wait_open()
-                works += [partial(self._send_outputs, link), link.wait_lost]
+                works += [partial(self._send_frames, link), link.wait_lost]
             note_open()
             await self._run_all(works)
 
@@ -183,12 +185,12 @@ class Stage:
         try:
             await self._has_ended.wait()
         finally:
-            self.end()
+            self._end()
             await cancel_all(*tasks)
         assert self.failure is not None
         raise again(self.failure)
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Leave the chain and free all slots; the step in progress has ended, since this runs on its thread.
 
         The first stage may leave its slots to the next chain, if this one ends because of another node.
@@ -332,12 +334,12 @@ class Stage:
             self.deliver(output)
             self._grant()
         else:
-            self._outputs.put_nowait(output)
+            self._outgoing.put_nowait(output)
 
     # Send
 
-    async def next_result(self) -> Result | bytes:
-        """Return the next result or report of segments. Raises the reason of the stage's end, also in later calls."""
+    async def next_result(self) -> Outcome:
+        """Return the next outcome. Raises the reason of the stage's end, also in later calls."""
         outcome = await self._outcomes.get()
         if outcome is None:
             self._outcomes.put_nowait(None)  # for the next call
@@ -345,21 +347,21 @@ class Stage:
         assert outcome is not None
         return outcome
 
-    async def outcomes(self) -> AsyncGenerator[Result | bytes, None]:
-        """Yield results and reports of segments as they come. Raises the reason of the stage's end."""
+    async def outcomes(self) -> AsyncGenerator[Outcome, None]:
+        """Yield outcomes as they come. Raises the reason of the stage's end."""
         while True:
             yield await self.next_result()
 
-    def deliver(self, outcome: Result | bytes) -> None:
-        """Add a result or a report of segments, made here or received from a worker, which may send too many."""
+    def deliver(self, outcome: Outcome) -> None:
+        """Add an outcome, made here or received from a worker, which may send too many."""
         if self.failure is None and self._outcomes.qsize() >= _MOST_RESULTS:
             self.fail(FrameError(f"expected at most {_MOST_RESULTS} unread results, got one more"))
         if self.failure is None:
             self._outcomes.put_nowait(outcome)
 
-    async def _send_outputs(self, link: Outlet) -> NoReturn:
+    async def _send_frames(self, link: Outlet) -> NoReturn:
         while True:
-            parts = await self._outputs.get()
+            parts = await self._outgoing.get()
             self._sent_bytes += sum(map(len, parts))
             await link.send(parts)
             self._grant()
@@ -390,15 +392,15 @@ class Stage:
 
 @dataclass(frozen=True)
 class LeftStep:
-    """The step of a stage that has left its chain. Until it is over, the MLX thread holds the stage and its shard."""
+    """The step of a stage that has left its chain. Until it is released, the MLX thread holds the stage and its shard."""
 
     since: float | None
-    is_over: asyncio.Event
+    is_released: asyncio.Event
 
     @property
     def busy_s(self) -> float:
         """How many seconds it has lasted, 0 once it is over."""
-        return 0.0 if self.since is None or self.is_over.is_set() else time.monotonic() - self.since
+        return 0.0 if self.since is None or self.is_released.is_set() else time.monotonic() - self.since
 
 
 def status_reply(**own: Any) -> StatusReply:

@@ -75,7 +75,7 @@ class FakeStage:
         for task in self._tasks:
             task.cancel()
 
-    async def wait_over(self) -> None:
+    async def wait_released(self) -> None:
         pass
 
 
