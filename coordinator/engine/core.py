@@ -395,8 +395,9 @@ class EngineCore:
         self.costs: CacheCosts = cache_costs(chain.plan, chain.spec)
         self._stored = None
         if (prefixes := chain.prefixes) is not None:
-            costs = self.costs.rows_that_can_be_cut, chain.answer_costs.pays_to_read
-            self._stored = StoredPrefixes(prefixes.key, prefixes.whole, *costs)
+            self._stored = StoredPrefixes(
+                prefixes.key, prefixes.whole, self.costs.rows_that_can_be_cut, chain.answer_costs.pays_to_read
+            )
         self._route = Route(chain.plan.assignments, chain.clock_offsets)
         self.scheduler = Scheduler(
             *(chain.num_stages, self.costs, chain.epoch, self._max_waiting),
@@ -504,7 +505,7 @@ class EngineCore:
         wanted = {
             piece.name: piece
             for session in sessions
-            for piece in known.pieces_for(session, num_there(session))
+            for piece in known.pieces_to_read(session, num_there(session))
             if piece.name in scattered
         }
         if not wanted:

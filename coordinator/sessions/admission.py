@@ -251,7 +251,7 @@ class Slots:
     def num_shared(self, session: Session) -> int:
         """Return how many of the session's tokens a slot on the stages has, as it would be fed now."""
         source, shared = self._closest(session, [*self.active, *self._in(SlotState.KEPT)])
-        pieces = self._stored.pieces_for(session, 0) if self._stored and not session.feeds_apart else []
+        pieces = self._stored.pieces_to_read(session, 0) if self._stored and not session.feeds_apart else []
         return max([shared if source else 0, *(piece.end for piece in pieces)])
 
     def next_snapshot(self, slot: SessionSlot, most_rows: int | None) -> int | None:
@@ -452,7 +452,7 @@ class Slots:
             slot.enter(SlotState.PROMISED)
         slot.rows = rows
         if self._stored and not session.feeds_apart:
-            session.stored.extend(self._stored.pieces_for(session, session.fed))
+            session.to_read.extend(self._stored.pieces_to_read(session, session.fed))
         return True
 
     def _opening(self, slot: SessionSlot) -> Opening:
@@ -469,11 +469,11 @@ class Slots:
                 session.reuse(shared, source.session.snapshots)
                 if source.state is SlotState.KEPT:
                     self._use(source)
-        while session.stored and session.stored[0].end <= session.fed:
-            session.stored.popleft()
+        while session.to_read and session.to_read[0].end <= session.fed:
+            session.to_read.popleft()
         cuttable = self._costs.rows_that_can_be_cut(request.cache)
-        if session.stored and session.stored[0].begin < session.fed and cuttable < self._costs.context:
-            session.stored.clear()  # its piece begins where the rows in memory cannot be cut
+        if session.to_read and session.to_read[0].begin < session.fed and cuttable < self._costs.context:
+            session.to_read.clear()  # its piece begins where the rows in memory cannot be cut
         self._fit_snapshots(slot)
         opening.snapshots.extend(session.snapshots)
         return opening

@@ -124,7 +124,7 @@ class Scheduler:
         # Open all slots before any window is made: a slot is copied in its state before this frame.
         frame.opened.extend(self.slots.open(chosen))
         for slot in chosen:
-            is_chunk = slot.session.is_prefilling and not slot.session.stored
+            is_chunk = slot.session.is_prefilling and not slot.session.to_read
             snapshot = self.slots.next_snapshot(slot, chunk) if is_chunk else None
             frame.windows.append(slot.session.next_window(len(chosen), chunk, snapshot))
             slot.last_step = self._step
@@ -268,10 +268,10 @@ class Scheduler:
         self._turn += 1
         first = ready[0] if self._turn % 2 else min(ready, key=lambda slot: slot.session.num_unfed)
         is_apart = first.session.feeds_apart
-        ready = [slot for slot in ready if slot.session.feeds_apart == is_apart and not slot.session.stored]
+        ready = [slot for slot in ready if slot.session.feeds_apart == is_apart and not slot.session.to_read]
         num_unfed = sum(slot.session.num_unfed for slot in ready)
         chunk = self._chunk_rows(first.session, num_unfed, beside_streams)
-        chosen, room = [first], 0 if first.session.stored else chunk - first.session.num_unfed
+        chosen, room = [first], 0 if first.session.to_read else chunk - first.session.num_unfed
         grammars = MOST_GRAMMAR - _grammar_size(first)  # they travel in the frame's first message
         for slot in ready:
             rows, size = slot.session.num_unfed, _grammar_size(slot)

@@ -88,7 +88,7 @@ class Session:
         self.num_reused_at_first = 0  # likewise when it began first: later they may be its own
         # Lengths at which another slot can begin with its rows, beside the present one.
         self.snapshots: tuple[int, ...] = ()
-        self.stored: deque[Piece] = deque()  # pieces of its prefix on the nodes' disks, which come before other windows
+        self.to_read: deque[Piece] = deque()  # pieces of its prefix on the nodes' disks, before other windows
         self.reading = b""  # the name of the piece whose window is in flight
         self.branch = 0  # the most tokens that it was found to share with another session
         self.num_steps = 0  # windows that asked for tokens
@@ -185,7 +185,7 @@ class Session:
     @property
     def is_prefilling(self) -> bool:
         """Whether there are more tokens to feed than one decoding step takes."""
-        return bool(self.stored) or (self.num_unfed > 1 and self.num_unfed > self._tail)
+        return bool(self.to_read) or (self.num_unfed > 1 and self.num_unfed > self._tail)
 
     @property
     def _tail(self) -> int:
@@ -314,8 +314,8 @@ class Session:
             most_rows: of a prompt chunk; None: what the caller asked for, or all.
             snapshot: the length at which the chunk is to end and the stages make one, at most `most_rows` away.
         """
-        if self.stored:
-            return self._stored_window(self.stored.popleft())
+        if self.to_read:
+            return self._piece_window(self.to_read.popleft())
         base = self.fed
         chunk = self._num_chunk(snapshot - base if snapshot else most_rows or self.chunk or self.num_unfed)
         window = self._chunk_window(chunk, snapshot) if chunk else self._proposal_window(num_together)
@@ -326,11 +326,11 @@ class Session:
         self.rows_written = max(self.rows_written, base + num_rows)
         return window
 
-    def _stored_window(self, piece: Piece) -> Window:
+    def _piece_window(self, piece: Piece) -> Window:
         """Return the window whose rows every stage reads from its disk; no other one follows before its result."""
         window = self._window(piece.begin, self.history.tokens[piece.begin : piece.end])
         window.stored = self.reading = piece.name
-        window.upcoming.extend(each.name for each in islice(self.stored, MOST_UPCOMING))
+        window.upcoming.extend(each.name for each in islice(self.to_read, MOST_UPCOMING))
         self.fed, self.rows_written = piece.end, max(self.rows_written, piece.end)
         return window
 
@@ -494,7 +494,7 @@ class Session:
         self.slot = None
         self.fed = self.num_reused = self.rows_written = self._num_computed = 0
         self._computing.clear()
-        self.stored.clear()
+        self.to_read.clear()
         self.reading = b""
         self.snapshots = ()
         self._soft = None

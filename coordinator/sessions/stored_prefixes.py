@@ -39,7 +39,7 @@ class StoredPrefixes:
         self._rows_that_can_be_cut = rows_that_can_be_cut
         self._pays = pays
 
-    def pieces_for(self, session: Session, first: int) -> list[Piece]:
+    def pieces_to_read(self, session: Session, first: int) -> list[Piece]:
         """Return the pieces with which a session goes on from its `first` tokens; none if they hold few tokens."""
         found: dict[int, Piece] = {}  # by end, those that continue what is there
         for piece in self.pieces_of(session, session.most_reused):
