@@ -263,7 +263,7 @@ class Slots:
         session, cuttable = slot.session, self._costs.rows_that_can_be_cut(slot.session.request.cache)
         # What cannot be cut reaches the node that makes the answer as a snapshot of the last chunk's end.
         last = session.end_apart if self._sends_snapshot(session) and session.end_apart > session.fed else None
-        wanted = session.next_snapshot if session.num_prompt > cuttable else None
+        wanted = session.wanted_snapshot if session.num_prompt > cuttable else None
         length = min((each for each in (wanted, last) if each is not None), default=None)
         if length is None or (most_rows and length > session.fed + most_rows):
             return None

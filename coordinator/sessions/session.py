@@ -287,7 +287,7 @@ class Session:
         return len(self.history) - self._tail if self.feeds_apart else 0
 
     @property
-    def next_snapshot(self) -> int | None:
+    def wanted_snapshot(self) -> int | None:
         """The next length of the prompt of which a snapshot may spare later requests much; None if there is none."""
         least = max(self.fed + 1, LEAST_SAVED, *(length + LEAST_SAVED for length in self.snapshots[-1:]))
         every = range(SNAPSHOT_EVERY, self.num_prompt, SNAPSHOT_EVERY)
