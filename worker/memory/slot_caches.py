@@ -41,10 +41,15 @@ class CacheSegment:
 
     number: int
     part: int
-    base: int  # the first token
+    base: int  # the first token; of a snapshot how many tokens its cache has dropped
     keys: Parts  # [1, H, L, ...] each, as they are stored
     values: Parts
-    length: int = 0  # of a snapshot of a cache that cannot be cut; `base` is then how many tokens it has dropped
+    length: int = 0  # tokens of a snapshot; 0 of rows
+
+    @property
+    def is_snapshot(self) -> bool:
+        """Whether it is the snapshot of a cache that cannot be cut, and no rows of tokens."""
+        return self.length > 0
 
     @property
     def arrays(self) -> Parts:
@@ -208,33 +213,34 @@ class Caches:
         return [(n, part) for n in self.own_numbers for part in range(len(members(self.listed[n])))]
 
     def put_segment(self, segment: CacheSegment) -> list[mx.array]:
-        """Write a segment; return the buffers, to be evaluated. Raises CacheMismatch if it fits no cache of these.
-
-        That of a cache that cannot be cut takes the place of the snapshot of its length, and of what the cache holds
-        if it is there now.
-        """
+        """Write a segment; return the buffers, to be evaluated. Raises CacheMismatch if it fits no cache of these."""
         places = self._places()
         if (place := (segment.number, segment.part)) not in places:
             raise CacheMismatch(f"expected a segment of one of its caches, got one of {segment.number}")
         index = places.index(place)
         cache = self.own[index]
         self._require_planned(segment, self._memories[index])
-        if segment.length:
-            whole = (segment.length, segment.base, segment.keys, segment.values)
-            if segment.length in self.snapshots and (snapshot := self.snapshots[segment.length][index]):
-                snapshot.put_whole(*whole)
-            if cache.length == segment.length:
-                cache.put_whole(*whole)
-                for other in self.own:  # layers with equal windows share a mask, and so have to hold equal rows
-                    if not isinstance(other, KVCache) or not other.window:
-                        continue
-                    if other is cache or other.dropped < segment.base:
-                        other.drop_unseen()
+        if segment.is_snapshot:
+            self._put_snapshot(segment, index)
         elif isinstance(cache, KVCache):
             cache.put_segment(segment.base, segment.keys, segment.values)
         else:
             raise CacheMismatch(f"expected a whole state of cache {segment.number}, got rows")
         return cache.arrays()
+
+    def _put_snapshot(self, segment: CacheSegment, index: int) -> None:
+        """Replace the snapshot of this length of one of its own caches, and what that holds if it is there now."""
+        whole = (segment.length, segment.base, segment.keys, segment.values)
+        if segment.length in self.snapshots and (snapshot := self.snapshots[segment.length][index]):
+            snapshot.put_whole(*whole)
+        cache = self.own[index]
+        if cache.length != segment.length:
+            return
+        cache.put_whole(*whole)
+        sliding = [other for other in self.own if isinstance(other, KVCache) and other.window]
+        for other in sliding:  # those with equal windows share a mask, and so have to hold equal rows
+            if other is cache or other.dropped < segment.base:
+                other.drop_unseen()
 
     def _require_planned(self, segment: CacheSegment, memory: Memory) -> None:
         """Raise CacheMismatch unless a segment's arrays have the shapes, and take the bytes, that are planned for them.
@@ -282,14 +288,14 @@ class Caches:
         for cache, segment in pairs:
             if segment.length not in (0, end):
                 raise CacheMismatch(f"expected a snapshot of {end} tokens, got one of {segment.length}")
-            if not segment.length:
+            if not segment.is_snapshot:
                 if segment.base != begin or (segment.arrays and segment.num_rows != end - begin):
                     raise CacheMismatch(f"expected rows [{begin}, {end}), got others from {segment.base} on")
                 cache.cut(begin)
         self.reserve(end - begin, None)
         self.settle(end)
         for _, segment in pairs:
-            if segment.length or segment.arrays:  # some layers use the rows of others
+            if segment.is_snapshot or segment.arrays:  # some layers use the rows of others
                 self.put_segment(segment)
         return [array for cache in self.own for array in cache.arrays()]
 
