@@ -1,8 +1,9 @@
-"""A lane: the windows of several slots in one pass. Each layer gets a view of several caches instead of one.
+"""A lane: the windows of several slots in one pass.
 
-All rows lie end to end, so that each matrix product processes all of them. A module that takes a cache is a *unit*.
-Attention that supports several slots processes the lane directly; other units run for windows of equal length as an
-ordinary batch, or slot by slot. `Pack` decides which slots share buffers.
+All rows lie end to end, so that each matrix product processes all of them. In place of a cache a layer gets a `View` of
+one cache per slot. A module that takes a cache is a *unit*. By its `LaneForm` a unit processes the lane, or windows of
+equal length side by side as an ordinary batch, or one window after another. A `Run` is windows side by side; if their
+slots are adjacent in a `Pack`, the slots that share buffers, nothing is copied for it.
 Shapes: B slots, L window length, D hidden, H heads, K head size.
 """
 
@@ -134,7 +135,7 @@ class Run:
         self._places = [places[number] for number in numbers]
         self._end = max(place.base for place in self._places) + self._places[0].num_rows
         self._masks: dict[int | None, mx.array | None] = {}
-        self._numbers: dict[tuple[int, int], mx.array] = {}
+        self._found_rows: dict[tuple[int, int], mx.array] = {}  # by the arguments of `_buffer_rows`
 
     @cached_property
     def rows(self) -> np.ndarray:
@@ -164,21 +165,21 @@ class Run:
         return mx.array([place.base for place in self._places], mx.int32)
 
     @cached_property
-    def _rows(self) -> mx.array:
+    def _cache_rows(self) -> mx.array:
         """The index in the cache at which each row is written [B, L]."""
         return self.bases[:, None] + mx.arange(self._places[0].num_rows)
 
-    def _numbers_of_rows(self, num_heads: int, capacity: int) -> mx.array:
+    def _buffer_rows(self, num_heads: int, capacity: int) -> mx.array:
         """Return the index of each new row [B, H, L] among all rows of a pack's flattened buffer."""
         key = num_heads, capacity
-        if key not in self._numbers:
+        if key not in self._found_rows:
             caches = self._places[0].caches
             first = caches.pack.slots.index(caches) if caches.pack else 0
             slots = np.arange(first, first + len(self._places))[:, None, None]
             bases = np.array([place.base for place in self._places])[:, None, None]
             found = (slots * num_heads + np.arange(num_heads)[:, None]) * capacity + bases
-            self._numbers[key] = mx.array((found + np.arange(self._places[0].num_rows)).astype(np.uint32))
-        return self._numbers[key]
+            self._found_rows[key] = mx.array((found + np.arange(self._places[0].num_rows)).astype(np.uint32))
+        return self._found_rows[key]
 
     def mask(self, window_size: int | None) -> mx.array | None:
         """Return which held rows each row sees [B, 1, L, end]: the last `window_size` ones, or all.
@@ -211,11 +212,11 @@ class Run:
         own = mx.stack([place.row_positions for place in self._places])[:, None, :, None]
         held = mx.broadcast_to(mx.arange(self._end), (len(self._places), 1, 1, self._end))
         near = mx.take_along_axis(own, self._sights[1][:, None, :, None], axis=2)
-        return mx.put_along_axis(held, self._rows[:, None, None], own.swapaxes(2, 3), axis=3) > near - window_size
+        return mx.put_along_axis(held, self._cache_rows[:, None, None], own.swapaxes(2, 3), axis=3) > near - window_size
 
     def append(self, caches: Sequence[KVCache], keys: mx.array, values: mx.array) -> None:
         """Append [B, H, L, K] to one layer's caches of the run."""
-        append_together(caches, keys, values, self._numbers_of_rows)
+        append_together(caches, keys, values, self._buffer_rows)
 
     def fetch(self, caches: Sequence[KVCache]) -> tuple[mx.array, mx.array]:
         """Return the right-padded contents of one layer's caches of the run."""

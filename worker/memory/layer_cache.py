@@ -32,7 +32,7 @@ from worker.model.cache_spec import (
 
 Mask = mx.array | str | None
 Parts = tuple[mx.array, ...]  # stored rows: one array, or quantised values, scales and biases
-NumbersOfRows = Callable[[int, int], mx.array]  # (H, capacity) -> indices [B, H, L] of new rows in a flattened buffer
+BufferRows = Callable[[int, int], mx.array]  # (H, capacity) -> indices [B, H, L] of new rows in a flattened buffer
 
 
 def make_cache(memory: Memory, cache: Cache) -> LayerCache:
@@ -351,12 +351,12 @@ class Rows:
         for part, new in zip(self.parts, rows, strict=True):
             part[slot : slot + 1, :, begin : begin + new.shape[2]] = new
 
-    def write_rows(self, new: mx.array, numbers: NumbersOfRows) -> None:
+    def write_rows(self, new: mx.array, find_rows: BufferRows) -> None:
         """Write [B, H, L, K] of several slots to the rows with these indices."""
         self._allocate((new,))
         shape = self.parts[0].shape
         every = self.parts[0].reshape(-1, shape[-1])
-        every[numbers(shape[1], self.capacity)] = new
+        every[find_rows(shape[1], self.capacity)] = new
         self.parts = (every.reshape(shape),)
 
     def _allocate(self, like: Parts) -> None:
@@ -402,10 +402,10 @@ def join(caches: Sequence[KVCache], capacity: int) -> None:
         cache._keys, cache._values, cache._slot = keys, values, slot
 
 
-def append_together(caches: Sequence[KVCache], keys: mx.array, values: mx.array, numbers: NumbersOfRows) -> None:
+def append_together(caches: Sequence[KVCache], keys: mx.array, values: mx.array, find_rows: BufferRows) -> None:
     """Append [B, H, L, K] to caches that share buffers, at the rows with these indices."""
-    caches[0]._keys.write_rows(keys, numbers)
-    caches[0]._values.write_rows(values, numbers)
+    caches[0]._keys.write_rows(keys, find_rows)
+    caches[0]._values.write_rows(values, find_rows)
     for cache in caches:
         cache.length += keys.shape[2]
 
