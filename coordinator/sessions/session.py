@@ -80,32 +80,32 @@ class Session:
         self.request = request
         self.owner = owner
         self.group = group or Group()
+        self.max_tokens = max(1, request.max_tokens)
+        self.chunk = chunk
+        self._guard = RepeatGuard(len(request.prompt), request.repeat_guard) if request.repeat_guard else None
+        # how far it has come
         self.state = SessionState.WAITING
         self.finish_reason: str | None = None  # once it is finished
+        self.is_paused = False  # the reader is far behind
+        self._preempted_at: int | None = None  # tokens that it had generated when it was preempted last
+        # its tokens, and what the stages have of them
+        self.history = History(request.prompt)
         self.slot: int | None = None  # its number on the stages, once it has one
         self.fed = 0  # leading known tokens that windows have carried so far
+        self.rows_written = 0  # most rows that the caches have held so far
         self.num_reused = 0  # leading tokens that its slot held already
         self.num_reused_at_first = 0  # likewise when it began first: later they may be its own
+        self.branch = 0  # the most tokens that it was found to share with another session
         # Lengths at which another slot can begin with its rows, beside the present one.
         self.snapshots: tuple[int, ...] = ()
         self.to_read: deque[Piece] = deque()  # pieces of its prefix on the nodes' disks, before other windows
         self.reading = b""  # the name of the piece whose window is in flight
-        self.branch = 0  # the most tokens that it was found to share with another session
-        self.num_steps = 0  # windows that asked for tokens
-        self.num_rows = 0  # of all windows
-        self.num_rows_last = 1  # of the last window that asked for tokens
-        self.rows_written = 0  # most rows that the caches have held so far
-        self.max_tokens = max(1, request.max_tokens)
-        self.chunk = chunk
-        self.is_paused = False  # the reader is far behind
-        self.begun = 0  # when its first frame was sent
         # Whether prompt chunks pass all nodes, and the last token goes with a proposal to the one that makes answers,
         # once that has the segments of all chunks.
         self.feeds_apart = False
         self._num_computed = 0  # leading tokens of chunks whose results have come
         self._computing: deque[int] = deque()  # ends of those whose results have not
-        self.history = History(request.prompt)
-        self._preempted_at: int | None = None  # tokens that it had generated when it was preempted last
+        # its proposals
         self._decoder = decoder or Verified()
         self._proposal: Proposal | None = None  # sent and not answered
         self._proposed_at = 0  # tokens before its window
@@ -114,20 +114,26 @@ class Session:
         self._asked_scores = self._known_scores = request.score_from or len(request.prompt)
         # Indices of the first row that is to be pooled and was not sent, and whose sum is not known.
         self._asked_rows = self._known_rows = len(request.prompt) if request.pool_from is None else request.pool_from
-        self._num_tried: list[int] = []  # by place, the steps with a draft there
-        self._num_held: list[int] = []  # and those in which it held
+        # what its reader gets and has taken
+        self._put = put
         self._new_scores: list[Scored] = []
         self._new_pooled: list[bytes] = []
-        self._put = put
         self._num_put = self.num_taken = 0  # outputs for the reader, each counted by one thread
+        self._num_read = 0  # tokens that the reader has taken
+        # what it took
         self._started = started
+        self.begun = 0  # when its first frame was sent
+        self.num_steps = 0  # windows that asked for tokens
+        self.num_rows = 0  # of all windows
+        self.num_rows_last = 1  # of the last window that asked for tokens
+        self._num_tried: list[int] = []  # by place, the steps with a draft there
+        self._num_held: list[int] = []  # and those in which it held
         self._last_at = 0  # when the last output was put
         self._still_since = 0  # while its chain is lost: when the reader got the last output
         self._still_ns = 0  # how long recoveries took, as the reader saw it
         self._num_recoveries = 0
-        self._num_read = 0  # tokens that the reader has taken
-        self._guard = RepeatGuard(len(request.prompt), request.repeat_guard) if request.repeat_guard else None
         self._legs: list[Leg] | None = [] if is_traced else None  # its frames by chain
+
         self.history.extend(token.token for token in request.known.tokens)  # resume as after a lost chain
         self._decoder.restore([(at, token.to_sample()) for at, token in request.known.fills])
 
