@@ -135,7 +135,7 @@ class Executor:
         self._step_ns = 0  # the last step's time
         self.ahead = StepsAhead(shard, DTYPES[dtype])
         self._in_flight: list[Step] = []  # begun and not finished, oldest first
-        self._last: Sequence[Window] = ()  # windows of the last finished step
+        self._last_windows: Sequence[Window] = ()  # of the last finished step, until the next one is built or begins
 
     @property
     def is_whole(self) -> bool:
@@ -184,7 +184,7 @@ class Executor:
 
         Do so while waiting for the device or for a frame. Return whether there was one to build.
         """
-        slots, self._last = self._slots_to_continue(self._last), ()
+        slots, self._last_windows = self._slots_to_continue(self._last_windows), ()
         if slots:
             self.ahead.build(slots)
         return bool(slots)
@@ -234,8 +234,8 @@ class Executor:
             frame, goes_on, Timing(stage=self._stage, received=received, taken=taken, started=time.monotonic_ns())
         )
         ready = self.ahead.take(frame, x)
-        if {window.slot for window in self._last} & {window.slot for window in frame.windows}:
-            self._last = ()  # this is the step that follows
+        if {window.slot for window in self._last_windows} & {window.slot for window in frame.windows}:
+            self._last_windows = ()  # this is the step that follows
         self._open_and_close(step)
         if ready:
             self._begin_ready(step, ready)
@@ -340,7 +340,7 @@ class Executor:
         output.timings.extend([*step.frame.timings, step.timing])
         output.failures.extend([*step.frame.failures, *step.failures])
         failed = {failure.slot for failure in step.failures}
-        self._last = [window for window in step.windows if window.slot not in failed]
+        self._last_windows = [window for window in step.windows if window.slot not in failed]
         if step.ends_long_prompt:
             mx.clear_cache()  # decoding would never use these buffers
         return output, step.pending[0] if step.goes_on and any(map(num_rows, step.windows)) else None
@@ -574,6 +574,14 @@ class Executor:
             if window.pooled:
                 end = first + len(window.tokens)
                 self._pool(step, window, h[:, end - window.pooled : end])
+        self._begin_head(step, windows, h)
+
+    def _begin_head(self, step: Step, windows: Sequence[tuple[Window, int]], h: mx.array) -> None:
+        """Draw from the logits of h [1, sum L, D] at the asked rows, a block at a time.
+
+        Args:
+            windows: each with its first row.
+        """
         blocks = list(head_blocks(windows, most_head_rows(self._shard.info.vocab_size)))
         for block in blocks:
             rows = [row for part in block for row in part.rows]
