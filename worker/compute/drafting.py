@@ -99,7 +99,14 @@ def add_drafts(
         shows = slot.is_drafted and (is_chunk(window) or (drawn and not window.masks))
         if (window.drafts and drawn) or shows:
             requests[window.slot] = DraftRequest(
-                slot, window.base, tokens, window.drafts, is_chunk(window), rows, first_row, num_known
+                slot,
+                window.base,
+                tokens,
+                count=window.drafts,
+                is_chunk=is_chunk(window),
+                rows=rows,
+                first_row=first_row,
+                num_rows=num_known,
             )
         first_row += num_rows(window)
     drafts = drafter.draft(list(requests.values())) if drafter and requests else [[] for _ in requests]

@@ -409,7 +409,9 @@ class Executor:
             raise CacheMismatch(f"expected rows of the {len(slot.history)} tokens held, got those up to {end}")
         if slot.is_drafted and self._drafter:
             tokens = slot.history.tokens[segment.base : end]
-            request = DraftRequest(slot, segment.base, tokens, 0, True, rows, 0, len(tokens))
+            request = DraftRequest(
+                slot, segment.base, tokens, count=0, is_chunk=True, rows=rows, first_row=0, num_rows=len(tokens)
+            )
             try:
                 self._drafter.draft([request])
             except (*MISFITS, BrigadeError) as error:
