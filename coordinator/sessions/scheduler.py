@@ -148,9 +148,9 @@ class Scheduler:
         return _Kind.PROMPT if chosen else _Kind.CLOSING, chosen, chunk
 
     def _next_store(self) -> Frame | None:
-        """Return a frame that has all stages write a piece of a prefix to their disks, at a quiet moment.
+        """Return a frame that has all stages write a piece of a prefix to their disks, if one is due.
 
-        While there is none, it is one frame in as many as of the background.
+        It is due while nothing else is in flight, and beside other frames as rarely as the background.
         """
         is_due = self.is_idle or self._step - self._stored_at >= _BACKGROUND_EVERY * self._num_stages
         if not is_due or self._num_in_flight(_Kind.STORE):

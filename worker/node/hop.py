@@ -1,6 +1,8 @@
 """Hops: frames between stages, as messages of a stream with credit-based flow control, and the way of results back.
 
-The streams live on the MLX threads' event loops, at both ends; reports of prompts alone come to the main loops.
+`pack` and `unpack` are the way of hidden states into and out of messages, `pack_segments` and `unpack_segments` that of
+cache segments. Calls whose messages are bytes, weights too, are opened and registered here. The streams live on the MLX
+threads' event loops, at both ends; reports of prompts alone come to the main loops.
 """
 
 import asyncio
