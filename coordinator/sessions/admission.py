@@ -562,16 +562,15 @@ def make_room(
         extends: the session continues where its source ends, and takes it over in any case.
     """
     others = [place for place in range(len(evictable)) if place != source]
+    own = [evictable[source]] if source is not None else []
     for num_evicted in range(len(others) + 1):
-        if _is_enough(needed, free, evictable, evicted := others[:num_evicted], source if extends else None):
-            return Room(tuple(evicted), takes_over=extends)
-    if source is not None and _is_enough(needed, free, evictable, others, source):
+        given = [evictable[place] for place in others[:num_evicted]]
+        if _is_enough(needed, free, *given, *(own if extends else [])):
+            return Room(tuple(others[:num_evicted]), takes_over=extends)
+    if own and _is_enough(needed, free, *given, *own):
         return Room(tuple(others), takes_over=True)
     return None
 
 
-def _is_enough(
-    needed: Bytes, free: Bytes, evictable: Sequence[Bytes], evicted: Sequence[int], source: int | None
-) -> bool:
-    given = [evictable[place] for place in (*evicted, source) if place is not None]
-    return all(need <= free[stage] + sum(each[stage] for each in given) for stage, need in enumerate(needed))
+def _is_enough(needed: Bytes, *given: Bytes) -> bool:
+    return all(need <= sum(parts) for need, *parts in zip(needed, *given, strict=True))
