@@ -392,7 +392,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class LeftStep:
-    """The step of a stage that has left its chain. Until it is released, the MLX thread holds the stage and its shard."""
+    """The step of a stage that has left its chain. Until that is released, the MLX thread holds it and its shard."""
 
     since: float | None
     is_released: asyncio.Event
