@@ -68,6 +68,7 @@ def test_every_system_is_measured_at_every_concurrency_and_can_be_simulated(talk
     assert all(len(row["utilisation"]) == 2 and row["tokens_per_s"] > 0 for row in found)
 
 
+@pytest.mark.long
 def test_a_node_that_makes_answers_alone_is_measured_with_those_that_compute_its_prompts(talker: Path) -> None:
     """Their frames are no chain's, so that nothing follows about further requests."""
     flags = ("--local", "1", "--objective", "prompt", "--layers", "2,2", "--concurrency", "1", *LOAD, "--prompts", "60")

@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.commands import parse, run_here
 
 
+@pytest.mark.long
 def test_thresholds_are_found_for_the_kinds_that_reach_them(tmp_path: Path) -> None:
     target = tmp_path / "thresholds.json"
     asked = ("calibrate", "--questions", "arithmetic", "-m", "32", "-o", target)

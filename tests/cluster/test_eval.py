@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.cluster.commands import parse, run_here
 from tests.cluster.conftest import RECITED
 from tests.cluster.processes import Starter
@@ -25,6 +27,7 @@ def without_times(found: dict[str, Any]) -> list[Row]:
     return [{name: value for name, value in row.items() if name != "ms_per_token"} for row in found["rows"]]
 
 
+@pytest.mark.long
 def test_a_killed_evaluation_goes_on_to_the_same_table(start: Starter, reciter: Path, tmp_path: Path) -> None:
     source, target = write_questions(tmp_path / "q.jsonl", 8), tmp_path / "a.jsonl"
     asked = ("eval", "--questions", source, "--check", "contains", "-m", "24", "--decode", "ar,ngram", *HERE, reciter)

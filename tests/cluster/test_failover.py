@@ -10,6 +10,7 @@ from coordinator.planning.recovery import Limits
 from tests.cluster.commands import parse, run_here
 
 
+@pytest.mark.long
 def test_a_restarted_worker_and_a_spare_one_are_measured(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failover, "CASES", [Case(KILLED, RESTARTED), Case(STOPPED, SPARE)])
     monkeypatch.setattr(failover, "USUAL", Limits(rejoin_s=50))  # a process may take long to start

@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.cluster.processes import ROOT
 from tests.cluster.sshd import link_packages
@@ -43,6 +44,7 @@ def installed(folder: Path) -> Path:
     return python.parent
 
 
+@pytest.mark.long
 def test_the_installed_package_answers_the_demo_on_three_processes_and_leaves_none_behind(tmp_path: Path) -> None:
     bin = installed(tmp_path)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -76,6 +76,7 @@ async def attacked(client: httpx2.AsyncClient, path: str, content: bytes) -> int
     return (await client.post(path, content=content, headers=headers)).status_code
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("names", "num_hostile"),

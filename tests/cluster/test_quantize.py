@@ -3,6 +3,8 @@
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.commands import answer_here, run_here
 from tests.cluster.models import reconfigured_copy
 from tests.cluster.processes import Starter
@@ -17,6 +19,7 @@ main()
 """
 
 
+@pytest.mark.long
 def test_a_quantised_copy_is_whole_after_a_kill_and_answers(start: Starter, tmp_path: Path) -> None:
     asked, whole, out = ("quantize", "demo"), tmp_path / "whole", tmp_path / "out"
     options = ("--q-bits", "8", "--keep", "lm_head,embed_tokens,mlp")

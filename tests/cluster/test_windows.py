@@ -42,6 +42,7 @@ def nodes(module_start: Starter, tmp_path_factory: pytest.TempPathFactory) -> li
     return [(worker.name, worker.address) for worker in workers]
 
 
+@pytest.mark.long
 def test_over_slow_hops_lossless_decoders_give_the_tokens_of_ar_and_diffusion_takes_a_fifth_of_its_steps(
     nodes: list[tuple[str, str]], tmp_path: Path
 ) -> None:
@@ -135,6 +136,7 @@ def test_canvases_over_three_processes_are_those_of_one_and_of_the_server(
     uvloop.run(ask())
 
 
+@pytest.mark.long
 def test_diffusion_gemma_over_three_processes_and_http_answers_as_one_process(
     nodes: list[tuple[str, str]], tmp_path: Path
 ) -> None:

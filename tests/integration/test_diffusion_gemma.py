@@ -244,12 +244,14 @@ def test_a_canvas_that_makes_nan_for_its_next_step_ends_its_own_session_only() -
     assert {guess.slot for guess in result.guesses} == {soft.slot for soft in result.soft} == {1}
 
 
+@pytest.mark.long
 async def test_a_chain_is_verified_against_one_process() -> None:
     options = cluster_options(None, str(FOLDER), 0)
     report = await verify(options, Decode("canvas"), max_tokens=4, seed=0)
     assert report.holds and {case.verdict for case in report.cases} == {"equal"}
 
 
+@pytest.mark.long
 async def test_a_lost_worker_changes_no_answer() -> None:
     async with running(FOLDER, (6,)) as chain:
         expected = [(await generate_once(chain, each, chunk=CHUNK)).tokens for each in ANSWERED]
