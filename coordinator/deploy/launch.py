@@ -81,7 +81,7 @@ class Launch:
             version = version_folder(self.package.id, state.versions, self.action)
             target = Target.of(worker.name, self.raw, version, self.keys.get(worker.name), state)
             steps = steps_for(target, state, self.action)
-            before = await _incarnation(worker, self.network) if steps.restarts and not state.is_alive else ""
+            before = await _incarnation(worker, self.network) if steps.restarts else ""
             if steps.installs:
                 await self._install(remote, version, state)
             if steps.files:

@@ -1,13 +1,16 @@
 """Why a worker that was launched is not reached, as `brigade launch` tells it."""
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coordinator.deploy import launch
-from coordinator.deploy.launch import wait_answer
+from coordinator.deploy.install import LaunchMode
+from coordinator.deploy.launch import Launch, wait_answer
+from coordinator.deploy.package import Package
 from coordinator.deploy.ssh import Read, Remote
 from tests.integration.certificates import Certificates
 from tests.integration.conftest import serving
@@ -65,3 +68,31 @@ async def test_a_damaged_installation_is_to_be_made_anew() -> None:
     worker = WorkerConfig(name="mini", address="127.0.0.1:1", ssh="mac")
     with pytest.raises(BrigadeError, match=r"its log: Module.* 'yaml'; brigade launch --update installs it anew$"):
         await wait_answer(worker, Network(insecure=True), Ended("mini", "mac"), "")
+
+
+# A machine with version v, whose worker runs on and is started anew with whatever it is sent.
+SSH = """\
+#!/bin/sh
+case "$*" in *tar*) cat >/dev/null; exit 0 ;; esac
+case "$(cat)" in
+*"# Runs as long as"*) exec sleep 60 ;;
+*) printf '@brigade %s\\n' "home /h" "kind daemon" "free 9999999 1%" "version {version}" {alive} ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("alive", ["", "'alive yes'"], ids=["was ended", "ran"])
+async def test_who_answered_already_before_the_start_is_another_process(
+    alive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker may have run at another address, and find its new one taken."""
+    package = Package("1.0", {}, "")
+    (tmp_path / "ssh").write_text(SSH.replace("{version}", package.id).replace("{alive}", alive))
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    async with serving(1) as [node]:
+        worker = WorkerConfig(name=node.name, address=node.address, ssh="mac")
+        raw = {"workers": [{"name": node.name, "address": node.address, "ssh": "mac"}]}
+        launching = Launch(raw, package, {}, Network(insecure=True), LaunchMode.START)
+        [outcome] = await launching.run([worker], lambda name, phase: None)
+    assert f"another process answers at {node.address} as worker {node.name}: end that one" in str(outcome.error)
