@@ -26,7 +26,7 @@ from coordinator.deploy.package import Package
 from coordinator.deploy.ssh import Remote
 from worker.config import WorkerConfig
 from worker.errors import BrigadeError, ConfigError, StageLost, Unanswered
-from worker.node.network import Network
+from worker.node.network import Network, has_succeeded
 from worker.platform.tasks import cancel_all, together
 from worker.platform.text import printable
 
@@ -35,6 +35,7 @@ _SEND_S = 600.0
 _INSTALL_S = 1800.0
 _SETTLE_S = 90.0
 ANSWER_S = 60.0
+ENDS_S = 10.0  # for a worker to come as far as its port
 _LOG_LINES = 3
 _PYTHON = sys.version_info[:2]
 _IMPORT_FAILED = re.compile(r"ModuleNotFoundError|ImportError|No module named")  # of a damaged installation
@@ -149,11 +150,13 @@ async def wait_answer(worker: WorkerConfig, network: Network, remote: Remote, be
     asking = asyncio.create_task(_ask(worker, network, ANSWER_S, waits=True))
     try:
         await asyncio.wait({watching, asking}, return_when=asyncio.FIRST_COMPLETED)
-        if not asking.done():
-            await watching  # raises if watching failed; else the worker has ended
-            log = await _last_lines(remote)
-            fix = "; brigade launch --update installs it anew" if _IMPORT_FAILED.search(log) else ""
-            raise BrigadeError(f"ended when it was started; its log: {log}{fix}")
+        if not has_succeeded(asking):  # the worker may be about to end, as where its port is taken
+            await asyncio.wait({watching}, timeout=ENDS_S)
+            if watching.done():
+                await watching  # raises if watching failed; else the worker has ended
+                log = await _last_lines(remote)
+                fix = "; brigade launch --update installs it anew" if _IMPORT_FAILED.search(log) else ""
+                raise BrigadeError(f"ended when it was started; its log: {log}{fix}")
         address, incarnation, node = await asking
     except StageLost as error:
         why = f"{error.message}."

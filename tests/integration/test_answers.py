@@ -19,6 +19,11 @@ from worker.errors import BrigadeError, ConfigError
 from worker.node.network import Network
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "ENDS_S", 0.1)
+
+
 class Running(Remote):
     """The account of a worker that goes on, and has said one thing."""
 
@@ -55,6 +60,27 @@ async def test_where_tls_fails_another_process_may_answer_in_its_place(tmp_path:
         why = r"^it does not encrypt; .*; or another process answers at its address\. Its log: it listens$"
         with pytest.raises(ConfigError, match=why):
             await wait_answer(worker, Certificates(tmp_path).coordinator(), Running("mini", "mac"), "")
+
+
+@pytest.mark.parametrize("address", ["", "mini.invalid:1"], ids=["taken", "unknown"])
+async def test_a_worker_that_ends_is_told_with_its_own_words_whatever_answers_in_its_place(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends only once another process has answered, or the address is known to be none."""
+    monkeypatch.setattr(launch, "ENDS_S", 30.0)
+
+    class Ending(Running):
+        async def run(self, *given: Any, **more: Any) -> dict[str, list[str]]:
+            await asyncio.sleep(0.5)
+            return {}
+
+        async def log(self, num_lines: int, read: Read, **how: bool) -> None:
+            read("error: cannot listen")
+
+    async with serving(1) as [node]:
+        worker = WorkerConfig(name="mini", address=address or node.address, ssh="mac")
+        with pytest.raises(BrigadeError, match=r"^ended when it was started; its log: error: cannot listen$"):
+            await wait_answer(worker, Certificates(tmp_path).coordinator(), Ending("mini", "mac"), "")
 
 
 async def test_a_damaged_installation_is_to_be_made_anew() -> None:
