@@ -108,7 +108,6 @@ class StageLost(BrigadeError):
     """A node of the chain has ended, stopped responding, or was never reachable."""
 
 
-NOT_ENCRYPTED = "it does not encrypt; start it with a copy of this cluster.yaml and its certificate, or with --keys"
 CLOSED_AT_ONCE = "closed the connection before any reply: it refused our certificate, expects TLS, or has ended"
 
 

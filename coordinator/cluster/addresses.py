@@ -110,7 +110,7 @@ class AddressRace:
                     break
                 if name := unresolved_name(error):
                     raise _NameUnknown(name) from error
-                found = error_of(error, self.name)
+                found = error_of(error, self.name, launch=self._network.launch_hint(self.name))
                 if is_patient or isinstance(found, ConfigError) or not is_unconnected(error):
                     raise found from error
                 if closed_before_reply(error):

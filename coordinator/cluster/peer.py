@@ -373,7 +373,7 @@ def differences(name: str, cluster: ClusterConfig, greeting: HelloReply) -> Iter
         if theirs != (ours := version(package)):
             yield f"worker {name} has {package} {theirs}, this node {ours}"
     if until := reported_expiry(greeting.certificate_expires):
-        yield from filter(None, [expiry_warning(name, Role.WORKER, until)])
+        yield from filter(None, [expiry_warning(name, Role.WORKER, until, Network.of(cluster).launch_hint(name))])
     if (called := greeting.configuration.name) not in ("", name):
         yield f"worker {name} calls itself {printable(called)}: one of both has the wrong name or address"
     found = differing(greeting.configuration, configuration_of(cluster))

@@ -111,10 +111,10 @@ def check_cluster(cluster: ExaminedCluster, model: ModelInUse, now: datetime) ->
                 text = f"is not reached at {way.address} ({way.error}), but at another of its addresses"
                 yield _blocked(node.name, way, coordinator) or note(Kind.UNREACHABLE, node.name, text, _LOOK)
         if node.error is not None:  # the coordinator's own certificate: it can ask no other node
-            yield _check_trust(node.name, node.error, Role.COORDINATOR)
+            yield _check_trust(node, node.error, Role.COORDINATOR)
         yield from _check_node(node, node.facts, now, is_coordinator=node is coordinator)
         if node is not coordinator and coordinator.facts is not None:
-            yield from _check_versions(node.name, node.facts, coordinator.facts)
+            yield from _check_versions(node, node.facts, coordinator.facts)
             yield from _check_configuration(node, coordinator)
         if node.speed and model.spec:
             yield _check_rows(node.name, node.speed.gbps_by_rows(model.spec))
@@ -139,9 +139,9 @@ def _check_unreached(node: ExaminedNode, coordinator: ExaminedNode) -> Finding:
     error = node.error
     text = error.message if error else "did not answer"
     if isinstance(error, ConfigError):
-        return _check_trust(node.name, error, Role.WORKER)
+        return _check_trust(node, error, Role.WORKER)
     if isinstance(error, ModelError):
-        return problem(Kind.BRIGADE, node.name, text, _SAME_BRIGADE)
+        return problem(Kind.BRIGADE, node.name, text, node.launch or _SAME_BRIGADE)
     if node.ways and all(way.error for way in node.ways):
         way = node.ways[0]
         if finding := _blocked(node.name, way, coordinator):
@@ -162,10 +162,10 @@ def _check_unreached(node: ExaminedNode, coordinator: ExaminedNode) -> Finding:
     return problem(Kind.UNREACHABLE, node.name, text, fix)
 
 
-def _check_trust(name: str, error: BrigadeError, role: Role) -> Finding:
+def _check_trust(node: ExaminedNode, error: BrigadeError, role: Role) -> Finding:
     """Return why a certificate does not serve: the error names the fix after a semicolon."""
     text, _, fix = error.message.partition("; ")
-    return problem(Kind.CERTIFICATE, name, text, fix or role.issue_hint(name))
+    return problem(Kind.CERTIFICATE, node.name, text, fix or node.launch or role.issue_hint(node.name))
 
 
 def _blocked(about: str, way: Way, caller: ExaminedNode) -> Finding | None:
@@ -180,7 +180,7 @@ def _check_node(node: ExaminedNode, facts: Facts, now: datetime, *, is_coordinat
     yield _check_machine(node.name, facts)
     yield _check_disk(node.name, facts)
     if until := reported_expiry(facts.certificate_expires):
-        yield _check_certificate(node.name, until, now, Role.COORDINATOR if is_coordinator else Role.WORKER)
+        yield _check_certificate(node, until, now, Role.COORDINATOR if is_coordinator else Role.WORKER)
     if node.clock_offset_s is not None:
         yield _check_clock(node.name, node.clock_offset_s)
     yield from _check_sleep(node.name, facts, is_coordinator=is_coordinator)
@@ -220,11 +220,11 @@ def _check_disk(name: str, facts: Facts) -> Finding:
     return graded(Kind.DISK, name, text, fix, is_problem=free < _DISK_FULL, is_note=free < _DISK_NOTED)
 
 
-def _check_certificate(name: str, until: datetime, now: datetime, role: Role) -> Finding:
+def _check_certificate(node: ExaminedNode, until: datetime, now: datetime, role: Role) -> Finding:
     left = until - now
     text = f"its certificate expires on {until:%Y-%m-%d}, in {left.days} days"
-    fix = f"{role.issue_hint(name)}, and copy the file to it"
-    return graded(Kind.CERTIFICATE, name, text, fix, is_problem=left < _EXPIRES_SOON, is_note=left < WARN_AHEAD)
+    fix = node.launch or f"{role.issue_hint(node.name)}, and copy the file to it"
+    return graded(Kind.CERTIFICATE, node.name, text, fix, is_problem=left < _EXPIRES_SOON, is_note=left < WARN_AHEAD)
 
 
 def _check_clock(name: str, offset_s: float) -> Finding:
@@ -269,21 +269,23 @@ def _check_rdma(node: ExaminedNode, facts: Facts) -> Finding:
     return ok(Kind.RDMA, node.name, f"{state}; Brigade's hops are TCP and do not use it")
 
 
-def _check_versions(name: str, facts: Facts, own: Facts) -> Iterator[Finding]:
+def _check_versions(node: ExaminedNode, facts: Facts, own: Facts) -> Iterator[Finding]:
     """Yield where a worker's versions differ from the coordinator's."""
+    name, same_brigade = node.name, node.launch or _SAME_BRIGADE
     theirs, ours = dict(facts.versions), dict(own.versions)
     if (found := theirs.get("brigade", "none")) != (expected := ours["brigade"]):
-        yield problem(Kind.BRIGADE, name, f"has brigade {found}, the coordinator {expected}", _SAME_BRIGADE)
+        yield problem(Kind.BRIGADE, name, f"has brigade {found}, the coordinator {expected}", same_brigade)
     elif facts.is_outdated:
         text = "its code was replaced on disk after it was started"
         yield problem(Kind.BRIGADE, name, text, "start the worker again")
     elif facts.code != own.code:
         text = f"has brigade {found} like the coordinator, but other files of it ({facts.code}, there {own.code})"
-        yield note(Kind.BRIGADE, name, text, "install Brigade from the same sources on all nodes")
+        yield note(Kind.BRIGADE, name, text, node.launch or "install Brigade from the same sources on all nodes")
     for package in ("mlx", "mlx-lm"):
         if (found := theirs.get(package, "none")) != (expected := ours[package]):
             text = f"has {package} {found}, the coordinator {expected}: tokens may differ from those of one Mac"
-            yield note(Kind.MLX, name, text, f"there: pip install {package}=={expected}, or the same install on all")
+            fix = node.launch or f"there: pip install {package}=={expected}, or the same install on all"
+            yield note(Kind.MLX, name, text, fix)
     python, own_python = theirs.get("python", "none"), ours["python"]
     if python.split(".")[:2] != own_python.split(".")[:2]:
         text = f"runs Python {python}, the coordinator {own_python}"
@@ -296,9 +298,10 @@ def _check_configuration(node: ExaminedNode, coordinator: ExaminedNode) -> Itera
         text = f"calls itself {name}: either its name or the address here is wrong"
         fix = f"there: brigade worker --name {node.name}, or correct `address:`"
         yield problem(Kind.CONFIGURATION, node.name, text, fix)
+    fix = node.launch or "copy the coordinator's cluster.yaml to it, and start it again"
     for key, there, here in differing(node.configuration, coordinator.configuration)[:_MAX_DIFFERENCES]:
         text = f"its cluster.yaml has `{key}: {there}`; the coordinator's counts, in which it is {here}"
-        yield note(Kind.CONFIGURATION, node.name, text, "copy the coordinator's cluster.yaml to it")
+        yield note(Kind.CONFIGURATION, node.name, text, fix)
 
 
 # Hops

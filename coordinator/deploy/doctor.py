@@ -173,9 +173,9 @@ async def _ask_here(cluster: ClusterConfig, network: Network) -> ExaminedNode:
 
 async def _ask(peer: Peer, worker: WorkerConfig, network: Network) -> ExaminedNode:
     ways = await asyncio.gather(*map(connect, worker.addresses))
-    start = network.start_hint(peer.name)
-    is_own = is_here(worker.addresses[0])
-    found = ExaminedNode(peer.name, ways=ways, configured_bytes=worker.memory, is_here=is_own, start=start)
+    start, launch = network.start_hint(peer.name), network.launch_hint(peer.name)
+    is_own, memory = is_here(worker.addresses[0]), worker.memory
+    found = ExaminedNode(peer.name, ways=ways, configured_bytes=memory, is_here=is_own, start=start, launch=launch)
     if all(way.error for way in ways):  # gRPC would wait for the node to come up, and its error says less
         return replace(found, error=StageLost(f"{ways[0].address}: {ways[0].error}"))
     try:

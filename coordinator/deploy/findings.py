@@ -114,6 +114,7 @@ class ExaminedNode:
     configured_bytes: int | None = None  # the memory limit in cluster.yaml
     is_here: bool = False  # a worker on the coordinator's machine, which shares its memory
     start: str = ""  # where and how a worker is started
+    launch: str = ""  # the same for one that is launched: it brings version, configuration and certificate up to date
     speed: NodeSpeed | None = None  # at the model in use
 
     @property

@@ -138,8 +138,8 @@ async def _on_each(
     return await together(*map(act_on, workers))
 
 
-async def wait_answer(worker: WorkerConfig, network: Network, remote: Remote, before: str) -> str:
-    """Wait until the started worker answers where the chain will call it, and return that address.
+async def wait_answer(worker: WorkerConfig, network: Network, remote: Remote, before: str = "") -> str:
+    """Wait until the worker answers where the chain will call it, and return that address.
 
     Args:
         before: the incarnation that answered there before the start, and thus belongs to another process.
@@ -165,7 +165,8 @@ async def wait_answer(worker: WorkerConfig, network: Network, remote: Remote, be
             why = f"{error.found}: {fix}"
         raise BrigadeError(f"runs, but {why} Its log: {await _last_lines(remote)}") from None
     except ConfigError as error:  # though its certificate and its configuration were just written
-        why = f"{error.message}; or another process answers at its address."
+        found = error.message.removesuffix(f"; {network.launch_hint(worker.name)}")
+        why = f"{found}; or another process answers at its address."
         raise ConfigError(f"{why} Its log: {await _last_lines(remote)}") from None
     finally:
         await cancel_all(watching, asking)

@@ -16,6 +16,7 @@ from tests.integration.certificates import Certificates
 from tests.integration.conftest import serving
 from worker.config import WorkerConfig
 from worker.errors import BrigadeError, ConfigError
+from worker.node.certificates import KeyFile, Role
 from worker.node.network import Network
 
 
@@ -51,15 +52,18 @@ async def test_the_reason_is_told(within_s: float, address: str, why: str, monke
     monkeypatch.setattr(launch, "ANSWER_S", within_s)
     worker = WorkerConfig(name="mini", address=address, ssh="mac")
     with pytest.raises(BrigadeError, match=f"^runs, but {why} Its log: it listens$"):
-        await wait_answer(worker, Network(insecure=True), Running("mini", "mac"), "")
+        await wait_answer(worker, Network(insecure=True), Running("mini", "mac"))
 
 
 async def test_where_tls_fails_another_process_may_answer_in_its_place(tmp_path: Path) -> None:
     async with serving(1) as [node]:
         worker = WorkerConfig(name="mini", address=node.address, ssh="mac")
-        why = r"^it does not encrypt; .*; or another process answers at its address\. Its log: it listens$"
-        with pytest.raises(ConfigError, match=why):
-            await wait_answer(worker, Certificates(tmp_path).coordinator(), Running("mini", "mac"), "")
+        why = r"^it does not encrypt; or another process answers at its address\. Its log: it listens$"
+        certificates = Certificates(tmp_path)
+        certificates.coordinator()
+        keys = KeyFile(certificates.authority.folder, "coordinator", Role.COORDINATOR)
+        with pytest.raises(ConfigError, match=why):  # without the advice to launch it
+            await wait_answer(worker, Network(keys=keys, launched=["mini"]), Running("mini", "mac"))
 
 
 @pytest.mark.parametrize("address", ["", "mini.invalid:1"], ids=["taken", "unknown"])
@@ -80,7 +84,7 @@ async def test_a_worker_that_ends_is_told_with_its_own_words_whatever_answers_in
     async with serving(1) as [node]:
         worker = WorkerConfig(name="mini", address=address or node.address, ssh="mac")
         with pytest.raises(BrigadeError, match=r"^ended when it was started; its log: error: cannot listen$"):
-            await wait_answer(worker, Certificates(tmp_path).coordinator(), Ending("mini", "mac"), "")
+            await wait_answer(worker, Certificates(tmp_path).coordinator(), Ending("mini", "mac"))
 
 
 async def test_a_damaged_installation_is_to_be_made_anew() -> None:
@@ -93,7 +97,7 @@ async def test_a_damaged_installation_is_to_be_made_anew() -> None:
 
     worker = WorkerConfig(name="mini", address="127.0.0.1:1", ssh="mac")
     with pytest.raises(BrigadeError, match=r"its log: Module.* 'yaml'; brigade launch --update installs it anew$"):
-        await wait_answer(worker, Network(insecure=True), Ended("mini", "mac"), "")
+        await wait_answer(worker, Network(insecure=True), Ended("mini", "mac"))
 
 
 # A machine with version v, whose worker runs on and is started anew with whatever it is sent.

@@ -66,7 +66,7 @@ async def test_uncertified_coordinators_are_refused(how: str, certificates: Cert
             assert (await peer.hello(60)).node == "node-1"
 
 
-OF_ANOTHER = r"its certificate is of another authority; brigade keys issue node-1 makes one of ours"
+OF_ANOTHER = r"its certificate is of another authority; .*brigade keys issue node-1, and copy the file to it"
 REFUSES = r"it refuses this node's certificate, .*; .*brigade keys issue coordinator --coordinator$"
 
 
@@ -104,6 +104,22 @@ async def test_a_worker_that_is_not_trusted_or_does_not_trust_this_node_is_refus
     ):
         with pytest.raises(kind, match=f"^worker node-1: {reason}"):
             await peer.hello(3600)
+
+
+@pytest.mark.parametrize(("how", "reason"), [("foreign", "is of another authority"), ("plaintext", "not encrypt")])
+async def test_a_launched_worker_that_is_not_trusted_is_to_be_launched(
+    how: str, reason: str, certificates: Certificates
+) -> None:
+    """That sends it a certificate and its configuration, and it reads the latter only when it starts."""
+    keys = KeyFile(certificates.authority.folder, "coordinator", Role.COORDINATOR)
+    certificates.coordinator()
+    network = Network(keys=keys, launched=["node-1"])
+    async with (
+        serving(1, network_of=lambda name: certificates.wrong(how, name, Role.WORKER)) as [node],
+        node.reached(network) as peer,
+    ):
+        with pytest.raises(ConfigError, match=rf"{reason}; from here: brigade launch node-1 --config cluster\.yaml$"):
+            await peer.hello(60)
 
 
 async def test_only_a_coordinator_may_ask_load_attach_and_measure(folder: Path, certificates: Certificates) -> None:

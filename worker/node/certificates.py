@@ -48,12 +48,12 @@ class Identity:
     until: datetime
 
 
-def expiry_warning(name: str, role: Role, until: datetime) -> str:
-    """Return a line about a certificate that expires soon, else an empty string."""
+def expiry_warning(name: str, role: Role, until: datetime, fix: str = "") -> str:
+    """Return a line about a certificate that expires soon, with what to do, else an empty string."""
     left = until - datetime.now(UTC)
     if left > WARN_AHEAD:
         return ""
-    return f"the certificate of {name} expires in {left.days} days, on {until:%Y-%m-%d}; {role.issue_hint(name)}"
+    return f"the certificate of {name} expires in {left.days} days, on {until:%Y-%m-%d}; {fix or role.issue_hint(name)}"
 
 
 def reported_expiry(seconds: int) -> datetime | None:

@@ -148,10 +148,14 @@ class Network:
 
     def start_hint(self, name: str) -> str:
         """Return the command that starts the worker of this name, and where to run it."""
-        file = shlex.quote(self.file)
-        if name in self._launched:
-            return f"from here: brigade launch {name} --config {file}"
-        return f"there: brigade worker --config {file} --name {name}"
+        return self.launch_hint(name) or f"there: brigade worker --config {shlex.quote(self.file)} --name {name}"
+
+    def launch_hint(self, name: str) -> str:
+        """Return the command that also gives that worker this version, its part of the configuration and a certificate.
+
+        Empty for a worker that is not launched from here.
+        """
+        return f"from here: brigade launch {name} --config {shlex.quote(self.file)}" if name in self._launched else ""
 
     @property
     def own(self) -> Identity | None:

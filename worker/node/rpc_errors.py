@@ -13,7 +13,6 @@ import grpc.aio
 
 from worker.errors import (
     CLOSED_AT_ONCE,
-    NOT_ENCRYPTED,
     BrigadeError,
     CacheMismatch,
     ConfigError,
@@ -43,12 +42,16 @@ _UNANSWERED = "failed to connect"  # gRPC's text if no connection came about, or
 _UNRESOLVED = re.compile(r"(?:errors resolving|DNS resolution failed for) (?:dns:///)?([^\s\[\]]+?)(?::\d+)?:? ")
 _HANDSHAKE = {  # gRPC's texts for a handshake that this side ended, and our messages; the first match counts
     "Hostname Verification Check failed": "its certificate carries another name; on it should be {node}.pem",
-    "certificate has expired": "its certificate has expired; where the authority is: brigade keys issue {node}",
+    "certificate has expired": "its certificate has expired; {renew}",
     "certificate is not yet valid": "its certificate is not valid yet; compare the clocks of both nodes",
-    "CERTIFICATE_VERIFY_FAILED": "its certificate is of another authority; brigade keys issue {node} makes one of ours",
-    "BAD_SIGNATURE": "its certificate is of another authority; brigade keys issue {node} makes one of ours",
-    "WRONG_VERSION_NUMBER": NOT_ENCRYPTED,
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is of another authority; {renew}",
+    "BAD_SIGNATURE": "its certificate is of another authority; {renew}",
+    "WRONG_VERSION_NUMBER": "it does not encrypt; {encrypt}",
     "handshake failed": "no encrypted connection ({details})",
+}
+_BY_HAND = {
+    "renew": "where the authority is: brigade keys issue {node}, and copy the file to it",
+    "encrypt": "start it with a copy of this cluster.yaml and its certificate, or with --keys",
 }
 _KIND, _NODE = "brigade-error", "brigade-node"
 
@@ -75,13 +78,14 @@ def _forget_traces(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def error_of(call: grpc.RpcError, node: str, hops: str = "") -> BrigadeError:
+def error_of(call: grpc.RpcError, node: str, hops: str = "", launch: str = "") -> BrigadeError:
     """Return the error that ended a call to `node`: the one that it sent, or StageLost.
 
     A ConfigError means that this side could not trust the node, or could not encrypt the connection.
 
     Args:
         hops: the address that was called, if that is where the node takes frames.
+        launch: the command that launches the node from here, if one does; it sends configuration and certificate.
     """
     details = printable_lines(call.details() or call.code().name)
     metadata: Any = call.trailing_metadata() or ()
@@ -89,7 +93,8 @@ def error_of(call: grpc.RpcError, node: str, hops: str = "") -> BrigadeError:
     if said.get(_KIND) in _KINDS:
         return error_named(said[_KIND], details, said.get(_NODE) or node)
     if words := next((words for sign, words in _HANDSHAKE.items() if sign in details), None):
-        return ConfigError(words.format(node=node, details=details), node=node)
+        fixes = {what: launch or fix.format(node=node) for what, fix in _BY_HAND.items()}
+        return ConfigError(words.format(node=node, details=details, **fixes), node=node)
     if any(sign in details for sign in _STRANGE):
         return StageLost("what answers there is no worker, perhaps a web server; compare address and port", node=node)
     if closed_before_reply(call):

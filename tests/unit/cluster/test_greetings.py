@@ -3,6 +3,7 @@
 import asyncio
 import re
 import time
+from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +52,17 @@ def reply(configuration: Configuration | None = None, **changes: str) -> HelloRe
 )
 def test_what_may_surprise_somebody_is_told_in_a_line_each(greeting: HelloReply, lines: list[str]) -> None:
     assert list(differences("mini", OURS, greeting)) == lines
+
+
+def test_a_certificate_that_expires_soon_is_told_with_what_renews_it() -> None:
+    until = int((datetime.now(UTC) + timedelta(days=9, hours=1)).timestamp())
+    greeting = reply()
+    greeting.certificate_expires = until
+    by_hand, launched = "where the authority is: brigade keys issue mini", "from here: brigade launch mini --config "
+    for ssh, fix in (({}, by_hand), ({"ssh": "mini"}, launched)):
+        cluster = ClusterConfig.model_validate({"workers": [{"name": "mini", "address": "127.0.0.1:1", **ssh}]})
+        [line] = differences("mini", cluster, greeting)
+        assert line.startswith("the certificate of mini expires in 9 days, on 20") and f"; {fix}" in line
 
 
 def test_each_key_that_counts_on_a_coordinator_is_compared() -> None:

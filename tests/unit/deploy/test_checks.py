@@ -143,6 +143,29 @@ def test_a_configuration_that_differs_is_noted(theirs: dict[str, Any], words: li
     assert all(word in text for word, text in zip(words, found, strict=True))
 
 
+LAUNCH = "from here: brigade launch mini"
+
+
+@pytest.mark.parametrize(
+    ("mini", "kind", "by_hand"),
+    [
+        (replace(node(), configuration=Configuration(model="small")), Kind.CONFIGURATION, "and start it again"),
+        (node(certificate_expires=days(3)), Kind.CERTIFICATE, "brigade keys issue mini, and copy the file to it"),
+        (node(versions=VERSIONS | {"brigade": "0.2.0"}), Kind.BRIGADE, "install the same version"),
+        (node(code="other"), Kind.BRIGADE, "from the same sources"),
+        (node(versions=VERSIONS | {"mlx": "0.31.0"}), Kind.MLX, "pip install mlx==0.32.4"),
+        (ExaminedNode("mini", error=ModelError("speaks protocol 2")), Kind.BRIGADE, "install the same version"),
+        (ExaminedNode("mini", error=ConfigError("distrusted")), Kind.CERTIFICATE, "brigade keys issue mini"),
+    ],
+)  # fmt: skip
+def test_what_a_launch_sends_is_not_to_be_copied_to_a_launched_worker(
+    mini: ExaminedNode, kind: Kind, by_hand: str
+) -> None:
+    """It reads its configuration only when it starts, from a file of its own with its own folder of keys."""
+    assert by_hand in said(judged(known(mini)), kind, "mini").fix
+    assert said(judged(known(replace(mini, start=LAUNCH, launch=LAUNCH))), kind, "mini").fix == LAUNCH
+
+
 def test_a_worker_that_was_given_another_name_is_a_problem() -> None:
     for name, found in (("mini", []), ("", []), ("maxi", [(PROBLEM, Kind.CONFIGURATION, "mini")])):
         findings = judged(known(replace(node(), configuration=Configuration(name=name))))

@@ -110,6 +110,9 @@ def unconnected(why: str) -> Aborted:
 def test_a_handshake_that_this_side_ended_is_told_in_plain_words(why: str, words: str) -> None:
     with pytest.raises(errors.ConfigError, match=f"^worker mini: .*{words}"):
         raise error_of(unconnected(why), "mini")
+    by_hand, launched = (str(error_of(unconnected(why), "mini", launch=launch)) for launch in ("", "from here: launch"))
+    fixed = ("has expired", "other authority", "it does not encrypt")
+    assert launched == (f"{by_hand.partition('; ')[0]}; from here: launch" if words in fixed else by_hand)
 
 
 def test_somebody_who_closes_is_told_from_nobody() -> None:
