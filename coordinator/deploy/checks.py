@@ -158,7 +158,8 @@ def _check_unreached(node: ExaminedNode, coordinator: ExaminedNode) -> Finding:
             fix = f"its log tells which; a certificate that it takes: {issue}"
     else:
         text = f"{error.found if isinstance(error, Unanswered) else text}, though connections are accepted"
-        fix = f"it hangs, sleeps, or is no worker: wake or end it; then {node.start}"
+        start = f"{node.launch} --restart" if node.launch else node.start
+        fix = f"it hangs, sleeps, or is no worker: wake or end it; then {start}"
     return problem(Kind.UNREACHABLE, node.name, text, fix)
 
 

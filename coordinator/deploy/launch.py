@@ -93,7 +93,7 @@ class Launch:
                 lines = await remote.run("settle", _SETTLE_S, restarts=restarts, **wanted)
                 before = "" if "settled" in lines else before  # another launch has started this worker meanwhile
         remote.report("waiting for its answer")
-        address = await wait_answer(worker, self.network, remote, before)
+        address = await wait_answer(worker, self.network, remote, before, is_new=steps.restarts)
         return replace(outcome, done=steps.summary, kind=state.kind, address=address)
 
     async def _install(self, remote: Remote, version: str, state: RemoteState) -> None:
@@ -138,11 +138,14 @@ async def _on_each(
     return await together(*map(act_on, workers))
 
 
-async def wait_answer(worker: WorkerConfig, network: Network, remote: Remote, before: str = "") -> str:
+async def wait_answer(
+    worker: WorkerConfig, network: Network, remote: Remote, before: str = "", *, is_new: bool = True
+) -> str:
     """Wait until the worker answers where the chain will call it, and return that address.
 
     Args:
         before: the incarnation that answered there before the start, and thus belongs to another process.
+        is_new: whether the worker was started just now; else it may have hung for long.
     Raises:
         BrigadeError: the worker ended or does not answer, or another process answers. ConfigError: TLS fails.
     """
@@ -162,7 +165,8 @@ async def wait_answer(worker: WorkerConfig, network: Network, remote: Remote, be
         why = f"{error.message}."
         if isinstance(error, Unanswered):
             fix = "is that its address, and may it accept connections (System Settings, Network, Firewall)?"
-            why = f"{error.found}: {fix}"
+            hangs = "" if is_new else f" If it hangs, {network.start_hint(worker.name)} --restart."
+            why = f"{error.found}: {fix}{hangs}"
         raise BrigadeError(f"runs, but {why} Its log: {await _last_lines(remote)}") from None
     except ConfigError as error:  # though its certificate and its configuration were just written
         found = error.message.removesuffix(f"; {network.launch_hint(worker.name)}")

@@ -55,6 +55,18 @@ async def test_the_reason_is_told(within_s: float, address: str, why: str, monke
         await wait_answer(worker, Network(insecure=True), Running("mini", "mac"))
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+async def test_a_worker_that_ran_already_and_does_not_answer_is_to_be_restarted(
+    is_new: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "ANSWER_S", 0.2)
+    worker = WorkerConfig(name="mini", address="127.0.0.1:1", ssh="mac")
+    with pytest.raises(BrigadeError, match=r"nothing answers at") as caught:
+        await wait_answer(worker, Network(launched=["mini"]), Running("mini", "mac"), is_new=is_new)
+    fix = "from here: brigade launch mini --config cluster.yaml --restart"
+    assert (fix in caught.value.message) == (not is_new)
+
+
 async def test_where_tls_fails_another_process_may_answer_in_its_place(tmp_path: Path) -> None:
     async with serving(1) as [node]:
         worker = WorkerConfig(name="mini", address=node.address, ssh="mac")

@@ -166,6 +166,12 @@ def test_what_a_launch_sends_is_not_to_be_copied_to_a_launched_worker(
     assert said(judged(known(replace(mini, start=LAUNCH, launch=LAUNCH))), kind, "mini").fix == LAUNCH
 
 
+def test_a_launched_worker_that_hangs_is_to_be_restarted() -> None:
+    mini = ExaminedNode("mini", error=NodeSilent("stopped answering"), start=LAUNCH, launch=LAUNCH)
+    found = said(judged(known(replace(mini, ways=[Way(address="a:1")]))), Kind.UNREACHABLE)
+    assert found.fix.endswith(f"; then {LAUNCH} --restart")
+
+
 def test_a_worker_that_was_given_another_name_is_a_problem() -> None:
     for name, found in (("mini", []), ("", []), ("maxi", [(PROBLEM, Kind.CONFIGURATION, "mini")])):
         findings = judged(known(replace(node(), configuration=Configuration(name=name))))
