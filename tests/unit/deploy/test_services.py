@@ -99,6 +99,11 @@ def cycle(machine: FakeMachine, kind: str, service: Path, started: list[str], st
     machine.run("stop")
     assert machine.told() == stopped and not service.exists()
     assert "alive" not in machine.run("look")
+    machine.settle(kind, define(kind))
+    shutil.rmtree(machine.home / ".brigade")
+    assert machine.told() == started and "@brigade was running\n" in machine.run("stop")
+    assert machine.told() == stopped and not service.exists()
+    assert machine.run("stop") == "@brigade was absent\n"
 
 
 @pytest.mark.parametrize(("domains", "used"), [("gui/501 user/501", "gui/501"), ("user/501", "user/501")])
