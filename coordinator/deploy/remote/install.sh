@@ -24,7 +24,7 @@ main() {
     wheel=$sent/$wheel_name
     mkdir -p "$root/versions"
     wait_turn versions "another installation" 900 # which may belong to a launch that was cut off
-    if [ ! -f "$target/complete" ]; then make "$target"; fi # else the other installation made it
+    if ! is_whole "$target"; then make "$target"; fi # else the other installation made it
     keep "$version" "$worker/installed" # no script drops it before this worker has it
     touch "$target/complete"
     rm -rf "$sent"

@@ -35,8 +35,8 @@ main() {
     say home "$home"
     say free "$(df -Pk . | tail -n 1)"
     find_uv
-    for version in "$root"/versions/*/complete; do
-        if [ -f "$version" ]; then say version "$(basename "$(dirname "$version")")"; fi
+    for version in "$root"/versions/*; do
+        if is_whole "$version"; then say version "${version##*/}"; fi
     done
     kind=$(cat "$worker/kind" 2>/dev/null) || kind=$(kind_here)
     require_kind

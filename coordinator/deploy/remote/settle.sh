@@ -15,7 +15,7 @@ main() {
     sent=$worker/$parcel
     wait_turn "worker-$name" "another launch" 60
     keep "$version" "$worker/settling" # from now on no script drops it
-    [ -f "$root/versions/$version/complete" ] || fail "another launch has just dropped $version there: launch again"
+    is_whole "$root/versions/$version" || fail "another launch has just dropped $version there: launch again"
     if [ "$restarts" = yes ] && is_settled; then
         restarts=no
         say settled yes

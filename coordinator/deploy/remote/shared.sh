@@ -26,6 +26,8 @@ keep() { # TEXT FILE: write it atomically
 
 has() { [ "$(cat "$1" 2>/dev/null)" = "$2" ]; } # FILE TEXT
 
+is_whole() { [ -f "$1/complete" ] && [ -x "$1/bin/python" ]; } # FOLDER: of a version; its Python may be gone again
+
 is_used() { # VERSION: whether a worker of this account has it, or is getting it
     for use in "$root"/worker-*/version "$root"/worker-*/installed "$root"/worker-*/settling; do
         if has "$use" "$1"; then return 0; fi

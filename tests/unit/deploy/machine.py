@@ -54,7 +54,8 @@ class FakeMachine:
     def installed(self, version: str) -> Path:
         """Put a version there that is complete."""
         folder = self.home / ".brigade" / "versions" / version
-        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "bin").mkdir(parents=True, exist_ok=True)
+        (folder / "bin" / "python").touch(mode=0o700)
         (folder / "complete").touch()
         return folder
 

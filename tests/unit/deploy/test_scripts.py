@@ -118,6 +118,18 @@ def test_no_worker_is_started_from_a_dropped_version_or_on_a_full_disk(machine: 
     assert done.returncode == 1 and f"cannot write {machine.home}/.brigade/turns/versions\n" in done.stderr
 
 
+def test_a_version_whose_python_was_removed_is_installed_anew(machine: FakeMachine) -> None:
+    """As by Homebrew or uv, to which the environment only links."""
+    python = machine.installed("v1") / "bin" / "python"
+    assert "@brigade version v1\n" in machine.run("look")
+    python.unlink()
+    python.symlink_to(machine.home / "gone")
+    assert "@brigade version" not in machine.run("look")
+    assert machine.attempt("settle", kind="daemon", restarts="no", started="", version="v1").returncode == 1
+    install(machine, "mini", "v1")
+    assert "@brigade version v1\n" in machine.run("look")
+
+
 def test_of_many_who_install_one_does_at_a_time_and_what_it_has_made_is_the_others_too(machine: FakeMachine) -> None:
     """The one who had its turn before them has ended, and has left half an installation."""
     wanted = ["v1", "v1", "v1", "v2", "v2", "v3"]
