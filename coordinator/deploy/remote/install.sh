@@ -22,11 +22,14 @@ main() {
     target=$root/versions/$version
     sent=$worker/$parcel
     wheel=$sent/$wheel_name
+    trap 'rm -rf "$sent"' EXIT
     mkdir -p "$root/versions"
     wait_turn versions "another installation" 900 # which may belong to a launch that was cut off
-    if ! is_whole "$target"; then make "$target"; fi # else the other installation made it
+    if ! is_whole "$target" && ! (make "$target"); then # else the other installation made it
+        rm -rf "$target"
+        exit 1
+    fi
     keep "$version" "$worker/installed" # no script drops it before this worker has it
     touch "$target/complete"
-    rm -rf "$sent"
 }
 main </dev/null

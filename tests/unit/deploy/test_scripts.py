@@ -170,12 +170,15 @@ def test_a_turn_that_does_not_end_is_told_with_its_process(machine: FakeMachine)
     assert (done.returncode, done.stderr) == (1, told)
 
 
-def test_an_installation_that_fails_is_told_before_its_own_words(machine: FakeMachine) -> None:
-    folder_of(machine, "mini")
-    machine.write("uv", '[ "$1" = venv ] && exit 0\necho "  cause: client error (Connect)" >&2\nexit 2')
+def test_an_installation_that_fails_is_told_before_its_own_words_and_leaves_nothing(machine: FakeMachine) -> None:
+    parcel = folder_of(machine, "mini") / "sent"
+    parcel.mkdir()
+    (parcel / "wheel").write_text("x")
+    machine.write("uv", '[ "$1" = venv ] && mkdir "$5" && exit 0\necho "  cause: client error (Connect)" >&2\nexit 2')
     done = machine.attempt("install", version="v1", uv="uv", python="", wanted="3.12", wheel_name="wheel")
     told = Remote("mini", "mini").failure(done.returncode, done.stderr).message
     assert told == "uv could not install brigade's packages: cause: client error (Connect)"
+    assert versions(machine) == set() and not parcel.exists()
 
 
 def test_of_a_log_only_what_it_says_since_its_start_is_shown(machine: FakeMachine) -> None:
