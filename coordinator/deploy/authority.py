@@ -18,7 +18,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from worker.config import ClusterConfig, is_certifiable
 from worker.errors import ConfigError
-from worker.node.certificates import KeyFile, Role, file_name, split_pem, subjects_of, to_pem
+from worker.node.certificates import WARN_AHEAD, KeyFile, Role, file_name, split_pem, subjects_of, to_pem
 from worker.platform.files import private_file, sync_file
 
 AUTHORITY_FILE = "authority.key"  # key and certificate; nodes' files end with .pem
@@ -219,14 +219,17 @@ def certificates(cluster: ClusterConfig, names: Sequence[str], say: Callable[[st
 
 
 def _issue_if_needed(authority: Authority, name: str, say: Callable[[str], None]) -> None:
-    """Make a worker's certificate file, unless this authority has issued a usable one already."""
+    """Make a worker's certificate file, unless this authority has issued one already that does not expire soon."""
     lock = os.open(authority.folder, os.O_RDONLY)  # only one of several launches makes it
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         file, why = KeyFile(authority.folder, name, Role.WORKER), ""
         try:
-            if authority.has_issued(file.path) and file.read():
-                return
+            if authority.has_issued(file.path):
+                until, last = file.read().until, authority.certificate.not_valid_after_utc
+                if until >= min(datetime.now(UTC) + WARN_AHEAD, last):  # none outlasts the authority
+                    return
+                why = f"; the last one expires on {until:%Y-%m-%d}"
         except ConfigError as error:
             why = f"; the last one: {error.message.partition(';')[0]}"
         say(f"made {authority.issue(name, Role.WORKER)}, the certificate of {name}{why}")

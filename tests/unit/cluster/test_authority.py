@@ -143,6 +143,22 @@ def test_a_launch_makes_an_expired_certificate_anew_where_the_authority_is(autho
     assert len(said) == 2 and "others may read it" in said[1]
 
 
+def test_a_launch_makes_a_certificate_that_expires_soon_anew_if_that_helps(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, said = ClusterConfig(tls=TlsConfig(keys=str(authority.folder))), list[str]()
+    now, file = datetime.now(UTC), KeyFile(authority.folder, "mini", Role.WORKER)
+    for days, num_made in ((31, 0), (29, 1)):  # doctor notes it from 30 days on
+        authority.issue("mini", Role.WORKER, until=now + timedelta(days=days))
+        certificates(cluster, ["mini"], said.append)
+        assert len(said) == num_made
+    assert "; the last one expires on 20" in said[0] and file.read().until > now + timedelta(days=364)
+    monkeypatch.setattr("coordinator.deploy.authority.AUTHORITY_VALID", timedelta(days=9))
+    Authority.make(authority.folder, replace=True)
+    first = certificates(cluster, ["mini"], said.append)
+    assert certificates(cluster, ["mini"], said.append) == first and len(said) == 2
+
+
 def test_a_launch_leaves_files_alone_that_are_of_the_coordinators_authority_and_not_of_the_one_there(
     authority: Authority,
 ) -> None:
