@@ -31,6 +31,8 @@ _OPTIONS = (
     "ServerAliveInterval=15",
     "ServerAliveCountMax=3",
     "LogLevel=ERROR",
+    "RemoteCommand=none",  # ssh refuses a second command
+    "ClearAllForwardings=yes",  # another session of the user's may have taken their ports
     "ControlMaster=no",  # a master that stays behind would keep our pipes open
 )
 _FAILED = 255  # ssh's own exit code

@@ -44,6 +44,13 @@ Host *
   UserKnownHostsFile "{keys}/known_hosts"
   GlobalKnownHostsFile none
 """
+# What a user may have for sessions of their own, one of which is open and has the port
+_INTERACTIVE = """\
+  RequestTTY force
+  RemoteCommand tmux attach
+  LocalForward 127.0.0.1:{port} 127.0.0.1:1
+  ExitOnForwardFailure yes
+"""
 
 
 @dataclass(frozen=True)
@@ -112,7 +119,7 @@ def _write_keys(folder: Path, ports: Iterable[int]) -> None:
 
 
 def _write_client(folder: Path, ports: dict[str, int]) -> None:
-    hosts = "".join(f"Host {name}\n  Port {port}\n" for name, port in ports.items())
+    hosts = "".join(f"Host {name}\n  Port {port}\n{_INTERACTIVE.format(port=port)}" for name, port in ports.items())
     user = psutil.Process().username()
     (folder / "ssh_config").write_text(hosts + _CLIENT.format(user=user, keys=folder))
     program = folder / "programs" / "ssh"
