@@ -46,7 +46,7 @@ _FIXES = {  # by ssh's message; the first that it has
     "has changed and you have requested strict checking": "its key is another one than before; if that is right: "
     "ssh-keygen -R 'HOST', with the host as named here, then connect once by hand: ssh {place}",
     "Host key verification failed": "connect once by hand, to accept its key: ssh {place}",
-    "Permission denied": "put your key there: ssh-copy-id {place}",
+    "Permission denied": "put your key there: ssh-copy-id {place}; if it is there, unlock it: ssh-add",
     "Connection refused": "on that Mac: System Settings, General, Sharing, Remote Login",
     "Could not resolve hostname": "expected USER@HOST or a host of your ssh configuration in `ssh:`",
     "timed out": "is it awake, and on this network?",

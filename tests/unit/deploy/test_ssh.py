@@ -35,7 +35,8 @@ def test_files_travel_for_one_user_only() -> None:
 @pytest.mark.parametrize(
     ("said", "way_out"),
     [
-        ("anna@mini: Permission denied (publickey,keyboard-interactive).\r\n", "ssh-copy-id anna@mini"),
+        ("anna@mini: Permission denied (publickey,keyboard-interactive).\r\n",
+         "ssh-copy-id anna@mini; if it is there, unlock it: ssh-add"),
         ("No ED25519 host key is known for mini and you have requested strict checking.\r\nHost key verification "
          "failed.\r\n", "connect once by hand, to accept its key: ssh anna@mini"),
         ("Offending ED25519 key in /Users/anna/.ssh/known_hosts:3\r\nHost key for mini has changed and you have "
