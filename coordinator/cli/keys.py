@@ -69,6 +69,7 @@ def issue(
 
     from coordinator.deploy.authority import NODE_VALID, Authority
     from worker.node.certificates import Role
+    from worker.node.network import Network
 
     known = [cluster.coordinator.name, *(worker.name for worker in cluster.workers)] if config else []
     if name not in known and (spelled := [each for each in known if each.lower() == name.lower()]):
@@ -81,7 +82,10 @@ def issue(
     if config and name not in known:
         say(f"warning: {config} has no node {name!r}, only {', '.join(known)}: no node calls it by this name")
     say(f"made {path}, valid for {NODE_VALID.days} days")
-    say(f"copy it into the folder of keys on {name} and nowhere else; only its user may read it (chmod 600)")
+    if launch := Network.of(cluster).launch_hint(name):
+        say(f"to send it, {launch}")
+    else:
+        say(f"copy it into the folder of keys on {name} and nowhere else; only its user may read it (chmod 600)")
 
 
 def _folder(cluster: ClusterConfig, config: Path | None) -> Path:

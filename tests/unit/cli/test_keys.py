@@ -37,6 +37,19 @@ def test_no_certificate_has_another_role_than_its_node(
     brigade("keys", "issue", "laptop", "--coordinator", "--config", str(config))  # of another cluster.yaml
 
 
+def test_a_launched_worker_is_sent_its_certificate(
+    brigade: Command, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    brigade("keys", "init", "--config", str(config))
+    for entry in ("", ", ssh: mini"):
+        config.write_text(f"workers: [{{name: mini, address: '127.0.0.1:50070'{entry}}}]\n")
+        capsys.readouterr()
+        brigade("keys", "issue", "mini", "--config", str(config))
+        said = capsys.readouterr().err
+        assert ("copy it into" in said) == (not entry)
+        assert (f"to send it, from here: brigade launch mini --config {config}\n" in said) == bool(entry)
+
+
 def test_certificates_that_a_replacement_leaves_are_named(
     brigade: Command, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
