@@ -36,6 +36,7 @@ from worker.model.checkpoint import SMALL_FILES, Checkpoint
 from worker.model.model_spec import text_config
 from worker.model.quantisation import MISFITS, misfit, quantisation_of
 from worker.platform.files import sync_file, writing
+from worker.platform.mlx_memory import raise_late_errors
 from worker.platform.text import format_bytes
 
 Mode = Literal["affine", "mxfp4", "mxfp8", "nvfp4"]
@@ -320,4 +321,5 @@ def bytes_of(array: mx.array) -> memoryview:
     """Return the array's numbers as they are in memory, row by row."""
     flat = mx.contiguous(array).reshape(-1)
     mx.eval(flat)
+    raise_late_errors(waits=True)
     return memoryview(flat.view(mx.uint8))  # type: ignore[arg-type]

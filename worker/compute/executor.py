@@ -45,7 +45,7 @@ from worker.model.cache_spec import ROW_BLOCK
 from worker.model.describe import DTYPES
 from worker.model.model_spec import most_head_rows
 from worker.model.quantisation import MISFITS
-from worker.platform.mlx_memory import begin_step_peak
+from worker.platform.mlx_memory import begin_step_peak, raise_late_errors
 
 _log = logging.getLogger(__name__)
 
@@ -319,6 +319,7 @@ class Executor:
         self._in_flight.remove(step)
         mx.eval(step.pending)
         self._note_computed(step, waits_since, time.monotonic_ns())
+        raise_late_errors(waits=step.to_store is not None)  # a piece would be wrong for good
         if step.checks:
             self._fail_infinite(step)
         if step.to_store is not None and self._pieces:

@@ -1,7 +1,8 @@
-"""MLX's memory in this process: how much it holds, its limits, and MLX's errors about this and its compiler."""
+"""MLX's memory in this process: how much it holds, its limits, and MLX's errors: of memory, compiler and GPU."""
 
 import contextlib
 import ctypes
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import psutil
 
-from worker.errors import ConfigError, OutOfMemory
+from worker.errors import BrigadeError, ConfigError, OutOfMemory
 
 _LEAST_CACHE = 64 << 20  # buffers that a step frees and the next one takes again
 _MOST_CACHE = 2 << 30  # as many as the chunks of a long prompt need; Metal keeps all of them wired
@@ -21,6 +22,7 @@ _SIZE = re.compile(r"(?:Unable|Attempting) to allocate (\d+) bytes")
 _LIMIT = re.compile(r"maximum allowed buffer size of (\d+) bytes")
 _SIGNS = ("MemoryError", "out of memory", "OutOfMemory", "Insufficient Memory", "bad_alloc")
 _COMPILE_SIGNS = ("[Compile::eval_cpu]", "filesystem error")
+_IGNORED = "SubmissionsIgnored"  # Metal's code for work of a process that caused too many errors
 
 
 class MemoryHeld(NamedTuple):
@@ -148,9 +150,37 @@ def mlx_errors_named(doing: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
+        end_if_ignored(error)
         if (named := not_compiled(str(error)) or out_of_memory(f"{error!r}", doing)) is None:
             raise
         raise named from error
+
+
+def end_if_ignored(error: BaseException) -> None:
+    """End this process if macOS ignores all of its work on the GPU from now on: only another process can go on.
+
+    A worker is started again by what started it, and its chain recovers as from any other that has ended.
+    """
+    if _IGNORED in str(error):
+        print("error: macOS ignores this process after errors of the GPU: start it again", file=sys.stderr, flush=True)
+        os._exit(BrigadeError.exit_code)
+
+
+def raise_late_errors(*, waits: bool) -> None:
+    """Raise what Metal found wrong with arrays that MLX has evaluated without an error.
+
+    One evaluation may take several command buffers. MLX 0.32 reports those before the last only once more work is begun
+    or waited for (https://github.com/ml-explore/mlx/pull/4174); what they should have computed is wrong.
+
+    Args:
+        waits: whether to wait for all work that was begun, or to begin a little, which tells what is known by now.
+    """
+    if not mx.metal.is_available():
+        return
+    if waits:
+        mx.synchronize()
+    else:
+        mx.async_eval(mx.array(0) + 1)
 
 
 def _gib(num_bytes: str) -> str:

@@ -36,12 +36,16 @@ def test_steps_overlap_where_the_device_takes_longer(times_us: tuple[int, int, i
 
 @pytest.fixture
 def executor(tmp_path: Path) -> Executor:
+    return executor_in(tmp_path)
+
+
+def executor_in(folder: Path, **more: Any) -> Executor:
     """Of a whole tiny model in float32."""
-    checkpoint = open_folder(make_model(tmp_path / "model"))
+    checkpoint = open_folder(make_model(folder / "model"))
     spec = describe(checkpoint)
     shard = Shard(checkpoint, 0, spec.num_layers)
     shard.materialise(lambda num_bytes: None)
-    return Executor(shard, 0, spec.dtype)
+    return Executor(shard, 0, spec.dtype, **more)
 
 
 @pytest.mark.parametrize(
@@ -130,12 +134,29 @@ class Disk:
     def close(self) -> None: ...
 
 
+def test_nothing_leaves_a_step_that_the_device_computed_wrongly_however_late_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, late, history = Disk(), list[bool](), History(range(1, 41))
+    executor = executor_in(tmp_path, pieces=disk)
+
+    def fail(*, waits: bool) -> None:
+        late.append(waits)
+        raise RuntimeError("Insufficient Memory")
+
+    window = Window(prefix_hash=History().prefix_hash(0), tokens=history.tokens, wanted=1)
+    stored = Store(piece=Piece(end=40), prefix_hash=history.prefix_hash(40))
+    for frame in Frame(opened=[Opening()], windows=[window]), Frame(stores=[stored]):
+        step = executor.begin(frame, None, 0, 0)
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+            patch.setattr(executor_module, "raise_late_errors", fail)
+            executor.finish(step)
+    assert late == [False, True] and not disk.pieces
+
+
 def test_a_piece_is_written_only_of_the_tokens_that_it_names_and_read_back_to_the_last_bit(tmp_path: Path) -> None:
-    checkpoint = open_folder(make_model(tmp_path / "model"))
-    spec = describe(checkpoint)
-    shard, disk, name = Shard(checkpoint, 0, spec.num_layers), Disk(), bytes(16)
-    shard.materialise(lambda num_bytes: None)
-    executor = Executor(shard, 0, spec.dtype, pieces=disk)
+    disk, name = Disk(), bytes(16)
+    executor = executor_in(tmp_path, pieces=disk)
     tokens, other = History(range(1, 41)), History(range(2, 42))
 
     def step(frame: Frame) -> Result:

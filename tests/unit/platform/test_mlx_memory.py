@@ -1,5 +1,7 @@
 """How much memory MLX is told that it may take."""
 
+import subprocess
+import sys
 from functools import partial
 
 import mlx.core as mx
@@ -17,6 +19,7 @@ from worker.platform.mlx_memory import (
     memory_held,
     mlx_errors_named,
     out_of_memory,
+    raise_late_errors,
 )
 
 MIB = 2**20
@@ -138,6 +141,32 @@ def test_what_mlx_could_not_compile_is_one_line_with_the_reason_and_a_fix(text: 
         raise RuntimeError(text)
     assert caught.value.message.startswith(f"MLX could not compile for this CPU: {why}; ")
     assert "TMPDIR" in caught.value.message and "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(("waits", "call"), [(True, "synchronize"), (False, "async_eval")])
+def test_what_metal_tells_after_an_evaluation_is_raised(
+    monkeypatch: pytest.MonkeyPatch, waits: bool, call: str
+) -> None:
+    def fail(*arrays: mx.array) -> None:
+        raise RuntimeError("[METAL] Command buffer execution failed: Insufficient Memory (kIOGPU...OutOfMemory).")
+
+    raise_late_errors(waits=waits)
+    monkeypatch.setattr(mx, call, fail)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    with pytest.raises(OutOfMemory, match=r"^out of memory at a step: "), mlx_errors_named("at a step"):
+        raise_late_errors(waits=waits)
+
+
+def test_a_process_ends_whose_work_macos_ignores() -> None:
+    error = (
+        "[METAL] Ignored (for causing prior/excessive GPU errors) (kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)"
+    )
+    code = (
+        f"from worker.platform.mlx_memory import *\nwith mlx_errors_named('at a step'): raise RuntimeError({error!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3
+    assert done.stderr == "error: macOS ignores this process after errors of the GPU: start it again\n"
 
 
 def test_the_peak_of_a_step_is_its_own_and_the_peak_before_it_is_still_told() -> None:
