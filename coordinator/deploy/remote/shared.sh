@@ -128,9 +128,20 @@ launchd_alive() {
 launchd_start() {
     for domain in $(launchd_domains); do
         launchctl enable "$domain/brigade.worker.$name"
-        if launchctl bootstrap "$domain" "$(launchd_file)"; then return 0; fi
+        if launchd_load "$(launchd_file)" || { launchd_narrow && launchd_load "$worker/agent.plist"; }; then return 0; fi
     done
     fail "launchd took $(launchd_file) in no domain of this user"
+}
+launchd_load() { # FILE: into the domain; tells in one line what launchd says if it does not
+    told=$(launchctl bootstrap "$domain" "$1" 2>&1) && return
+    echo "$domain: $told" | tr '\n' ' ' >&2
+    echo >&2
+    return 1
+}
+launchd_narrow() { # a copy for the session of the domain alone: some macOS refuse a list of sessions
+    case $domain in gui/*) session=Aqua ;; *) session=Background ;; esac
+    cp "$(launchd_file)" "$worker/agent.plist" &&
+        plutil -replace LimitLoadToSessionType -string "$session" "$worker/agent.plist" >&2
 }
 launchd_stop() { # SIGTERM, and SIGKILL after ExitTimeOut; bootout returns before that
     for domain in $(launchd_known); do

@@ -3,8 +3,10 @@
 import fcntl
 import os
 import plistlib
+import re
 import shutil
 import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 from coordinator.deploy.authority import Authority, certificates
 from coordinator.deploy.install import RemoteState, define_service
+from coordinator.deploy.ssh import Remote
 from tests.unit.deploy.machine import PROC, FakeMachine, identity
 from worker.config import ClusterConfig, TlsConfig
 from worker.node.certificates import Role
@@ -112,6 +115,55 @@ def test_an_agent_is_loaded_where_its_user_is(tmp_path: Path, domains: str, used
     service = mac.home / "Library" / "LaunchAgents" / "brigade.worker.mini.plist"
     label = f"{used}/brigade.worker.mini"
     cycle(mac, "launchd", service, [f"enable {label}", f"bootstrap {used} {service}"], [f"bootout {label}"])
+
+
+# As some macOS are said to refuse a list of sessions.
+PICKY = """\
+if [ "$1" = bootstrap ] && ! grep -A 1 LimitLoadToSessionType "$3" | grep -q "<string>$TAKES<"; then
+printf 'Bootstrap failed: 5: Input/output error\\nTry re-running the command as root for richer errors.\\n' >&2
+exit 5
+fi
+"""
+PLUTIL = """\
+[ "$1 $2 $3" = "-replace LimitLoadToSessionType -string" ] || exit 1
+exec {python} -c '
+import plistlib, sys
+found = plistlib.load(open(sys.argv[2], "rb")) | {{"LimitLoadToSessionType": sys.argv[1]}}
+open(sys.argv[2], "wb").write(plistlib.dumps(found))
+' "$4" "$5"
+"""
+
+
+@pytest.mark.parametrize(("domains", "session"), [("gui/501 user/501", "Aqua"), ("user/501", "Background")])
+def test_an_agent_that_launchd_refuses_is_loaded_for_the_session_of_its_domain_alone(
+    tmp_path: Path, domains: str, session: str
+) -> None:
+    does = PICKY.replace("$TAKES", session) + LAUNCHCTL.replace("$DOMAINS", domains)
+    mac = FakeMachine(tmp_path, "Darwin", "launchctl", does)
+    mac.write("plutil", PLUTIL.format(python=sys.executable))
+    service = mac.home / "Library" / "LaunchAgents" / "brigade.worker.mini.plist"
+    copy = mac.home / ".brigade" / "worker-mini" / "agent.plist"
+    mac.settle("launchd", define("launchd"))
+    used = domains.split()[0]
+    tries = [f"bootstrap {used} {service}", f"bootstrap {used} {copy}"]
+    assert mac.told() == [f"enable {used}/brigade.worker.mini", *tries]
+    assert service.read_bytes() == define("launchd"), "or the next launch would restart it"
+    assert plistlib.loads(copy.read_bytes()) == plistlib.loads(define("launchd")) | {"LimitLoadToSessionType": session}
+    assert "@brigade alive yes\n" in mac.run("look")
+    mac.run("stop")
+    assert mac.told() == [f"bootout {used}/brigade.worker.mini"]
+
+
+@pytest.mark.parametrize("plutil", ["exit 0", "exit 1"])
+def test_what_launchd_says_of_an_agent_that_it_refuses_is_told_for_each_domain(tmp_path: Path, plutil: str) -> None:
+    does = PICKY.replace("$TAKES", "nothing") + LAUNCHCTL.replace("$DOMAINS", "gui/501 user/501")
+    mac = FakeMachine(tmp_path, "Darwin", "launchctl", does)
+    mac.write("plutil", plutil)
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        mac.settle("launchd", define("launchd"))
+    told = Remote("mini", "mini").failure(failed.value.returncode, failed.value.stderr).message
+    assert re.match(r"launchd took \S+\.plist in no domain of this user: gui/501: Bootstrap failed: 5: Input/out", told)
+    assert "; user/501: Bootstrap failed: 5: Input/output error Try re-running the command as root" in told
 
 
 @needs_proc
