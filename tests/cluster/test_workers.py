@@ -203,3 +203,22 @@ def _wait_draining(worker: Worker) -> None:
         while check(HealthCheckRequest(), timeout=5.0, wait_for_ready=True).status != HealthCheckResponse.NOT_SERVING:
             assert time.monotonic() < deadline, "still says that it serves"
             time.sleep(0.02)
+
+
+def test_an_agent_of_launchd_waits_at_its_port_for_an_older_process_of_the_same_worker_only(
+    start: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bind = ("--bind", f"127.0.0.1:{free_port()}")
+    first = start.worker("mini", *bind)
+    assert first.address
+    other = start.worker("mini", *bind)
+    monkeypatch.setenv("XPC_SERVICE_NAME", "brigade.worker.mini")  # as launchd does
+    unlike = start.worker("mini", *bind, "--keep-alive", "60")
+    twin = start.worker("mini", *bind)
+    waits = rf"cannot listen on \S+: in use .*; waits until process {first.running.process.pid}, .* has ended\n"
+    twin.running.err.wait_match(waits, FINISH_S)
+    for each in (other, unlike):
+        assert each.running.wait().code == 2 and "waits" not in each.running.err.text
+    assert twin.running.is_running
+    first.send_signal(signal.SIGTERM)
+    assert (first.running.wait().code, twin.running.wait().code) == (0, 2), "launchd starts it again"

@@ -26,7 +26,7 @@ from worker.node.network import MOST_CONNECTIONS, AddressMissing, Network, hop_a
 from worker.node.service import HopService, NodeService
 from worker.platform.installation import running_code
 from worker.platform.interrupts import INTERRUPTED
-from worker.platform.machine import allow_connections, kept_awake
+from worker.platform.machine import allow_connections, kept_awake, older_twin
 from worker.platform.tasks import cancel_all
 from worker.platform.threads import MlxThread
 
@@ -92,6 +92,12 @@ def serve(
     try:
         with kept_awake():
             uvloop.run(run())
+    except AddressMissing as error:
+        # launchd may load an agent for each session of its user, and would start this one again every ten seconds
+        if os.environ.get("XPC_SERVICE_NAME") == f"brigade.worker.{name}" and (twin := older_twin()):
+            log.warning("%s; waits until process %d, which is this worker too, has ended", error.message, twin.pid)
+            twin.wait()
+        raise
     finally:
         thread.close()
         mx.clear_streams()

@@ -1,4 +1,4 @@
-"""This machine: memory budget, what MLX can compute here, limit of open files, name, and sleep."""
+"""This machine: memory budget, what MLX can compute here, limit of open files, name, processes, and sleep."""
 
 import asyncio
 import contextlib
@@ -7,6 +7,7 @@ import os
 import platform
 import resource
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -89,6 +90,17 @@ def machine_name() -> str:
     device = str(mx.device_info().get("device_name", platform.processor()))
     memory = psutil.virtual_memory().total / 2**30
     return f"{device}, {psutil.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.machine()}"
+
+
+def older_twin() -> psutil.Process | None:
+    """Return a process of this user that was started before this one with the same arguments, or None."""
+    began = psutil.Process().create_time()
+    for other in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has ended, or may not be looked at
+            is_same = other.cmdline()[1:] == sys.orig_argv[1:] and other.uids().real == os.getuid()
+            if is_same and other.create_time() < began:
+                return other
+    return None
 
 
 def is_overloaded() -> bool:
