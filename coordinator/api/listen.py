@@ -1,6 +1,8 @@
 """The port, TLS, and the bounds of a connection: uvicorn on the event loop of the process."""
 
 import asyncio
+import errno
+import os
 import re
 import socket
 import ssl
@@ -16,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from worker.errors import ConfigError, InputError
 from worker.platform.files import reading
+from worker.platform.interfaces import is_taken
 
 MAX_HEAD_BYTES = 64 << 10  # of the URL and the headers of a request
 MAX_CONNECTIONS = 1024
@@ -37,6 +40,8 @@ def listening_socket(host: str, port: int) -> Iterator[socket.socket]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         try:
+            if is_taken(host, port):
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
             listener.bind((host, port))
         except OSError as error:
             reason = f"cannot listen on {host}:{port}: {error.strerror}; give another --port or --host"

@@ -35,6 +35,7 @@ from worker.node.log import worker_log
 from worker.node.network import Network, hop_address
 from worker.node.serve import listening, wait_last_calls
 from worker.node.service import NodeService
+from worker.platform.interfaces import is_taken
 from worker.platform.threads import MlxThread
 
 
@@ -91,6 +92,55 @@ async def test_a_worker_whose_port_for_hops_is_in_use_says_so_and_leaves_the_oth
             pass
     async with worker(address) as (node, _):
         assert node.listening.addresses == [address]
+
+
+def beside(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], socket.socket]:
+    """Let a wildcard and an address have the same port, as on macOS; return what opens such a listener."""
+    monkeypatch.setattr(network_module, "SERVER_OPTIONS", [("grpc.so_reuseport", 1)])
+
+    def listen(address: str) -> socket.socket:
+        return socket.create_server(split_address(address), reuse_port=True)
+
+    return listen
+
+
+@pytest.mark.parametrize("port_of", [str, hop_address], ids=["the port", "that of its hops"])
+async def test_a_port_is_in_use_also_where_only_one_of_its_listeners_is_for_all_addresses(
+    monkeypatch: pytest.MonkeyPatch, port_of: Callable[[str], str]
+) -> None:
+    listen, port = beside(monkeypatch), free_port()
+    for taken, wanted in (("0.0.0.0", "127.0.0.1"), ("127.0.0.1", "0.0.0.0"), ("127.0.0.1", "127.0.0.1")):
+        bind = port_of(f"{wanted}:{port}")
+        with (
+            listen(port_of(f"{taken}:{port}")),
+            pytest.raises(ConfigError, match=f"^cannot listen on {bind}: in use"),
+        ):
+            async with worker(f"{wanted}:{port}", network=Network(insecure=True)):
+                pass
+    with listen(port_of(f"127.0.0.2:{port}")):  # another address is free, and so is one of which a listener has ended
+        async with worker(f"127.0.0.1:{port}"):
+            pass
+
+
+def test_what_accepts_at_an_address_or_on_loopback_for_all_of_them_takes_its_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        for host, expected in (
+            *((host, True) for host in ("127.0.0.1", "localhost", "0.0.0.0", "::")),
+            ("127.0.0.2", False),
+            ("192.0.2.1", False),  # of no machine: it is not called
+            ("no.such.name.invalid", False),
+        ):
+            assert is_taken(host, port) is expected, host
+        assert not is_taken("127.0.0.1", 0)
+    assert not is_taken("127.0.0.1", port)
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_what_accepts_by_ipv6_takes_its_port() -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as listener:
+        port = listener.getsockname()[1]
+        assert is_taken("::1", port) and is_taken("::", port) and not is_taken("127.0.0.1", port)
 
 
 async def test_a_closed_port_for_hops_is_named() -> None:

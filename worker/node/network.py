@@ -20,6 +20,7 @@ from worker.config import MOST_ADDRESSES, ClusterConfig, hop_port, join_address,
 from worker.errors import ConfigError, FrameError, StageLost
 from worker.node.certificates import Identity, KeyFile, Role, expiry_warning
 from worker.node.framing import ENCRYPTED, PLAIN, Wire
+from worker.platform.interfaces import is_taken
 from worker.platform.tasks import cancel_all
 
 PROTOCOL_VERSION = 17  # raised with each field that an older node would wrongly ignore
@@ -193,13 +194,15 @@ class Network:
                 "its certificate or a --config with `tls:` in it (see brigade keys init), or one with `insecure: true` "
                 "if you trust this network"
             )
+        if is_taken(*split_address(bind)):
+            raise _missing(bind)
         try:
             if self._keys is None:
                 port = server.add_insecure_port(bind)
             else:
                 port = server.add_secure_port(bind, self._server_credentials(self._keys))
         except RuntimeError as error:
-            raise AddressMissing(f"cannot listen on {bind}: {_why_not(bind)}") from error
+            raise _missing(bind) from error
         self._hosts[split_address(bind)[0]] = None
         return port
 
@@ -316,14 +319,15 @@ class Network:
         )
 
 
-def _why_not(bind: str) -> str:
-    """Return why a server cannot be bound there, and what to do."""
+def _missing(bind: str) -> AddressMissing:
+    """Return the error for an address that a server cannot have, with what to do."""
     host, port = split_address(bind)
+    why = "in use or not an address of this machine; give another one"
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror:
-        return f"the name {host} does not resolve on this machine; give its IP address, {_WHERE}"
-    return f"in use or not an address of this machine; give another one, {_WHERE}"
+        why = f"the name {host} does not resolve on this machine; give its IP address"
+    return AddressMissing(f"cannot listen on {bind}: {why}, {_WHERE}")
 
 
 def grpc_target(address: str) -> str:

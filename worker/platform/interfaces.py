@@ -1,5 +1,6 @@
-"""This machine's network interfaces that are up, and their addresses."""
+"""This machine's network interfaces that are up, their addresses, and whether a port there is taken."""
 
+import contextlib
 import ipaddress
 import socket
 import sys
@@ -10,6 +11,9 @@ import psutil
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _IP_BOUND_IF, _IPV6_BOUND_IF = 25, 125  # of xnu's bsd/netinet/in.h and bsd/netinet6/in6.h: Python has no names for them
+
+_WILDCARDS = {"0.0.0.0": ("127.0.0.1",), "::": ("::1", "127.0.0.1")}
+_ACCEPTS_S = 0.2  # within which a listener of this machine accepts, or the system refuses
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -49,6 +53,23 @@ def listened_on(host: str, interfaces: Sequence[Interface]) -> Iterator[Interfac
         addresses = tuple(address for address in each.addresses if _is_meant(ip, ipaddress.ip_address(address)))
         if addresses:
             yield replace(each, addresses=addresses)
+
+
+def is_taken(host: str, port: int) -> bool:
+    """Return whether a listener of this machine accepts connections at this address; of a wildcard, on loopback.
+
+    bind tells only part of it: on macOS a wildcard and an address may have the same port, and the address gets all
+    connections to it.
+    """
+    for address in _WILDCARDS.get(host, (host,)) if port else ():
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.settimeout(_ACCEPTS_S)
+            probe.bind((address, 0))  # so that it calls no other machine
+            if probe.getsockname()[1] != port:  # else the port is free, and it would call itself
+                probe.connect((address, port))
+                return True
+    return False
 
 
 def keep_to(sock: socket.socket, interface: str) -> None:

@@ -13,6 +13,7 @@ from coordinator.api import listen as protocol_module
 from coordinator.api.listen import MAX_CONNECTIONS, MAX_HEAD_BYTES, BoundedProtocol, answering, listening_socket
 from tests.unit.api.fakes import app as real_app
 from tests.unit.virtual_time import VirtualTime
+from worker.errors import ConfigError
 
 
 class Transport(MagicMock):
@@ -121,6 +122,23 @@ async def test_one_connection_too_many_is_told_to_come_again() -> None:
     (_, last), (_, refused) = connected(state), connected(state)
     assert last.written == b""
     assert refused.written.startswith(b"HTTP/1.1 503") and b"retry-after" in refused.written
+
+
+@pytest.mark.parametrize(("taken", "wanted"), [("", "127.0.0.1"), ("127.0.0.1", "0.0.0.0"), ("127.0.0.1", "127.0.0.1")])
+def test_a_port_is_taken_also_where_only_one_of_its_listeners_is_for_all_addresses(
+    monkeypatch: pytest.MonkeyPatch, taken: str, wanted: str
+) -> None:
+    monkeypatch.setattr(socket, "SO_REUSEADDR", socket.SO_REUSEPORT)  # it allows both, as that of macOS does
+    with listening_socket(wanted, 0) as listener:
+        port = listener.getsockname()[1]
+    with (
+        socket.create_server((taken, port), reuse_port=True),
+        pytest.raises(ConfigError, match=rf"^cannot listen on {wanted}:{port}: Address already in use; give another"),
+        listening_socket(wanted, port),
+    ):
+        pass
+    with listening_socket(wanted, port):  # as soon as it is free
+        pass
 
 
 async def test_a_client_that_sends_far_too_much_is_told_so_once_it_listens() -> None:
