@@ -1,7 +1,9 @@
 """What a worker loads: its copy of the coordinator's model, as far as its layers go, and no path that a peer names."""
 
+import errno
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable
@@ -236,6 +238,20 @@ async def test_models_below_the_roots_are_found_by_the_last_part_of_their_name(m
         request.model = name
         async with serving(1, ModelSources(roots=roots)) as [node]:
             assert (await node.load(request))[-1].phase == "load", name
+
+
+def test_a_folder_of_models_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a service's on macOS: Documents, or another disk."""
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    expected = f"^cannot read {re.escape(str(tmp_path))}: Operation not permitted; allow Python .*, Full Disk Access"
+    with pytest.raises(ModelError, match=expected):
+        ModelSources(roots=(tmp_path,)).open_own("/not/there/copy", {}, take)
 
 
 async def test_a_workers_own_model_is_loaded_by_any_name_and_the_bundled_one_by_all(models: Models) -> None:

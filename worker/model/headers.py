@@ -1,8 +1,10 @@
 """Safetensors headers: the tensors of a weight file, read from the file or received from another node."""
 
+import errno
 import json
 import math
 import os
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -138,7 +140,10 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ModelError(f"cannot read {error.filename or path}: {error.strerror or error}") from error
+        fix = ""
+        if sys.platform == "darwin" and error.errno == errno.EPERM:  # of a service: nobody is asked there
+            fix = "; allow Python there in System Settings, Privacy & Security, Full Disk Access, or move the folder"
+        raise ModelError(f"cannot read {error.filename or path}: {error.strerror or error}{fix}") from error
 
 
 def require_file(path: Path, most_bytes: int | None = None) -> None:

@@ -3,6 +3,8 @@
 The requested name is compared with the names of what is here; it is never opened as a path.
 """
 
+import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +18,7 @@ from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.contents import check_contents, check_files
 from worker.model.describe import describe, describe_model, shard_tensors
 from worker.model.draft_heads import own_head
-from worker.model.headers import TensorInfo, unpack_headers
+from worker.model.headers import TensorInfo, reading, unpack_headers
 from worker.model.repository import is_on_hub, is_repository
 from worker.node.loading import open_checkpoint
 from worker.node.weights_cache import Lease, WeightsCache, as_requested
@@ -119,7 +121,7 @@ class ModelSources:
             known: the headers of the coordinator's copy: with them a folder may lack files.
             prepare: returns what is meant of a model that was found.
         Raises:
-            ModelError: there is no candidate, or the refusal of the first one.
+            ModelError: there is no candidate, or a folder of models cannot be read, or the refusal of the first one.
         """
         refusals = []
         for opening in self.candidates(wanted, known):
@@ -131,6 +133,9 @@ class ModelSources:
                 refusals.append(error)
         if refusals:
             raise refusals[0]
+        for root in self.roots:
+            with reading(root), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                os.listdir(root)
         # the same whether or not the name leads to anything
         shown = repr(wanted if len(wanted) <= _SHOWN else f"{wanted[:_SHOWN]}...")
         has = "no folder of that name directly below its `models:`" if self.roots else "no model of its own"

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from worker.errors import ModelError
 from worker.model.checkpoint import Checkpoint, TensorInfo, open_folder
+from worker.model.headers import reading
 from worker.model.module_tree import layer_in_checkpoint
 
 CONFIG = {
@@ -107,6 +109,19 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(ModelError, match=f"^cannot read {re.escape(str(folder / name))}: Permission denied"):
         _ = open_folder(folder).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("system", "number", "advises"),
+    [("darwin", errno.EPERM, True), ("darwin", errno.EACCES, False), ("linux", errno.EPERM, False)],
+)
+def test_a_folder_that_macos_keeps_from_services_is_told_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, system: str, number: int, advises: bool
+) -> None:
+    monkeypatch.setattr(sys, "platform", system)
+    with pytest.raises(ModelError, match="cannot read /Volumes/disk/model: ") as caught, reading(Path("/Volumes")):
+        raise PermissionError(number, os.strerror(number), "/Volumes/disk/model")
+    assert ("Privacy & Security, Full Disk Access" in caught.value.message) is advises
 
 
 def test_a_file_that_ends_early_or_whose_header_is_no_json_object_is_refused(folder: Path) -> None:
