@@ -1,6 +1,6 @@
-# Everything from nothing but Python >= 3.11.3: `make demo`, `make test`, `make check`. After `make setup`: .venv/bin/brigade.
+# Everything from nothing but uv, or Python >= 3.11.3 (PYTHON=PATH): `make demo`, `make test`, `make check`.
+# After `make setup`: .venv/bin/brigade.
 SHELL := /bin/bash
-PYTHON ?= python3
 BIN := .venv/bin
 MARKS ?= not long and not matrix
 
@@ -30,10 +30,10 @@ pages: .venv/.ready-dev
 setup: .venv/.ready-dev
 
 .venv/.ready: pyproject.toml constraints.txt tools/setup.sh
-	@PYTHON=$(PYTHON) bash tools/setup.sh
+	@bash tools/setup.sh
 
 .venv/.ready-dev: pyproject.toml constraints.txt tools/setup.sh
-	@PYTHON=$(PYTHON) bash tools/setup.sh dev
+	@bash tools/setup.sh dev
 
 clean:
 	rm -rf .venv

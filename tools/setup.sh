@@ -6,8 +6,13 @@ python=${PYTHON:-python3}
 extra=${1:-}
 
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11, 3))' 2>/dev/null; then
-  echo "error: expected Python 3.11.3 or newer, found $("$python" --version 2>&1 || echo none); set PYTHON=/path/to/python3.11" >&2
-  exit 2
+  if [ -z "${PYTHON:-}" ] && command -v uv >/dev/null 2>&1; then
+    python='>=3.11.3,<3.15' # uv finds or downloads one; for later ones those versions may have no wheels
+  else
+    found=$("$python" --version 2>&1 || echo none)
+    echo "error: expected Python 3.11.3 or newer, found $found; set PYTHON=/path/to/python3.11, or install uv: https://docs.astral.sh/uv/" >&2
+    exit 2
+  fi
 fi
 
 echo "setting up .venv (once; takes about half a minute)" >&2

@@ -70,13 +70,38 @@ def test_the_installed_package_answers_the_demo_on_three_processes_and_leaves_no
     assert not left
 
 
+# A Mac with Apple's own Python, and with a uv that notes how it is called.
+OLD = '#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.9.6" && exit\nexit 1\n'
+UV = '#!/bin/sh\necho "$*" >>called\nmkdir -p .venv\n'
+
+
+def set_up(folder: Path, *command: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    for name, text in (("python3", OLD), ("uv", UV)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    env = {"PATH": f"{folder}:/usr/bin:/bin"} | env
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+
+
 def test_the_set_up_with_an_older_python_ends_with_one_line_that_says_what_to_set(tmp_path: Path) -> None:
-    old = tmp_path / "python3"
-    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.9.6" && exit\nexit 1\n')
-    old.chmod(0o755)
-    done = subprocess.run(
-        ["bash", "tools/setup.sh"],
-        cwd=ROOT, env={"PYTHON": str(old), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"error: expected .*3\.11.*found Python 3\.9\.6.*PYTHON=.*\n", done.stderr)
+    script = ROOT / "tools" / "setup.sh"
+    given = set_up(tmp_path, "bash", script, PYTHON=str(tmp_path / "python3"))
+    (tmp_path / "without").mkdir()
+    (tmp_path / "without" / "python3").symlink_to(tmp_path / "python3")
+    for done in (given, set_up(tmp_path, "bash", script, PATH=f"{tmp_path}/without:/usr/bin:/bin")):
+        assert (done.returncode, done.stdout) == (2, "")
+        assert re.fullmatch(r"error: expected .*3\.11.*found Python 3\.9\.6.*PYTHON=.*uv.*\n", done.stderr)
+    assert not (tmp_path / "called").exists()
+
+
+def test_where_there_is_uv_an_older_python_is_no_hindrance(tmp_path: Path) -> None:
+    (tmp_path / "tools").symlink_to(ROOT / "tools")
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    done = set_up(tmp_path, "make", "setup")
+    assert done.returncode == 0, done.stderr
+    made, filled = (tmp_path / "called").read_text().splitlines()
+    assert made == "venv --quiet --allow-existing --python >=3.11.3,<3.15 .venv" and "--constraint" in filled
+    assert (tmp_path / ".venv" / ".ready-dev").exists()
+    (tmp_path / ".venv" / ".ready-dev").unlink()
+    assert set_up(tmp_path, "make", "setup", "PYTHON=python3").returncode != 0, "one that is given is not replaced"
