@@ -62,7 +62,9 @@ def _medium(name: str, port: str, flags: Sequence[str]) -> Medium:
         return Medium.MEDIUM_WIFI
     if "Ethernet" in port or "LAN" in port:  # an adapter may be called "Thunderbolt Ethernet"
         return Medium.MEDIUM_ETHERNET
-    return Medium.MEDIUM_THUNDERBOLT if port.startswith("Thunderbolt") else Medium.MEDIUM_UNSPECIFIED
+    if "Thunderbolt" in port or name == "bridge0":  # "Pont Thunderbolt" in French
+        return Medium.MEDIUM_THUNDERBOLT
+    return Medium.MEDIUM_UNSPECIFIED
 
 
 # The keys of `system_profiler SPThunderboltDataType -json`, as captured from a MacBook Pro and a Mac Studio in

@@ -166,14 +166,20 @@ def test_interfaces_that_are_up_with_what_they_are_and_their_addresses() -> None
 
 
 @pytest.mark.parametrize(
-    ("port", "medium"),
+    ("name", "port", "medium"),
     [
-        *((port, MEDIUM_ETHERNET) for port in ("Thunderbolt Ethernet", "Thunderbolt Ethernet Slot 1", "AX88179A LAN")),
-        ("WLAN", MEDIUM_WIFI),  # in German
+        *(
+            ("en9", port, MEDIUM_ETHERNET)
+            for port in ("Thunderbolt Ethernet", "Thunderbolt Ethernet Slot 1", "AX88179A LAN")
+        ),
+        ("en9", "WLAN", MEDIUM_WIFI),  # in German
+        ("bridge0", "Pont Thunderbolt", MEDIUM_THUNDERBOLT),
+        ("bridge0", "", MEDIUM_THUNDERBOLT),
+        ("bridge100", "", MEDIUM_UNSPECIFIED),  # of a virtual machine, or of Internet Sharing
     ],
 )
-def test_an_adapter_is_what_its_name_says_whatever_it_is_plugged_into(port: str, medium: Medium) -> None:
-    [found] = parse_interfaces("en9: flags=8863<UP,RUNNING> mtu 1500\n", {"en9": port})
+def test_an_adapter_is_what_its_name_says_whatever_it_is_plugged_into(name: str, port: str, medium: Medium) -> None:
+    [found] = parse_interfaces(f"{name}: flags=8863<UP,RUNNING> mtu 1500\n", {name: port})
     assert found.medium == medium
 
 
