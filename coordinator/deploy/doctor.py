@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-import psutil
-
 from coordinator.cluster.open import read_model
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer, peers_of
@@ -41,6 +39,7 @@ from worker.node.configuration import configuration_of
 from worker.node.facts import read_facts
 from worker.node.links import connect
 from worker.node.network import Network
+from worker.platform.machine import memory_budget
 from worker.platform.tasks import together
 from worker.platform.text import format_bytes, printable
 
@@ -94,19 +93,19 @@ async def examine_cluster(options: ClusterOptions, begin: Begin = lambda step: N
 async def try_answer(options: ClusterOptions, found: Examination) -> Examination:
     """Add what a short answer through every node shows, unless there are no workers, or it cannot be tried yet.
 
-    Running programs are left alone: a worker that serves another coordinator, or too little free memory here, becomes
-    a note instead.
+    Running programs are left alone: a worker that serves another coordinator, or too little memory here, becomes a note
+    instead. On macOS the memory is not what is free: files that the system caches count as used.
     """
     if not options.cluster.workers or not found.is_healthy:
         return found
-    trial, about, needed, free = None, "all nodes", 0, psutil.virtual_memory().available
+    trial, about, needed, budget = None, "all nodes", 0, memory_budget()
     if found.model.spec is not None:
         plan = found.model.plan_over(offers_of(found.cluster.nodes))
         if not plan.fits or len(plan.names) < len(found.cluster.nodes):  # a finding tells of it
             return found
         needed = plan.assignments[0].needed_bytes
-    if needed > free:
-        text = f"no answer was tried: this node's part takes {format_bytes(needed)}, {format_bytes(free)} are free"
+    if needed > budget:
+        text = f"no answer was tried: this node's part takes {format_bytes(needed)}, it may use {format_bytes(budget)}"
         fix = "end programs that hold memory here, perhaps a server"
         return replace(found, findings=[*found.findings, note(Kind.TRIAL, found.cluster.nodes[0].name, text, fix)])
     try:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import grpc
 import grpc.aio
@@ -415,11 +414,11 @@ async def test_an_examination_ends_with_a_trial_unless_there_is_a_problem(models
 async def test_memory_that_other_programs_hold_is_not_taken_from_them(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes, spec = [cases.node("studio", cases.STUDIO), cases.node()], cases.model()
     found = Examination(ExaminedCluster(nodes), ModelInUse(spec), "big", ())
-    free = SimpleNamespace(available=cases.GIB // 2)  # of the layer that the coordinator holds at least
-    monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: free)
+    half = cases.GIB // 2  # of the layer that the coordinator holds at least
+    monkeypatch.setattr(doctor, "memory_budget", lambda: half)
     [finding] = (await try_answer(options_of(Path("nowhere"), "127.0.0.1:1"), found)).findings
     assert (finding.level, finding.kind, finding.about) == (Level.NOTE, Kind.TRIAL, "studio")
-    assert "512.0 MiB are free" in finding.text
+    assert "it may use 512.0 MiB" in finding.text
     small = replace(found, cluster=ExaminedCluster([nodes[0], replace(nodes[1], configured_bytes=cases.GIB // 2)]))
     assert await try_answer(options_of(Path("nowhere"), "127.0.0.1:1"), small) is small, "a plan leaves it out"
 
