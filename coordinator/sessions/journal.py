@@ -146,7 +146,7 @@ def read_journal(data: bytes) -> Journal | None:
 
 
 def _write(record: dict[str, Any]) -> bytes:
-    payload = msgpack.packb(record)
+    payload = msgpack.packb(record, default=sorted)  # sets as lists
     assert len(payload) <= _MOST_RECORD_BYTES
     numbers = struct.pack("<II", len(payload), zlib.crc32(payload))
     return numbers + struct.pack("<I", zlib.crc32(numbers)) + payload

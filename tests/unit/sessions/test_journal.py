@@ -15,6 +15,7 @@ from coordinator.sessions.request import Request
 from protos.brigade_pb2 import CACHE_ROTATING, Cache, Contents, Fingerprint, Sampling
 from tests.unit.fuzz import with_one_bit_flipped
 from worker.errors import InputError
+from worker.model.model_spec import CanvasTraining, Refinement
 
 ROUNDED = struct.unpack("<f", struct.pack("<f", -0.1))[0]
 FIRST = Output("a", [Token(5), Token(2**32 - 1)], 0)
@@ -72,6 +73,12 @@ def test_a_journal_comes_back_as_it_was_written() -> None:
     assert journal.known == KnownTokens((*FIRST.tokens, *SECOND.tokens, *LAST.tokens), (), "stop")
     assert journal.num_bytes == len(WHOLE)
     assert found(written(FIRST, SECOND)).known.fills == tuple(SECOND.fills)
+
+
+def test_what_a_model_that_refines_its_canvases_was_trained_with_comes_back() -> None:
+    training = CanvasTraining(None, 8, refinement=Refinement(not_text=frozenset({9, 8})))
+    refined = Decode("canvas", canvas=8, canvas_steps=4, canvas_threshold=(0.1, 0.1, 1), training=training)
+    assert found(written(FIRST, decode=refined)).header == header(decode=refined)
 
 
 def test_a_file_torn_at_any_byte_has_all_records_before() -> None:
