@@ -224,8 +224,11 @@ async def loaded(options: ClusterOptions, cases: Sequence[EvalCase], concurrency
                     yield output
 
         model = inputs.checkpoint
-        weights = sorted(model.hub_hashes.items()) or (await run_in_thread(partial(contents_of, model))).marks.hex()
-        yield EvalModel(model.name, ask, (model.description, model.fingerprint.tokenizer, weights))
+        files: list[Any] = []
+        for each in filter(None, (model, model.drafter)):
+            weights = sorted(each.hub_hashes.items()) or (await run_in_thread(partial(contents_of, each))).marks.hex()
+            files += each.description, each.fingerprint.tokenizer, weights
+        yield EvalModel(model.name, ask, files)
 
 
 @asynccontextmanager

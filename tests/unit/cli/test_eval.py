@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from coordinator.engine.bounded import Texts
 from coordinator.quality.questions import Question
 from coordinator.sessions.output import Output
 from coordinator.sessions.request import RequestSpec
+from tests.cluster.models import make_talker
 from worker.errors import InputError
 
 
@@ -38,6 +41,20 @@ def test_what_the_model_cannot_serve_is_named_before_it_is_loaded(
 
     with pytest.raises(InputError, match=r"^questions: q\.jsonl, line 7: "):
         asyncio.run(load())
+
+
+def test_answers_of_another_drafter_are_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    @asynccontextmanager
+    async def open_engine(*given: Any, **more: Any) -> AsyncGenerator[None, None]:
+        yield
+
+    async def key(drafter: str) -> str:
+        async with loaded(cluster_options(None, folders[0], 0, draft_model=drafter), [case("Hi")], 1) as model:
+            return case("Hi").key(model)
+
+    monkeypatch.setattr(engine, "open_engine", open_engine)
+    folders = [str(make_talker(tmp_path / name)) for name in ("big", "small")]
+    assert len({asyncio.run(key(drafter)) for drafter in ("none", *folders, *folders)}) == 3
 
 
 @pytest.mark.parametrize(
