@@ -67,7 +67,7 @@ class JournalFile:
             self._writer.close()
             self._syncer.close()
             if self._is_new and not self._num_bytes:  # nothing came of the request
-                self._path.unlink(missing_ok=True)
+                self._path.resolve().unlink(missing_ok=True)  # not the link to it
             os.close(self._file)
 
     async def begin(self, header: Header) -> None:

@@ -39,7 +39,7 @@ def require_writable(name: str, path: Path) -> None:
     with writing(name, path):
         path.open("a").close()
         if is_new:
-            path.unlink()
+            path.resolve().unlink(missing_ok=True)  # not the link to it
 
 
 @contextlib.contextmanager

@@ -157,6 +157,9 @@ def test_a_request_of_which_nothing_came_leaves_no_file_of_its_own(tmp_path: Pat
     path = tmp_path / "journal"
     asyncio.run(nothing(path))
     assert not path.exists() and not holds_something(path)
+    path.symlink_to(tmp_path / "target")
+    asyncio.run(nothing(path))
+    assert path.is_symlink() and not path.exists()
     path.touch()
     asyncio.run(nothing(path))
     assert path.exists() and not holds_something(path)

@@ -1,9 +1,10 @@
 import fcntl
 import os
+from pathlib import Path
 
 import pytest
 
-from worker.platform.files import sync_file
+from worker.platform.files import require_writable, sync_file
 
 
 def test_files_are_synced_by_what_reaches_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,3 +25,10 @@ def test_files_are_synced_by_what_reaches_the_disk(monkeypatch: pytest.MonkeyPat
     sync_file(0)
     sync_file(1)
     assert calls == ["fsync", 51, 51, "fsync"]
+
+
+def test_a_file_that_could_be_written_is_not_there_yet_and_a_link_to_it_stays(tmp_path: Path) -> None:
+    link, target = tmp_path / "link", tmp_path / "target"
+    link.symlink_to(target)
+    require_writable("trace", link)
+    assert link.is_symlink() and not target.exists()
