@@ -58,9 +58,10 @@ class PromptCache:
         Raises:
             InputError: it cannot be read or written, or is another kind of file, or of another model.
         """
-        if path.exists() and not path.is_file():
-            raise InputError(_FIELD, f"expected a file, found another kind of thing: {path}")
-        require_writable(_FIELD, path)
+        if path.exists():
+            if not path.is_file():
+                raise InputError(_FIELD, f"expected a file, found another kind of thing: {path}")
+            require_writable(_FIELD, path)
         self._path, self._limit = path, limit or _NO_LIMIT
         self._there: set[bytes] = set()  # names of pieces of the file that are whole in this node's folder
         found = self._read_header() if path.exists() and path.stat().st_size else None

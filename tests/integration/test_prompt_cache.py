@@ -1,8 +1,10 @@
 """A prompt's caches in a file: on other nodes and another split a prompt goes on from there, and no disk keeps more."""
 
+import asyncio
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -22,6 +24,7 @@ from tests.integration.test_handover import two_workers
 from tests.integration.windows import MASKED
 from worker.config import ClusterConfig, CoordinatorConfig, WorkerConfig
 from worker.errors import InputError
+from worker.platform.threads import run_in_thread
 
 PROMPT = tokens_of(1100)  # two whole pieces, and 76 tokens more
 WHOLE = 1024
@@ -124,6 +127,18 @@ async def test_what_an_interrupted_run_has_stored_serves_the_next_one(
     await answered(ClusterConfig(), model, file, asked)
     assert from_disk(frames) == WHOLE and file.stat().st_size > before
     assert [name for *_, names in os.walk(disk) for name in names if name.endswith(".rows")] == []
+
+
+async def test_many_at_once_begin_a_file(model: Path, disk: Path) -> None:
+    """And where none can be written, that is told before the model is loaded."""
+    checkpoint, file = opened_folder(model), disk / "prompt"
+    for _ in range(20):
+        await asyncio.gather(*(run_in_thread(partial(PromptCache, file, checkpoint)) for _ in range(4)))
+        assert os.listdir(disk) == ["prompt"]
+        file.unlink()
+    with pytest.raises(InputError, match="No such file") as raised:
+        PromptCache(disk / "none" / "prompt", checkpoint)
+    assert raised.value.field == "prompt_cache"
 
 
 async def test_only_its_own_files_are_used_and_written(model: Path, models: Models, disk: Path) -> None:
