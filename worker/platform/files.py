@@ -97,5 +97,7 @@ def open_locked(name: str, path: Path, mode: int) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(name, f"{path} is in use by another process") from None
+        if not os.fstat(descriptor).st_nlink:  # the process that had locked it has removed it meanwhile
+            return open_locked(name, path, mode)
         stack.pop_all()
     return descriptor
