@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, ClassVar
@@ -46,6 +46,7 @@ Id = str | int
 
 OPS = ("generate", "chat", "info", "cancel", "quit")
 _MOST_BYTES = 64 << 20  # of a line
+_LAST_LINES_S = 2.0  # for the last lines of the answers that a signal ends
 _CHAT_TOKENS = 4096  # of an answer whose line names no number
 
 
@@ -108,7 +109,11 @@ class Bridge:
                 if ended.done():
                     ended.result()
         finally:
-            await cancel_all(taking, failing, *self._running.values())
+            # only after `quit` as long as it takes: a signal ends the bridge also while its reader does not read
+            within_s = None if taking.done() else _LAST_LINES_S
+            with suppress(TimeoutError):
+                async with asyncio.timeout(within_s):
+                    await cancel_all(taking, failing, *self._running.values())
 
     async def _take(self, lines: AsyncGenerator[bytes, None]) -> None:
         async for text in lines:
