@@ -157,8 +157,10 @@ class Bridge:
 
         reply = Reply(line.id, is_chat=line.op == "chat")
         try:
-            with renaming({"prompt": "messages"} if line.op == "chat" else {}):
-                request = await self._engine.prepare(self._spec(line))
+            spec = self._spec(line)
+            name = "messages" if reply.is_chat else "prompt_tokens" if isinstance(spec.prompt, tuple) else "prompt"
+            with renaming({"prompt": name}):
+                request = await self._engine.prepare(spec)
             async with aclosing(self._engine.generate(request)) as outputs:
                 async for output in outputs:
                     if piece := reply.add(output):

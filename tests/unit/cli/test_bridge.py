@@ -1,4 +1,4 @@
-"""`brigade bridge` over an engine that never ends an answer."""
+"""`brigade bridge` over an engine that never ends an answer, or refuses its prompt."""
 
 import asyncio
 import json
@@ -14,6 +14,7 @@ from coordinator.engine.engine import Engine
 from coordinator.sessions.output import Output, Token
 from coordinator.sessions.request import RequestSpec
 from tests.unit.virtual_time import VirtualTime
+from worker.errors import InputError
 
 ASKED: dict[str, Any] = {"id": "a", "op": "generate", "prompt": "Hi"}
 QUIT = {"id": "q", "op": "quit"}
@@ -33,6 +34,11 @@ class Endless:
 
     async def wait_failed(self) -> None:
         await asyncio.Event().wait()
+
+
+class Refusing(Endless):
+    async def prepare(self, spec: RequestSpec) -> None:
+        raise InputError("prompt.1", "no")
 
 
 async def open_input(*lines: dict[str, Any]) -> AsyncGenerator[bytes, None]:
@@ -60,3 +66,21 @@ def test_a_signal_ends_it_while_its_output_is_not_read_and_quit_waits(lines: Any
 
     assert clock.run(run()) == pytest.approx(seconds)
     assert not clock.close()
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        (ASKED, "prompt.1"),
+        (ASKED | {"prompt": None, "prompt_tokens": [1]}, "prompt_tokens.1"),
+        ({"id": "a", "op": "chat", "messages": [{"role": "user", "content": "Hi"}]}, "messages.1"),
+    ],
+)
+async def test_a_prompt_that_is_refused_has_the_name_of_its_field(asked: Any, field: str) -> None:
+    written: list[Any] = []
+
+    async def write(line: Any) -> None:
+        written.append(line)
+
+    await Bridge(cast(Engine, Refusing()), write).run(open_input(asked, QUIT))
+    assert [line["error"]["field"] for line in written] == [field]
