@@ -146,8 +146,7 @@ class Bridge:
 
     def _ended(self, line_id: Id, task: asyncio.Task[None]) -> None:
         """Forget a request. An error that was not written as its line ends the bridge."""
-        if self._running.get(line_id) is task:
-            del self._running[line_id]
+        del self._running[line_id]
         error = None if task.cancelled() else task.exception()
         if error is not None and not self._broken.done():
             self._broken.set_exception(error)

@@ -77,7 +77,7 @@ class JournalFile:
         with writing("journal", self._path):
             await self._writer.run(self._sync_with_folder)
 
-    async def keep(self, output: Output, emit: Callable[[str], None] = lambda text: None) -> None:
+    async def keep(self, output: Output, emit: Callable[[str], None]) -> None:
         """Write the output's record, then give its text to `emit`, on the same thread and at once.
 
         After a kill the journal holds everything that was shown, and at most one step that was not.

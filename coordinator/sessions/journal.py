@@ -8,7 +8,7 @@ continued, differs from a modified one, which is refused.
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgpack
@@ -50,8 +50,8 @@ class Journal:
     """The contents of a file."""
 
     header: Header
-    known: KnownTokens = field(default_factory=KnownTokens)
-    num_bytes: int = 0  # of the whole records; anything behind them is the beginning of one more
+    known: KnownTokens
+    num_bytes: int  # of the whole records; anything behind them is the beginning of one more
 
 
 class _Record(BaseModel):
