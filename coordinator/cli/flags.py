@@ -15,7 +15,7 @@ from coordinator.cluster.progress import say
 from coordinator.decoding.decode_options import Decode, make_decode
 from coordinator.planning.plan import USUAL_REQUESTS, Goal
 from coordinator.planning.recovery import USUAL, Limits
-from coordinator.sessions.request import make_sampling, sampling_field
+from coordinator.sessions.request import make_sampling, require_text, sampling_field
 from worker.config import CONFIG, NO_DRAFTER, USING_CONFIG
 from worker.errors import InputError
 from worker.platform.run import field_of
@@ -266,11 +266,17 @@ class SamplingFlags:
         return found
 
     def tokens(self) -> dict[str, Any]:
-        """Return what was given of a request's fields that name tokens. Raises InputError for a malformed list."""
+        """Return what was given of a request's fields that name tokens.
+
+        Raises:
+            InputError: a list is malformed, or a text is not UTF-8.
+        """
         found: dict[str, Any] = {}
         if self.stop_token_ids is not None:
             found["stop_token_ids"] = tuple(_parse("stop_token_ids", self.stop_token_ids, int, "token ids like 1,2,3"))
         if self.dry_sequence_breaker is not None:
+            for breaker in self.dry_sequence_breaker:
+                require_text("dry_sequence_breaker", breaker)
             found["dry_sequence_breakers"] = tuple(self.dry_sequence_breaker)
         return found
 

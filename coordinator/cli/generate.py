@@ -20,7 +20,7 @@ from coordinator.cli.show import Printer, with_prompt_shown
 from coordinator.cli.trace import trace_events
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
-from coordinator.decoding.decode_options import SYSTEM, make_cache_choice
+from coordinator.decoding.decode_options import SYSTEM, cache_name, make_cache_choice
 from coordinator.engine.bounded import TEMPLATES
 from coordinator.engine.journal_file import JournalFile, holds_something
 from coordinator.sessions.journal import Header, Journal
@@ -36,7 +36,7 @@ from coordinator.sessions.request import (
     require_text,
     room_for_answer,
 )
-from protos.brigade_pb2 import CacheKind, Contents, Sampling
+from protos.brigade_pb2 import Contents, Sampling
 from worker.errors import BrigadeError, InputError, ModelError
 from worker.platform.files import require_writable, writing
 from worker.platform.threads import run_in_thread
@@ -396,9 +396,11 @@ async def _resume(asked: GenerateOptions, options: ClusterOptions, journal: Jour
     inputs, prompt = InputProcessor(checkpoint, tokenizer), None
     if asked.given & _PROMPTS.keys():
         prompt = await inputs.prompt_ids(asked.require_prompt(has_template=inputs.has_chat_template))
-    for name, value, kept in _pairs(asked, request, prompt):
+    breakers = await inputs.dry_breakers(asked.spec)
+    for name, value, kept in _pairs(asked, request, prompt, inputs.eos, breakers):
         if value != kept:
-            found = "another one" if name == "prompt" else f"{_shortened(str(kept))}, not {_shortened(str(value))}"
+            is_text = name in ("prompt", "dry_sequence_breaker")  # its tokens are compared
+            found = "another one" if is_text else f"{_shortened(_typed(kept))}, not {_shortened(_typed(value))}"
             raise InputError(name, f"the journal's request has {found}; leave it out, or give another --journal")
     check_request(request, replace(inputs.spec, cache=request.cache))
     return Prepared(inputs, request, {})
@@ -416,25 +418,39 @@ def _check_model(header: Header, checkpoint: Checkpoint) -> None:
         raise InputError("journal", f"{expected}: {checkpoint.name} has other weights") from error
 
 
-def _pairs(asked: GenerateOptions, request: Request, prompt: tuple[int, ...] | None) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, value, the journal's value) of each parameter that was given as a flag."""
+def _pairs(
+    asked: GenerateOptions,
+    request: Request,
+    prompt: tuple[int, ...] | None,
+    eos: frozenset[int],
+    breakers: Sequence[int],
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (name, value, the journal's value) of each parameter that was given as a flag.
+
+    Args:
+        eos: the model's end-of-sequence tokens.
+        breakers: what the flags' dry_sequence_breakers amount to.
+    """
     given = asked.given
     if prompt is not None:
         yield "prompt", prompt, request.prompt
     elif others := given & {"raw", "system_prompt"}:
         raise InputError(min(others), "expected with the prompt of the journal, or not at all")
-    if others := given & {"stop_token_ids", "dry_sequence_breaker"}:
-        raise InputError(min(others), "the journal's request has its own; leave it out")
     spec, sampling = asked.spec, make_sampling(**asked.spec.sampling)
     for name in SamplingParams.__annotations__:
-        if ("temp" if name == "temperature" else name) in given:
+        if name == "logprobs" and name in given:
+            yield name, sampling.logprobs - 1, request.sampling.logprobs - 1 if request.sampling.logprobs else ()
+        elif ("temp" if name == "temperature" else name) in given:
             yield name, _plain(getattr(sampling, name)), _plain(getattr(request.sampling, name))
+    own = eos if eos <= request.eos else frozenset()  # else the journal's request ignores them
     for name, value, kept in (
+        ("dry_sequence_breaker", list(breakers), list(request.sampling.dry_breakers)),
         ("max_tokens", spec.max_tokens, request.max_tokens),
         ("stop", spec.stops, request.stops),
         ("repeat_guard", spec.repeat_guard, request.repeat_guard),
-        ("ignore_eos", spec.ignore_eos, not request.eos),
-        ("kv", CacheKind.Name(spec.cache.kind), CacheKind.Name(request.cache.kind)),
+        ("stop_token_ids", sorted({*spec.stop_token_ids} - own), sorted(request.eos - own)),
+        ("ignore_eos", spec.ignore_eos, not own),
+        ("kv", cache_name(spec.cache), cache_name(request.cache)),
         ("max_kv_size", spec.cache.size, request.cache.size),
         ("kv_keep", request.cache.keep if spec.keeps_system else spec.cache.keep, request.cache.keep),
         ("decode", spec.decode.kind, request.decode.kind if spec.decode.kind != "auto" else "auto"),
@@ -451,3 +467,19 @@ def _pairs(asked: GenerateOptions, request: Request, prompt: tuple[int, ...] | N
 
 def _plain(value: Any) -> Any:
     return value if isinstance(value, int | float) else dict(value)
+
+
+def _typed(value: Any) -> str:
+    """Return a parameter's value about as a flag gives it."""
+    match value:
+        case None:
+            return "auto"
+        case bool():
+            return "on" if value else "off"
+        case float():
+            return f"{value:g}"
+        case dict():
+            return ",".join(f"{token}:{bias:g}" for token, bias in value.items()) or "none"
+        case list() | tuple():
+            return ",".join(repr(each) if isinstance(each, str) else _typed(each) for each in value) or "none"
+    return str(value)

@@ -194,9 +194,13 @@ class InputProcessor:
             sampling.begins, sampling.ends[:] = num_prompt, sorted(eos)
         if sampling.xtc_probability:  # the tokens that mlx-lm's own commands except
             sampling.xtc_special_tokens[:] = sorted(self.eos | await self._last_tokens(["\n"]))
-        if sampling.dry_multiplier:  # as their author finds them: a text begins otherwise than it goes on
-            texts = [f"a{breaker}" for breaker in asked.dry_sequence_breakers]
-            sampling.dry_breakers[:] = sorted(await self._last_tokens(texts))
+        if sampling.dry_multiplier:
+            sampling.dry_breakers[:] = await self.dry_breakers(asked)
+
+    async def dry_breakers(self, asked: RequestSpec) -> list[int]:
+        """Return the tokens that no repetition goes beyond, sorted, as DRY's author finds them."""
+        texts = [f"a{breaker}" for breaker in asked.dry_sequence_breakers]  # a text begins otherwise than it goes on
+        return sorted(await self._last_tokens(texts))
 
     def parser(self, request: Request) -> TextParser:
         """Return a parser for the answer's tokens, after it has processed those of a journal."""

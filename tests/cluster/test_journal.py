@@ -114,24 +114,35 @@ def test_the_same_command_continues_and_a_contradiction_is_refused(talker: Path,
         outcome = run_here("generate", "--model", model, "--local", "0", "--journal", journal, *arguments)
         return outcome.code, outcome.err
 
-    request = ("go", "--max-tokens", "8", "--temp", "0.5", "--seed", "3", "--stop", "éé")
+    request = ("go", "--max-tokens", "8", "--temp", "0.5", "--seed", "3", "--stop", "éé", "--stop-token-ids", "9,8",
+               "--dry-multiplier", "1", "--dry-sequence-breaker", "x", "--logprobs", "2")  # fmt: skip
     assert run()[0] == 2 and not journal.exists()
     assert run("go", "--temp", "-1")[0] == 2 and not journal.exists()
     assert run(*request)[0] == 0
     content = journal.read_bytes()
     assert run(*request)[0] == 0
-    for flags, field in {
-        ("other",): "--prompt", ("go", "--raw"): "--prompt", ("--raw",): "--raw", ("--max-tokens", "9"): "--max-tokens",
-        ("--temp", "0.6"): "--temp", ("--seed", "4"): "--seed", ("--logit-bias", "4:1"): "--logit-bias",
-        ("--stop", "x"): "--stop", ("--decode", "ngram"): "--decode", ("--kv", "int8"): "--kv",
-        ("--ignore-eos",): "--ignore-eos",
+    assert run("--stop-token-ids", "8,9,1")[0] == 0, "the model's own end an answer anyhow"
+    for flags, found in {
+        ("other",): "another one", ("go", "--raw"): "another one", ("--max-tokens", "9"): "8, not 9",
+        ("--temp", "0.6"): "0.5, not 0.6", ("--seed", "4"): "3, not 4", ("--logit-bias", "4:1.5"): "none, not 4:1.5",
+        ("--stop", "x"): "'éé', not 'x'", ("--decode", "ngram"): "ar, not ngram", ("--kv", "int8"): "full, not int8",
+        ("--ignore-eos",): "off, not on", ("--stop-token-ids", "8"): "8,9, not 8", ("--logprobs", "3"): "2, not 3",
+        ("--dry-multiplier", "1", "--dry-sequence-breaker", "y"): "another one",
     }.items():  # fmt: skip
         code, err = run(*flags)
-        assert (code, err.startswith(f"error: {field}: ")) == (2, True), err
+        field = "--prompt" if "go" in flags or "other" in flags else flags[-2 if len(flags) > 1 else 0]
+        assert (code, err.startswith(f"error: {field}: the journal's request has {found};")) == (2, True), err
+    assert run("--dry-multiplier", "1", "--dry-sequence-breaker", "\udc80")[0] == 2
+    code, err = run("--raw")
+    assert (code, err.startswith("error: --raw: ")) == (2, True), err
     for other in (reconfigured_copy(talker, tmp_path / "other", rms_norm_eps=1e-3), "demo"):
         code, err = run(model=other)
         assert code == 2 and "expected the journal's model" in err
     assert journal.read_bytes() == content
+    journal.unlink()
+    for _ in range(2):
+        assert run("go", "--max-tokens", "2", "--ignore-eos", "--stop-token-ids", "9")[0] == 0
+    assert run("--ignore-eos")[0] == 0
     journal.write_bytes(content[:60])
     assert run()[0] == 2 and journal.read_bytes() == b""
     journal.write_bytes(content[:-9] + b"?" + content[-8:])
