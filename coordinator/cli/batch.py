@@ -288,7 +288,8 @@ def _entry(number: int, line: bytes) -> BatchEntry:
 
 def _wrong_entry(number: int, line: bytes, problem: str) -> BatchEntry:
     """Return the entry of a line without a custom_id of its own: its id is the same in each run."""
-    digest = hashlib.sha256(b"%d %s" % (number, line)).hexdigest()
+    whole = line.removesuffix(b"\n") + b"\n"  # a later run may find a line behind the last one
+    digest = hashlib.sha256(b"%d %s" % (number, whole)).hexdigest()
     return BatchEntry(number, None, problem=problem, id=f"batch_req_{digest[:32]}")
 
 

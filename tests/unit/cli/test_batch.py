@@ -104,9 +104,10 @@ def test_a_request_that_ends_chains_is_not_tried_again(answer_with: Any) -> None
 
 def test_a_wrong_line_gets_an_answer_line_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text('{torn\n\n{"custom_id": 5, "body": {}}\n{"custom_id": "a"}\n{"custom_id": "a", "body": {}}\n[]\n')
+    wrong = '{torn\n\n{"custom_id": 5, "body": {}}\n{"custom_id": "a"}\n{"custom_id": "a", "body": {}}\n[]'
     options = cluster_options(None, "demo", 0)
-    for _ in range(2):
+    for end in ("", "\n"):
+        source.write_text(wrong + end)
         assert asyncio.run(batch_module.run_batch(options, source, target, 8)) == 2
         lines = [json.loads(line) for line in target.read_text().splitlines()]
         assert [line["custom_id"] for line in lines] == [None, None, "a", None, None]
