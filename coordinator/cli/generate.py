@@ -337,6 +337,8 @@ def how_drawn(sampling: Sampling, own: Mapping[str, float]) -> str:
 def _print_finished(asked: GenerateOptions, request: Request, text: str) -> None:
     """Print an answer that is complete in its journal; no node is asked."""
     known = request.known
+    if asked.output.trace is not None:
+        say(f"note: {asked.output.trace} is not written: no step is left that it could show")
     if asked.output.as_json:
         untimed = dict.fromkeys(stats_of(Answer(last_at=1)))
         stats = untimed | {"tokens_from_journal": len(known.tokens), "recoveries": 0}

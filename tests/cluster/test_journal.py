@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.sessions.journal import read_journal
-from tests.cluster.commands import answer_here, run_here
+from tests.cluster.commands import answer_here, parse, run_here
 from tests.cluster.models import make_talker, reconfigured_copy
 from tests.cluster.processes import FINISH_S, Starter, Worker, write_cluster
 
@@ -73,7 +73,10 @@ def test_an_answer_continues_after_its_coordinator_was_killed(
     assert kept and kept.known.finish_reason == expected["finish_reason"]
     whole = run_here("generate", "--config", config, "--journal", journal)
     assert (whole.code, whole.out) == (0, "") and "holds the whole answer already" in whole.err
-    again = answer_here("--config", config, "--journal", journal)
+    trace = journal.with_name("trace")
+    outcome = run_here("generate", "--config", config, "--journal", journal, "--trace", trace, "--json")
+    assert f"{trace} is not written" in outcome.err and not trace.exists()
+    again = parse(outcome)
     for key in ("text", "tokens", "prompt_tokens", "finish_reason"):
         assert again[key] == expected[key], key
     assert set(again["stats"]) == {*expected["stats"], "tokens_from_journal"}
