@@ -4,6 +4,7 @@ The records of a frame cover the time from its sending to its result without gap
 times overlap, so each is clipped to the time after the previous result; together they cover the whole request.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -105,28 +106,37 @@ def make_waterfall(legs: Sequence[Leg], started: int, ended: int) -> Waterfall:
     parts = dict.fromkeys(PARTS, 0)
     last = {node.name for node in legs[-1].route.nodes} if legs else set()
     stages = {node.name: StageTime(node, is_lost=node.name not in last) for node in nodes_of(legs)}
-    busy: dict[str, list[tuple[int, int]]] = {name: [] for name in stages}
+    ways = [(leg, wait, passage, spans(passage, leg.route.offsets)) for leg, wait, passage in _in_order(legs)]
+    worked: dict[str, list[tuple[int, int]]] = {name: [] for name in stages}
+    for leg, _, _, tiles in ways:
+        for part, stage, begin, end in tiles:
+            if part in COMPUTING:
+                worked[leg.route.nodes[stage].name].append((begin, end))
+    busy = {name: _joined(intervals) for name, intervals in worked.items()}
     before = started
-    for leg, wait, passage in _in_order(legs):
-        tiles = spans(passage, leg.route.offsets)
+    for leg, wait, passage, tiles in ways:
         sent = tiles[0][2]
         parts[wait] += max(0, sent - before)
         before = max(before, sent)
-        for part, stage, begin, end in tiles:
+        for part, stage, _, end in tiles:
             name = leg.route.nodes[stage].name
             until = max(before, min(end, passage.returned))  # a tile may run backwards where a clock is wrong
-            parts[part] += until - before
-            if part in COMPUTING:
-                busy[name].append((begin, end))
-            elif part == "queue":  # waits count only while nothing else went on
-                stages[name].queue_ms += (until - before) / 1e6
-            else:
-                stages[name].wire_ms += (until - before) / 1e6
+            took = until - before
+            if part not in COMPUTING:
+                # a node reads a message after its step, so a wait for it may be that step; waits count without it
+                computed = _overlap(busy[name], before, until)
+                parts["worker compute" if stage else "coordinator compute"] += computed
+                took -= computed
+                if part == "queue":
+                    stages[name].queue_ms += took / 1e6
+                else:
+                    stages[name].wire_ms += took / 1e6
+            parts[part] += took
             before = until
     parts["scheduling"] += max(0, ended - before)
     wall_ms = (ended - started) / 1e6
     for name, time in stages.items():
-        time.compute_ms = _covered(busy[name]) / 1e6
+        time.compute_ms = sum(end - begin for begin, end in busy[name]) / 1e6
         time.utilisation = time.compute_ms / wall_ms if wall_ms else 0.0
     return Waterfall(wall_ms, {part: value / 1e6 for part, value in parts.items()}, list(stages.values()))
 
@@ -181,10 +191,21 @@ def spans(passage: Passage, offsets: Sequence[int]) -> list[tuple[str, int, int,
     return tiles
 
 
-def _covered(intervals: Sequence[tuple[int, int]]) -> int:
-    """Return how much time the intervals cover; they overlap where a stage computes while it sends."""
-    covered, until = 0, min((begin for begin, _ in intervals), default=0)
+def _joined(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the intervals in order, joined where they overlap: a stage computes while it sends."""
+    joined: list[tuple[int, int]] = []
     for begin, end in sorted(intervals):
-        covered += max(0, end - max(begin, until))
-        until = max(until, end)
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        elif begin < end:
+            joined.append((begin, end))
+    return joined
+
+
+def _overlap(joined: Sequence[tuple[int, int]], begin: int, end: int) -> int:
+    """Return how much of [begin, end] the joined intervals cover."""
+    covered, at = 0, bisect_right(joined, begin, key=lambda interval: interval[1])
+    while at < len(joined) and joined[at][0] < end:
+        covered += min(joined[at][1], end) - max(joined[at][0], begin)
+        at += 1
     return covered

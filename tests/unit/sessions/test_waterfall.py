@@ -161,6 +161,18 @@ def test_frames_in_flight_together_are_not_counted_twice() -> None:
     assert all(0.99 < stage.utilisation <= 1 for stage in stages), "a full pipe is busy everywhere"
 
 
+def test_a_message_that_waits_for_the_step_of_the_node_that_reads_it_is_not_on_the_wire() -> None:
+    """Hops of 1 ms; a node reads only between its steps, and stamps what has come then."""
+    first = passage(0, [(0, 0, 10, 0, 0), (1, 0, 4, 0, 0)], back=15, clocks=[0, 500])  # waits from 16 for step 2
+    second = passage(10, [(0, 0, 20, 0, 0), (1, 0, 4, 0, 0)], back=15, clocks=[0, 500])  # waits from 36 for step 3
+    third = passage(30, [(0, 0, 20, 0, 0), (1, 0, 4, 0, 0)], back=1, clocks=[0, 500])
+    found = one_chain([first, second, third], [0, 500], 0, third.returned)
+    assert in_ns(found) == dict.fromkeys(PARTS, 0) | {
+        "coordinator compute": 10 + 15 + 15, "wire": 1 + 1 + 1, "worker compute": 4 + 4 + 4, "return": 1,
+    }  # fmt: skip
+    assert [round(stage.wire_ms * MS) for stage in found.stages] == [1, 3]
+
+
 def test_a_moment_in_which_a_stage_computes_and_sends_counts_once() -> None:
     first = passage(0, [(0, 0, 10 * MS, 0, 5 * MS)], back=0, clocks=[0])
     second = passage(10 * MS, [(0, 0, 10 * MS, 0, 5 * MS)], back=0, clocks=[0])
