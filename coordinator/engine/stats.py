@@ -341,17 +341,18 @@ class StageTimes:
 
     def utilisation(self, now: int) -> dict[str, float]:
         """Return by worker of the present chain the busy share of the last ten seconds, 0 to 1."""
-        since = [mark for mark in list(self._marks) if mark[0] >= now - _WINDOW_NS]
-        if not since or now <= since[0][0]:
-            return {totals.worker: 0.0 for totals in self._now}
-        began, busy = since[0]
-        return {totals.worker: min(1.0, (totals.busy - before) / (now - began)) for totals, before in busy}
+        marks = list(self._marks)
+        before = [busy for at, busy in marks if at <= now - _WINDOW_NS] or [busy for _, busy in marks[:1]]
+        return {
+            totals.worker: min(1.0, (totals.busy - busy) / _WINDOW_NS) for mark in before[-1:] for totals, busy in mark
+        }
 
     def _begin_chain(self, route: Route) -> None:
         self._route = route
         places = [(stage, node.name) for stage, node in enumerate(route.nodes)]
         self._now = [self._all.setdefault(place, StageTotals(*place)) for place in places]
         self._marks.clear()
+        self._mark(0)  # all that follows is this chain's work
 
     def _spend(self, part: str, until: int) -> None:
         """Count the time from the end of the last part until then; nothing if a clock is wrong."""
@@ -360,7 +361,11 @@ class StageTimes:
             self._until = until
 
     def _mark(self, now: int) -> None:
-        if not self._marks or now - self._marks[-1][0] >= _MARK_NS:
-            self._marks.append((now, [(totals, totals.busy) for totals in self._now]))
-        while len(self._marks) > 1 and self._marks[0][0] < now - _WINDOW_NS:
+        """Note what the stages have done: the last mark is of the last frame, one is older than the window."""
+        mark = now, [(totals, totals.busy) for totals in self._now]
+        if len(self._marks) > 1 and now - self._marks[-2][0] < _MARK_NS:
+            self._marks[-1] = mark
+        else:
+            self._marks.append(mark)
+        while len(self._marks) > 1 and self._marks[1][0] < now - _WINDOW_NS:
             self._marks.popleft()

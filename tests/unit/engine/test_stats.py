@@ -109,10 +109,36 @@ def test_every_moment_of_a_flow_is_in_one_part() -> None:
     here, there = times.totals
     assert (here.compute, here.busy, here.bubble) == (20, 20, 60)
     assert (there.compute, there.wire, there.bubble) == (40, 10, 40)
-    assert times.utilisation(200) == {"here": 10 / 60, "there": 20 / 60}, "since the first frame came back"
-    assert times.utilisation(11 * SECOND) == {"here": 0, "there": 0}
     times.take(chain, frame(150))  # computed from 150 to 160 and from 165 to 185: half of the first beside the last one
     assert [(stage.compute, stage.busy) for stage in times.totals] == [(30, 25), (60, 45)]
+
+
+def test_utilisation_is_of_the_last_ten_seconds_of_the_present_chain() -> None:
+    def frame_of(began: int, took: int) -> Passage:
+        """Both stages compute for this time, one after the other, with hops of no time."""
+        ends = (began + took, began + 2 * took)
+        first, second = (Moments(*[end - took] * 3, *[end] * 4) for end in ends)
+        return Passage((first, Moments(*(1000 + at for at in second))), returned=ends[1])
+
+    def busy(at: int) -> list[float]:
+        return [round(share, 6) for share in times.utilisation(at).values()]
+
+    times, chain = StageTimes(), route("here", "there")
+    assert times.utilisation(SECOND) == {}
+    times.take(chain, frame_of(20 * SECOND, SECOND))
+    assert busy(22 * SECOND) == [0.1, 0.1], "of ten seconds, of which it was idle for eight"
+    assert busy(33 * SECOND) == busy(300 * SECOND) == [0, 0]
+    times.take(chain, frame_of(300 * SECOND, 4 * SECOND))
+    assert busy(308 * SECOND) == [0.4, 0.4], "one frame after a long rest"
+    for number in range(4):
+        times.take(chain, frame_of(308 * SECOND + number * SECOND // 10, SECOND // 20))
+    assert busy(309 * SECOND) == [0.42, 0.42]
+    assert busy(330 * SECOND) == [0, 0], "the last frames are not of the present for ever"
+    for number in range(100):
+        times.take(chain, frame_of(400 * SECOND + number * SECOND // 5, SECOND // 10))
+    assert busy(420 * SECOND) == pytest.approx([0.5, 0.5], abs=0.03)
+    times.take(route("here", "other"), frame_of(420 * SECOND, SECOND // 2))
+    assert times.utilisation(421 * SECOND) == {"here": 0.05, "other": 0.05}, "another chain begins anew"
 
 
 def test_what_passes_between_two_chains_is_recovery() -> None:
