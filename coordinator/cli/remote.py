@@ -274,7 +274,7 @@ def answer_as_json(answer: Answer) -> Json:
         "ttft_s": ttft_s,
         "decode_s": later_s,
         "tokens_per_s": answer.num_later / later_s if later_s and answer.num_later else None,
-        "prompt_tokens_per_s": usage.num_prompt / ttft_s if ttft_s else None,
+        "prompt_tokens_per_s": usage.prompt_tokens_per_s(ttft_s),
         "num_tokens": usage.num_generated,
         "reused_tokens": usage.num_reused,
         "recoveries": usage.num_recoveries,

@@ -34,7 +34,7 @@ def stats_of(answer: Answer) -> dict[str, Any]:
         "ttft_s": answer.ttft_s,
         "decode_s": answer.decode_s,
         "tokens_per_s": answer.tokens_per_s,
-        "prompt_tokens_per_s": answer.usage.num_prompt / answer.ttft_s if has_prompt_time else None,
+        "prompt_tokens_per_s": answer.usage.prompt_tokens_per_s(answer.ttft_s) if has_prompt_time else None,
         "steps": answer.usage.num_steps,
         "tokens_per_step": num_tokens / answer.usage.num_steps if answer.usage.num_steps else None,
         "drafts_held": answer.usage.drafts_held,

@@ -82,6 +82,11 @@ class Usage:
         """By place, the share of steps in which the draft held, of those that had one."""
         return [held / tried for held, tried in zip(self.num_drafts_held, self.num_drafts, strict=True)]
 
+    def prompt_tokens_per_s(self, ttft_s: float) -> float | None:
+        """Return the speed of the prompt's tokens that no cache held; None if there were none."""
+        num_computed = self.num_prompt - self.num_reused
+        return num_computed / ttft_s if num_computed > 0 and ttft_s > 0 else None
+
 
 @dataclass(slots=True)
 class Output:

@@ -2,9 +2,10 @@
 
 import pytest
 
-from coordinator.cli.report import print_stats, stages_of
+from coordinator.cli.remote import answer_as_json
+from coordinator.cli.report import print_stats, stages_of, stats_of
 from coordinator.planning.plan import Assignment, Plan
-from coordinator.sessions.output import Answer
+from coordinator.sessions.output import Answer, Output, Token, Usage
 from coordinator.sessions.waterfall import PARTS, StageTime, Waterfall
 from protos.brigade_pb2 import StatusReply
 
@@ -40,3 +41,11 @@ def test_the_figures_of_a_lost_node_are_null() -> None:
     found = stages_of(Answer(statuses=[HELD, HELD]), Plan(tuple(NODES[:2]), 1), Waterfall(1.0, {}, stages))
     assert [stage["cache_bytes"] for stage in found] == [999 << 20, 999 << 20, None]
     assert [stage["peak_memory_bytes"] for stage in found] == [123 << 20, 123 << 20, None]
+
+
+@pytest.mark.parametrize(("num_reused", "speed"), [(0, 100.0), (60, 40.0), (100, None)])
+def test_the_speed_of_a_prompt_is_of_the_tokens_that_no_cache_held(num_reused: int, speed: float | None) -> None:
+    answer = Answer()
+    usage = Usage(num_prompt=100, started=10**9, num_reused=num_reused, num_steps=1, num_rows=1, num_generated=1)
+    answer.add(Output("x", [Token(7)], 2 * 10**9, "stop", usage, num_steps=1, content="x"))
+    assert stats_of(answer)["prompt_tokens_per_s"] == answer_as_json(answer)["stats"]["prompt_tokens_per_s"] == speed
