@@ -278,6 +278,8 @@ class StageTotals:
     compute: int = 0
     wire: int = 0  # of the hop into this stage; on the first one of the way back to it
     queue: int = 0
+    num_hops: int = 0  # of frames that found the stage idle
+    hops: int = 0  # their times
     busy: int = 0  # no moment counts twice
     bubble: int = 0  # idle while a frame was on its way
     busy_until: int = 0  # on the coordinator's clock
@@ -295,8 +297,31 @@ class StageTotals:
             self.num_frames += 1
             self.queue += took
         else:
-            self.wire += took
+            self.add_hop(took, max(0, min(end, self.busy_until) - begin))
         return 0
+
+    def add_hop(self, took: int, waited: int) -> None:
+        """Add a hop into this stage, of which the message waited until the stage's step had ended and it was read."""
+        self.wire += took - waited
+        self.queue += waited
+        if not waited:  # otherwise it is not known when it came
+            self.num_hops += 1
+            self.hops += took
+
+
+@dataclass
+class _WayBack:
+    """A result's way to the first stage, during which that may have computed frames whose results are not back yet."""
+
+    begin: int
+    end: int
+    seen: int  # the steps of the first stage are known until then
+    waited: int = 0
+
+    def skip(self, begin: int, end: int) -> None:
+        """Count a step of the first stage."""
+        self.waited += max(0, min(end, self.end) - max(begin, self.seen))
+        self.seen = max(self.seen, end)
 
 
 class StageTimes:
@@ -311,6 +336,7 @@ class StageTimes:
         self._now: list[StageTotals] = []  # of the present chain
         self._route: Route | None = None
         self._until = 0  # everything before is in the parts
+        self._ways_back: deque[_WayBack] = deque()  # those that are not in the sums yet
         self._marks: deque[tuple[int, list[tuple[StageTotals, int]]]] = deque()  # moments, and stages' `busy` then
 
     @property
@@ -332,9 +358,13 @@ class StageTimes:
         self._spend(between, tiles[0][2])
         before = self._until
         worked = [0] * len(self._now)  # a frame may stay on the first stage
+        self._add_ways_back(tiles[1][2], tiles[5][3])
         for part, stage, begin, end in tiles:
             self._spend(part, min(end, passage.returned))
-            worked[stage] += self._now[stage].add(part, begin, end)
+            if part == "return":
+                self._ways_back.append(_WayBack(begin, max(begin, end), seen=begin))
+            else:
+                worked[stage] += self._now[stage].add(part, begin, end)
         for totals, at_work in zip(self._now, worked, strict=True):
             totals.bubble += max(0, self._until - before - at_work)
         self._mark(passage.returned)
@@ -351,8 +381,17 @@ class StageTimes:
         self._route = route
         places = [(stage, node.name) for stage, node in enumerate(route.nodes)]
         self._now = [self._all.setdefault(place, StageTotals(*place)) for place in places]
+        self._ways_back.clear()
         self._marks.clear()
         self._mark(0)  # all that follows is this chain's work
+
+    def _add_ways_back(self, begin: int, end: int) -> None:
+        """Add those that ended before this step of the first stage; the others may have waited for it."""
+        while self._ways_back and self._ways_back[0].end <= begin:
+            way = self._ways_back.popleft()
+            self._now[0].add_hop(way.end - way.begin, way.waited)
+        for way in self._ways_back:
+            way.skip(begin, end)
 
     def _spend(self, part: str, until: int) -> None:
         """Count the time from the end of the last part until then; nothing if a clock is wrong."""

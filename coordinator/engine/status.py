@@ -48,7 +48,7 @@ class HopStatus:
 
     source: str
     target: str
-    latency_ms: float | None  # a frame's mean
+    latency_ms: float | None  # a frame's mean, of those that found the target idle
     sent_bytes: int | None
 
 
@@ -166,7 +166,7 @@ def _hops(nodes: Sequence[NodeStatus], stats: Stats) -> list[HopStatus]:
     hops = []
     for node, target in zip(chain, [*chain[1:], chain[0]], strict=True):
         into = totals.get((target.stage or 0, target.name))
-        latency_ms = into.wire / into.num_frames / 1e6 if into and into.num_frames else None
+        latency_ms = into.hops / into.num_hops / 1e6 if into and into.num_hops else None
         if len(chain) > 1:
             hops.append(HopStatus(node.name, target.name, latency_ms, node.sent_bytes))
     return hops

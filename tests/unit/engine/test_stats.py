@@ -141,6 +141,20 @@ def test_utilisation_is_of_the_last_ten_seconds_of_the_present_chain() -> None:
     assert times.utilisation(421 * SECOND) == {"here": 0.05, "other": 0.05}, "another chain begins anew"
 
 
+def test_a_frame_that_a_busy_node_has_not_read_waits_and_is_not_on_the_wire() -> None:
+    times, chain = StageTimes(), route("here", "there")
+    times.take(chain, frame(100))  # the second node encodes until 135
+    times.take(chain, frame(115))  # sent to it at 125, read at 130
+    here, there = times.totals
+    assert (there.wire, there.queue, there.hops, there.num_hops) == (5, 5, 5, 1)
+    assert (here.wire, here.queue, here.hops, here.num_hops) == (0, 0, 0, 0), (
+        "later frames tell what the first node did meanwhile"
+    )
+    times.take(chain, frame(136))  # the first result left at 135 and was read at 140, the second one from 150 to 155
+    times.take(chain, frame(200))
+    assert (here.wire, here.queue, here.hops, here.num_hops) == (5 - 4 + 5 + 5, 4, 10, 2)
+
+
 def test_what_passes_between_two_chains_is_recovery() -> None:
     times = StageTimes()
     times.rest(100)
