@@ -21,7 +21,7 @@ from coordinator.bench.simulate import (
 )
 from coordinator.planning.prediction import Prediction
 from coordinator.sessions.output import speed_after_first
-from coordinator.sessions.waterfall import Passage
+from coordinator.sessions.waterfall import Passage, joined, overlap
 from protos.brigade_pb2 import StatusReply
 from worker.errors import BrigadeError
 
@@ -88,7 +88,8 @@ class BenchRow:
     planned_tokens_per_s: float | None = None  # from the speeds that the nodes measured of themselves
     # by stage: rows of a frame -> mean; None, like `hop_ms`, if frames did not all pass the chain
     stage_ms: list[dict[int, float]] | None = None
-    hop_ms: list[float] | None = None  # by stage: mean from the end of computing to the arrival at the next stage
+    # by stage: mean from the end of computing to the arrival at the next stage, while that is idle
+    hop_ms: list[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -247,14 +248,22 @@ def frame_costs(layers: list[int], trials: Sequence[BenchTrial]) -> FrameCosts:
     """Return the mean times of the trials' frames, which have passed all stages, by their numbers of rows."""
     num_stages = len(trials[0].offsets)
     times: list[dict[int, list[float]]] = [defaultdict(list) for _ in range(num_stages)]
-    hops: list[list[float]] = [[] for _ in range(num_stages)]
+    hops: list[list[tuple[float, float]]] = [[] for _ in range(num_stages)]  # and waits in them
     for trial in trials:
+        busy = [
+            joined((p.timings[stage].started - offset, p.timings[stage].sampled - offset) for p in trial.passages)
+            for stage, offset in enumerate(trial.offsets)
+        ]
         for passage in trial.passages:
             for stage, (computed_ms, hop_ms) in enumerate(passage_ms(passage, trial.offsets)):
+                left = passage.timings[stage].sampled - trial.offsets[stage]
+                # a node reads a message after its step: when it came is not known
+                waited = overlap(busy[(stage + 1) % num_stages], left, left + round(1e6 * hop_ms))
                 times[stage][passage.num_rows].append(computed_ms)
-                hops[stage].append(hop_ms)
+                hops[stage].append((hop_ms, waited / 1e6))
     stage_ms = [{rows: fmean(taken) for rows, taken in sorted(by_rows.items())} for by_rows in times]
-    return FrameCosts(layers, stage_ms, [fmean(taken) for taken in hops])
+    free_ms = [[ms for ms, waited in taken if not waited] or [ms - waited for ms, waited in taken] for taken in hops]
+    return FrameCosts(layers, stage_ms, [fmean(taken) for taken in free_ms])
 
 
 def _with_stages(row: BenchRow, trials: Sequence[BenchTrial]) -> BenchRow:

@@ -5,7 +5,7 @@ times overlap, so each is clipped to the time after the previous result; togethe
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -112,7 +112,7 @@ def make_waterfall(legs: Sequence[Leg], started: int, ended: int) -> Waterfall:
         for part, stage, begin, end in tiles:
             if part in COMPUTING:
                 worked[leg.route.nodes[stage].name].append((begin, end))
-    busy = {name: _joined(intervals) for name, intervals in worked.items()}
+    busy = {name: joined(intervals) for name, intervals in worked.items()}
     before = started
     for leg, wait, passage, tiles in ways:
         sent = tiles[0][2]
@@ -124,7 +124,7 @@ def make_waterfall(legs: Sequence[Leg], started: int, ended: int) -> Waterfall:
             took = until - before
             if part not in COMPUTING:
                 # a node reads a message after its step, so a wait for it may be that step; waits count without it
-                computed = _overlap(busy[name], before, until)
+                computed = overlap(busy[name], before, until)
                 parts["worker compute" if stage else "coordinator compute"] += computed
                 took -= computed
                 if part == "queue":
@@ -191,21 +191,21 @@ def spans(passage: Passage, offsets: Sequence[int]) -> list[tuple[str, int, int,
     return tiles
 
 
-def _joined(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def joined(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the intervals in order, joined where they overlap: a stage computes while it sends."""
-    joined: list[tuple[int, int]] = []
+    found: list[tuple[int, int]] = []
     for begin, end in sorted(intervals):
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
         elif begin < end:
-            joined.append((begin, end))
-    return joined
+            found.append((begin, end))
+    return found
 
 
-def _overlap(joined: Sequence[tuple[int, int]], begin: int, end: int) -> int:
+def overlap(intervals: Sequence[tuple[int, int]], begin: int, end: int) -> int:
     """Return how much of [begin, end] the joined intervals cover."""
-    covered, at = 0, bisect_right(joined, begin, key=lambda interval: interval[1])
-    while at < len(joined) and joined[at][0] < end:
-        covered += min(joined[at][1], end) - max(joined[at][0], begin)
+    covered, at = 0, bisect_right(intervals, begin, key=lambda interval: interval[1])
+    while at < len(intervals) and intervals[at][0] < end:
+        covered += max(0, min(intervals[at][1], end) - max(intervals[at][0], begin))
         at += 1
     return covered

@@ -93,6 +93,19 @@ def test_stages_are_busy_while_they_compute_and_hops_are_what_lies_between() -> 
     assert found.stage_ms is found.hop_ms is with_predictions([found], 2, 20)[0].predicted_tokens_per_s is None
 
 
+def test_a_hop_to_a_busy_stage_does_not_count() -> None:
+    """Two stages of 20 and 5 ms with hops of 1 ms: most results wait for the next frame's step on the first stage."""
+
+    def frame(at: int, returned: int) -> Passage:
+        moments = [(at, at + 20), (at + 21, at + 26)]
+        first, second = (Moments(*[begin * 10**6] * 3, *[end * 10**6] * 4) for begin, end in moments)
+        return Passage([first, second], returned * 10**6, 1)
+
+    passages = [frame(0, 40), frame(20, 60), frame(40, 67)]
+    trial = BenchTrial(2, 0.0, [times(0.04, 0.02, 3)], passages, [0, 0], [0, 0])
+    assert summarise(CLUSTER, [1, 1], "ar", [trial]).hop_ms == pytest.approx([1, 1])
+
+
 def test_what_a_stage_sent_is_unknown_where_its_worker_did_not_say() -> None:
     """A worker that does not answer in time has a status of zeros; bytes per token are those of the other trials."""
     before = [StatusReply(clock=5, sent_bytes=100), StatusReply(clock=7, sent_bytes=40), StatusReply()]
