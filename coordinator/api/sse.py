@@ -95,7 +95,8 @@ async def respond(request: Request, answer: ApiAnswer) -> Response:
     async def prepare() -> Engine:
         """Read the request, so that what it leaves out is known before the headers go; then wait for the engine."""
         nonlocal requests
-        requests = await answer.prepare(server.inputs)
+        with server.stats.preparing():
+            requests = await answer.prepare(server.inputs)
         for name in requests[0].not_enforced:
             leave_out(name)
         return await server.wake_engine()

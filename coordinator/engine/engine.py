@@ -176,7 +176,7 @@ class Engine:
     async def prepare(self, spec: RequestSpec) -> Request:
         """Return the checked request. Raises what `InputProcessor.make_request` raises, and NodeBusy while draining."""
         self._require_open()
-        with self.use.using():
+        with self.use.using(), self.stats.preparing():
             return await self.inputs.make_request(spec)
 
     async def generate(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -79,7 +80,7 @@ class FinishedRequest:
 
     id: str
     key: str  # the name of its API key; empty without keys
-    decoder: str
+    decoder: str  # empty, like `num_prompt` 0, if it was not read so far
     num_prompt: int
     num_generated: int
     num_steps: int
@@ -145,6 +146,23 @@ class Stats:
         """Count a request that was refused before it was run."""
         self.counters["requests_rejected"].labels(type(error).__name__).inc()
 
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Count a request as refused if its prompt leaves no room for an answer: it never begins."""
+        started = time.monotonic()
+        try:
+            yield
+        except ContextExceeded as error:
+            self.refuse(error)
+            total_s = time.monotonic() - started
+            self._keep(
+                FinishedRequest(
+                    REQUEST_ID.get(), KEY_HOLDER.get(), "", error.num_tokens, 0, 0, "refused", str(error), time.time(),
+                    total_s, first_token_s=None, queue_s=None, num_recoveries=0, num_reused=0, parts_ms={},
+                )
+            )  # fmt: skip
+            raise
+
     def recover(self, recovered: Recovered) -> None:
         self.counters["recoveries"].labels(recovered.cause).inc()
         self.histograms["recovery_seconds"].observe(recovered.took_s)
@@ -153,6 +171,9 @@ class Stats:
     def finish(self, request: RequestStats, finished: FinishedRequest) -> None:
         """Count a request that has ended, in whatever way."""
         self.under_way.remove(request)
+        self._keep(finished)
+
+    def _keep(self, finished: FinishedRequest) -> None:
         self.recent.append(finished)
         self._on_end(finished)
 

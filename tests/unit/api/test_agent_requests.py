@@ -254,7 +254,11 @@ def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_look_for
         async def make_request(self, ask: RequestSpec) -> Any:
             raise ContextExceeded("prompt", "expected less", num_tokens=210, most=200)
 
-    found = posted(api, {"stream": streamed}, Full())
+    server = served(model=Full())
+    found = ask(make_app(server), "POST", PATHS[api], json=BODIES[api] | {"stream": streamed})
+    assert server.stats.counts("requests_rejected") == {"ContextExceeded": 1}
+    [refused] = server.stats.recent
+    assert (refused.finish_reason, refused.num_prompt) == ("refused", 210)
     error = found.json()["error"]
     assert found.status_code == 400
     if api == "messages":
