@@ -321,7 +321,8 @@ class Engine:
                 for session, unfinished in readings.items():
                     self.core.close(session)
                     if unfinished.stats:  # an answer that ends with another's error is aborted
-                        unfinished.stats.end(sys.exc_info()[1] if unfinished.number == present else None)
+                        error = sys.exc_info()[1] if unfinished.number == present else None
+                        unfinished.stats.end(error, session.usage())
 
     def parser(self, request: Request) -> TextParser:
         """Return what makes text of the request's tokens."""

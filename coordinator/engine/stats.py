@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from coordinator.engine.caller import KEY_HOLDER, REQUEST_ID
-from coordinator.sessions.output import Output
+from coordinator.sessions.output import Output, Usage
 from coordinator.sessions.request import Request
 from coordinator.sessions.waterfall import COMPUTING, PARTS, Passage, Route, spans
 from worker.errors import BrigadeError, ContextExceeded, InputError, NodeBusy, QueueFull, WaitedTooLong
@@ -190,7 +190,8 @@ class RequestStats:
         self._stats = stats
         self._num_steps = 0  # up to the last output with tokens: a canvas takes several
         self._first_at = self._last_at = 0  # nanoseconds, monotonic
-        self._last: Output | None = None
+        self._usage: Usage | None = None
+        self._finish_reason = ""
         self.parts_before: dict[str, int] = {}  # of all stages' time, as it began
 
     @property
@@ -219,12 +220,13 @@ class RequestStats:
             counters["generation_tokens"].inc(num_tokens)
             self._stats.rates.add(output.at // 1_000_000_000, num_tokens, num_steps)
         if output.finish_reason is not None:
-            self._last = output
+            self._finish_reason, self._usage = output.finish_reason, output.usage
 
-    def end(self, error: BaseException | None = None) -> None:
-        """Count the request as ended: finished, by this error, or aborted by its reader."""
-        if self._last is not None and self._last.finish_reason is not None:
-            reason = self._last.finish_reason
+    def end(self, error: BaseException | None = None, usage: Usage | None = None) -> None:
+        """Count the request as ended: finished, by this error, or aborted by its reader, at this cost."""
+        self._usage = self._usage or usage
+        if self._finish_reason:
+            reason = self._finish_reason
         elif isinstance(error, _REFUSALS) and not self.num_generated:
             reason = "refused"
         else:
@@ -238,7 +240,7 @@ class RequestStats:
 
     def _finished(self, reason: str, why: str) -> FinishedRequest:
         now = time.monotonic_ns()
-        usage = self._last.usage if self._last else None
+        usage = self._usage
         return FinishedRequest(
             id=self.id,
             key=self.key,
@@ -265,7 +267,7 @@ class RequestStats:
             counters["key_tokens"].labels(finished.key).inc(finished.num_generated)
         counters["decoder_tokens"].labels(finished.decoder).inc(finished.num_generated)
         counters["decoder_steps"].labels(finished.decoder).inc(finished.num_steps)
-        if self._last and (usage := self._last.usage):
+        if usage := self._usage:
             for place, (tried, held) in enumerate(zip(usage.num_drafts, usage.num_drafts_held, strict=True), 1):
                 labels = finished.decoder, str(place) if place < _LAST_PLACE else f"{_LAST_PLACE}+"
                 counters["drafts"].labels(*labels).inc(tried)

@@ -564,11 +564,15 @@ class Session:
         self._num_read += len(output.tokens)
         if output.finish_reason is None:
             return
+        legs = [replace(leg, passages=[p for p in leg.passages if p.returned <= output.at]) for leg in self._legs or ()]
+        output.usage = replace(self.usage(), num_steps=output.num_steps, num_rows=output.num_rows, legs=legs)
+
+    def usage(self) -> Usage:
+        """Return the cost so far, without the legs."""
         num_reused = min(self.num_reused_at_first, self.num_prompt)  # those of a journal may be among them
         num_held = tuple(self._num_held)  # copied first, since another thread lengthens these lists
-        legs = [replace(leg, passages=[p for p in leg.passages if p.returned <= output.at]) for leg in self._legs or ()]
-        output.usage = Usage(
-            self.num_prompt, self._started, num_reused, output.num_steps, output.num_rows, legs,
+        return Usage(
+            self.num_prompt, self._started, num_reused, self.num_steps, self.num_rows, (),
             self._num_recoveries, self._still_ns / 1e9, self._num_read, self.begun,
             tuple(self._num_tried[: len(num_held)]), num_held,
         )  # fmt: skip

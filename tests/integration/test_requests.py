@@ -209,6 +209,16 @@ async def test_many_cancels_at_once_leave_the_others(models: Models) -> None:
         assert {type(outcome) for outcome in outcomes} == {asyncio.CancelledError}
 
 
+async def test_an_answer_that_is_left_has_cost_what_it_took(folder: Path) -> None:
+    async with running(folder, (4,)) as chain, Engine(chain) as engine:
+        leaving = Live(engine, request(tokens_of(9), FOREVER))
+        await leaving.wait_pieces(4)
+        leaving.task.cancel()
+        await asyncio.wait([leaving.task])
+        [left] = engine.stats.recent
+        assert left.finish_reason == "abort" and left.queue_s is not None and left.num_steps >= 4
+
+
 async def test_a_request_whose_reader_leaves_before_the_mlx_thread_sees_it_never_runs(folder: Path) -> None:
     """The thread is at a step, and finds the request and its end at once."""
     release = threading.Event()

@@ -75,6 +75,17 @@ def test_failed_answers_have_a_reason(error: BaseException, finished: dict[str, 
     assert stats.counts("request_success") == {"length": 1}
 
 
+def test_the_cost_of_an_answer_that_is_left_counts() -> None:
+    stats = Stats()
+    request = stats.begin(TASK)
+    request.take(piece(1, request.started + SECOND))
+    usage = Usage(3, 0, 2, 4, 9, num_recoveries=1, begun=request.started + 5, num_drafts=(3,), num_drafts_held=(1,))
+    request.end(GeneratorExit(), usage)
+    [left] = stats.recent
+    assert (left.num_steps, left.num_reused, left.num_recoveries, left.queue_s) == (4, 2, 1, 5e-9)
+    assert stats.counts("drafts") == {"ngram1": 3} and stats.total("prefix_cache_hits") == 2
+
+
 def test_rates_are_of_whole_seconds_in_any_order_and_forget_after_two_minutes() -> None:
     rates = TokenRates()
     for second, count in ((10, 4), (12, 1), (10, 2), (500, 9)):
