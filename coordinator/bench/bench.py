@@ -186,6 +186,7 @@ class OnChain:
             offsets=self.chain.clock_offsets,
             sent_bytes=sent_between(before, after),
             loop_share=loop_share,
+            first_steps=max(answer.first_steps for answer in answers),
         )
 
 

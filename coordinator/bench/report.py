@@ -69,9 +69,9 @@ def _optional(value: float | None, form: str, unit: str = "") -> str:
 _Column = tuple[str, Callable[[BenchRow], str]]  # its head, and its cell of a row
 _NAMES: tuple[_Column, ...] = (("system", _system), ("decode", lambda row: row.decode))
 _SPEEDS: tuple[_Column, ...] = (
-    ("prompt tok/s", lambda row: f"{row.prompt_tokens_per_s:.0f}"),
+    ("prompt tok/s", lambda row: _optional(row.prompt_tokens_per_s, ".0f")),
     ("tok/s each", lambda row: _optional(row.tokens_per_s_per_request, ".1f")),
-    ("tok/s all", lambda row: f"{row.tokens_per_s:.1f}"),
+    ("tok/s all", lambda row: _optional(row.tokens_per_s, ".1f")),
 )
 _NARROW: tuple[_Column, ...] = (
     *_NAMES,
@@ -192,9 +192,11 @@ def write_plot(bench: Bench, path: Path) -> None:
     figure = Figure(figsize=(9, 4), layout="constrained")
     throughput, latency = figure.subplots(1, 2)
     for name, rows in lines.items():
-        throughput.plot(list(rows), [row.tokens_per_s for row in rows.values()], marker="o", label=name)
-        gaps = [float("nan") if row.gap_p50_ms is None else row.gap_p50_ms for row in rows.values()]
-        latency.plot(list(rows), gaps, marker="o", label=name)
+        for axes, values in (
+            (throughput, [row.tokens_per_s for row in rows.values()]),
+            (latency, [row.gap_p50_ms for row in rows.values()]),
+        ):
+            axes.plot(list(rows), [math.nan if value is None else value for value in values], marker="o", label=name)
     for axes, title in ((throughput, "tokens per second, all requests"), (latency, "ms between tokens, median")):
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("requests at once")
@@ -231,7 +233,7 @@ def _remarks(bench: Bench) -> list[str]:
     """Return the lines below the table: ratios, winners, and planned against measured speeds."""
     planned = [
         f"* {_system(row)}, {_requests(row.concurrency)}: {row.planned_tokens_per_s:.1f} tok/s planned, "
-        f"{row.tokens_per_s:.1f} measured"
+        f"{row.tokens_per_s or 0:.1f} measured"
         for row in bench.rows
         if row.planned_tokens_per_s is not None
     ]
@@ -267,10 +269,11 @@ def _winners(bench: Bench) -> list[str]:
             continue
         name = f"{_system(row)} by {row.decode}" if has_decodes else _system(row)
         next_best = max(
-            other.tokens_per_s
+            other.tokens_per_s or 0.0
             for other in bench.rows
             if (other.system, other.concurrency) == (CLUSTER, row.concurrency) and other.layers != row.layers
         )
-        gain = f", {row.tokens_per_s / next_best - 1:.0%} more than the next" if next_best else ""
-        lines.append(f"* fastest with {_requests(row.concurrency)}: {name}, {row.tokens_per_s:.1f} tok/s{gain}")
+        speed = row.tokens_per_s or 0.0
+        gain = f", {speed / next_best - 1:.0%} more than the next" if next_best else ""
+        lines.append(f"* fastest with {_requests(row.concurrency)}: {name}, {speed:.1f} tok/s{gain}")
     return lines

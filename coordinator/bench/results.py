@@ -46,11 +46,17 @@ class BenchTrial:
     offsets: Sequence[int] = ()  # nanoseconds, by stage
     sent_bytes: Sequence[int | None] = ()  # by stage; None if unknown
     loop_share: float | None = None  # of a core, used by the coordinator's event loop
+    first_steps: int = 1  # up to a request's first tokens, the most: several for a canvas
 
     @property
     def prefill_s(self) -> float:
         """The time until every request has its first token."""
         return max(times[0] for times in self.token_times) - self.started
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Return the speed of all requests together over the steady span; None if all tokens come in one step."""
+        return aggregate_tokens_per_s(self.token_times) or None
 
     def utilisation(self) -> list[float]:
         """Return the share of the steady span in which each stage computes."""
@@ -72,9 +78,9 @@ class BenchRow:
     layers: list[int] | None
     decode: str
     concurrency: int
-    prompt_tokens_per_s: float
-    tokens_per_s_per_request: float | None  # None, like the gaps, if all tokens come in one step
-    tokens_per_s: float  # of all requests together, over the steady span
+    prompt_tokens_per_s: float | None  # None if the first tokens take several steps
+    tokens_per_s_per_request: float | None  # None, like the gaps and the stages' shares, if all tokens come in one step
+    tokens_per_s: float | None  # of all requests together, over the steady span
     ttft_p50_s: float
     ttft_p95_s: float
     gap_p50_ms: float | None  # between one token of a request and the next
@@ -161,13 +167,13 @@ def fastest_splits(rows: Sequence[BenchRow]) -> list[BenchRow]:
     Only numbers of requests with which every split was measured count; a single split has no rows to compare.
     """
     by_split: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
+    rows = [row for row in rows if row.system == CLUSTER and row.tokens_per_s]
     for row in rows:
-        if row.system == CLUSTER:
-            by_split[tuple(row.layers or ())].add(row.concurrency)
+        by_split[tuple(row.layers or ())].add(row.concurrency)
     counts = set.intersection(*by_split.values()) if len(by_split) > 1 else set()
     compared = sorted({max(counts), 1} & counts, reverse=True) if counts else []
     return [
-        max((r for r in rows if (r.system, r.concurrency) == (CLUSTER, count)), key=lambda row: row.tokens_per_s)
+        max((row for row in rows if row.concurrency == count), key=lambda row: row.tokens_per_s or 0.0)
         for count in compared
     ]
 
@@ -183,14 +189,16 @@ def summarise(system: str, layers: list[int] | None, decode: str, trials: Sequen
     gaps = [1e3 * (b - a) for trial in trials for times in trial.token_times for a, b in pairwise(times)]
     found = (speed_after_first(times) for trial in trials for times in trial.token_times)
     speeds = [speed for speed in found if speed is not None]
+    together = [speed for trial in trials if (speed := trial.tokens_per_s) is not None]
+    has_prompt_time = max(trial.first_steps for trial in trials) < 2  # or else the time of the first canvas is in it
     row = BenchRow(
         system=system,
         layers=layers,
         decode=decode,
         concurrency=len(trials[0].token_times),
-        prompt_tokens_per_s=median(trial.num_prompt / trial.prefill_s for trial in trials),
+        prompt_tokens_per_s=median(trial.num_prompt / trial.prefill_s for trial in trials) if has_prompt_time else None,
         tokens_per_s_per_request=median(speeds) if speeds else None,
-        tokens_per_s=median(aggregate_tokens_per_s(trial.token_times) for trial in trials),
+        tokens_per_s=median(together) if together else None,
         ttft_p50_s=median(ttfts),
         ttft_p95_s=_percentile(ttfts, 0.95),
         gap_p50_ms=median(gaps) if speeds else None,
@@ -268,14 +276,15 @@ def frame_costs(layers: list[int], trials: Sequence[BenchTrial]) -> FrameCosts:
 
 def _with_stages(row: BenchRow, trials: Sequence[BenchTrial]) -> BenchRow:
     num_stages = len(trials[0].offsets)
-    utilisation = [median(column) for column in zip(*(trial.utilisation() for trial in trials), strict=True)]
+    shares = [trial.utilisation() for trial in trials if trial.tokens_per_s is not None]
+    utilisation = [median(column) for column in zip(*shares, strict=True)]
     # not so if one node makes answers alone
     pass_all_stages = all(len(passage.timings) == num_stages for trial in trials for passage in trial.passages)
     costs = frame_costs(row.layers or [], trials) if pass_all_stages else None
     return replace(
         row,
-        utilisation=utilisation,
-        bubble=1 - sum(utilisation) / num_stages,
+        utilisation=utilisation or None,
+        bubble=1 - sum(utilisation) / num_stages if utilisation else None,
         bytes_per_token=[_bytes_per_token(trials, stage) for stage in range(num_stages)],
         loop_share=median(trial.loop_share or 0.0 for trial in trials),
         stage_ms=costs.stage_ms if costs else None,

@@ -1,11 +1,12 @@
 """From trials to rows and ratios, on numbers that can be checked by hand."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coordinator.bench.report import print_bench, to_markdown
+from coordinator.bench.report import print_bench, to_markdown, write_plot
 from coordinator.bench.results import (
     CLUSTER,
     MLX_LM,
@@ -59,7 +60,20 @@ def test_the_tokens_of_the_first_step_took_no_time_of_decoding() -> None:
     found = summarise(ONE_PROCESS, [4], "canvas", [trial])
     assert found.tokens_per_s_per_request == found.tokens_per_s == 8.0
     together = summarise(ONE_PROCESS, [4], "canvas", [replace(trial, token_times=[[2.0] * 16])])
-    assert together.tokens_per_s_per_request is None
+    assert together.tokens_per_s_per_request is together.tokens_per_s is None
+    assert together.prompt_tokens_per_s == 1
+
+
+def test_what_a_single_canvas_hides_is_null(tmp_path: Path) -> None:
+    """All tokens come after four steps: neither a prompt's time is known, nor what stages do while all decode."""
+    passage = Passage([Moments(0, 0, 0, 0, 10**8, 10**8, 10**8)], 2 * 10**9, 4)
+    trial = BenchTrial(2, 0.0, [[2.0] * 16], [passage], [0], [0], first_steps=4)
+    found = summarise(CLUSTER, [1], "canvas", [trial])
+    assert found.prompt_tokens_per_s is found.tokens_per_s is found.utilisation is found.bubble is None
+    bench = bench_of(found, replace(found, layers=[2]))
+    assert bench.as_json()["fastest"] == []
+    assert "| 2.000 / 2.000 s" in to_markdown(bench)
+    write_plot(bench, tmp_path / "plot.svg")
 
 
 def test_requests_that_never_decode_at_once_count_from_the_first_token_to_the_last() -> None:
