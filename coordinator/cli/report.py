@@ -46,7 +46,7 @@ def stats_of(answer: Answer) -> dict[str, Any]:
 
 
 def stages_of(answer: Answer, plan: Plan, waterfall: Waterfall) -> list[dict[str, Any]]:
-    """Return an entry per node, lost ones last, whose memory is null: milliseconds are sums over the request."""
+    """Return an entry per node, lost ones last: milliseconds are sums over the request, unknown memory is null."""
     times, held = ("compute_ms", "wire_ms", "queue_ms", "utilisation"), ("peak_memory_bytes", "cache_bytes")
     return [
         {"node": time.node.name, "start": time.node.start, "end": time.node.end}
@@ -58,10 +58,10 @@ def stages_of(answer: Answer, plan: Plan, waterfall: Waterfall) -> list[dict[str
 
 
 def _with_statuses(answer: Answer, plan: Plan, waterfall: Waterfall) -> Iterator[tuple[StageTime, StatusReply | None]]:
-    """Yield each node's times and its status at the end; None for a lost node."""
-    held = {node.name: status for node, status in zip(plan.assignments, answer.statuses, strict=True)}
+    """Yield each node's times and its status at the end; None for a lost node, and for one that did not answer."""
+    held = {node.name: status for node, status in zip(plan.assignments, answer.statuses, strict=True) if status.clock}
     for time in waterfall.stages:
-        yield time, None if time.is_lost else held[time.node.name]
+        yield time, None if time.is_lost else held.get(time.node.name)
 
 
 def print_summary(answer: Answer, ended: str, drawn: str = "") -> None:

@@ -10,7 +10,7 @@ from coordinator.sessions.waterfall import PARTS, StageTime, Waterfall
 from protos.brigade_pb2 import StatusReply
 
 NODES = [Assignment(name, 10 * i, 10 * i + 10, 0, 0, 0) for i, name in enumerate(("coordinator", "mac-mini-2", "gone"))]
-HELD = StatusReply(peak_memory_bytes=123 << 20, cache_bytes=999 << 20)
+HELD = StatusReply(clock=1, peak_memory_bytes=123 << 20, cache_bytes=999 << 20)
 
 
 def tables(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -36,11 +36,13 @@ def test_no_row_is_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         assert sum(line.startswith(f"{part} ") for line in lines) == (part != "recovery"), part
 
 
-def test_the_figures_of_a_lost_node_are_null() -> None:
+def test_the_figures_of_a_lost_node_and_of_one_that_does_not_answer_are_null() -> None:
     stages = [StageTime(node, node.name == "gone", 1.0, 1.0, 1.0, 0.5) for node in NODES]
     found = stages_of(Answer(statuses=[HELD, HELD]), Plan(tuple(NODES[:2]), 1), Waterfall(1.0, {}, stages))
     assert [stage["cache_bytes"] for stage in found] == [999 << 20, 999 << 20, None]
     assert [stage["peak_memory_bytes"] for stage in found] == [123 << 20, 123 << 20, None]
+    found = stages_of(Answer(statuses=[HELD, StatusReply()]), Plan(tuple(NODES[:2]), 1), Waterfall(1.0, {}, stages))
+    assert [stage["cache_bytes"] for stage in found] == [999 << 20, None, None]
 
 
 @pytest.mark.parametrize(("num_reused", "speed"), [(0, 100.0), (60, 40.0), (100, None)])
