@@ -124,7 +124,9 @@ def cluster_state(server: Server, now: StatusSnapshot) -> dict[str, Any]:
             asdict(ended) | {"parts_ms": {part: took for part, took in ended.parts_ms.items() if took}}
             for ended in stats.recent
         ],
-        "recoveries": [{"at": at, "age_s": time.time() - at, **asdict(each)} for at, each in stats.recovered],
+        "recoveries": [
+            {"at": at, "age_s": time.monotonic() - since, **asdict(each)} for at, since, each in stats.recovered
+        ],
         "totals": {
             "prompt_tokens": stats.total("prompt_tokens"),
             "generation_tokens": stats.total("generation_tokens"),

@@ -117,7 +117,8 @@ class Stats:
         self.rates = TokenRates()
         self.under_way: list[RequestStats] = []
         self.recent: deque[FinishedRequest] = deque(maxlen=_NUM_RECENT)
-        self.recovered: deque[tuple[float, Recovered]] = deque(maxlen=_NUM_RECENT)  # with seconds since 1970
+        # with seconds since 1970, and on the clock that is never set
+        self.recovered: deque[tuple[float, float, Recovered]] = deque(maxlen=_NUM_RECENT)
 
     @property
     def uptime_s(self) -> float:
@@ -166,7 +167,7 @@ class Stats:
     def recover(self, recovered: Recovered) -> None:
         self.counters["recoveries"].labels(recovered.cause).inc()
         self.histograms["recovery_seconds"].observe(recovered.took_s)
-        self.recovered.append((time.time(), recovered))
+        self.recovered.append((time.time(), time.monotonic(), recovered))
 
     def finish(self, request: RequestStats, finished: FinishedRequest) -> None:
         """Count a request that has ended, in whatever way."""

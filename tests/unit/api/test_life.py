@@ -1,6 +1,7 @@
 """What becomes of a server whose model cannot be loaded, and what it says of one that is."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,9 +13,12 @@ import pytest
 from coordinator.api import serve
 from coordinator.api.serve import ServeOptions, keep_open
 from coordinator.api.server import RequestLimits, Server
+from coordinator.api.status import cluster_state
 from coordinator.cluster.options import ClusterOptions
+from coordinator.cluster.recovery_record import Recovered
 from coordinator.engine.engine import Engine, ServerState
 from coordinator.engine.inputs import InputProcessor
+from coordinator.engine.status import StatusSnapshot
 from tests.unit.virtual_time import VirtualTime
 from worker.config import ClusterConfig, TlsConfig, WorkerConfig
 from worker.errors import InputError, ModelError, StageLost
@@ -147,3 +151,13 @@ def test_hosts_and_origins_that_no_browser_names_and_empty_names_are_refused() -
         with pytest.raises(InputError) as refused:
             ServeOptions("127.0.0.1", 0, **{option: [each]}).check()
         assert refused.value.field == flags[option]
+
+
+def test_a_recovery_has_its_age_though_the_clock_was_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs: Any = SimpleNamespace(spec=SimpleNamespace(num_layers=8, context=200))
+    server = Server(inputs, ("talker",))
+    server.stats.recover(Recovered("StageLost", "mini", "worker mini: closed the connection", 1.0, None))
+    earlier = time.time() - 3600
+    monkeypatch.setattr(time, "time", lambda: earlier)
+    [found] = cluster_state(server, StatusSnapshot())["recoveries"]
+    assert 0 <= found["age_s"] < 60
