@@ -5,6 +5,7 @@ import hmac
 import os
 import re
 import stat
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -18,7 +19,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.api.errors import HttpError, error_response, http_error
-from coordinator.engine.caller import BEST_PRIORITY, KEY_DIGEST, KEY_HOLDER, REQUEST_ID
+from coordinator.engine.caller import ARRIVED, BEST_PRIORITY, KEY_DIGEST, KEY_HOLDER, REQUEST_ID
 from worker.errors import InputError, QueueFull
 from worker.platform.files import reading
 
@@ -153,6 +154,7 @@ class AuthMiddleware:
         given = headers.get("x-request-id", "")
         request_id = given if re.fullmatch(_ID, given) else f"req_{uuid.uuid4().hex}"
         REQUEST_ID.set(request_id)
+        ARRIVED.set(time.monotonic_ns())
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -44,9 +44,10 @@ class _Collector(Collector):
 
     def _gauges(self) -> Iterator[Metric]:
         states, state = [each.state for each in self._now.requests], self._server.state.word
+        num_waiting = states.count("waiting") + self._server.num_waking
         for name, text, value in (
             ("num_requests_running", "Requests that have memory.", states.count("running")),
-            ("num_requests_waiting", "Requests that wait for memory.", states.count("waiting")),
+            ("num_requests_waiting", "Requests that wait for memory, or for the model to be loaded.", num_waiting),
             ("uptime_seconds", "Since the server began.", self._server.stats.uptime_s),
         ):
             yield GaugeMetricFamily(f"brigade_{name}", text, value)

@@ -105,6 +105,7 @@ class Engine:
 
     async def __aexit__(self, kind: object, *exc: object) -> None:
         await self.core.__aexit__(kind, *exc)
+        self.stats.stages.end_chain()
 
     @property
     def inputs(self) -> InputProcessor:

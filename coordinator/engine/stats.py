@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from coordinator.engine.caller import KEY_HOLDER, REQUEST_ID
+from coordinator.engine.caller import ARRIVED, KEY_HOLDER, REQUEST_ID
 from coordinator.sessions.output import Output, Usage
 from coordinator.sessions.request import Request
 from coordinator.sessions.waterfall import COMPUTING, PARTS, Passage, Route, spans
@@ -136,7 +136,7 @@ class Stats:
 
     def begin(self, request: Request) -> RequestStats:
         """Return the statistics of a request that begins; call `end` on them."""
-        begun = RequestStats(self, request, REQUEST_ID.get(), KEY_HOLDER.get())
+        begun = RequestStats(self, request, REQUEST_ID.get(), KEY_HOLDER.get(), ARRIVED.get() or time.monotonic_ns())
         if not self.under_way:
             self.stages.rest(begun.started)
         begun.parts_before = dict(self.stages.parts)
@@ -182,12 +182,12 @@ class Stats:
 class RequestStats:
     """The statistics of one request under way."""
 
-    def __init__(self, stats: Stats, request: Request, request_id: str, key: str) -> None:
+    def __init__(self, stats: Stats, request: Request, request_id: str, key: str, started: int) -> None:
         self.id = request_id
         self.key = key
         self.request = request
         self.num_generated = 0
-        self.started = time.monotonic_ns()
+        self.started = started  # nanoseconds, monotonic
         self._stats = stats
         self._num_steps = 0  # up to the last output with tokens: a canvas takes several
         self._first_at = self._last_at = 0  # nanoseconds, monotonic
@@ -371,6 +371,10 @@ class StageTimes:
     def rest(self, until: int) -> None:
         """Leave out the time until this moment: no frame was on its way."""
         self._until = max(self._until, until)
+
+    def end_chain(self) -> None:
+        """Note that the present chain ended on purpose: the next one is no recovery."""
+        self._route = None
 
     def take(self, route: Route, passage: Passage) -> None:
         """Count a frame; the first one of another chain ends a recovery."""

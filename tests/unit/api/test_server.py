@@ -71,6 +71,15 @@ async def test_waiting_requests_wait_on_if_the_model_sleeps_again() -> None:
     assert await again is MODEL
 
 
+async def test_requests_that_wait_for_the_model_are_waiting_in_the_metrics() -> None:
+    shared = asleep()
+    requests = await waiting(shared, 2)
+    assert 'brigade_num_requests_waiting{model_name="talker"} 2.0' in metrics_text(shared, StatusSnapshot()).decode()
+    shared.open(MODEL)
+    await asyncio.gather(*requests)
+    assert 'brigade_num_requests_waiting{model_name="talker"} 0.0' in metrics_text(shared, StatusSnapshot()).decode()
+
+
 async def test_a_request_that_leaves_has_woken_the_model_all_the_same() -> None:
     shared = asleep()
     wanted = asyncio.create_task(shared.wait_wanted())

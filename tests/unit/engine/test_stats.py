@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
@@ -9,6 +10,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from coordinator.cluster.log import log_as_json
+from coordinator.engine.caller import ARRIVED
 from coordinator.engine.stats import StageTimes, Stats, TokenRates
 from coordinator.engine.status import ClusterStatus, StatusLog, log_request
 from coordinator.planning.plan import Assignment
@@ -173,6 +175,33 @@ def test_what_passes_between_two_chains_is_recovery() -> None:
     times.take(route("here", "other"), frame(240))
     assert times.parts["recovery"] == 100
     assert [(stage.stage, stage.worker) for stage in times.totals] == [(0, "here"), (1, "there"), (1, "other")]
+
+
+def test_a_chain_that_ended_on_purpose_is_not_recovered_from() -> None:
+    times = StageTimes()
+    times.rest(100)
+    times.take(route("here", "there"), frame(100))
+    times.end_chain()  # the model was unloaded
+    times.take(route("here", "there"), frame(240))
+    assert (times.parts["recovery"], times.parts["scheduling"]) == (0, 100)
+
+
+def test_a_request_begins_when_it_arrives() -> None:
+    """It may wait for the model to be loaded before the engine gets it."""
+    came = time.monotonic_ns() - 9 * SECOND
+    token = ARRIVED.set(came)
+    try:
+        stats = Stats()
+        request = stats.begin(TASK)
+    finally:
+        ARRIVED.reset(token)
+    stats.stages.take(route("here", "there"), frame(came + 8 * SECOND))
+    usage = Usage(3, 0, 0, num_steps=1, num_rows=3, begun=came + 8 * SECOND)
+    request.take(Output("x", [Token(7)], came + 8 * SECOND, "stop", usage))
+    request.end()
+    [ended] = stats.recent
+    assert (ended.queue_s, ended.first_token_s) == (8, 8) and ended.total_s >= 9
+    assert ended.parts_ms["scheduling"] == 8000 and sum(ended.parts_ms.values()) <= 1000 * ended.total_s
 
 
 def test_a_busy_server_says_so_and_an_idle_one_nothing(capsys: pytest.CaptureFixture[str]) -> None:
