@@ -240,7 +240,10 @@ async def test_models_below_the_roots_are_found_by_the_last_part_of_their_name(m
             assert (await node.load(request))[-1].phase == "load", name
 
 
-def test_a_folder_of_models_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wanted", ["/not/there/copy", "owner/copy"])
+def test_a_folder_of_models_that_may_not_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str
+) -> None:
     """As a service's on macOS: Documents, or another disk."""
 
     def refuse(path: Path) -> None:
@@ -251,7 +254,7 @@ def test_a_folder_of_models_that_may_not_be_read_is_named(tmp_path: Path, monkey
     monkeypatch.setattr(Path, "iterdir", refuse)
     expected = f"^cannot read {re.escape(str(tmp_path))}: Operation not permitted; allow Python .*, Full Disk Access"
     with pytest.raises(ModelError, match=expected):
-        ModelSources(roots=(tmp_path,)).open_own("/not/there/copy", {}, take)
+        ModelSources(roots=(tmp_path,)).open_own(wanted, {}, take)
 
 
 async def test_a_workers_own_model_is_loaded_by_any_name_and_the_bundled_one_by_all(models: Models) -> None:

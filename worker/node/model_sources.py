@@ -131,11 +131,11 @@ class ModelSources:
                 return checkpoint
             except ModelError as error:
                 refusals.append(error)
-        if refusals:
-            raise refusals[0]
         for root in self.roots:
             with reading(root), contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 os.listdir(root)
+        if refusals:
+            raise refusals[0]
         # the same whether or not the name leads to anything
         shown = repr(wanted if len(wanted) <= _SHOWN else f"{wanted[:_SHOWN]}...")
         has = "no folder of that name directly below its `models:`" if self.roots else "no model of its own"

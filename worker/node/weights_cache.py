@@ -233,7 +233,9 @@ class PartialFile:
                 self._at += len(block)
                 if time.monotonic() >= until:
                     file.truncate(self._at)
-        else:
+        is_damaged = self.offset == nbytes and self._hash.hexdigest() != digest  # by a power failure, before its end
+        if not self._at or is_damaged:
+            self._hash, self._at = blake3(), 0
             file.seek(0)
             file.truncate()
             self.write([begin])
@@ -269,7 +271,9 @@ class PartialFile:
                 self._unfinished.unlink(missing_ok=True)
                 wrong = f"expected {self.path.name} with the digest {self._digest[:12]}, got one with {found[:12]}"
                 if self._num_found:
-                    raise FrameError(f"{wrong}: what an earlier transfer left of it may be damaged; send all of it")
+                    raise FrameError(
+                        f"{wrong}: what an earlier transfer left of it may be damaged, and is removed; start again"
+                    )
                 raise ModelError(f"{wrong}: the coordinator's file changed, or is not what was sent; start again")
             sync_file(self._file.fileno())  # or a power failure could keep the name and lose the bytes
             os.utime(self._unfinished, ns=(time.time_ns(), _RECEIVED_NS))
