@@ -253,7 +253,7 @@ def test_an_endless_template_ends_without_its_process() -> None:
     templates = Templates()
     templates.render(conversations=[[]], chat_template="a")
     process = templates.process
-    with pytest.raises(InputError, match=r"the chat template took longer than 0\.5 s"):
+    with pytest.raises(InputError, match=r"the chat template took longer than (0\.5|2) s"):
         templates.render(conversations=[[]], chat_template=ENDLESS)
     assert templates.render(conversations=[[]], chat_template="b") == (["b"], []) and templates.process is process
 
@@ -359,5 +359,5 @@ def test_a_command_can_be_interrupted_while_a_template_is_rendered_and_tells_of_
     render_by(monkeypatch, short.render)
     folder = retokenized(talker, tmp_path / "model", chat_template=ENDLESS)
     outcome = run_here("generate", "--model", folder, "--local", "0", "--prompt", "hi")
-    told = "error: --prompt: the chat template took longer than 0.5 s; give it raw, or shorter\n"
-    assert (outcome.code, outcome.out, outcome.err) == (2, "", told)
+    told = r"error: --prompt: the chat template took longer than (0\.5|2) s; give it raw, or shorter\n"
+    assert (outcome.code, outcome.out) == (2, "") and re.fullmatch(told, outcome.err)
