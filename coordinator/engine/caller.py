@@ -3,9 +3,7 @@
 from contextvars import ContextVar
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")  # of the request that the present task answers
-ARRIVED: ContextVar[int] = ContextVar(
-    "arrived", default=0
-)  # when it came, nanoseconds, monotonic; 0 if it came by no API
+ARRIVED: ContextVar[int] = ContextVar("arrived", default=0)  # when it came, monotonic ns; 0 if it came by no API
 BEST_PRIORITY: ContextVar[int] = ContextVar("best_priority", default=0)  # that the request's API key may ask for
 KEY_HOLDER: ContextVar[str] = ContextVar("key_holder", default="")  # the name of its API key; empty without keys
 KEY_DIGEST: ContextVar[str] = ContextVar("key_digest", default="")  # of the key itself, in hex; empty likewise

@@ -141,7 +141,7 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         fix = ""
-        if sys.platform == "darwin" and error.errno == errno.EPERM:  # of a service: nobody is asked there
+        if sys.platform == "darwin" and error.errno == errno.EPERM:  # of a service, for which macOS asks no user
             fix = "; allow Python there in System Settings, Privacy & Security, Full Disk Access, or move the folder"
         raise ModelError(f"cannot read {error.filename or path}: {error.strerror or error}{fix}") from error
 

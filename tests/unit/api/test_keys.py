@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from coordinator.api import auth
 from coordinator.api.app import make_app
 from coordinator.api.auth import KEY_VARIABLE, Key, find_key, first_key, is_readable_by_others, load_keys
 from coordinator.cluster.log import log_as_json
-from coordinator.engine.caller import KEY_HOLDER
+from coordinator.engine.caller import ARRIVED, KEY_HOLDER
 from coordinator.engine.stats import Stats
 from coordinator.engine.status import log_request
 from coordinator.sessions.request import Request
@@ -130,9 +131,11 @@ class Held(ScriptedModel):
         super().__init__([delta("x"), last()])
         self.may_end = asyncio.Event()
         self.holders: list[str] = []
+        self.arrived: list[int] = []
 
     async def make_request(self, ask: Any) -> Any:
         self.holders.append(KEY_HOLDER.get())
+        self.arrived.append(ARRIVED.get())
         await self.may_end.wait()
         return await super().make_request(ask)
 
@@ -156,7 +159,7 @@ def test_a_request_goes_before_others_only_as_far_as_its_key_may(tmp_path: Path)
 
 @pytest.mark.parametrize("streamed", [True, False])
 async def test_a_key_has_only_so_many_requests_at_once(tmp_path: Path, *, streamed: bool) -> None:
-    keys = keys_of(tmp_path, f"alice {SECRET} at_once=2\nbob key-of-bob\n")
+    keys, began = keys_of(tmp_path, f"alice {SECRET} at_once=2\nbob key-of-bob\n"), time.monotonic_ns()
     body = {"input": "hi", "stream": streamed}
     model = Held()
     server = served(model=model)
@@ -179,6 +182,7 @@ async def test_a_key_has_only_so_many_requests_at_once(tmp_path: Path, *, stream
         assert [(await each).status_code for each in running] == [200] * 4
         assert (await post(SECRET)).status_code == 200
         assert sorted(model.holders[:4]) == ["alice", "alice", "bob", "bob"]
+        assert all(began <= at <= time.monotonic_ns() for at in model.arrived)
 
 
 def test_requests_and_tokens_are_counted_and_logged_by_the_name_of_their_key(capfd: pytest.CaptureFixture[str]) -> None:
