@@ -13,7 +13,7 @@ from worker.errors import ModelError
 from worker.model.build import Absent, tensors_of_module
 from worker.model.checkpoint import Checkpoint
 from worker.model.headers import TensorInfo
-from worker.platform.mlx_memory import end_if_ignored, out_of_memory, raise_late_errors
+from worker.platform.mlx_memory import mlx_errors_named, raise_late_errors
 
 DIGEST_BYTES = 4 * 2**20  # of a tensor that are hashed at once
 
@@ -74,12 +74,11 @@ class HeldTensors:
         """
         for _, array in self._listed:
             try:
-                mx.eval(array)
-                raise_late_errors(waits=True)
+                with mlx_errors_named(f"with {self._what}, {self.nbytes / 2**30:.2f} GiB"):
+                    mx.eval(array)
+                    raise_late_errors(waits=True)
             except RuntimeError as error:
-                end_if_ignored(error)
-                named = out_of_memory(str(error), f"with {self._what}, {self.nbytes / 2**30:.2f} GiB")
-                raise named or ModelError(f"cannot read the tensors of {self._what}: {error}") from error
+                raise ModelError(f"cannot read the tensors of {self._what}: {error}") from error
             progress(array.nbytes)
 
     def digests(self) -> dict[str, str]:

@@ -150,13 +150,13 @@ def mlx_errors_named(doing: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        end_if_ignored(error)
+        _end_if_ignored(error)
         if (named := not_compiled(str(error)) or out_of_memory(f"{error!r}", doing)) is None:
             raise
         raise named from error
 
 
-def end_if_ignored(error: BaseException) -> None:
+def _end_if_ignored(error: BaseException) -> None:
     """End this process if macOS ignores all of its work on the GPU from now on: only another process can go on.
 
     A worker is started again by what started it, and its chain recovers as from any other that has ended.
