@@ -146,5 +146,5 @@ def test_what_a_model_draws_when_it_is_built_stays_in_no_graph() -> None:
     for graph in graphs:
         mx.export_to_dot(graph, mx.random.uniform())  # type: ignore[arg-type]
         build(synthetic(tied=True))
-    before, after = (len(graph.getvalue()) for graph in graphs)
-    assert after <= before
+    before, after = (graph.getvalue().count("label") for graph in graphs)  # operations
+    assert 0 < after <= before
