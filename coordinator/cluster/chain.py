@@ -126,34 +126,45 @@ class Chain:
     async def __aexit__(self, *exc: object) -> None:
         await self._stack.aclose()
 
-    async def open(self, progress: NodeProgress = lambda node, report: None, within_s: float | None = None) -> None:
+    async def open(self, progress: NodeProgress = lambda node, report: None, most_still_s: float | None = None) -> None:
         """Join the stages last to first, and run some rows through them.
 
         Raises:
-            EngineHung: it took longer than `within_s` because of the node that the error names, or of this process.
+            EngineHung: no stage joined and no result came for `most_still_s`, because of the node that the error names,
+                or of this process.
             BrigadeError: what the first node that cannot take part says.
         """
         joining = ""
         try:
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(most_still_s) as limit:
+
+                def note_move(node: str = "", report: LoadProgress | None = None) -> None:
+                    if report:
+                        progress(node, report)
+                    if most_still_s is not None:
+                        with contextlib.suppress(RuntimeError):  # the time is over, or no longer limited
+                            limit.reschedule(self._main.time() + most_still_s)
+
                 for stage, peer in reversed(list(enumerate(self.peers, 1))):
                     joining = peer.name
                     self._stack.callback(peer.detach)
                     await peer.attach(self._attach_request(stage))
                     self.clock_offsets[stage] = await peer.clock_offset()
+                    note_move()
                 joining = ""
-                limit = self.deployment.prefix_bytes
-                store = PrefixStore(*self.plan.answer_parts[0], limit) if limit else None
+                limit_bytes = self.deployment.prefix_bytes
+                store = PrefixStore(*self.plan.answer_parts[0], limit_bytes) if limit_bytes else None
                 await self._start(store)
                 if store:
                     await self._list_prefixes(store)
-                await self.thread.call(self._warm_up(progress))
+                await self.thread.call(self._warm_up(note_move))
         except TimeoutError:
+            assert most_still_s is not None
             if self.stage is None:
                 cause = "did not join" if joining else "this process's engine is at a long step and did not join"
-                raise EngineHung(f"{cause} the chain within {within_s:.1f} s", node=joining) from None
-            await self._diagnose(self._flight, within_s or 0.0, allowed_s=0.0)
-            raise StageLost(f"the chain was not ready within {within_s:.1f} s") from None
+                raise EngineHung(f"{cause} the chain within {most_still_s:.1f} s", node=joining) from None
+            await self._diagnose(self._flight, most_still_s, allowed_s=most_still_s / 2)
+            raise StageLost(f"the warm-up of the chain had no result for {most_still_s:.1f} s") from None
         self._is_warm = True
 
     @property

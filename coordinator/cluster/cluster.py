@@ -60,7 +60,7 @@ from worker.platform.machine import is_overloaded
 from worker.platform.threads import run_in_thread
 
 ASK_S, _LONGEST_ASK_S = 0.3, 1.0
-_LEAST_TRY_S = 5.0  # for one try to open the next chain; at most half of the time that is left, if that is longer
+_LEAST_TRY_S = 5.0  # in which opening the next chain may stand still; half of the time that is left, if that is longer
 _UNUSED_S = 1.0  # without a frame in flight: no request waits for the first token of the chain any more
 _PROVING_S = 0.5  # between two looks at that
 _TEND_AGAIN_S = 10.0  # from an unexpected error to the next try to look after the open chain
@@ -245,19 +245,20 @@ class Cluster:
     async def open_chain(self, plan: Plan, recovery: Recovery, progress: NodeProgress) -> Chain:
         """Open a chain over nodes that hold their layers; a failure leaves nothing of it behind.
 
-        After a loss one try takes half of the time that is left, so that a node that hangs does not use up all of it.
-        The time may be over while another node loads, since that is not counted: a try then takes the least time.
+        After a loss one try may stand still for half of the time that is left, so that a node that hangs does not use
+        up all of it. A try that moves may take longer than is left, since the next one would begin anew. The time may
+        be over while another node loads, since that is not counted: a try may then stand still for the least time.
         """
         now = time.monotonic()
         recovery.found_at, recovery.loaded_at = recovery.found_at or now, now
         deployment = self._deployed(plan)
         self._epoch += 1
-        within_s = None
+        most_still_s = None
         if recovery.error is not None:
             left_s = self._limits.recovery_s - recovery.spent_s
-            within_s = max(_LEAST_TRY_S, left_s / 2)
+            most_still_s = max(_LEAST_TRY_S, left_s / 2)
             if not any(record.state is NodeState.LOADING for record in self.nodes.records):
-                within_s = min(left_s, within_s)
+                most_still_s = min(left_s, most_still_s)
         predicted = Prediction(deployment.spec, plan, self._planner.speeds)
         costs = ChainCosts(len(plan.assignments), predicted.chunks_s)
         answers_alone = plan.prompt_end is not None
@@ -279,7 +280,7 @@ class Cluster:
                 say=self._say,
             )
             await stack.enter_async_context(chain)
-            await chain.open(progress, within_s)
+            await chain.open(progress, most_still_s)
             self._open = stack.pop_all()
         self._deployment = deployment
         return chain
@@ -315,11 +316,12 @@ class Cluster:
         assert recovery.error is not None
         missing = [each.name for each in self.nodes.records if each.name in recovery.plan.names and not each.is_usable]
         what = f"{' and '.join(missing)} did not come back" if missing else "no chain could be opened"
+        what += f" within {self._limits.recovery_s:g} s (--recovery-timeout)"
         why = "" if self._can_spare() else ", and the model does not fit without"
         refusal = next(filter(None, (worker.refusal for worker in self.nodes.workers.values())), None)
         why += f" ({refusal})" if refusal else ""
         error = recovery.error
-        return StageLost(f"{error.message}; {what} within {self._limits.recovery_s:g} s{why}", node=error.node)
+        return StageLost(f"{error.message}; {what}{why}", node=error.node)
 
     # --- with a chain -----------------------------------------------------------------------------------------------
 

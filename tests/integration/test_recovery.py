@@ -472,7 +472,13 @@ ENDED = r"(closed the connection \(its process has ended\)|left the chain)"  # b
 
 @pytest.mark.parametrize(
     ("recovery_s", "why"),
-    [(0.6, r".*; node-2 did not come back within 0\.6 s, and the model does not fit without.*"), (0, ENDED)],
+    [
+        (
+            0.6,
+            r".*; node-2 did not come back within 0\.6 s \(--recovery-timeout\), and the model does not fit without.*",
+        ),
+        (0, ENDED),
+    ],
 )
 async def test_and_once_the_time_is_over_all_fail_with_the_reason(folder: Path, recovery_s: float, why: str) -> None:
     async with supervised(folder, Limits(0, recovery_s), memory=tight(folder)) as rig, rig.engine() as engine:
