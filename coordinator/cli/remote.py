@@ -32,6 +32,7 @@ _TIMES = httpx2.Timeout(5.0, read=120.0)  # a stream sends keep-alives every few
 _WRONG_REQUEST = (400, 404, 413, 415, 422)
 _TOO_MANY = 429
 _RETRY_S, _MOST_RETRY_S = 1.0, 60.0  # until a busy server is asked again: if it names no time, and at most
+_NOT_CONNECTED = (httpx2.ConnectError, httpx2.ConnectTimeout)
 _JSON = {"Content-Type": "application/json"}
 _DONE = "[DONE]"
 
@@ -118,7 +119,8 @@ class RemoteServer:
         Args:
             body: further fields of the request.
         Raises:
-            InputError: the request is wrong. ServerFailed: the answer failed or broke off.
+            InputError: the request is wrong. NothingAnswers: the server has ended. ServerFailed: the answer failed or
+                broke off.
         """
         path, asked = "v1/completions", {**body, "prompt": prompt}
         if isinstance(prompt, Conversation):
@@ -146,6 +148,8 @@ class RemoteServer:
             if response.status_code != 200:
                 raise _refused(response, response.content)
             return [float(each["logprob"]) for each in response.json()["scores"]]
+        except _NOT_CONNECTED as error:
+            raise no_answer(self._url, error) from error
         except (httpx2.HTTPError, ValueError, LookupError, TypeError) as error:
             raise ServerFailed(f"the server at {self._url} has no scores: {error or type(error).__name__}") from error
 
@@ -161,6 +165,8 @@ class RemoteServer:
                         return
                     if event.data:
                         yield _event(event.data)
+        except _NOT_CONNECTED as error:
+            raise no_answer(self._url, error) from error
         except (httpx2.HTTPError, ValueError) as error:
             raise ServerFailed(f"the server at {self._url} broke off: {error or type(error).__name__}") from error
         raise ServerFailed(f"the server at {self._url} ended its stream without a last event")

@@ -103,6 +103,20 @@ def test_a_refusal_is_raised_as_its_text() -> None:
         outputs_of("gateway", status=502)
 
 
+def test_a_server_that_has_ended_since_it_told_its_model_is_to_be_started() -> None:
+    def refuse(request: httpx2.Request) -> httpx2.Response:
+        raise httpx2.ConnectError("All connection attempts failed")
+
+    async def ask() -> None:
+        async with httpx2.AsyncClient(transport=httpx2.MockTransport(refuse), base_url="http://other/v1") as client:
+            server = RemoteServer(client, "http://other", "m")
+            for asked in (anext(server.generate("a", {})), server.score("a", ["b"])):
+                with pytest.raises(NothingAnswers, match=r"^nothing answers at http://other .*`brigade serve`$"):
+                    await asked
+
+    asyncio.run(ask())
+
+
 def test_a_question_is_asked_again_while_the_server_has_no_room() -> None:
     waits = iter(("0", "soon", None))
     began = time.monotonic()
