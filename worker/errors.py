@@ -109,6 +109,10 @@ class StageLost(BrigadeError):
 
 
 CLOSED_AT_ONCE = "closed the connection before any reply: it refused our certificate, expects TLS, or has ended"
+NO_WORKER = (
+    "what answers there is no worker, perhaps a web server; correct the address, end that program, or give the worker "
+    "another port"
+)
 
 
 class Unanswered(StageLost):

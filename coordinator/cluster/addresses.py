@@ -145,7 +145,7 @@ class AddressRace:
         except (OSError, TimeoutError, ConfigError):  # ConfigError: this node's own certificate is not valid any more
             return ""
         if own is None:
-            return f"it expects TLS: set `tls:` in {self._network.file} here, too"
+            return f"it expects TLS, and {self._network.file} here has no `tls:`; set it, with the keys of its cluster"
         issue = Role.COORDINATOR.issue_hint(own.name)
         return f"it refuses this node's certificate, as of another authority or time; {issue}" if is_closed else ""
 

@@ -35,7 +35,7 @@ from protos.brigade_pb2 import (
     Transport,
     Way,
 )
-from worker.errors import CLOSED_AT_ONCE, BrigadeError, CallerRefused, ConfigError, ModelError, Unanswered
+from worker.errors import CLOSED_AT_ONCE, NO_WORKER, BrigadeError, CallerRefused, ConfigError, ModelError, Unanswered
 from worker.model.model_spec import ModelSpec
 from worker.node.certificates import WARN_AHEAD, Role, reported_expiry
 from worker.node.configuration import differing
@@ -151,7 +151,9 @@ def _check_unreached(node: ExaminedNode, coordinator: ExaminedNode) -> Finding:
             text, fix = f"no worker listens at {way.address} (connection refused)", node.start
         elif way.errno == _NO_NAME:
             fix = "correct `address:`, or give the IP address"
-    elif text == CLOSED_AT_ONCE or isinstance(error, CallerRefused):
+    elif text == NO_WORKER or isinstance(error, CallerRefused):
+        text, _, fix = text.partition("; ")
+    elif text == CLOSED_AT_ONCE:
         fix = "give cluster.yaml here the `tls:` of the worker's file, and its cluster's keys; else read its log"
         if coordinator.facts and coordinator.facts.certificate_expires:
             issue = Role.COORDINATOR.issue_hint(coordinator.name)
@@ -159,7 +161,9 @@ def _check_unreached(node: ExaminedNode, coordinator: ExaminedNode) -> Finding:
     else:
         text = f"{error.found if isinstance(error, Unanswered) else text}, though connections are accepted"
         start = f"{node.launch} --restart" if node.launch else node.start
-        fix = f"it hangs, sleeps, or is no worker: wake or end it; then {start}"
+        fix = (
+            f"a worker that hangs or sleeps: wake or end it; another program: end it or use another port; then {start}"
+        )
     return problem(Kind.UNREACHABLE, node.name, text, fix)
 
 

@@ -32,7 +32,7 @@ from worker.node.hop import Link
 from worker.node.network import Network
 
 PROMPT = tuple((5 * i + 3) % VOCAB for i in range(20))
-EXPECTS_TLS = r"it expects TLS: set `tls:` in cluster\.yaml here, too"
+EXPECTS_TLS = r"it expects TLS, and cluster\.yaml here has no `tls:`; set it, .*"
 REFUSED = r"closed the connection before any reply: it refused our certificate, expects TLS, or has ended"
 
 
@@ -78,7 +78,7 @@ REFUSES = r"it refuses this node's certificate, .*; .*brigade keys issue coordin
         (
             "plaintext",
             ConfigError,
-            r"it does not encrypt; start it with a copy of this cluster.yaml and its certificate, or with --keys",
+            r"it does not encrypt, and this node has `tls:`; start it with a copy of this cluster.yaml and .*--keys",
         ),
         ("another name", ConfigError, r"its certificate carries another name"),
         ("trusts another", CallerRefused, REFUSES),
@@ -106,7 +106,9 @@ async def test_a_worker_that_is_not_trusted_or_does_not_trust_this_node_is_refus
             await peer.hello(3600)
 
 
-@pytest.mark.parametrize(("how", "reason"), [("foreign", "is of another authority"), ("plaintext", "not encrypt")])
+@pytest.mark.parametrize(
+    ("how", "reason"), [("foreign", "is of another authority"), ("plaintext", "this node has `tls:`")]
+)
 async def test_a_launched_worker_that_is_not_trusted_is_to_be_launched(
     how: str, reason: str, certificates: Certificates
 ) -> None:
@@ -308,7 +310,7 @@ async def test_names_in_capitals_are_names(certificates: Certificates) -> None:
 
 @pytest.mark.parametrize(
     ("is_encrypted", "kind", "why"),
-    [(True, ConfigError, OF_ANOTHER), (False, CallerRefused, r"expects TLS.* set `tls:` in cluster\.yaml")],
+    [(True, ConfigError, OF_ANOTHER), (False, CallerRefused, r"expects TLS, and cluster\.yaml here has no `tls:`")],
     ids=["of another authority", "no tls here"],
 )
 async def test_a_worker_that_one_side_does_not_trust_is_reported_while_another_one_is_awaited(

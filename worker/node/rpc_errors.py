@@ -13,6 +13,7 @@ import grpc.aio
 
 from worker.errors import (
     CLOSED_AT_ONCE,
+    NO_WORKER,
     BrigadeError,
     CacheMismatch,
     ConfigError,
@@ -46,7 +47,7 @@ _HANDSHAKE = {  # gRPC's texts for a handshake that this side ended, and our mes
     "certificate is not yet valid": "its certificate is not valid yet; compare the clocks of both nodes",
     "CERTIFICATE_VERIFY_FAILED": "its certificate is of another authority; {renew}",
     "BAD_SIGNATURE": "its certificate is of another authority; {renew}",
-    "WRONG_VERSION_NUMBER": "it does not encrypt; {encrypt}",
+    "WRONG_VERSION_NUMBER": "it does not encrypt, and this node has `tls:`; {encrypt}",
     "handshake failed": "no encrypted connection ({details})",
 }
 _BY_HAND = {
@@ -96,7 +97,7 @@ def error_of(call: grpc.RpcError, node: str, hops: str = "", launch: str = "") -
         fixes = {what: launch or fix.format(node=node) for what, fix in _BY_HAND.items()}
         return ConfigError(words.format(node=node, details=details, **fixes), node=node)
     if any(sign in details for sign in _STRANGE):
-        return StageLost("what answers there is no worker, perhaps a web server; compare address and port", node=node)
+        return StageLost(NO_WORKER, node=node)
     if closed_before_reply(call):
         return StageLost(CLOSED_AT_ONCE, node=node)
     if name := unresolved_name(call):

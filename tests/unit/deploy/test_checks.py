@@ -45,7 +45,16 @@ from tests.unit.deploy.cases import (
     said,
     worse,
 )
-from worker.errors import CLOSED_AT_ONCE, ConfigError, ModelError, NodeSilent, StageLost, Unanswered
+from worker.errors import (
+    CLOSED_AT_ONCE,
+    NO_WORKER,
+    CallerRefused,
+    ConfigError,
+    ModelError,
+    NodeSilent,
+    StageLost,
+    Unanswered,
+)
 from worker.node.certificates import Role
 from worker.node.network import Network
 
@@ -205,8 +214,10 @@ LOST = StageLost("nothing answers")
         (LOST, {"error": "nothing within 3 s"}, "Darwin", Kind.UNREACHABLE, "nothing within 3 s", "is it awake"),
         (LOST, {"errno": -1, "error": "unknown"}, "Darwin", Kind.UNREACHABLE, "a:1: unknown", "correct `address:`"),
         (Unanswered("nothing answers", start="there: brigade worker"), {}, "Darwin", Kind.UNREACHABLE,
-         "nothing answers, though connections are accepted", "wake or end it; then there"),
+         "nothing answers, though connections are accepted", "or use another port; then there"),
         (NodeSilent("stopped answering"), {}, "Darwin", Kind.UNREACHABLE, "stopped", "wake or end it"),
+        (StageLost(NO_WORKER), {}, "Darwin", Kind.UNREACHABLE, "no worker, perhaps", "correct the address"),
+        (CallerRefused("expects TLS; set it"), {}, "Darwin", Kind.UNREACHABLE, "expects TLS", "set it"),
         (ConfigError("has expired"), {}, "Darwin", Kind.CERTIFICATE, "has expired", "brigade keys issue mini"),
         (ModelError("speaks protocol 2"), {}, "Darwin", Kind.BRIGADE, "protocol 2", "same version"),
     ],

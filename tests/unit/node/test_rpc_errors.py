@@ -153,7 +153,10 @@ def test_a_name_that_does_not_resolve_is_told_without_grpcs_words(details: str) 
     ids=["HTTP/2", "HTTP/1"],
 )
 def test_a_web_server_in_a_workers_place_is_told(call: Aborted) -> None:
-    assert re.fullmatch("worker mini: what answers there is no worker, .*address and port", str(error_of(call, "mini")))
+    assert re.fullmatch(
+        "worker mini: what answers there is no worker, .*; correct the address, end .*another port",
+        str(error_of(call, "mini")),
+    )
 
 
 @pytest.mark.parametrize("why", ["Connection refused (111)", "connection attempt timed out before receiving SETTINGS"])
