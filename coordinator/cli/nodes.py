@@ -123,8 +123,6 @@ def init(
     if model is not None:
         require_model(model)
     check_target(config, force=force)
-    if not (yes or sys.stdin.isatty()):
-        raise InputError("", "expected --yes: standard input is no terminal, so there is no answer to questions")
     keys = config.parent / KEYS_FOLDER
     owner = coordinator_in(keys)
     coordinator = owner or CoordinatorConfig().name
@@ -132,6 +130,8 @@ def init(
     if missing := [repr(name) for name in names or [] if name not in {node.name for node in found}]:
         raise StageLost(f"no worker {' or '.join(missing)} announced itself within {timeout:g} s; see `brigade nodes`")
     whole = draft(found, coordinator, names or [])
+    if whole.workers and not (yes or sys.stdin.isatty()):
+        raise InputError("", "expected --yes: standard input is no terminal, so there is no answer to questions")
     whole = _encrypted_or_trusted(whole, yes=yes, insecure=insecure)
     if network := _network(whole, keys, owner):
         whole = whole.without(run_async(unproven(whole.workers, network)))

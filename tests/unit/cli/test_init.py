@@ -25,7 +25,9 @@ class Terminal(io.StringIO):
 def init(brigade: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Init:
     """Runs `brigade init` where these nodes announce themselves and this is typed: the file, and what is said."""
 
-    def init(there: list[FoundNode], *flags: str, typed: str = "") -> tuple[ClusterConfig, str]:
+    def init(
+        there: list[FoundNode], *flags: str, typed: str = "", is_terminal: bool = True
+    ) -> tuple[ClusterConfig, str]:
         async def look_around(timeout_s: float) -> discovery.Discovered:
             return discovery.Discovered(there, 0)
 
@@ -34,7 +36,7 @@ def init(brigade: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
         monkeypatch.setattr(discovery, "look_around", look_around)
         monkeypatch.setattr(cluster_file, "unproven", all_proven)
-        monkeypatch.setattr("sys.stdin", Terminal(typed))
+        monkeypatch.setattr("sys.stdin", Terminal(typed) if is_terminal else io.StringIO())
         path = tmp_path / "cluster.yaml"
         path.unlink(missing_ok=True)
         brigade("init", "--config", str(path), *flags)
@@ -66,14 +68,20 @@ def test_each_worker_and_the_model_are_asked_about(init: Init) -> None:
     assert "Take mini at 169.254.10.2:1 by Thunderbolt (bridge0)?" in said
 
 
-@pytest.mark.parametrize(("flags", "said"), [(("--yes", "--model", "nope"), "^model: "), ((), "^expected --yes: ")])
-def test_an_odd_model_and_no_terminal_to_ask_at_are_refused_at_once(
-    brigade: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], said: str
-) -> None:
+def test_an_odd_model_is_refused_at_once(brigade: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "look_around", None)
-    monkeypatch.setattr("sys.stdin", io.StringIO())
-    with pytest.raises(InputError, match=said):
-        brigade("init", *flags, "--config", str(tmp_path / "cluster.yaml"))
+    with pytest.raises(InputError, match=r"^model: "):
+        brigade("init", "--yes", "--model", "nope", "--config", str(tmp_path / "cluster.yaml"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_terminal_yes_is_wanted_only_where_there_is_something_to_write(init: Init, tmp_path: Path) -> None:
+    for there, kind, said in (
+        ([node("mini", CABLE)], InputError, "^expected --yes: "),
+        ([], StageLost, "^found no wor"),
+    ):
+        with pytest.raises(kind, match=said):
+            init(there, is_terminal=False)
     assert not list(tmp_path.iterdir())
 
 
