@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import takewhile
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
 from pydantic import (
@@ -63,13 +62,20 @@ RawPrompt = str | tuple[int, ...]
 def _prompts(value: Any) -> list[RawPrompt]:
     """Return one prompt or several, each a text or its token ids. Raises ValueError for anything else."""
 
-    def are_ids(value: Any) -> bool:
-        return isinstance(value, list) and all(type(token) is int for token in value)
+    def is_id(value: Any) -> bool:
+        return type(value) is int
 
-    prompts = [value] if isinstance(value, str) or (are_ids(value) and value) else value
-    if not isinstance(prompts, list) or not prompts or not all(isinstance(p, str) or are_ids(p) for p in prompts):
-        raise ValueError("expected a text, token ids, or a list of texts or of lists of token ids")
-    return [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
+    def is_prompt(value: Any) -> bool:
+        return isinstance(value, str) or (isinstance(value, list) and all(map(is_id, value)))
+
+    is_list = isinstance(value, list)
+    items = value if is_list else [value]
+    has_ids = is_list and any(map(is_id, items))
+    wrong = [each for each in items if not (is_id(each) if has_ids else is_prompt(each))]
+    if wrong or not items:
+        found = f"{'a list with ' * is_list}{shown(wrong[0])}" if wrong else "an empty list"
+        raise ValueError(f"expected a text, token ids, or a list of texts or of lists of token ids, found {found}")
+    return [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in ([items] if has_ids else items)]
 
 
 RawPrompts = Annotated[
@@ -99,6 +105,7 @@ OPENAI_ONLY: Unsupported = {  # fields of OpenAI's bodies that the other APIs do
 _MAX_DEPTH = 64  # levels of lists and objects in a field
 _MAX_OBJECTS = 20_000  # in a field: messages, parts, tools; each costs the event loop time
 _MAX_KEYS = 65_536  # of an object
+_MOST_DESCRIBED = 32  # errors of a body: one that is wrong in many places is told the first one
 
 
 class Section(BaseModel):
@@ -246,10 +253,12 @@ def read(kind: type[Body], body: Mapping[str, Any]) -> Body:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        place = _place(found[0], body)
-        same = takewhile(lambda each: _place(each, body) == place, found)  # one of each type of a union
-        raise InputError(place, _describe(list(same))) from error
+        found = [(_place(each, body), each) for each in error.errors(include_url=False)[:_MOST_DESCRIBED]]
+        first, _ = found[0]
+        # one of each type of a union: those that lead deepest are of the type that is meant
+        place = max((place for place, _ in found if place[: len(first)] == first), key=len)
+        same = [each for other, each in found if other == place]
+        raise InputError(".".join(map(str, place)), _describe(same)) from error
 
 
 # What is expected, by the types of pydantic's errors. In braces: what pydantic says of the limit.
@@ -274,6 +283,7 @@ _EXPECTED = {
     "text_or_list": "a text or a list",
     "too_long": "at most {max_length} items",
     "too_short": "{min_length} or more items",
+    "tuple_type": "a list",
     "union_tag_not_found": "an object with a type",
 }
 MOST_SHOWN = 60  # characters of a value in an error
@@ -336,7 +346,7 @@ def _require_plain(name: str, value: Any) -> None:
     raise InputError(name, f"expected at most {_MAX_DEPTH} levels of nesting")
 
 
-def _place(error: ErrorDetails, body: Any) -> str:
+def _place(error: ErrorDetails, body: Any) -> list[str | int]:
     """Return the path of an error's field in the body, without the names of union members that pydantic puts there."""
     path, found = error["loc"], list[str | int]()
     for part in path:
@@ -346,7 +356,7 @@ def _place(error: ErrorDetails, body: Any) -> str:
             found.append(part)
     if error["type"] == "missing" and found[-1:] != list(path[-1:]):
         found.append(path[-1])
-    return ".".join(map(str, found))
+    return found
 
 
 MAX_INLINE_BYTES = 64 << 10  # a longer body is parsed on a thread, one at a time: they would delay streams

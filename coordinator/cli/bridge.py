@@ -21,6 +21,7 @@ from coordinator.api.body import (
     Unsupported,
     read,
     require_one,
+    shown,
 )
 from coordinator.cli import flags
 from coordinator.cli.report import stats_of
@@ -257,13 +258,13 @@ def parse_line(text: bytes) -> Line:
     except (ValueError, RecursionError) as error:
         raise Unreadable("", f"expected a JSON object, found something else ({json_problem(error)})") from error
     if not isinstance(body, dict):
-        raise Unreadable("", f"expected a JSON object, found {type(body).__name__}")
+        raise Unreadable("", f"expected a JSON object, found {shown(body)}")
     found = body.pop("id", None)
     if isinstance(found, bool) or not isinstance(found, str | int):
         raise Unreadable("id", "expected a text or a whole number, by which the lines of its answer go")
     op = body.pop("op", None)
     if op not in OPS:
-        raise Unreadable("op", f"expected one of {', '.join(OPS)}, found {op!r}", found)
+        raise Unreadable("op", f"expected one of {', '.join(OPS)}, found {shown(op)}", found)
     return Line(found, op, body)
 
 
