@@ -43,11 +43,12 @@ class InputError(BrigadeError):
 class ContextExceeded(InputError):
     """A prompt leaves no room for an answer, or no node has memory for it."""
 
-    def __init__(self, field: str, message: str, *, num_tokens: int = 0, most: int = 0) -> None:
-        """`num_tokens` is the prompt's length, `most` the limit; 0 means unknown."""
+    def __init__(self, field: str, message: str, *, num_tokens: int = 0, most: int = 0, context: int = 0) -> None:
+        """`num_tokens` is the prompt's length, `most` its limit, `context` that of the whole; 0 means unknown."""
         super().__init__(field, message)
         self.num_tokens = num_tokens
         self.most = most
+        self.context = context
 
 
 class ConfigError(BrigadeError):

@@ -121,7 +121,9 @@ def http_error(error: BaseException) -> HttpError:
             # Clients recognise a context that is exceeded by these words, litellm by "is longer than" and what follows.
             if isinstance(error, ContextExceeded) and error.most:
                 found = f"{error.field}: found {error.num_tokens} tokens, which is longer than"
-                limit = f"This model's maximum context length is {error.most} tokens"
+                limit = f"This model's maximum context length is {error.context} tokens"
+                if error.most < error.context:
+                    limit += f", of which a prompt may have {error.most}: an answer has at least one"
                 message = f"{found} the model's context length; shorten it. {limit}."
                 anthropic = f"prompt is too long: {error.num_tokens} tokens > {error.most} maximum; shorten it"
             elif isinstance(error, ContextExceeded):

@@ -33,6 +33,7 @@ from coordinator.sessions.request import (
     Prompt,
     Request,
     RequestSpec,
+    check_length,
     check_request,
     check_token_ids,
     eos_ids,
@@ -45,16 +46,7 @@ from coordinator.sessions.text import Markers, TextParser
 from protos.brigade_pb2 import Grammar, Sampling
 from worker.compute.grammar import Grammars
 from worker.compute.header import check_grammar
-from worker.errors import (
-    BrigadeError,
-    ContextExceeded,
-    FrameError,
-    InputError,
-    ModelError,
-    SamplingError,
-    WaitedTooLong,
-    again,
-)
+from worker.errors import BrigadeError, FrameError, InputError, ModelError, SamplingError, WaitedTooLong, again
 from worker.memory.history import common_prefix
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import describe
@@ -234,9 +226,8 @@ class InputProcessor:
         is_long = _num_letters(prompt) > _LONG
         encode = partial(tokenizer.encode_prompt, prompt, calls=calls, special=special, apart=is_long)
         ids = tuple(await (self._reading_long if is_long else self._encoding).run(encode))
-        if most is not None and len(ids) > most:
-            reason = f"expected at most {most} tokens, found {len(ids)}; shorten it"
-            raise ContextExceeded("prompt", reason, num_tokens=len(ids), most=most)
+        if most is not None:
+            check_length(len(ids), most, self.spec)
         return ids
 
     async def _num_system(self, asked: RequestSpec) -> int:

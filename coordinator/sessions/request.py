@@ -304,9 +304,7 @@ def check_request(request: Request, spec: ModelSpec) -> None:
             raise InputError(name, f"expected at most {_MOST_NUMBER}, got {number}")
     if request.repeat_guard == 1 or request.repeat_guard < 0:  # one token is not repeated
         raise InputError("repeat_guard", f"expected 0 for none or at least 2 times, got {request.repeat_guard}")
-    if num_prompt > (most := most_prompt(spec, request.max_tokens)):
-        reason = f"expected at most the {most} tokens that {spec.name} has room for, found {num_prompt}; shorten it"
-        raise ContextExceeded("prompt", reason, num_tokens=num_prompt, most=most)
+    check_length(num_prompt, most_prompt(spec, request.max_tokens), spec)
 
 
 def _check_canvas(request: Request, spec: ModelSpec) -> None:
@@ -323,6 +321,14 @@ def _check_canvas(request: Request, spec: ModelSpec) -> None:
                 raise InputError(name, f"expected none: {spec.name} draws from all tokens at its own temperatures")
         if images := sorted(refinement.not_text & set(request.prompt)):
             raise InputError("prompt", f"expected text only, found token {images[0]}, a part of an image")
+
+
+def check_length(num_prompt: int, most: int, spec: ModelSpec) -> None:
+    """Raise ContextExceeded for a prompt of more than `most` tokens."""
+    if num_prompt > most:
+        expected = f"expected at most {most} tokens{' beside an answer' if most < spec.context else ''}"
+        reason = f"{expected} in {spec.name}'s context of {spec.context}, found {num_prompt}; shorten it"
+        raise ContextExceeded("prompt", reason, num_tokens=num_prompt, most=most, context=spec.context)
 
 
 def check_token_ids(name: str, tokens: Sequence[int], vocab_size: int) -> None:

@@ -26,7 +26,7 @@ GENERATE = {  # what the message says, by flags
     "--model {unknown}": "'mamba9'",
     "--config {nowhere}": "{nowhere} does not exist",
     f"--prompt-tokens 1,{VOCAB}": "--prompt-tokens: ",
-    f"--prompt-tokens {TOO_LONG}": f"--prompt-tokens: expected at most the {CONTEXT - 1} tokens",
+    f"--prompt-tokens {TOO_LONG}": f"--prompt-tokens: expected at most {CONTEXT - 1} tokens beside an answer",
     "--prompt go": "--prompt TEXT",
     "--no-such-flag": "No such option: --no-such-flag",
     "--decode diffusion": "mask_token_id",

@@ -252,7 +252,7 @@ def test_the_switches_of_reasoning_mean_the_same(api: str, fields: dict[str, Any
 def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_look_for(api: str, streamed: bool) -> None:
     class Full(Listening):
         async def make_request(self, ask: RequestSpec) -> Any:
-            raise ContextExceeded("prompt", "expected less", num_tokens=210, most=200)
+            raise ContextExceeded("prompt", "expected less", num_tokens=210, most=200, context=201)
 
     server = served(model=Full())
     found = ask(make_app(server), "POST", PATHS[api], json=BODIES[api] | {"stream": streamed})
@@ -264,7 +264,8 @@ def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_look_for
     if api == "messages":
         assert error["message"].startswith("prompt is too long: 210 tokens > 200 maximum")
     else:
-        assert error["code"] == "context_length_exceeded" and "maximum context length is 200 tokens" in error["message"]
+        assert error["code"] == "context_length_exceeded"
+        assert "maximum context length is 201 tokens, of which a prompt may have 200:" in error["message"]
         assert error["param"] == ("messages" if api == "chat" else "input")
 
 
