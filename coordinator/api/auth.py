@@ -22,6 +22,7 @@ from coordinator.api.errors import HttpError, error_response, http_error
 from coordinator.engine.caller import ARRIVED, BEST_PRIORITY, KEY_DIGEST, KEY_HOLDER, REQUEST_ID
 from worker.errors import InputError, QueueFull
 from worker.platform.files import reading
+from worker.platform.text import counted
 
 OPEN_PATHS = ("/health", "/live", "/")  # no key needed, unless a query makes them cost a step of the chain
 _MIN_KEY, _MAX_KEY = 8, 512  # characters; the keys that a client sends to other servers may be shorter
@@ -198,7 +199,7 @@ class AuthMiddleware:
         """Count a request of this key while it is answered. Raises QueueFull beyond the key's limit."""
         holder, most = key.holder, key.most_at_once
         if is_counted and most is not None and self._at_once[holder] >= most:
-            full = QueueFull(f"expected at most {most} requests at once with this key; try again later")
+            full = QueueFull(f"expected at most {counted(most, 'request')} at once with this key; try again later")
             self._on_refused(full)
             raise full
         self._at_once[holder] += is_counted

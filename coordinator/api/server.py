@@ -14,6 +14,7 @@ from coordinator.engine.stats import Stats
 from coordinator.engine.status import ClusterStatus
 from coordinator.sessions.request import PoolingKind
 from worker.errors import InternalError, QueueFull
+from worker.platform.text import counted
 
 DEEP_S = 5.0  # within which a token has to pass all stages
 # The server's own states, and those that may follow each. They hold while no engine is open; READY means that one is,
@@ -146,7 +147,8 @@ class Server:
         """
         if self.state in _WAITED_FOR:
             if self.num_waking >= self._max_waking:
-                full = QueueFull(f"{self.num_waking} requests wait for the model to be loaded; try again later")
+                waiting = counted(self.num_waking, "request waits", "requests wait")
+                full = QueueFull(f"{waiting} for the model to be loaded; try again later")
                 self.stats.refuse(full)
                 raise full
             self.num_waking += 1

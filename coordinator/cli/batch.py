@@ -25,7 +25,7 @@ from coordinator.engine.bounded import TEMPLATES
 from worker.errors import BrigadeError, InputError, NodeBusy, PoisonRequest, QueueFull, StageLost, again
 from worker.platform.files import open_locked, reading, writing
 from worker.platform.tasks import background, for_each
-from worker.platform.text import Json, json_bytes, json_problem
+from worker.platform.text import Json, counted, json_bytes, json_problem
 
 if TYPE_CHECKING:
     from coordinator.engine.engine import Engine
@@ -96,13 +96,13 @@ async def run_batch(options: ClusterOptions, source: Path, target: Path, max_tok
         for entry in wrong[:_MOST_PROBLEMS]:
             say(f"{source}, line {entry.number}: {entry.problem}")
         if len(wrong) > _MOST_PROBLEMS:
-            say(f"and {len(wrong) - _MOST_PROBLEMS} lines more")
+            say(f"and {counted(len(wrong) - _MOST_PROBLEMS, 'line')} more")
         entries = [entry for entry in requests if entry.key not in answers.known]
         num_known = len(requests) - len(entries)
         failed = [status for entry in requests if (status := answers.known.get(entry.key, 200)) >= 400]
         if num_known:
             errors = f", {len(failed)} of them with an error" if failed else ""
-            say(f"{target} has the answers to {num_known} of {len(requests)} requests{errors}")
+            say(f"{target} has the answers to {num_known} of {counted(len(requests), 'request')}{errors}")
         code = max([code, *map(_exit_code, failed)])
         refused = [entry for entry in entries if entry.problem]
         for entry in refused:
@@ -199,9 +199,8 @@ class BatchRun:
     def summary(self, target: Path) -> str:
         took_s = time.monotonic() - self.began
         failed = f", {self.codes.total()} of them with an error" if self.codes else ""
-        speed = f"{self.num_tokens} tokens in {took_s:.1f} s, {self.num_tokens / took_s:.1f} tok/s"
-        requests = "request" if self.num_answered == 1 else "requests"
-        return f"{self.num_answered} {requests} answered{failed} in {target}: {speed}"
+        speed = f"{counted(self.num_tokens, 'token')} in {took_s:.1f} s, {self.num_tokens / took_s:.1f} tok/s"
+        return f"{counted(self.num_answered, 'request')} answered{failed} in {target}: {speed}"
 
 
 async def _answered(engine: Engine, given: Json, *, is_chat: bool) -> Json:

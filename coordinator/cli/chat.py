@@ -33,7 +33,7 @@ from worker.errors import BrigadeError, InputError
 from worker.platform.files import reading, writing
 from worker.platform.interrupts import INTERRUPTED
 from worker.platform.tasks import cancel_all
-from worker.platform.text import to_json
+from worker.platform.text import counted, to_json
 from worker.platform.threads import CallThread
 
 _PROMPT, _MORE = ">>> ", "... "
@@ -302,10 +302,10 @@ def _stats_line(answer: Answer, began: int) -> str:
     """Return the statistics of an answer, which was asked for at this moment, nanoseconds, monotonic."""
     usage, later_s, first_s = answer.usage, answer.later_s, (answer.first_text_at - began) / 1e9
     speed = f", {answer.num_later / later_s:.1f} tok/s" if later_s and answer.num_later > 0 else ""
-    recoveries = f"; {usage.num_recoveries} recoveries" if usage.num_recoveries else ""
+    recoveries = f"; {counted(usage.num_recoveries, 'recovery', 'recoveries')}" if usage.num_recoveries else ""
     return (
-        f"prompt of {usage.num_prompt} tokens, {usage.num_reused} of them reused; "
-        f"answer of {usage.num_generated} tokens, the first after {first_s:.3f} s{speed}{recoveries}"
+        f"prompt of {counted(usage.num_prompt, 'token')}, {usage.num_reused} of them reused; "
+        f"answer of {counted(usage.num_generated, 'token')}, the first after {first_s:.3f} s{speed}{recoveries}"
     )
 
 
@@ -357,7 +357,7 @@ def _save(chat: Chat, rest: str) -> None:
     with writing("", path):
         path.write_text(chat.dialogue.to_json(), encoding="utf-8")
     chat.file = path
-    say(f"saved {len(chat.dialogue.messages())} messages in {path}")
+    say(f"saved {counted(len(chat.dialogue.messages()), 'message')} in {path}")
 
 
 def _load(chat: Chat, rest: str) -> None:
@@ -369,7 +369,7 @@ def _load(chat: Chat, rest: str) -> None:
     except InputError as error:
         raise InputError("", f"{path}: {error.message}") from error
     chat.file = path
-    say(f"loaded {len(chat.dialogue.messages())} messages from {path}")
+    say(f"loaded {counted(len(chat.dialogue.messages()), 'message')} from {path}")
 
 
 def _exit(chat: Chat, rest: str) -> None:

@@ -31,6 +31,7 @@ from coordinator.decoding.decode_options import Decode
 from coordinator.engine.bounded import TEMPLATES
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import RequestSpec
+from worker.platform.text import counted
 
 DEMO_PROMPT = "Tom has 48 apples. He buys 27 more and then gives away 30. How many apples does Tom have?"
 _NEXT = ("generate", "--local", "2", "--stats", "Tell me a story about a fox.")
@@ -85,7 +86,7 @@ async def run_demo(options: ClusterOptions, asked: GenerateOptions) -> None:
 def compare(windows: Answer, stepwise: Answer) -> str:
     """Return a line for each of the two ways to the same answer."""
     lines = [
-        f"{name:<19}{len(answer.tokens)} tokens in {answer.usage.num_steps} steps, "
+        f"{name:<19}{counted(len(answer.tokens), 'token')} in {counted(answer.usage.num_steps, 'step')}, "
         f"{stats_of(answer)['tokens_per_s'] or 0:.1f} tok/s"
         for name, answer in (("in windows", windows), ("one token per step", stepwise))
     ]

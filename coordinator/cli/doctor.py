@@ -18,7 +18,7 @@ from coordinator.cluster.tables import fitting, plain_console
 from coordinator.deploy.findings import Finding, Level
 from coordinator.planning.speeds import format_ms
 from worker.errors import BrigadeError
-from worker.platform.text import format_bytes, printable
+from worker.platform.text import counted, format_bytes, printable
 
 if TYPE_CHECKING:
     from coordinator.deploy.trial import ChainTrial
@@ -68,7 +68,7 @@ def print_findings(findings: Sequence[Finding], console: Console) -> None:
         console.print()
     levels = [each.level for each in findings]
     num_problems, num_notes = levels.count(Level.PROBLEM), levels.count(Level.NOTE)
-    summary = f"{num_problems or 'nothing'} to fix; {num_notes} note{'' if num_notes == 1 else 's'}"
+    summary = f"{num_problems or 'nothing'} to fix; {counted(num_notes, 'note')}"
     shown = Text(f"{summary}. {_PAGE}", "bold red") if num_problems else Text(summary, "green")
     console.print(shown, soft_wrap=not console.is_terminal)
 

@@ -39,6 +39,7 @@ from coordinator.sessions.request import (
 from protos.brigade_pb2 import Contents, Sampling
 from worker.errors import BrigadeError, InputError, ModelError
 from worker.platform.files import require_writable, writing
+from worker.platform.text import counted
 from worker.platform.threads import run_in_thread
 
 if TYPE_CHECKING:
@@ -344,7 +345,8 @@ def _print_finished(asked: GenerateOptions, request: Request, text: str) -> None
         stats = untimed | {"tokens_from_journal": len(known.tokens), "recoveries": 0}
         _print_json(request, known.tokens, known.finish_reason, text, stats=stats)
     else:
-        say(f"{asked.output.journal} holds the whole answer already: {len(known.tokens)} tokens; --json prints it")
+        tokens = counted(len(known.tokens), "token")
+        say(f"{asked.output.journal} holds the whole answer already: {tokens}; --json prints it")
 
 
 def _print_json(

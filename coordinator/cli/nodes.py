@@ -17,6 +17,7 @@ from coordinator.cluster.tables import fitting, plain_console
 from worker.config import CONFIG, KEYS_FOLDER, CoordinatorConfig, load_cluster
 from worker.errors import InputError, StageLost
 from worker.model.repository import require_model
+from worker.platform.text import counted
 
 if TYPE_CHECKING:
     from coordinator.deploy.cluster_file import Draft
@@ -83,7 +84,7 @@ def remarks(found: "Sequence[FoundNode]", num_ignored: int, timeout_s: float) ->
         f"{names.count(name)} workers call themselves {name}" for name in dict.fromkeys(names) if names.count(name) > 1
     ]
     if num_ignored:
-        lines.append(f"{num_ignored} announcements were left out: incomplete, too many, or not from a worker")
+        lines.append(f"left out {counted(num_ignored, 'announcement')}: incomplete, too many, or not from a worker")
     return lines
 
 

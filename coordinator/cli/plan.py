@@ -23,7 +23,7 @@ from coordinator.sessions.admission import MOST_WAITING
 from worker.config import ClusterConfig
 from worker.errors import ConfigError, InputError
 from worker.model.model_spec import ModelSpec
-from worker.platform.text import format_bytes
+from worker.platform.text import counted, format_bytes
 from worker.platform.threads import run_in_thread
 
 if TYPE_CHECKING:  # they import numpy or mlx, for which --help should not wait
@@ -349,7 +349,7 @@ class _PlanView:
         size = format_bytes(self.spec.shard_bytes(0, self.spec.num_layers))
         sessions = f"{chosen.num_sessions} sessions" if chosen.num_sessions > 1 else "one session"
         console.print(
-            f"{self.spec.name} ({self.spec.family}): {self.spec.num_layers} layers, {size}, "
+            f"{self.spec.name} ({self.spec.family}): {counted(self.spec.num_layers, 'layer')}, {size}, "
             f"{sessions} of {chosen.context} tokens"
         )
         console.print(self._layers(console.width))

@@ -14,7 +14,7 @@ from coordinator.cli import flags
 from coordinator.cluster.progress import say, show_bytes, show_tokens
 from coordinator.cluster.tables import fitting, plain_console
 from worker.errors import InputError
-from worker.platform.text import Json, format_bytes, to_json
+from worker.platform.text import Json, counted, format_bytes, to_json
 from worker.platform.threads import run_in_thread
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def _tell(out: Path, nbytes: int, bits_per_weight: float, parts: list[Json], *, 
 
 def _fetch(checkpoint: Checkpoint) -> None:
     if lacking := checkpoint.lacking(checkpoint.tensors):
-        say(f"downloading {len(lacking)} files of {checkpoint.name} ...")
+        say(f"downloading {counted(len(lacking), 'file')} of {checkpoint.name} ...")
         checkpoint.fetch(checkpoint.tensors, lambda nbytes: None)
 
 

@@ -19,7 +19,7 @@ from coordinator.cluster.progress import say
 from coordinator.sessions.output import Answer, Output, Usage
 from coordinator.sessions.request import Conversation, Prompt
 from worker.errors import BrigadeError, InputError, ServerFailed
-from worker.platform.text import Json, json_bytes
+from worker.platform.text import Json, counted, json_bytes
 
 if TYPE_CHECKING:
     from coordinator.cli.generate import GenerateOptions
@@ -269,7 +269,8 @@ async def run_remote(given: ServerFlags, body: Mapping[str, Any], asked: Generat
         return
     stats = found["stats"]
     speed = f", {stats['tokens_per_s']:.1f} tok/s" if stats["tokens_per_s"] else ""
-    say(f"{stats['num_tokens']} tokens{speed}; first after {stats['ttft_s']:.3f} s, by {server.name} at {given.server}")
+    tokens, first = counted(stats["num_tokens"], "token"), f"first after {stats['ttft_s']:.3f} s"
+    say(f"{tokens}{speed}; {first}, by {server.name} at {given.server}")
 
 
 def answer_as_json(answer: Answer) -> Json:

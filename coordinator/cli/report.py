@@ -12,7 +12,7 @@ from coordinator.planning.plan import Plan
 from coordinator.sessions.output import Answer
 from coordinator.sessions.waterfall import StageTime, Waterfall
 from protos.brigade_pb2 import StatusReply
-from worker.platform.text import format_bytes
+from worker.platform.text import counted, format_bytes
 
 _WATERFALL_COLUMNS = 40  # the most columns of the bars
 _OTHER_COLUMNS = 40  # columns for names and figures
@@ -68,11 +68,11 @@ def print_summary(answer: Answer, ended: str, drawn: str = "") -> None:
     """Print two lines: the speed; why the answer ended, and how its tokens were drawn."""
     stats = stats_of(answer)
     speed = f", {stats['tokens_per_s']:.1f} tok/s" if stats["tokens_per_s"] else ""
-    prompt = f"prompt: {answer.usage.num_prompt} tokens"
+    prompt = f"prompt: {counted(answer.usage.num_prompt, 'token')}"
     if stats["prompt_tokens_per_s"] is not None:
         prompt += f", {stats['prompt_tokens_per_s']:.1f} tok/s"
     say(
-        f"\n{len(answer.tokens)} tokens{speed}, {stats['tokens_per_step']:.2f} per step; "
+        f"\n{counted(len(answer.tokens), 'token')}{speed}, {stats['tokens_per_step']:.2f} per step; "
         f"first after {stats['ttft_s']:.3f} s ({prompt})\n{ended}{drawn and f'; {drawn}'}"
     )
 

@@ -19,6 +19,7 @@ from coordinator.cluster.progress import say, show_tokens
 from coordinator.sessions.output import Scored
 from worker.errors import InputError
 from worker.platform.files import reading
+from worker.platform.text import counted
 
 
 def score(
@@ -76,7 +77,7 @@ async def run_score(options: ClusterOptions, text: str, *, as_json: bool) -> Non
         print(json.dumps(found), flush=True)
         return
     perplexity = ": overflow" if found["perplexity"] is None else f" {found['perplexity']:.4f}"
-    print(f"perplexity{perplexity}, log-probability {found['logprob']:.3f} of {found['tokens']} tokens")
+    print(f"perplexity{perplexity}, log-probability {found['logprob']:.3f} of {counted(found['tokens'], 'token')}")
     num_windows = len(windows_of(len(tokens), size))
     windows = f" in {num_windows} windows of {size} tokens" if num_windows > 1 else ""
     say(f"scored{windows} in {took_s:.1f} s, {len(scores) / took_s:.0f} tok/s")

@@ -18,6 +18,7 @@ from rich.text import Text
 from coordinator.cluster.progress import say, show_tokens
 from coordinator.sessions.output import Answer, Output
 from worker.platform.tasks import cancel_all
+from worker.platform.text import counted
 
 if TYPE_CHECKING:
     from coordinator.engine.engine import Engine
@@ -170,7 +171,7 @@ class Printer:
         if kind is asyncio.CancelledError and self._answer and (times := self._answer.token_times):
             took_s, first_s = (times[-1] - times[0]) / 1e9, (times[0] - self._began) / 1e9
             speed = f", {(len(times) - 1) / took_s:.1f} tok/s" if took_s else ""
-            say(f"interrupted after {len(times)} tokens{speed}; first after {first_s:.3f} s")
+            say(f"interrupted after {counted(len(times), 'token')}{speed}; first after {first_s:.3f} s")
 
     def write(self, text: str) -> None:
         if self._show is not None:

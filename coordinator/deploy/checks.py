@@ -39,7 +39,7 @@ from worker.errors import CLOSED_AT_ONCE, NO_WORKER, BrigadeError, CallerRefused
 from worker.model.model_spec import ModelSpec
 from worker.node.certificates import WARN_AHEAD, Role, reported_expiry
 from worker.node.configuration import differing
-from worker.platform.text import format_bytes
+from worker.platform.text import counted, format_bytes
 
 MAX_VERSIONS = 8  # shown of one node: it has four
 
@@ -227,7 +227,7 @@ def _check_disk(name: str, facts: Facts) -> Finding:
 
 def _check_certificate(node: ExaminedNode, until: datetime, now: datetime, role: Role) -> Finding:
     left = until - now
-    text = f"its certificate expires on {until:%Y-%m-%d}, in {left.days} days"
+    text = f"its certificate expires on {until:%Y-%m-%d}, in {counted(left.days, 'day')}"
     fix = node.launch or f"{role.issue_hint(node.name)}, and copy the file to it"
     return graded(Kind.CERTIFICATE, node.name, text, fix, is_problem=left < _EXPIRES_SOON, is_note=left < WARN_AHEAD)
 

@@ -13,6 +13,7 @@ from coordinator.engine.engine import Engine
 from coordinator.engine.stats import FinishedRequest, Stats
 from coordinator.planning.plan import Assignment
 from protos.brigade_pb2 import StatusReply
+from worker.platform.text import counted
 
 _ASK_S = 1.0
 _FRESH_S = 0.5  # readers share an answer for so long: their number does not change how often nodes are asked
@@ -191,8 +192,8 @@ def log_request(finished: FinishedRequest) -> None:
     why = f": {finished.why}" if finished.why else ""
     log(
         "request",
-        f"{finished.id or 'request'}: {finished.finish_reason}{why}; {finished.num_prompt} prompt tokens, "
-        f"{finished.num_generated} tokens in {finished.total_s:.2f} s{first}",
+        f"{finished.id or 'request'}: {finished.finish_reason}{why}; {counted(finished.num_prompt, 'prompt token')}, "
+        f"{counted(finished.num_generated, 'token')} in {finished.total_s:.2f} s{first}",
         level="warning" if finished.finish_reason in ("error", "refused") else "info",
         request_id=finished.id or None,
         key=finished.key or None,

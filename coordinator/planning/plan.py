@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from worker.errors import ConfigError
 from worker.model.model_spec import ModelSpec
-from worker.platform.text import format_bytes
+from worker.platform.text import counted, format_bytes
 
 # One request's tokens, many requests' tokens, their prompts, or latency first and then prompts.
 Goal = Literal["latency", "throughput", "prompt", "auto"]
@@ -187,10 +187,9 @@ def assign(
 def check_split(spec: ModelSpec, num_nodes: int, layers: Sequence[int] | None) -> None:
     """Raise ConfigError unless the model can be split over so many nodes, and as `layers` says if given."""
     if num_nodes > spec.num_layers:
-        most = f"with the coordinator, {spec.num_layers - 1} workers at most"
-        raise ConfigError(
-            f"expected at most one node per layer, found {num_nodes} nodes for {spec.num_layers} layers: {most}"
-        )
+        most = f"with the coordinator, {counted(spec.num_layers - 1, 'worker')} at most"
+        found = f"found {num_nodes} nodes for {counted(spec.num_layers, 'layer')}"
+        raise ConfigError(f"expected at most one node per layer, {found}: {most}")
     if layers is None:
         return
     found = f"found {','.join(map(str, layers)) or 'none'}"

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from coordinator.engine.bounded import Texts
 from coordinator.sessions.request import require_text
 from worker.errors import InputError
+from worker.platform.text import counted
 
 Check = Literal["last-number", "exact", "contains", "regex", "choice"]
 CHECKS: tuple[Check, ...] = get_args(Check)
@@ -111,7 +112,7 @@ def read_questions(source: str, check: Check | None, limit: int | None, texts: T
             except (ValueError, RecursionError) as error:
                 problems.append(f"line {number}: expected a JSON object, found something else ({error})")
     if problems:
-        more = f"; and {len(problems) - _MOST_PROBLEMS} lines more" if len(problems) > _MOST_PROBLEMS else ""
+        more = f"; and {counted(len(problems) - _MOST_PROBLEMS, 'line')} more" if len(problems) > _MOST_PROBLEMS else ""
         raise InputError("questions", f"{path}, {'; '.join(problems[:_MOST_PROBLEMS])}{more}")
     if not found:
         raise InputError("questions", f"expected questions in {path}, found none")

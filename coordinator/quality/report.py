@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 from coordinator.planning.plan import Assignment
-from worker.platform.text import printable
+from worker.platform.text import counted, printable
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ComparedAnswer:
     def __str__(self) -> str:
         at = self.first_difference
         if at is None:
-            return f"equal    {self.name}: {len(self.found)} tokens{_margin_text(self.margin)}"
+            return f"equal    {self.name}: {counted(len(self.found), 'token')}{_margin_text(self.margin)}"
         text = f"token {at} is {self.found[at : at + 1]}, alone it is {self.expected[at : at + 1]}"
         if self.rounding is not None:
             text += f"; {self.rounding.margin:.2g} between their logits, rounding makes {self.rounding.measured:.2g}"
@@ -138,9 +138,9 @@ class VerifyReport:
         if not self.holds:
             return "the cluster is NOT the model"
         rounded = sum(len(case.differences) for case in self.cases)
-        more = f", {rounded} difference{'s' if rounded > 1 else ''} within rounding" if rounded else ""
+        more = f", {counted(rounded, 'difference')} within rounding" if rounded else ""
         equal = sum(case.num_equal for case in self.cases)
-        return f"the cluster is the model: {equal} tokens equal{more}{_margin_text(self.margin)}"
+        return f"the cluster is the model: {counted(equal, 'token')} equal{more}{_margin_text(self.margin)}"
 
 
 def compare_tensors(

@@ -23,7 +23,7 @@ from worker.errors import ContextExceeded, QueueFull
 from worker.memory.history import History
 from worker.model.cache_spec import MOST_SNAPSHOTS
 from worker.model.model_spec import ModelSpec
-from worker.platform.text import format_bytes
+from worker.platform.text import counted, format_bytes
 
 MOST_WAITING = 1024  # default limit of sessions that wait for memory
 _MOST_KEPT = 64  # slots of ended sessions
@@ -192,7 +192,8 @@ class Slots:
         self.admit()
         if slot.state is SlotState.WAITING and num_before >= self.max_waiting and not is_replayed:
             self._free(slot)
-            raise QueueFull(f"there is no memory for it now, and {num_before} requests wait already; try again later")
+            found = counted(num_before, "request waits", "requests wait")
+            raise QueueFull(f"there is no memory for it now, and {found} already; try again later")
 
     def adopt(self, before: "Slots", held: Mapping[int, History]) -> set[int]:
         """Keep the slots of another chain as prefixes, as far as its first stage holds all rows; return their numbers.

@@ -320,4 +320,4 @@ def test_a_text_with_a_token_that_can_never_come_has_no_perplexity() -> None:
     found = parse(run_here(*arguments, "--json", stdin="a<|mask|>"))
     assert found == {"tokens": 1, "logprob": MIN_LOGPROB, "perplexity": None}
     told = run_here(*arguments, stdin="a<|mask|>")
-    assert told.code == 0 and told.out == "perplexity: overflow, log-probability -9999.000 of 1 tokens\n", told.err
+    assert told.code == 0 and told.out == "perplexity: overflow, log-probability -9999.000 of 1 token\n", told.err

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 
 from worker.errors import ConfigError
+from worker.platform.text import counted
 
 _MOST_BYTES = 1 << 16  # of a key file
 _PEM = re.compile(rb"-----BEGIN ([A-Z ]+)-----\n[^-]+-----END \1-----\n?")
@@ -53,7 +54,8 @@ def expiry_warning(name: str, role: Role, until: datetime, fix: str = "") -> str
     left = until - datetime.now(UTC)
     if left > WARN_AHEAD:
         return ""
-    return f"the certificate of {name} expires in {left.days} days, on {until:%Y-%m-%d}; {fix or role.issue_hint(name)}"
+    when = f"in {counted(left.days, 'day')}, on {until:%Y-%m-%d}"
+    return f"the certificate of {name} expires {when}; {fix or role.issue_hint(name)}"
 
 
 def reported_expiry(seconds: int) -> datetime | None:

@@ -28,6 +28,7 @@ from worker.platform.installation import running_code
 from worker.platform.interrupts import INTERRUPTED
 from worker.platform.machine import allow_connections, kept_awake, older_twin
 from worker.platform.tasks import cancel_all
+from worker.platform.text import counted
 from worker.platform.threads import MlxThread
 
 _DRAIN_S = 10.0  # how long sessions in progress may take to end
@@ -115,7 +116,7 @@ async def drain(service: NodeService) -> None:
                 await asyncio.wait_for(service.worker.wait_detached(), LAST_WORD_S)
             await service.worker.wait_idle()  # a session may have been in flight when the coordinator was told
     num_slots = service.num_slots
-    service.log.info(f"ends with {num_slots} sessions in progress" if num_slots else "drained")
+    service.log.info(f"ends with {counted(num_slots, 'session')} in progress" if num_slots else "drained")
 
 
 def _stop_event(*, follow_parent: bool) -> asyncio.Event:

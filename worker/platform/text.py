@@ -17,6 +17,11 @@ def format_bytes(num_bytes: int) -> str:
     return f"{size:.1f} {'KMGT'[power - 1]}iB" if power else f"{num_bytes} B"
 
 
+def counted(count: int, one: str, several: str = "") -> str:
+    """Format a count with its noun: '1 token', '2 tokens'; `several` if that is not `one` with an s."""
+    return f"{count} {one if count == 1 else several or f'{one}s'}"
+
+
 def ago(passed_s: float) -> str:
     """Format how long ago something was: 'just now', '5 min ago', '2 d ago'."""
     for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):

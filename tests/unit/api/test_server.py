@@ -37,7 +37,7 @@ async def test_one_request_may_always_wait_and_no_more_than_may(max_waking: int)
     assert shared.state is ServerState.ASLEEP
     first, second = await waiting(shared, 2)
     assert shared.state is ServerState.WAKING and not first.done()
-    with pytest.raises(QueueFull, match="1 requests wait"):
+    with pytest.raises(QueueFull, match="1 request waits for"):
         await second
     assert shared.stats.counts("requests_rejected") == {"QueueFull": 1}
     shared.open(MODEL)

@@ -144,7 +144,7 @@ def test_the_end_of_a_certificate_is_told_once_in_thirty_days(days: int, is_told
     network = Network(keys=keys_of(authority), warn=told.append)
     network.checked(keys_of(authority))
     network.checked(keys_of(authority))
-    expected = f"the certificate of mini expires in {days} days, on {until:%Y-%m-%d}; "
+    expected = f"the certificate of mini expires in {days} {'day' if days == 1 else 'days'}, on {until:%Y-%m-%d}; "
     assert told == ([f"{expected}where the authority is: brigade keys issue mini"] if is_told else [])
 
 

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from worker.errors import internal_error_text
-from worker.platform.text import json_bytes, json_problem, printable, printable_lines, to_json
+from worker.platform.text import counted, json_bytes, json_problem, printable, printable_lines, to_json
 
 
 def test_whatever_json_can_say_is_written_in_a_line_and_read_again_and_half_a_character_stays_an_escape() -> None:
@@ -44,3 +44,8 @@ def test_why_a_text_is_no_json_is_told_without_pythons_functions(text: str, why:
         json.loads(text)
     told = json_problem(refused.value)
     assert why in told and "sys." not in told
+
+
+def test_a_noun_is_in_the_number_of_its_count() -> None:
+    told = [counted(count, *noun) for count in (0, 1, 2) for noun in (("token",), ("recovery", "recoveries"))]
+    assert told == ["0 tokens", "0 recoveries", "1 token", "1 recovery", "2 tokens", "2 recoveries"]
