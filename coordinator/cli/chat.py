@@ -201,16 +201,21 @@ class Chat:
     def __init__(self, name: str, stream: Stream, keyboard: Keyboard, dialogue: Dialogue) -> None:
         self.dialogue = dialogue
         self.file: Path | None = None  # that it was saved in or loaded from
-        self.stats = "no answer yet"
         self._name = name
         self._stream = stream
         self._keyboard = keyboard
         self._console = Console() if keyboard.is_terminal else None
         self._typed = Typed()
         self._answering: asyncio.Task[None] | None = None
+        self._last: tuple[Answer, int] | None = None  # the last message's answer, and when it was asked for
         self._interrupted_at: str | None = None  # the line being typed when Ctrl-C was pressed between answers
         self._left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._code = 0
+
+    @property
+    def stats(self) -> str:
+        """A line of statistics of the last message's answer."""
+        return "no answer yet" if self._last is None else _stats_line(*self._last)
 
     async def run(self) -> int:
         """Talk to the end, and return the exit code: not 0 if a piped message was not answered."""
@@ -259,10 +264,11 @@ class Chat:
 
     async def _answer(self, message: str) -> None:
         """Raises BrigadeError; the question is dropped then, unless a part of its answer came."""
+        answer, _ = self._last = Answer(), time.monotonic_ns()
         require_text("prompt", message)
         self.dialogue.ask(message)
         said: list[str] = []
-        self._answering = answering = asyncio.create_task(self._speak(said))
+        self._answering = answering = asyncio.create_task(self._speak(answer, said))
         try:
             await asyncio.wait([answering])
         finally:
@@ -274,8 +280,7 @@ class Chat:
         else:
             answering.result()
 
-    async def _speak(self, said: list[str]) -> None:
-        answer, began = Answer(), time.monotonic_ns()
+    async def _speak(self, answer: Answer, said: list[str]) -> None:
         with showing(self._console) as show:
             async with aclosing(self._stream(self.dialogue.messages())) as outputs:
                 async for output in outputs:
@@ -283,7 +288,6 @@ class Chat:
                     show.think(output.reasoning)
                     show.say(output.content)
                     said.append(output.content)
-        self.stats = _stats_line(answer, began)
 
     def _interrupt(self) -> None:
         if self._answering is not None:
@@ -301,6 +305,12 @@ class Chat:
 def _stats_line(answer: Answer, began: int) -> str:
     """Return the statistics of an answer, which was asked for at this moment, nanoseconds, monotonic."""
     usage, later_s, first_s = answer.usage, answer.later_s, (answer.first_text_at - began) / 1e9
+    if not answer.finish_reason:
+        if not (answer.tokens or answer.lengths):
+            return "no answer to the last message"
+        known = f" after {counted(len(answer.tokens), 'token')}" if answer.tokens else ""  # a server sends none
+        speed = f", {answer.tokens_per_s:.1f} tok/s" if answer.tokens_per_s else ""
+        return f"answer broken off{known}, its first text after {first_s:.3f} s{speed}"
     speed = f", {answer.num_later / later_s:.1f} tok/s" if later_s and answer.num_later > 0 else ""
     recoveries = f"; {counted(usage.num_recoveries, 'recovery', 'recoveries')}" if usage.num_recoveries else ""
     return (

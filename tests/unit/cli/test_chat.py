@@ -1,6 +1,7 @@
 """`brigade chat` without a model: what it tells of an answer."""
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
@@ -8,10 +9,28 @@ from typing import Any, cast
 
 import pytest
 
-from coordinator.cli.chat import Chat, Dialogue, Keyboard, Messages
+from coordinator.cli.chat import Chat, Dialogue, Keyboard, Messages, Stream
 from coordinator.sessions.output import Output, Token, Usage
+from worker.errors import BrigadeError
 
 Piece = tuple[float, int, str]  # seconds after the question, tokens, text
+
+
+def talk(stream: Stream, *lines: str) -> Chat:
+    """A chat in which these lines were typed."""
+
+    async def run() -> Chat:
+        left = iter((*lines, None))
+
+        async def read(prompt: str) -> str | None:
+            return next(left)
+
+        keyboard: Any = SimpleNamespace(is_terminal=False, begun="", read=read)
+        chat = Chat("m", stream, cast(Keyboard, keyboard), Dialogue())
+        await chat.run()
+        return chat
+
+    return asyncio.run(run())
 
 
 @pytest.mark.parametrize(
@@ -36,17 +55,29 @@ def test_the_speed_of_an_answer_leaves_out_its_first_text(pieces: Sequence[Piece
                 output.usage = Usage(3, began, 0, 1, 1, num_generated=num_generated)
             yield output
 
-    async def talk() -> str:
-        lines = iter(("Hi", None))
-
-        async def read(prompt: str) -> str | None:
-            return next(lines)
-
-        keyboard: Any = SimpleNamespace(is_terminal=False, begun="", read=read)
-        chat = Chat("m", stream, cast(Keyboard, keyboard), Dialogue())
-        assert await chat.run() == 0
-        return chat.stats
-
-    told = asyncio.run(talk())
+    told = talk(stream, "Hi").stats
     assert f"answer of {num_generated} tokens" in told
     assert told.endswith(f", {speed} tok/s") if speed else "tok/s" not in told
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text", "told"),
+    [([5, 6], "b", r"answer broken off after 2 tokens, its first text after \d.\d{3} s"),
+     ([], "b", r"answer broken off, its first text after \d.\d{3} s"), ([], "", "no answer to the last message")],
+    ids=["of a model", "of a server", "none"],
+)  # fmt: skip
+def test_the_statistics_are_of_the_last_message_also_if_its_answer_ends_early(
+    tokens: list[int], text: str, told: str
+) -> None:
+    async def stream(messages: Messages) -> AsyncGenerator[Output, None]:
+        now = time.monotonic_ns()
+        if messages[-1]["content"] == "whole":
+            yield Output("a", [Token(5)], now, "stop", Usage(3, now, 0, 1, 1, num_generated=1), content="a")
+            return
+        if tokens or text:
+            yield Output(text, [Token(token) for token in tokens], now, content=text)
+        raise BrigadeError("lost")
+
+    assert talk(stream).stats == "no answer yet"
+    assert "answer of 1 token," in talk(stream, "whole").stats
+    assert re.fullmatch(told, talk(stream, "whole", "broken").stats)
