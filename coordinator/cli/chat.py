@@ -29,7 +29,7 @@ from coordinator.cluster.progress import say
 from coordinator.engine.bounded import TEMPLATES
 from coordinator.sessions.output import Answer, Output
 from coordinator.sessions.request import Conversation, RequestSpec, require_text
-from worker.errors import BrigadeError, InputError
+from worker.errors import BrigadeError, ContextExceeded, InputError
 from worker.platform.files import reading, writing
 from worker.platform.interrupts import INTERRUPTED
 from worker.platform.tasks import cancel_all
@@ -281,13 +281,26 @@ class Chat:
             answering.result()
 
     async def _speak(self, answer: Answer, said: list[str]) -> None:
-        with showing(self._console) as show:
-            async with aclosing(self._stream(self.dialogue.messages())) as outputs:
-                async for output in outputs:
-                    answer.add(output)
-                    show.think(output.reasoning)
-                    show.say(output.content)
-                    said.append(output.content)
+        messages = self.dialogue.messages()
+        try:
+            with showing(self._console) as show:
+                async with aclosing(self._stream(messages)) as outputs:
+                    async for output in outputs:
+                        answer.add(output)
+                        show.think(output.reasoning)
+                        show.say(output.content)
+                        said.append(output.content)
+        except ContextExceeded as error:
+            if self._fits_alone(error):
+                found, _, _ = error.message.partition("; shorten it")
+                raise InputError("conversation", f"{found}; /reset begins a new one") from error
+            raise
+
+    def _fits_alone(self, error: ContextExceeded) -> bool:
+        """Return whether the last message alone has room, judged by its share of the conversation's letters."""
+        *others, last = (len(turn["content"]) for turn in self.dialogue.turns)
+        most = error.most / error.num_tokens if error.num_tokens else 0.5  # a server tells no numbers
+        return bool(others) and last < most * (sum(others) + last)
 
     def _interrupt(self) -> None:
         if self._answering is not None:

@@ -18,7 +18,7 @@ from coordinator.cli.show import Printer
 from coordinator.cluster.progress import say
 from coordinator.sessions.output import Answer, Output, Usage
 from coordinator.sessions.request import Conversation, Prompt
-from worker.errors import BrigadeError, InputError, ServerFailed
+from worker.errors import BrigadeError, ContextExceeded, InputError, ServerFailed
 from worker.platform.text import Json, counted, json_bytes
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ _OTHER_HOST = (62, 64)  # OpenSSL's codes for a host name or IP address that the
 _NOT_TLS = "WRONG_VERSION_NUMBER"  # OpenSSL's word for bytes that are no record of TLS
 _TIMES = httpx2.Timeout(5.0, read=120.0)  # a stream sends keep-alives every few seconds
 _WRONG_REQUEST = (400, 404, 413, 415, 422)
+_TOO_LONG = b'"context_length_exceeded"'  # the code of a refusal
 _TOO_MANY = 429
 _RETRY_S, _MOST_RETRY_S = 1.0, 60.0  # until a busy server is asked again: if it names no time, and at most
 _NOT_CONNECTED = (httpx2.ConnectError, httpx2.ConnectTimeout)
@@ -241,7 +242,8 @@ def _refused(response: httpx2.Response, body: bytes) -> BrigadeError:
     message, field = error_in(body)
     message = message or f"HTTP status {status}"
     if status in _WRONG_REQUEST:
-        return InputError(field, message.removeprefix(f"{field}: "))
+        kind = ContextExceeded if _TOO_LONG in body else InputError
+        return kind(field, message.removeprefix(f"{field}: "))
     said = f"the server answers with status {status}: {message}"
     if status == _TOO_MANY:
         seconds = response.headers.get("Retry-After", "")

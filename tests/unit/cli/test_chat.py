@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.cli.chat import Chat, Dialogue, Keyboard, Messages, Stream
 from coordinator.sessions.output import Output, Token, Usage
-from worker.errors import BrigadeError
+from worker.errors import BrigadeError, ContextExceeded
 
 Piece = tuple[float, int, str]  # seconds after the question, tokens, text
 
@@ -81,3 +81,21 @@ def test_the_statistics_are_of_the_last_message_also_if_its_answer_ends_early(
     assert talk(stream).stats == "no answer yet"
     assert "answer of 1 token," in talk(stream, "whole").stats
     assert re.fullmatch(told, talk(stream, "whole", "broken").stats)
+
+
+@pytest.mark.parametrize("numbers", [{"num_tokens": 250, "most": 200}, {}], ids=["of a model", "of a server"])
+def test_a_conversation_that_is_too_long_is_to_begin_anew_if_the_last_message_alone_is_not(
+    numbers: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def stream(messages: Messages) -> AsyncGenerator[Output, None]:
+        if sum(len(message["content"]) for message in messages) > 200:
+            raise ContextExceeded("prompt", "found too much; shorten it. There is more to say.", **numbers)
+        yield Output("a", (), time.monotonic_ns(), "stop", Usage(3, 0, 0, 1, 1), content="a")
+
+    for lines, told in (
+        (["a" * 150, "b" * 100], "error: conversation: found too much; /reset begins a new one\n"),
+        (["b" * 250], "error: prompt: found too much; shorten it. There is more to say.\n"),
+        (["a", "b" * 250], "error: prompt: found too much; shorten it. There is more to say.\n"),
+    ):
+        talk(stream, *lines)
+        assert capsys.readouterr().err == told

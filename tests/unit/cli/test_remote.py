@@ -14,6 +14,7 @@ import httpx2
 import pytest
 from rich.console import Console
 
+from coordinator.api.errors import http_error
 from coordinator.cli import status
 from coordinator.cli.eval import read_answer
 from coordinator.cli.flags import ServerFlags
@@ -28,7 +29,7 @@ from coordinator.cli.remote import (
 )
 from coordinator.sessions.output import Answer, Output, Usage
 from tests.unit.cli.conftest import Command
-from worker.errors import BrigadeError, InputError, ServerFailed
+from worker.errors import BrigadeError, ContextExceeded, InputError, ServerFailed
 
 TEXT = {"choices": [{"text": "Hi"}]}
 END = {"choices": [{"text": "", "finish_reason": "stop"}]}
@@ -101,6 +102,8 @@ def test_a_refusal_is_raised_as_its_text() -> None:
                 outputs_of({"error": error}, status=code)
     with pytest.raises(ServerFailed, match="status 502"):
         outputs_of("gateway", status=502)
+    with pytest.raises(ContextExceeded, match=r"^messages: too long"):
+        outputs_of({"error": http_error(ContextExceeded("messages", "too long")).to_openai()["error"]}, status=400)
 
 
 def test_a_server_that_has_ended_since_it_told_its_model_is_to_be_started() -> None:
