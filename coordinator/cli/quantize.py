@@ -38,7 +38,8 @@ async def quantize(
         int | None, _format(help="affine: weights that share a scale: 32, 64 or 128. (default: 64)")
     ] = None,
     keep: Annotated[
-        str | None, typer.Option(metavar="NAME,...", help="Modules that are not quantised, as lm_head,embed_tokens.")
+        str | None,
+        typer.Option(metavar="NAME,...", help="Modules that are not quantised, such as embed_tokens,lm_head."),
     ] = None,
     recipe: Annotated[
         str | None,
@@ -47,7 +48,10 @@ async def quantize(
             help="affine: give 8 bits to the parts that suffer most from --q-bits, as far as --target-bpw allows.",
         ),
     ] = None,
-    target_bpw: Annotated[float | None, _mixed(min=1, help="Bits per weight in the mean.")] = None,
+    target_bpw: Annotated[
+        float | None,
+        _mixed(min=1, help="Bits per weight on average: at most with --recipe, about with --method dynamic."),
+    ] = None,
     calibration: Annotated[
         Path | None, _mixed(metavar="FILE", help="The text that --recipe and --method look at. (default: a small one)")
     ] = None,

@@ -128,6 +128,10 @@ class QuantizedModel:
         if "embed_tokens" in options.keep:
             known.add("lm_head")  # which is the embedding in some models
         if unknown := [name for name in options.keep if name not in known]:
+            if unknown[0] == "lm_head" and "embed_tokens" in known:
+                raise InputError(
+                    "keep", "expected embed_tokens, found lm_head: in this model the embedding is the head, too"
+                )
             named = ", ".join(sorted(name for name in known if name and not name.isdigit()))
             raise InputError("keep", f"expected names of modules ({named}), found {unknown[0]!r}")
         choose = quantised_modules(model, options)

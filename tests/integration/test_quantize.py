@@ -199,6 +199,7 @@ def test_what_cannot_be_written_or_meant_is_refused_before_anything_is(
         with pytest.raises(InputError) as refusal:
             quantise(folder, tmp_path / "a", quantize_options("affine", 4, None, [name]))
         assert refusal.value.field == "keep" and "embed_tokens" in refusal.value.message
+    assert "the embedding is the head" in refusal.value.message
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
         with pytest.raises(InputError, match="free disk"):
