@@ -104,7 +104,12 @@ class ClusterFlags:
     ] = None
     objective: ObjectiveFlag = None
     context: Annotated[
-        int | None, _cluster(min=1, help="Tokens per session that the plan reserves memory for. (default: 4096)")
+        int | None,
+        _cluster(
+            min=1,
+            help="Tokens of a prompt with its answer that the plan reserves memory for. It limits no request: a longer "
+            "one runs if it fits into the memory that is left. (default: 4096)",
+        ),
     ] = None
     trust_remote_code: Annotated[
         bool,
@@ -412,7 +417,9 @@ class OutputFlags:
 
     logprobs: Annotated[
         int | None,
-        _output(min=0, max=20, help="With --json: each token's log probability and those of the N likeliest."),
+        _output(
+            min=0, max=20, help="With --json or --journal: each token's log probability and those of the N likeliest."
+        ),
     ] = None
     as_json: JsonFlag = False
     stats: Annotated[bool, _output("--stats", "-v", help="Print the time by node and by kind of work on stderr.")] = (

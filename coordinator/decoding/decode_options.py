@@ -230,8 +230,10 @@ def make_cache_choice(kind: str, max_kv_size: int | None = None, keep: int | str
     """
     if kind not in _CACHES:
         raise InputError("kv", f"expected one of {', '.join(_CACHES)}, got {kind!r}")
-    if (kind == "rotating") != (max_kv_size is not None):
-        raise InputError("max_kv_size", "expected with a rotating cache, and only there: how many tokens it keeps")
+    if kind == "rotating" and max_kv_size is None:
+        raise InputError("max_kv_size", "expected the number of tokens that a rotating cache keeps, found none")
+    if kind != "rotating" and max_kv_size is not None:
+        raise InputError("max_kv_size", f"expected only with kv rotating, got it with {kind}, which keeps every token")
     if max_kv_size is None:
         if keep is not None:
             raise InputError("kv_keep", f"expected with a rotating cache only, got it with {kind}, which drops nothing")

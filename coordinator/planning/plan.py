@@ -204,10 +204,10 @@ def check_split(spec: ModelSpec, num_nodes: int, layers: Sequence[int] | None) -
 def misfit(plan: Plan, spec: ModelSpec) -> str:
     """Say what nodes lack for a plan that does not fit, and what to do."""
     sessions = f"{plan.num_sessions} sessions of " if plan.num_sessions > 1 else ""
-    others = "or a quantised model, or leave out --draft-model" if spec.drafter else "or a quantised model"
+    others = ", or leave out --draft-model" if spec.drafter else ""
     return (
         f"{spec.name} with {sessions}{plan.context} tokens of context does not fit: {plan.lacking}. "
-        f"Use more nodes, fewer tokens (--context, of bench -p and -g) {others}."
+        f"Use more nodes, a quantised model, or a lower --context (of `brigade bench`: -p and -g){others}."
     )
 
 

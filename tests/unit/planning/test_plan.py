@@ -142,7 +142,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_what_is_missing_and_what_to_do
         require_fit(by_bytes(spec, [Node("studio", 8 * 2**30), Node("mini", 2**30)], 512, [4, 2]), spec)
     assert str(caught.value).splitlines() == [
         "tiny with 512 tokens of context does not fit: mini lacks 2.0 GiB. "
-        "Use more nodes, fewer tokens (--context, of bench -p and -g) or a quantised model.",
+        "Use more nodes, a quantised model, or a lower --context (of `brigade bench`: -p and -g).",
         "node    layers  weights    cache  scratch   needed   budget  missing",
         "studio  [0, 4)  4.5 GiB  2.0 GiB      0 B  6.5 GiB  8.0 GiB        -",
         "mini    [4, 6)  2.0 GiB  1.0 GiB      0 B  3.0 GiB  1.0 GiB  2.0 GiB",
