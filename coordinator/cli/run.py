@@ -15,6 +15,7 @@ from worker.platform.interrupts import INTERRUPTED
 
 T = TypeVar("T")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STUCK_S = 3.0  # after a signal: a loop that has not run by then may write to a pipe that is not read
 
 
 class TakeFlags:
@@ -68,11 +69,12 @@ def as_command(function: Callable[..., Any]) -> Callable[..., int | None]:
 def run_async(work: Coroutine[Any, Any, T], *, grace_s: float = 0.0) -> T:
     """Run a coroutine and return its result, also if it ends normally after a signal.
 
-    SIGINT and SIGTERM cancel it, so that it closes what it has opened. A second signal ends the process at once; its
-    worker processes notice that and end too.
+    SIGINT and SIGTERM cancel it, so that it closes what it has opened. A second signal, or the first one if the loop is
+    stuck for seconds, ends the process at once; its worker processes notice that and end too.
 
     Args:
-        grace_s: a second signal cancels the coroutine again, and ends the process this much later at the latest.
+        grace_s: a second signal cancels the coroutine again, and ends the process this much later at the latest; the
+            first one waits for a loop that is stuck.
     Raises:
         KeyboardInterrupt: a signal ended it; everything is cleaned up.
     """
@@ -104,10 +106,15 @@ async def _interruptible(work: Coroutine[Any, Any, T], grace_s: float) -> T:
         num_signals += 1
         if num_signals > (2 if grace_s else 1) or task.done():
             os._exit(INTERRUPTED)
-        if num_signals == 2:
+        if num_signals == 2 or not grace_s:
             signal.signal(signal.SIGALRM, on_signal)
-            signal.setitimer(signal.ITIMER_REAL, grace_s)
-        loop.call_soon_threadsafe(task.cancel)
+            signal.setitimer(signal.ITIMER_REAL, grace_s or STUCK_S)
+        loop.call_soon_threadsafe(cancel)
+
+    def cancel() -> None:
+        if not grace_s:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)  # it is not stuck
+        task.cancel()
 
     for number in _SIGNALS:
         signal.signal(number, on_signal)  # not the loop's handlers: a second signal must work while the loop is stuck

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from coordinator.cli import run
 from coordinator.cli.run import run_async
 from worker.errors import StageLost
 
@@ -60,6 +61,7 @@ def test_how_work_ends_that_is_interrupted() -> None:
 
 STUCK = """
 import asyncio, os, sys
+from coordinator.cli import run
 from coordinator.cli.run import run_async
 
 async def work():
@@ -82,8 +84,32 @@ def test_a_second_signal_ends_a_process_whose_loop_is_stuck() -> None:
     assert process.returncode == 130
 
 
+def test_one_signal_ends_a_process_whose_output_is_not_read() -> None:
+    with subprocess.Popen([sys.executable, "-c", STUCK], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout and process.stdout.read(5) == b"stuck"
+        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.wait(30) == 130
+        finally:
+            process.kill()
+
+
+def test_what_is_cleaned_up_may_take_longer_than_a_stuck_loop_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "STUCK_S", 0.1)
+
+    async def work() -> None:
+        try:
+            await interrupted()
+        finally:
+            await asyncio.sleep(0.3)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_async(work())
+
+
 GRACEFUL = """
 import asyncio, os, signal, sys
+from coordinator.cli import run
 from coordinator.cli.run import run_async
 
 async def work():
