@@ -205,7 +205,7 @@ def _memory(nodes: Sequence[Json], width: int) -> Group:
     """Return a row per node: its memory budget, the part reserved for requests, and MLX's active and cached memory."""
     keys = ("memory_bytes", "cache_promised_bytes", "active_memory_bytes", "cached_memory_bytes")
     rows = [[node["name"], *(_size(node.get(key)) for key in keys)] for node in nodes]
-    return fitting(("memory", "may use", "promised", "active", "cached"), rows, width)
+    return fitting(("memory", "may use", "reserved", "active", "cached"), rows, width)
 
 
 def _prompt(request: Json) -> str:

@@ -77,7 +77,7 @@ class StatusSnapshot:
 
     @property
     def cache_usage(self) -> float:
-        """The promised share of the cache's memory on the fullest node, 0 to 1."""
+        """The reserved share of the cache's memory on the fullest node, 0 to 1."""
         return max((node.cache_promised_bytes / max(1, node.cache_budget_bytes) for node in self.nodes), default=0.0)
 
 
@@ -121,9 +121,9 @@ async def _ask(cluster: Cluster, name: str) -> StatusReply | None:
 
 def _nodes(model: Engine, replies: dict[str, StatusReply | None], utilisation: dict[str, float]) -> list[NodeStatus]:
     # until the engine goes on with this chain, of the last one
-    promised = itertools.chain(model.scheduler.slots.promised, itertools.repeat(0))
+    reserved = itertools.chain(model.scheduler.slots.reserved, itertools.repeat(0))
     found = []
-    for stage, (place, num_bytes) in enumerate(zip(model.cluster.chain.plan.assignments, promised, strict=False)):
+    for stage, (place, num_bytes) in enumerate(zip(model.cluster.chain.plan.assignments, reserved, strict=False)):
         found.append(_node(model, place, replies.get(place.name), stage, num_bytes, utilisation))
     others = model.cluster.outside
     return found + [_node(model, place, replies.get(place.name), None, 0, {}) for place in others]
@@ -134,7 +134,7 @@ def _node(
     place: Assignment,
     reply: StatusReply | None,
     stage: int | None,
-    promised: int,
+    reserved: int,
     utilisation: dict[str, float],
 ) -> NodeStatus:
     worker = model.cluster.nodes.workers.get(place.name)
@@ -149,7 +149,7 @@ def _node(
         end=place.end,
         memory_bytes=place.memory_bytes,
         weight_bytes=place.weight_bytes,
-        cache_promised_bytes=promised if is_joined else 0,
+        cache_promised_bytes=reserved if is_joined else 0,
         cache_budget_bytes=place.cache_budget_bytes,
         cache_held_bytes=reply.cache_bytes if reply else None,
         peak_memory_bytes=reply.peak_memory_bytes if reply else None,

@@ -87,7 +87,7 @@ class SlotState(Enum):
     """How far a slot has come."""
 
     WAITING = "waiting"  # for memory; it has no number yet
-    PROMISED = "promised"  # it has a number and memory; no stage knows it yet
+    RESERVED = "reserved"  # it has a number and memory; no stage knows it yet
     TAKEN_OVER = "taken over"  # likewise, but the stages hold rows that were kept under its number
     OPEN = "open"  # the stages hold it
     KEPT = "kept"  # its session has ended; its rows serve as a prefix cache
@@ -95,14 +95,14 @@ class SlotState(Enum):
 
 
 _NEXT = {
-    SlotState.WAITING: (SlotState.PROMISED, SlotState.TAKEN_OVER, SlotState.FREE),
-    SlotState.PROMISED: (SlotState.OPEN, SlotState.FREE),
+    SlotState.WAITING: (SlotState.RESERVED, SlotState.TAKEN_OVER, SlotState.FREE),
+    SlotState.RESERVED: (SlotState.OPEN, SlotState.FREE),
     SlotState.TAKEN_OVER: (SlotState.OPEN, SlotState.KEPT, SlotState.FREE),
     SlotState.OPEN: (SlotState.KEPT, SlotState.FREE),
     SlotState.KEPT: (SlotState.FREE,),
     SlotState.FREE: (),
 }
-ACTIVE = (SlotState.PROMISED, SlotState.TAKEN_OVER, SlotState.OPEN)
+ACTIVE = (SlotState.RESERVED, SlotState.TAKEN_OVER, SlotState.OPEN)
 ON_STAGES = (SlotState.TAKEN_OVER, SlotState.OPEN, SlotState.KEPT)
 
 
@@ -111,7 +111,7 @@ class SessionSlot:
     """One session's slot."""
 
     session: Session
-    promised: Bytes  # memory reserved for it now
+    reserved: Bytes  # memory reserved for it now
     rows: int = 0  # of every cache, for which there is memory
     rows_before: int = 0  # that it holds until its first window, if it was taken over
     state: SlotState = SlotState.WAITING
@@ -163,11 +163,11 @@ class Slots:
         return len(self._in(SlotState.KEPT))
 
     @property
-    def promised(self) -> Bytes:
+    def reserved(self) -> Bytes:
         """Reserved bytes by stage, with those of kept slots."""
         total: Bytes = (0,) * len(self._costs.budgets)
         for slot in list(self._slots.values()):
-            total = tuple(map(add, total, slot.promised))
+            total = tuple(map(add, total, slot.reserved))
         return total
 
     def most_rows(self, session: Session) -> int:
@@ -205,8 +205,8 @@ class Slots:
         for slot in [*before._in(SlotState.KEPT), *reversed(before.active)]:  # what gives way first comes first
             if num_held := before._num_held(slot, held):
                 session = slot.session.remainder(num_held)
-                promised = self._bytes_of(slot.session, max(session.rows_written, len(held[slot.number])))
-                self._slots[session] = SessionSlot(session, promised, state=SlotState.KEPT, has_result=True)
+                reserved = self._bytes_of(slot.session, max(session.rows_written, len(held[slot.number])))
+                self._slots[session] = SessionSlot(session, reserved, state=SlotState.KEPT, has_result=True)
         while min(self.unreserved) < 0:
             del self._slots[next(iter(self._slots))]
         return {slot.number for slot in self._slots.values()}
@@ -270,7 +270,7 @@ class Slots:
             return None
         if len(session.snapshots_with(length)) > self._num_snapshots(session):
             if self._num_snapshots_with_room(session):
-                slot.promised = tuple(map(add, slot.promised, self._costs.snapshot_bytes(session.request.cache)))
+                slot.reserved = tuple(map(add, slot.reserved, self._costs.snapshot_bytes(session.request.cache)))
             elif length == last:
                 session.snapshots = ()  # there is memory for this one
             else:
@@ -368,7 +368,7 @@ class Slots:
 
     def _wait(self, session: Session) -> SessionSlot:
         """Have a session wait for memory, in its place in the order of arrival if it has one."""
-        slot = self._slots[session] = SessionSlot(session, promised=(0,) * len(self._costs.budgets))
+        slot = self._slots[session] = SessionSlot(session, reserved=(0,) * len(self._costs.budgets))
         return slot
 
     def _bytes_of(self, session: Session, rows: int) -> Bytes:
@@ -391,8 +391,8 @@ class Slots:
 
     @property
     def unreserved(self) -> Bytes:
-        """The memory of each stage's budget that no session and no kept slot is promised."""
-        return tuple(map(sub, self._costs.budgets, self.promised))
+        """The memory of each stage's budget that is reserved for no session and no kept slot."""
+        return tuple(map(sub, self._costs.budgets, self.reserved))
 
     def _grow(self, slot: SessionSlot) -> bool:
         """Reserve more memory for an active slot; return False if kept slots and newer sessions do not have as much."""
@@ -400,11 +400,11 @@ class Slots:
         needed = self._bytes_of(slot.session, rows)
         newer = reversed(self.active[self.active.index(slot) + 1 :])
         evictable = [*self._in(SlotState.KEPT), *(other for other in newer if other.session.may_be_preempted)]
-        more = tuple(max(0, need - had) for need, had in zip(needed, slot.promised, strict=True))
-        room = make_room(more, self.unreserved, [other.promised for other in evictable])
+        more = tuple(max(0, need - had) for need, had in zip(needed, slot.reserved, strict=True))
+        room = make_room(more, self.unreserved, [other.reserved for other in evictable])
         if room is None:
             return False
-        slot.rows, slot.promised = rows, tuple(map(max, needed, slot.promised))
+        slot.rows, slot.reserved = rows, tuple(map(max, needed, slot.reserved))
         if any([self._evict(evictable[place]) for place in room.evicted]):
             self.admit()  # it may have taken more memory than it needs
         return True
@@ -429,11 +429,11 @@ class Slots:
         needed = self._bytes_of(session, rows)
         worse = (each for each in reversed(self.active) if each.session.request.priority > session.request.priority)
         evictable = [*kept, *(each for each in worse if each.session.may_be_preempted)]
-        promised = [each.promised for each in evictable]
+        reserved = [each.reserved for each in evictable]
         own = kept.index(source) if source else None
         extends = source is not None and shared == source.session.fed
         fit = partial(make_room, needed, self.unreserved, source=own, extends=extends)
-        room = fit(promised[: len(kept)]) or fit(promised)  # no session loses its slot while kept ones are enough
+        room = fit(reserved[: len(kept)]) or fit(reserved)  # no session loses its slot while kept ones are enough
         if room is None:
             return False
         for place in room.evicted:
@@ -442,15 +442,15 @@ class Slots:
             del self._slots[source.session]
             source.enter(SlotState.FREE)
             session.take_slot(source.number, shared, source.session.snapshots)
-            slot.promised = tuple(map(max, needed, source.promised))
+            slot.reserved = tuple(map(max, needed, source.reserved))
             slot.rows_before = source.session.fed
             slot.enter(SlotState.TAKEN_OVER)
         else:
             used = {each.number for each in self._slots.values() if each.state is not SlotState.WAITING}
             used.update(self.closed, *self._closing.values())
             session.take_slot(next(number for number in count() if number not in used))
-            slot.promised = needed
-            slot.enter(SlotState.PROMISED)
+            slot.reserved = needed
+            slot.enter(SlotState.RESERVED)
         slot.rows = rows
         if self._stored and not session.feeds_apart:
             session.to_read.extend(self._stored.pieces_to_read(session, session.fed))
@@ -483,16 +483,16 @@ class Slots:
         """Keep as many of the snapshots that a slot begins with, the latest, as there is memory for; reserve it."""
         session = slot.session
         lengths, session.snapshots = session.snapshots, ()
-        slot.promised = self._bytes_of(session, slot.rows)
+        slot.reserved = self._bytes_of(session, slot.rows)
         session.snapshots = lengths[max(0, len(lengths) - self._num_snapshots_with_room(session)) :]
-        slot.promised = self._bytes_of(session, slot.rows)
+        slot.reserved = self._bytes_of(session, slot.rows)
 
     def _keep(self, slot: SessionSlot) -> None:
         for kept in self._in(SlotState.KEPT):
             if self._is_covered(kept.session, slot.session):
                 self._free(kept)
         slot.enter(SlotState.KEPT)
-        slot.promised = self._bytes_of(slot.session, slot.session.rows_written)
+        slot.reserved = self._bytes_of(slot.session, slot.session.rows_written)
         self._use(slot)
         if self.num_kept > _MOST_KEPT:
             self._free(self._in(SlotState.KEPT)[0])

@@ -1,4 +1,4 @@
-"""`--kv full|rotating|int8` on every node, with every decoder: the same tokens, in the memory that was promised."""
+"""`--kv full|rotating|int8` on every node, with every decoder: the same tokens, in the memory that was reserved."""
 
 from functools import lru_cache
 from itertools import groupby, product

@@ -135,8 +135,8 @@ async def test_sessions_with_and_without_drafts_share_a_lane(models: Models, nam
         async with Engine(chain) as engine:  # the second turn forks the first one's slot
             turn = replace(source, prompt=(*source.prompt, *(await engine.answer(source)).tokens, 5))
             again = await engine.answer(turn)
-            held, promised = (await chain.statuses())[2].cache_bytes, engine.scheduler.slots.promised[2]
-            assert 0 < held <= promised
+            held, reserved = (await chain.statuses())[2].cache_bytes, engine.scheduler.slots.reserved[2]
+            assert 0 < held <= reserved
         assert again.tokens == (await plain(chain, turn)).tokens
 
 

@@ -210,13 +210,13 @@ async def test_a_drafter_is_sent_kept_on_disk_and_released_by_a_chain_without(
         assert nodes[0].service.worker.status().weight_bytes == weights[2] < weights[1]
 
 
-async def test_the_last_stage_holds_no_more_than_the_plan_and_the_promises_say(models: Models) -> None:
+async def test_the_last_stage_holds_no_more_than_is_planned_and_reserved(models: Models) -> None:
     """Nor for short forks of a long text, of which a drafter copies the whole."""
     folder = models("qwen3", config={"max_position_embeddings": 4000}, sharpen=4.0).folder
     async with running(folder, (1, 3), drafter=folder) as chain, Engine(chain) as engine:
 
         async def require_kept() -> None:
-            assert 0 < (await chain.statuses())[1].cache_bytes <= engine.scheduler.slots.promised[1]
+            assert 0 < (await chain.statuses())[1].cache_bytes <= engine.scheduler.slots.reserved[1]
 
         live = [Live(engine, request(tokens_of(200 + at, at), 24, Decode("draft", num_drafts=15))) for at in range(3)]
         for each in live:

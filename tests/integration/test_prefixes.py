@@ -248,16 +248,16 @@ async def test_requests_wait_for_memory_and_no_stage_ever_holds_more_than_its_bu
 
 
 @pytest.mark.parametrize("slots", [1, 2], ids=["in its place", "as a copy"])
-async def test_a_short_continuation_of_a_long_text_keeps_to_its_promise(models: Models, slots: int) -> None:
+async def test_a_short_continuation_of_a_long_text_keeps_to_what_is_reserved(models: Models, slots: int) -> None:
     folder = models("qwen3", config={"max_position_embeddings": 4000}).folder
     async with running_within(folder, (2, 2), 1024, slots) as chain, Engine(chain) as engine:
         await engine.answer(request(tokens_of(900), 4), chunk=256)
         for number in (1, 2, 3):
             each = request((*tokens_of(900)[:30], *tokens_of(5, number)), 4)
             assert (await engine.answer(each)).usage.num_reused >= 30
-            promised = engine.scheduler.slots.promised
+            reserved = engine.scheduler.slots.reserved
             held = [status.cache_bytes for status in await chain.statuses()]
-            assert all(bytes_ <= most for bytes_, most in zip(held, promised, strict=True)), (held, promised)
+            assert all(bytes_ <= most for bytes_, most in zip(held, reserved, strict=True)), (held, reserved)
 
 
 async def test_a_copy_of_a_slot_that_the_same_frame_closes_is_made_before(whole: Whole) -> None:

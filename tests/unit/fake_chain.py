@@ -381,7 +381,7 @@ class Rig:
         self.scheduler.slots.forget_kept()
         self.drain()
         assert self.chain.slots == {}
-        assert not any(self.scheduler.slots.promised)
+        assert not any(self.scheduler.slots.reserved)
 
 
 def masked(chooser: WindowChooser, eos: frozenset[int] = frozenset()) -> Decoder:

@@ -56,7 +56,7 @@ def test_auto_reserves_less_than_64_rows_and_a_draft_from_the_text_none() -> Non
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.randoms(use_true_random=True))
-def test_however_costs_and_company_change_auto_writes_no_row_that_was_not_promised(numbers: random.Random) -> None:
+def test_however_costs_and_company_change_auto_writes_no_row_that_was_not_reserved(numbers: random.Random) -> None:
     """Costs that jump make windows of every size, and none, from one step to the next; sessions share the frames."""
     rig, costs = Rig(num_stages=2, chunk=numbers.choice([4, 64, 256])), StepCosts()
     sessions = [

@@ -234,7 +234,7 @@ def test_nodes_beside_the_chain_are_idle_or_lost_and_requests_without_a_slot_wai
             outside=others,
             trouble="",
         ),
-        scheduler=SimpleNamespace(slots=SimpleNamespace(promised=[0])),
+        scheduler=SimpleNamespace(slots=SimpleNamespace(reserved=[0])),
         sessions=[
             SimpleNamespace(request=running, slot=0, num_prompt_computed=2),
             SimpleNamespace(request=waiting, slot=None, num_prompt_computed=0),

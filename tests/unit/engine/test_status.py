@@ -19,7 +19,7 @@ def engine() -> Any:
     places = tuple(Assignment(name, 2 * i, 2 * i + 2, 1, 1, 9) for i, name in enumerate(("own", "mini")))
     chain = SimpleNamespace(plan=Plan(places, 100), own_status=None, epoch=2)
     cluster = SimpleNamespace(chain=chain, nodes=SimpleNamespace(workers={}), outside=[], trouble="")
-    slots = SimpleNamespace(promised=(7,))  # of the first chain, which had one node
+    slots = SimpleNamespace(reserved=(7,))  # of the first chain, which had one node
     return FakeEngine(cluster=cluster, scheduler=SimpleNamespace(slots=slots), sessions=[])
 
 

@@ -34,7 +34,7 @@ def test_what_could_never_fit_is_refused_with_the_node_that_is_too_small() -> No
     assert rig.scheduler.slots.num_waiting == 0
     rig = Rig(budget=100)
     rig.submit(prompt_of(100), 100, cache=Cache(kind=CACHE_INT8))  # half as large
-    assert rig.scheduler.slots.promised == rig.costs.budgets
+    assert rig.scheduler.slots.reserved == rig.costs.budgets
     rig = Rig(budget=52)
     for name in ("diffusion", "diffusion-fast"):
         with pytest.raises(InputError):
@@ -92,7 +92,7 @@ def test_a_full_queue_says_so_and_what_need_not_wait_runs_though_none_may_wait()
 def test_a_conversation_goes_on_in_its_slot_and_a_part_of_it_is_copied() -> None:
     rig = Rig(keep=True, chunk=64)
     first = rig.answer(TEXT[:40], 5)
-    held = rig.scheduler.slots.promised
+    held = rig.scheduler.slots.reserved
     assert held == rig.chain.held(rig.costs.bytes_of) == (44 * 2, 44 * 4, 44 * 6), "no more than what is kept holds"
     second = rig.answer([*first.history.tokens, 1, 2, 3], 5)
     assert second.slot == first.slot and rig.chain.forks == [(0, 0)]
@@ -341,7 +341,7 @@ def test_a_cancel_before_the_first_frame_frees_a_slot_that_was_taken_over() -> N
     rig.scheduler.close(session)
     [frame] = rig.send_all()
     assert list(frame.closed) == [first.slot] and not frame.opened
-    assert rig.chain.slots == {} and not any(rig.scheduler.slots.promised)
+    assert rig.chain.slots == {} and not any(rig.scheduler.slots.reserved)
 
 
 def test_what_a_takeover_gives_back_lets_the_next_one_in() -> None:
@@ -426,7 +426,7 @@ def test_what_a_plan_says_fits_is_let_in(layers: tuple[LayerSpec, ...], cache: C
         session = make_session([1] * (context - 10), 10, cache=cache)
         if found.fits:
             slots.add(session)
-            assert slots.promised == (needed,)
+            assert slots.reserved == (needed,)
         else:
             with pytest.raises(InputError, match="of cache on mini"):
                 slots.add(session)

@@ -46,9 +46,9 @@ def watch(rig: Rig, sessions: list[Session]) -> list[tuple[Session, int]]:
             had[session] = session.slot is not None and session.finish_reason is None
         assert oldest.slot is not None
         assert not rig.scheduler.is_idle, "nothing goes on any more"
-        held, promised = rig.chain.held(rig.costs.bytes_of), rig.scheduler.slots.promised
-        assert rig.scheduler.slots.closed or all(h <= p for h, p in zip(held, promised, strict=True))
-        assert all(p <= b for p, b in zip(promised, rig.costs.budgets, strict=True))
+        held, reserved = rig.chain.held(rig.costs.bytes_of), rig.scheduler.slots.reserved
+        assert rig.scheduler.slots.closed or all(h <= p for h, p in zip(held, reserved, strict=True))
+        assert all(p <= b for p, b in zip(reserved, rig.costs.budgets, strict=True))
         rig.take_one()
     return found
 

@@ -71,7 +71,7 @@ def test_what_is_known_is_fed_as_prompt_chunks_under_the_new_epoch(kind: str) ->
 
 
 def test_drafts_of_a_lost_step_are_not_proposed_beside_many_tokens() -> None:
-    """A proposal's tokens and its drafts share the rows that were promised."""
+    """A proposal's tokens and its drafts share the rows that were reserved."""
     decoder = masked(WindowChooser(StepCosts(), fixed=4), frozenset())
     guesses = [Sample(token=token) for token in (5, 6, 7)]
     decoder.accept(decoder.propose([1], 1, 99), guesses[:1], guesses)
@@ -137,7 +137,7 @@ def test_a_second_loss_before_the_first_frame_makes_no_row_complete() -> None:
             rig.take_one()
     assert session.fed_apart == 16
     rig.lose_chain([], len(rig.chain.frames))
-    assert rig.scheduler.slots.promised >= rig.chain.held(rig.costs.bytes_of), "the slot has its buffers still"
+    assert rig.scheduler.slots.reserved >= rig.chain.held(rig.costs.bytes_of), "the slot has its buffers still"
     session.rewind()
     session.feeds_apart = False
     rig.scheduler.slots.add(session)
@@ -152,21 +152,21 @@ def test_a_second_loss_before_the_first_frame_makes_no_row_complete() -> None:
     rig.end()
 
 
-def test_the_rows_of_masks_on_the_first_node_are_promised_on_the_next_chain() -> None:
+def test_the_rows_of_masks_on_the_first_node_are_reserved_on_the_next_chain() -> None:
     rig = Rig(num_stages=1, chunk=64)
     session = Asked(prompt_of(60), 40, kind="diffusion", window=32).submit(rig)
     rig.step_until(lambda: session.num_generated >= 3)
     rig.send_all()
     rig.lose_chain([], len(rig.chain.frames))
-    assert rig.scheduler.slots.promised >= rig.chain.held(rig.costs.bytes_of) > (0,)
+    assert rig.scheduler.slots.reserved >= rig.chain.held(rig.costs.bytes_of) > (0,)
 
 
-def test_the_snapshots_on_the_first_node_are_promised_on_the_next_chain() -> None:
+def test_the_snapshots_on_the_first_node_are_reserved_on_the_next_chain() -> None:
     rig = Rig(num_stages=1, chunk=300, cuttable=800)
     session = rig.submit(prompt_of(900), 5, turn_ends=(300, 600))
     rig.step_until(lambda: session.fed >= 600)
     rig.lose_chain([], 2)
-    assert rig.scheduler.slots.promised >= rig.chain.held(rig.costs.bytes_of) > (1200,)
+    assert rig.scheduler.slots.reserved >= rig.chain.held(rig.costs.bytes_of) > (1200,)
 
 
 def test_where_a_new_chain_has_less_memory_the_rows_of_running_sessions_are_kept_first() -> None:
@@ -177,7 +177,7 @@ def test_where_a_new_chain_has_less_memory_the_rows_of_running_sessions_are_kept
     rig.step_until(lambda: session.num_generated >= 3)
     rig.costs = costs_per_row(100, num_stages=1)
     rig.lose_chain([], len(rig.chain.frames))
-    assert rig.scheduler.slots.promised <= rig.costs.budgets and rig.scheduler.slots.num_kept == 2
+    assert rig.scheduler.slots.reserved <= rig.costs.budgets and rig.scheduler.slots.num_kept == 2
     session.rewind()
     rig.scheduler.slots.add(session)
     rig.run(session)
@@ -244,8 +244,8 @@ def test_rows_that_the_first_stage_holds_are_not_fed_again_if_they_are_complete_
                     rig.scheduler.slots.add(session, is_replayed=True)
                 rig.send_all()
                 num_reused += sum(session.num_reused for session in live if not session.feeds_apart)
-                promised, budgets = rig.scheduler.slots.promised, rig.costs.budgets
-                assert all(need <= most for need, most in zip(promised, budgets, strict=True))
+                reserved, budgets = rig.scheduler.slots.reserved, rig.costs.budgets
+                assert all(need <= most for need, most in zip(reserved, budgets, strict=True))
         rig.run(*sessions)
         assert [session.generated for session in sessions] == [each.undisturbed(is_lossy) for each in asked]
         rig.end()

@@ -1,4 +1,4 @@
-"""Whatever requests come and go over lost chains: memory is never promised twice, each gets what it would get alone."""
+"""Whatever requests come and go over lost chains: memory is never reserved twice, each gets what it would get alone."""
 
 import random
 from operator import le
@@ -48,7 +48,7 @@ class Traffic:
         }
         for move in self.numbers.choices([*moves], [*moves.values()], k=num_moves):
             move()
-            self.check_what_is_promised()
+            self.check_what_is_reserved()
         for session in self.alive:
             session.is_paused = False
         for _ in range(3000):
@@ -108,16 +108,16 @@ class Traffic:
     def forget(self) -> None:
         self.rig.scheduler.slots.forget_kept()
 
-    def check_what_is_promised(self) -> None:
-        promised, budgets = self.rig.scheduler.slots.promised, self.rig.costs.budgets
-        assert all(bytes_ <= budget for bytes_, budget in zip(promised, budgets, strict=True))
+    def check_what_is_reserved(self) -> None:
+        reserved, budgets = self.rig.scheduler.slots.reserved, self.rig.costs.budgets
+        assert all(bytes_ <= budget for bytes_, budget in zip(reserved, budgets, strict=True))
 
     def check_what_is_held(self) -> None:
         """What is to be freed or cut is so by the next frame: until then the stages may hold more."""
         slots = self.rig.scheduler.slots
         if not slots.closed:
             held = self.rig.chain.held(self.rig.costs.bytes_of)
-            assert all(bytes_ <= promised for bytes_, promised in zip(held, slots.promised, strict=True))
+            assert all(bytes_ <= reserved for bytes_, reserved in zip(held, slots.reserved, strict=True))
 
     def check_tokens(self) -> None:
         for session, (asked, expected) in list(self.alive.items()):
