@@ -493,7 +493,7 @@ class Grammar(_message.Message):
     def __init__(self, text: _Optional[str] = ..., begins: _Optional[int] = ..., eos: _Optional[_Iterable[int]] = ..., owner: _Optional[str] = ...) -> None: ...
 
 class Window(_message.Message):
-    __slots__ = ("slot", "base", "prefix_hash", "tokens", "wanted", "masks", "guessed", "positions", "targets", "drafts", "canvas", "canvas_step", "temperature", "conditioning", "soft", "pooled", "canvas_first", "stored", "upcoming", "snapshots")
+    __slots__ = ("slot", "base", "prefix_hash", "tokens", "wanted", "masks", "guessed", "positions", "targets", "to_draft", "canvas", "canvas_step", "temperature", "conditioning", "soft", "pooled", "canvas_first", "stored", "upcoming", "snapshots")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -503,7 +503,7 @@ class Window(_message.Message):
     GUESSED_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     TARGETS_FIELD_NUMBER: _ClassVar[int]
-    DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    TO_DRAFT_FIELD_NUMBER: _ClassVar[int]
     CANVAS_FIELD_NUMBER: _ClassVar[int]
     CANVAS_STEP_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
@@ -523,7 +523,7 @@ class Window(_message.Message):
     guessed: int
     positions: _containers.RepeatedScalarFieldContainer[int]
     targets: _containers.RepeatedScalarFieldContainer[int]
-    drafts: int
+    to_draft: int
     canvas: _containers.RepeatedScalarFieldContainer[int]
     canvas_step: int
     temperature: float
@@ -534,7 +534,7 @@ class Window(_message.Message):
     stored: bytes
     upcoming: _containers.RepeatedScalarFieldContainer[bytes]
     snapshots: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, slot: _Optional[int] = ..., base: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., wanted: _Optional[int] = ..., masks: _Optional[int] = ..., guessed: _Optional[int] = ..., positions: _Optional[_Iterable[int]] = ..., targets: _Optional[_Iterable[int]] = ..., drafts: _Optional[int] = ..., canvas: _Optional[_Iterable[int]] = ..., canvas_step: _Optional[int] = ..., temperature: _Optional[float] = ..., conditioning: _Optional[_Union[Conditioning, str]] = ..., soft: _Optional[_Union[Soft, _Mapping]] = ..., pooled: _Optional[int] = ..., canvas_first: _Optional[int] = ..., stored: _Optional[bytes] = ..., upcoming: _Optional[_Iterable[bytes]] = ..., snapshots: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, slot: _Optional[int] = ..., base: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., wanted: _Optional[int] = ..., masks: _Optional[int] = ..., guessed: _Optional[int] = ..., positions: _Optional[_Iterable[int]] = ..., targets: _Optional[_Iterable[int]] = ..., to_draft: _Optional[int] = ..., canvas: _Optional[_Iterable[int]] = ..., canvas_step: _Optional[int] = ..., temperature: _Optional[float] = ..., conditioning: _Optional[_Union[Conditioning, str]] = ..., soft: _Optional[_Union[Soft, _Mapping]] = ..., pooled: _Optional[int] = ..., canvas_first: _Optional[int] = ..., stored: _Optional[bytes] = ..., upcoming: _Optional[_Iterable[bytes]] = ..., snapshots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Soft(_message.Message):
     __slots__ = ("slot", "conditioning", "rows", "ids")

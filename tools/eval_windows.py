@@ -246,7 +246,7 @@ async def _processor_s(chain: Chain, base: int, counts: Sequence[int]) -> list[f
     history = History([5] * (base + len(counts) + 1))
     taken = []
     for at, count in enumerate(counts, base):
-        window = Window(slot=0, base=at, prefix_hash=history.prefix_hash(at), tokens=[5, 5], wanted=2, drafts=count)
+        window = Window(slot=0, base=at, prefix_hash=history.prefix_hash(at), tokens=[5, 5], wanted=2, to_draft=count)
         began = time.process_time()
         await _step(chain, Frame(windows=[window]))
         taken.append(time.process_time() - began)

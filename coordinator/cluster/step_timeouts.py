@@ -74,7 +74,7 @@ class StepTimeouts:
     def kind_of(self, frame: Frame) -> StepKind:
         """Return the frame's kind: its sizes by powers of two, and the caches and samplers of its sessions."""
         rows = sum(map(num_rows, frame.windows))
-        drafts = max((window.drafts for window in frame.windows), default=0)
+        drafts = max((window.to_draft for window in frame.windows), default=0)
         kind: set[Hashable] = {("rows", rows.bit_length()), ("windows", len(frame.windows).bit_length())}
         kind |= {("drafts", drafts.bit_length())} if drafts else set()
         kind |= {("conditioning", window.conditioning) for window in frame.windows if window.canvas}
@@ -185,7 +185,7 @@ class Flight:
         """Note that the frame, which was opened, is on its way."""
         for sent in self._sent.values():
             sent.is_alone = False
-        drafts = [window.drafts for window in frame.windows if window.drafts]
+        drafts = [window.to_draft for window in frame.windows if window.to_draft]
         self._sent[frame.step] = Sent(
             num_rows=sum(map(num_rows, frame.windows)),
             length=max((window.base + num_rows(window) for window in frame.windows), default=0),

@@ -36,7 +36,7 @@ class Proposal:
     drafts: tuple[int, ...] = ()
     fills: tuple[tuple[int, int], ...] = ()  # (position, token), ascending
     masks: tuple[int, ...] = ()  # positions of the MASK rows to guess, ascending
-    asked: int = 0  # drafts for the last stage's drafter to make after what holds
+    to_draft: int = 0  # drafts for the last stage's drafter to make after what holds
     canvas: tuple[int, ...] = ()  # token ids of its places
     num_fixed: int = 0  # known tokens that are its first places, and not in the window before it
     guessed: range = range(0)  # numbers of its rows that the last stage guesses; no others go through the head
@@ -277,7 +277,7 @@ class DrafterDrafts:
             return None
         window = self._chooser.choose(num_together, 1 + most)
         # after this step at least one more token is known, and one more must have room after the drafts
-        return Proposal(drafts=tuple(self._drafts[: room - 1]), asked=max(0, min(window - 1, room - 2)))
+        return Proposal(drafts=tuple(self._drafts[: room - 1]), to_draft=max(0, min(window - 1, room - 2)))
 
     def learn(self, num_held: int, proposal: Proposal, guesses: Sequence[Sample]) -> None:
         self._chooser.observe_drafts(num_held, len(proposal.drafts))

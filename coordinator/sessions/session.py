@@ -402,7 +402,7 @@ class Session:
             return window
         window.wanted = 1 + len(proposal.drafts) if proposal.verifies else 0
         window.guessed = len(proposal.masks)
-        window.drafts = proposal.asked
+        window.to_draft = proposal.to_draft
         num_rows = len(window.tokens) + len(proposal.masks)
         num_padding = padded(num_rows) - num_rows if proposal.masks else 0
         window.masks = window.guessed + num_padding

@@ -244,9 +244,9 @@ async def test_a_lost_chain_goes_on_with_drafts_and_the_same_tokens(models: Mode
 async def test_windows_that_ask_for_impossible_drafts_are_refused(models: Models) -> None:
     folder = model_of(models, "qwen3")
     prefix_hash = History().prefix_hash(0)
-    for wrong in ({"wanted": 0}, {"masks": 1, "guessed": 1}, {"drafts": 300}):
+    for wrong in ({"wanted": 0}, {"masks": 1, "guessed": 1}, {"to_draft": 300}):
         async with running(folder, (1, 3)) as chain:
-            window = Window(**{"prefix_hash": prefix_hash, "tokens": [1], "wanted": 1, "drafts": 2, **wrong})
+            window = Window(**{"prefix_hash": prefix_hash, "tokens": [1], "wanted": 1, "to_draft": 2, **wrong})
             with pytest.raises(FrameError, match="drafts, after sampled rows and without MASK or canvas rows"):
                 await Bench(chain).send([window], [Opening(slot=0)])
 
@@ -316,7 +316,7 @@ def test_drafts_after_any_rejection_are_those_of_a_drafter_that_reads_the_known_
         """Feed these tokens after the known ones, the last of which are drafts; return samples and new drafts."""
         base = len(known)
         window = Window(base=base, prefix_hash=known.prefix_hash(base), tokens=tokens, wanted=1 + num_drafts)
-        window.drafts = count
+        window.to_draft = count
         result = executor.step(Frame(windows=[window]), received=0)
         assert isinstance(result, Result) and not result.failures
         return [[sample.token for sample in of] for of in (result.samples, result.guesses)]
@@ -366,7 +366,7 @@ async def test_its_worker_frees_its_weights_and_the_next_chain_drafts_again(
             frames.clear()
             assert await tokens_by(chain, DRAFT) == expected
             assert chain.most_drafts == 0
-            assert not any(window.drafts for frame in frames for window in frame.windows)
+            assert not any(window.to_draft for frame in frames for window in frame.windows)
             assert (await chain.statuses())[1].weight_bytes == layers - drafter
         await until(lambda: not nodes[0].service.worker.attachment)
         assert nodes[0].service.worker.status().weight_bytes == layers - drafter

@@ -237,7 +237,7 @@ def looks_at_numbers(shard: Shard, dtype: mx.Dtype) -> bool:
 
 def is_one_token(window: Window) -> bool:
     """Return whether the window feeds one token and asks only for the next one."""
-    plain = len(window.tokens) == 1 == window.wanted and not (window.masks or window.canvas or window.drafts)
+    plain = len(window.tokens) == 1 == window.wanted and not (window.masks or window.canvas or window.to_draft)
     return plain and not (window.positions or window.targets or window.pooled)
 
 

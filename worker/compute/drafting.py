@@ -97,12 +97,12 @@ def add_drafts(
             num_known = first + common_prefix(tokens[first:], drawn)
             tokens = [*tokens[:num_known], drawn[num_known - first]]
         shows = slot.is_drafted and (is_chunk(window) or (drawn and not window.masks))
-        if (window.drafts and drawn) or shows:
+        if (window.to_draft and drawn) or shows:
             requests[window.slot] = DraftRequest(
                 slot,
                 window.base,
                 tokens,
-                count=window.drafts,
+                count=window.to_draft,
                 is_chunk=is_chunk(window),
                 rows=rows,
                 first_row=first_row,
@@ -112,7 +112,7 @@ def add_drafts(
     drafts = drafter.draft(list(requests.values())) if drafter and requests else [[] for _ in requests]
     found = dict(zip(requests, drafts, strict=True))
     for window in windows:
-        drafted = found.get(window.slot) or [0] * window.drafts
+        drafted = found.get(window.slot) or [0] * window.to_draft
         result.guesses.extend(Sample(slot=window.slot, token=token) for token in drafted)
 
 

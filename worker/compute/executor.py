@@ -245,7 +245,7 @@ class Executor:
             self._begin_store(step, store)
         if self._shows_drafter(step):
             step.slots = {window.slot: self._slots[window.slot] for window in step.windows}
-            step.has_drafting = any(window.drafts or is_chunk(window) for window in step.windows)
+            step.has_drafting = any(window.to_draft or is_chunk(window) for window in step.windows)
         if step.windows and not step.was_launched:
             step.begun = time.monotonic_ns()
         self._in_flight.append(step)
@@ -287,7 +287,7 @@ class Executor:
         if step.goes_on:
             reads = self._drafter is not None and not self._drafter.reads_rows
             return reads and any(self._slots[window.slot].is_drafted for window in step.windows)
-        return any(window.drafts or self._slots[window.slot].is_drafted for window in step.windows)
+        return any(window.to_draft or self._slots[window.slot].is_drafted for window in step.windows)
 
     def _soft_rows(self, windows: Sequence[Window]) -> mx.array | None:
         """Take what the step before made of canvases out of the windows: [1, sum L, D], zeros elsewhere."""
@@ -705,7 +705,7 @@ def _enters_block(window: Window) -> bool:
 
 def _is_measured(window: Window) -> bool:
     """Return whether the memory that the window takes is that of a prompt chunk."""
-    is_plain = not (window.masks or window.canvas or window.drafts or window.targets or window.pooled)
+    is_plain = not (window.masks or window.canvas or window.to_draft or window.targets or window.pooled)
     return is_plain and window.wanted <= 1 and num_rows(window) >= _CHUNK
 
 

@@ -110,7 +110,7 @@ class Asked:
     def of(cls, frame: Frame, logprobs: Mapping[int, int]) -> Self:
         """Return what this frame asks for; `logprobs` are those of the session in each slot."""
         windows = frame.windows
-        answers = {each.slot: (each.wanted, each.guessed + each.drafts, len(each.targets)) for each in windows}
+        answers = {each.slot: (each.wanted, each.guessed + each.to_draft, len(each.targets)) for each in windows}
         answers |= {store.slot: (0, 0, 0) for store in frame.stores}  # a stage may fail to
         return cls(
             answers,
@@ -287,9 +287,9 @@ def _check_windows(frame: Frame, stage: int) -> None:
             expected = f"expected at most {most} guesses, as many as MASK or canvas rows"
             raise FrameError(f"{expected}, got {window.guessed} after {window.canvas_first} {found}")
         has_room = not (window.masks or window.canvas) and window.wanted
-        if window.drafts and not (has_room and window.drafts <= MOST_DRAFTS):
+        if window.to_draft and not (has_room and window.to_draft <= MOST_DRAFTS):
             expected = f"expected at most {MOST_DRAFTS} drafts, after sampled rows and without MASK or canvas rows"
-            raise FrameError(f"{expected}, got {window.drafts} {found}")
+            raise FrameError(f"{expected}, got {window.to_draft} {found}")
         if window.snapshots and not (is_chunk(window) and window.snapshots[-1] == window.base + len(window.tokens)):
             expected = "expected a snapshot of a prompt chunk only, at its end"
             raise FrameError(f"{expected}, got {brief(window.snapshots)} {found}")

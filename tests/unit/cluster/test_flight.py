@@ -157,7 +157,7 @@ def test_what_a_frame_loses_that_begins_to_draft_is_learned_apart_from_its_rows_
     def pass_one_row(
         step: int, took_s: float, drafting_s: float = 0.0, *, num_tokens: int = 1, drafts: int = 0
     ) -> None:
-        flying.send(Frame(step=step, windows=[Window(tokens=[0] * num_tokens, wanted=num_tokens, drafts=drafts)]))
+        flying.send(Frame(step=step, windows=[Window(tokens=[0] * num_tokens, wanted=num_tokens, to_draft=drafts)]))
         began = clock.monotonic_ns()
         clock.now += took_s
         sampled = clock.monotonic_ns() - int(drafting_s * 1e9)

@@ -123,7 +123,7 @@ def test_the_better_source_makes_the_draft(text_held: int | None, drafter_held: 
     drafted = DrafterDrafts(theirs, frozenset())
     decoder = Verified(TextDrafts(ours, TextSearch(), least=8, rival=drafted), drafted)
     proposal = decoder.propose(REPEATED, 1, 99)
-    assert bool(proposal.drafts) == takes_text and bool(proposal.asked) != takes_text
+    assert bool(proposal.drafts) == takes_text and bool(proposal.to_draft) != takes_text
 
 
 @pytest.mark.parametrize("num_drafts", [None, 4])
@@ -132,12 +132,14 @@ def test_without_a_drafter_steps_are_those_of_ar_until_there_is_one_again(num_dr
     decode = Decode("draft", num_drafts=num_drafts)
     decoder = decode.make_decoder(frozenset(), ChainCosts(1), most_drafts=lambda: most_drafts)
     proposal = decoder.propose([1], 1, 99)
-    assert proposal.asked > 0
+    assert proposal.to_draft > 0
     decoder.accept(proposal, [Sample(token=5)], [Sample(token=token) for token in (6, 7, 8)])
     decoder.rewind()
     for most_drafts in (0, 1, 2, 15):
         proposal = decoder.propose([1, 5], 1, 99)
-        assert proposal.drafts == () and proposal.asked <= most_drafts and bool(proposal.asked) == bool(most_drafts)
+        assert (
+            proposal.drafts == () and proposal.to_draft <= most_drafts and bool(proposal.to_draft) == bool(most_drafts)
+        )
         decoder.accept(proposal, [Sample(token=5)], [])
 
 
