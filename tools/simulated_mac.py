@@ -23,8 +23,9 @@ from protos.brigade_pb2 import Frame, Result, RowTimes, Speed
 from worker.cli import worker
 from worker.compute import executor
 from worker.compute.batching import LaneWindow
-from worker.compute.executor import Executor, Step
+from worker.compute.executor import Executor
 from worker.compute.shard import Shard
+from worker.compute.step import Step
 from worker.memory import layer_cache
 from worker.memory.layer_cache import KVCache
 from worker.model.checkpoint import Checkpoint

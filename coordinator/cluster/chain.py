@@ -31,8 +31,9 @@ from protos.brigade_pb2 import (
     StatusReply,
     Window,
 )
-from worker.compute.executor import Executor, close_slots
+from worker.compute.executor import Executor
 from worker.compute.header import check_result
+from worker.compute.slots import close_slots
 from worker.drafters.kinds import prepare_drafting
 from worker.errors import (
     BrigadeError,

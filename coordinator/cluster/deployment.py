@@ -11,9 +11,9 @@ from coordinator.cluster.progress import NodeProgress
 from coordinator.cluster.weights import known_digests, load_pushing
 from coordinator.planning.plan import Plan
 from protos.brigade_pb2 import Contents, Coordinator, DType, LoadProgress, LoadRequest
-from worker.compute.executor import close_slots
 from worker.compute.shard import Shard
 from worker.compute.slot import Slot
+from worker.compute.slots import close_slots
 from worker.drafters.kinds import DrafterPart
 from worker.model.checkpoint import Checkpoint
 from worker.model.contents import contents_of

@@ -19,9 +19,10 @@ from tests.integration.many import request, solo, together, tokens_of
 from tests.integration.upstream import window_of
 from tools.model_types.make import make_type
 from worker.compute.ahead import Ready, StepsAhead, looks_at_numbers
-from worker.compute.executor import Executor, Step
+from worker.compute.executor import Executor
 from worker.compute.shard import Shard
 from worker.compute.slot import Slot
+from worker.compute.step import Step
 from worker.model.checkpoint import open_folder
 from worker.model.describe import DTYPES, describe
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Protocol
 
@@ -19,13 +19,9 @@ from protos.brigade_pb2 import (
     CONDITIONING_EXACT,
     CONDITIONING_TOP,
     DType,
-    Failure,
     Frame,
-    Opening,
     Piece,
-    Pooled,
     Result,
-    Sampling,
     Store,
     Timing,
     Window,
@@ -33,15 +29,14 @@ from protos.brigade_pb2 import (
 from worker.compute.ahead import Placeholder, Ready, StepOutputs, StepsAhead, is_one_token
 from worker.compute.batching import LaneWindow
 from worker.compute.drafting import Drafter, DraftRequest, add_drafts
-from worker.compute.grammar import Guide
 from worker.compute.header import NUM_CANDIDATES, asked_rows, check_header, is_chunk, num_rows
-from worker.compute.sampling import Draws, TokenScores
+from worker.compute.sampling import Draws
 from worker.compute.shard import Shard
 from worker.compute.slot import Slot
+from worker.compute.slots import close_slots, open_and_close
+from worker.compute.step import Step, head_blocks, rows_of, share_of_begin
 from worker.errors import BrigadeError, CacheMismatch, FrameError, ModelError, PrefixLost, SamplingError
-from worker.memory.history import History
-from worker.memory.slot_caches import OUTPUT, Caches, CacheSegment, close_all
-from worker.model.cache_spec import ROW_BLOCK
+from worker.memory.slot_caches import OUTPUT, CacheSegment
 from worker.model.describe import DTYPES
 from worker.model.model_spec import most_head_rows
 from worker.model.quantisation import MISFITS
@@ -50,7 +45,6 @@ from worker.platform.mlx_memory import begin_step_peak, raise_late_errors
 _log = logging.getLogger(__name__)
 
 _SHORT_BEGIN = 0.5  # the share of a step's time below which `begin` counts as short
-_STILL_BUSY = 0.1  # a shorter wait, as a share of the time since `begin`, says that the device was done earlier
 SHORT_STEP_NS = 20_000_000
 _COUNT_NS = 1_000_000_000  # between two counts of cache bytes while no slot opens, closes or grows
 _CHUNK = 32  # rows of a window whose memory is measured
@@ -230,13 +224,14 @@ class Executor:
             FrameError: a slot is not open.
         """
         goes_on = not self._shard.is_last or (self._prompt_end is not None and not frame.stays)
-        step = Step(
-            frame, goes_on, Timing(stage=self._stage, received=received, taken=taken, started=time.monotonic_ns())
-        )
+        timing = Timing(stage=self._stage, received=received, taken=taken, started=time.monotonic_ns())
+        step = Step(frame, goes_on, timing, self._node)
         ready = self.ahead.take(frame, x)
         if {window.slot for window in self._last_windows} & {window.slot for window in frame.windows}:
             self._last_windows = ()  # this is the step that follows
-        self._open_and_close(step)
+        open_and_close(
+            *(self._slots, step, self._shard), has_drafter=self._drafter is not None, returns_rows=self._returns_rows
+        )
         if ready:
             self._begin_ready(step, ready)
         elif places := self._begin_windows(step):
@@ -325,8 +320,8 @@ class Executor:
         if step.to_store is not None and self._pieces:
             store = step.frame.stores[0]
             if not self._pieces.put(store.piece, step.to_store):
-                self._fail(step, store.slot, PrefixLost("its disk is too slow, or takes nothing more"))
-        output = next_frame(step) if step.goes_on else result_of(step)
+                step.fail(store.slot, PrefixLost("its disk is too slow, or takes nothing more"))
+        output = step.next_frame() if step.goes_on else step.result()
         step.timing.sampled = step.timing.computed if step.goes_on else time.monotonic_ns()
         step.timing.drafted = step.timing.sampled
         if step.slots and step.rows is not None:
@@ -427,7 +422,7 @@ class Executor:
                 raise CacheMismatch(f"slot {store.slot} does not hold the {piece.end} tokens that are to be stored")
             step.to_store = [*map(_copied, slot.caches.stored(piece.begin, piece.end))]
         except CacheMismatch as error:
-            self._fail(step, store.slot, error)
+            step.fail(store.slot, error)
             return
         step.pending = [array for segment in step.to_store for array in segment.arrays]
         mx.async_eval(step.pending)
@@ -465,62 +460,6 @@ class Executor:
                 slot.drafting.close()
                 slot.drafting = None
 
-    def _open_and_close(self, step: Step) -> None:
-        """Make the slots that the frame opens, and free those that it closes or whose places these take."""
-        frame = step.frame
-        bases = {window.slot: window.base for window in frame.windows}
-        fresh = {session.slot: self._open(step, session, bases.get(session.slot, 0)) for session in frame.opened}
-        ended = [self._slots.pop(number, None) for number in (*frame.closed, *fresh)]
-        _close([slot for slot in ended if slot], kept=[slot.caches for slot in fresh.values()])
-        self._slots.update(fresh)
-
-    def _open(self, step: Step, session: Opening, length: int) -> Slot:
-        """Make the session's slot. On failure it is empty, so that later windows of the session fail too.
-
-        Raises:
-            FrameError: the session copies a slot that is not open.
-        """
-        is_drafted = session.drafted and self._drafter is not None
-        try:
-            if session.HasField("fork_of"):
-                slot = self._fork(step.frame, session, length, is_drafted=is_drafted)
-            else:
-                slot = self._empty(session, session.sampling)
-        except (CacheMismatch, SamplingError) as error:
-            self._fail(step, session.slot, error)
-            slot = self._empty(session, Sampling())
-        slot.is_drafted = is_drafted
-        slot.returns_rows = session.drafted and self._returns_rows
-        return slot
-
-    def _empty(self, session: Opening, sampling: Sampling) -> Slot:
-        return Slot(self._shard.make_caches(session.cache), History(), sampling, self._guide(sampling))
-
-    def _fork(self, frame: Frame, session: Opening, length: int, *, is_drafted: bool) -> Slot:
-        """Return a slot that continues from the first `length` tokens of another one, or takes that one's place."""
-        source = self._slots.get(session.fork_of)
-        if source is None:
-            raise FrameError(f"slot {session.fork_of}, to be copied to slot {session.slot}, is not open")
-        if length > (held := len(source.history)):
-            raise CacheMismatch(
-                f"expected {length} tokens to copy from slot {session.fork_of}, but it holds only {held}"
-            )
-        copies = [each.slot for each in frame.opened if each.HasField("fork_of") and each.fork_of == session.fork_of]
-        return source.fork(
-            *(length, session.sampling, self._guide(session.sampling)),
-            snapshots=session.snapshots,
-            is_drafted=is_drafted,
-            takes_over=copies == [session.fork_of],
-        )
-
-    def _guide(self, sampling: Sampling) -> Guide | None:
-        has_grammar = self._shard.is_last and sampling.HasField("grammar")
-        return self._shard.grammars.guide(sampling.grammar) if has_grammar else None
-
-    def _fail(self, step: Step, slot: int, error: BrigadeError) -> None:
-        if all(failure.slot != slot for failure in (*step.frame.failures, *step.failures)):  # each slot's first one
-            step.failures.append(Failure(slot=slot, kind=type(error).__name__, message=error.message, node=self._node))
-
     def _begin_windows(self, step: Step) -> list[LaneWindow]:
         """Cut each window's slot to its base. A window whose slot cannot take it fails and goes no further."""
         failed = {failure.slot for failure in step.failures}
@@ -539,7 +478,7 @@ class Executor:
                     places.append(slot.begin(window))
                 step.windows.append(window)
             except CacheMismatch as error:
-                self._fail(step, window.slot, error)
+                step.fail(window.slot, error)
         return places
 
     def _begin_ready(self, step: Step, ready: Ready) -> None:
@@ -622,14 +561,14 @@ class Executor:
                 step.scores.append((window, sampler.score(logits, block)))
                 mx.eval(step.scores[-1][1].arrays(), [is_finite for _, is_finite in step.checks])
         except FrameError as error:
-            self._fail(step, window.slot, error)
+            step.fail(window.slot, error)
 
     def _pool(self, step: Step, window: Window, h: mx.array) -> None:
         """Add up the states behind the final norm of h [1, N, D]."""
         try:
             total = self._shard.normed(h).astype(mx.float32).sum(axis=(0, 1))
         except ModelError as error:
-            self._fail(step, window.slot, error)
+            step.fail(window.slot, error)
             return
         mx.async_eval(total)
         step.pooled.append((window, total))
@@ -651,7 +590,7 @@ class Executor:
             step.draws.append((window, Draws.joined([*earlier, draws])))
         except (FrameError, SamplingError) as error:
             step.draws = [each for each in step.draws if each[0] is not window]
-            self._fail(step, window.slot, error)
+            step.fail(window.slot, error)
 
     def _fail_infinite(self, step: Step) -> None:
         """Fail the windows whose values are not finite."""
@@ -660,7 +599,7 @@ class Executor:
         layers = f"layers [{self._shard.start}, {self._shard.end})"
         for slot in bad:
             found = f"made values that are not finite, of slot {slot} (step {step.frame.step})"
-            self._fail(step, slot, FrameError(f"{layers}, stage {self._stage}, {found}"))
+            step.fail(slot, FrameError(f"{layers}, stage {self._stage}, {found}"))
         windows = step.windows
         step.windows = [window for window in windows if window.slot not in bad]
         step.draws = [(window, draws) for window, draws in step.draws if window.slot not in bad]
@@ -673,137 +612,13 @@ class Executor:
                 mx.eval(step.pending)
 
 
-@dataclass(frozen=True)
-class HeadRows:
-    """Rows of a window that go through the head together, `rows` of the step's."""
-
-    window: Window
-    rows: range
-    at: int = 0  # the number of the first one among the window's asked rows
-
-
-def head_blocks(windows: Iterable[tuple[Window, int]], most: int) -> Iterator[list[HeadRows]]:
-    """Yield the asked rows of windows, each with its first row, in blocks of at most so many; only a canvas is cut."""
-    block: list[HeadRows] = []
-    for window, first in windows:
-        rows = asked_rows(window, first)
-        size = most if window.canvas else max(1, len(rows))
-        for at in range(0, len(rows), size):
-            part = HeadRows(window, rows[at : at + size], at)
-            if block and sum(len(each.rows) for each in block) + len(part.rows) > most:
-                yield block
-                block = []
-            block.append(part)
-    if block:
-        yield block
-
-
-def _enters_block(window: Window) -> bool:
-    """Return whether the window's rows go beyond those that caches with room for its base certainly have room for."""
-    return -(-window.base // ROW_BLOCK) < -(-(window.base + num_rows(window)) // ROW_BLOCK)
-
-
 def _is_measured(window: Window) -> bool:
     """Return whether the memory that the window takes is that of a prompt chunk."""
     is_plain = not (window.masks or window.canvas or window.to_draft or window.targets or window.pooled)
     return is_plain and window.wanted <= 1 and num_rows(window) >= _CHUNK
 
 
-@dataclass(eq=False)
-class Step:
-    """A frame that has begun: its layers are done once `pending` is evaluated; draws and scores follow."""
-
-    frame: Frame
-    goes_on: bool  # to another stage
-    timing: Timing
-    begun: int = 0  # when `begin` returned, nanoseconds
-    computed: int = 0  # likewise: when the layers were done, if the head began before `finish`
-    held_bytes: int | None = None  # of a prompt chunk: the active memory before it
-    was_launched: bool = False  # launched before its frame arrived
-    has_drafting: bool = False  # a drafter has work with it: no later step may begin before it is finished
-    rows: mx.array | None = None  # [1, sum L, W] of its windows, after the last of this stage's layers
-    slots: dict[int, Slot] = field(default_factory=dict)  # of its windows, for a drafter: a later step may close them
-    ends_long_prompt: bool = False
-    windows: list[Window] = field(default_factory=list)  # of the frame, those that have not failed here
-    failures: list[Failure] = field(default_factory=list)  # of this stage
-    pending: list[mx.array] = field(default_factory=list)
-    draws: list[tuple[Window, Draws]] = field(default_factory=list)
-    scores: list[tuple[Window, TokenScores]] = field(default_factory=list)
-    segments: Sequence[tuple[int, Sequence[CacheSegment]]] = ()  # by slot, that the coordinator gets
-    to_store: Sequence[CacheSegment] | None = None  # a piece of a prefix for this node's disk
-    pooled: list[tuple[Window, mx.array]] = field(default_factory=list)  # [D] float32 each
-    checks: list[tuple[int, mx.array]] = field(default_factory=list)  # slots, and whether their values are finite
-
-    @property
-    def changes_bytes(self) -> bool:
-        """Whether slots open, close or get larger buffers."""
-        return bool(self.frame.opened or self.frame.closed) or any(map(_enters_block, self.windows))
-
-
-def share_of_begin(started: int, begun: int, waits_since: int, computed: int) -> float:
-    """Return the share of a step's time that `begin` took, from the moments of the step in nanoseconds.
-
-    If `finish` hardly waits, the device was done earlier, at an unknown moment, while the next step was begun. Then
-    only the wait counts as the device's time.
-    """
-    began_ns, device_ns, waited_ns = begun - started, computed - begun, computed - waits_since
-    return began_ns / max(1, began_ns + (device_ns if waited_ns > _STILL_BUSY * device_ns else waited_ns))
-
-
-def close_slots(slots: dict[int, Slot]) -> None:
-    """Free the slots and remove them."""
-    ended = list(slots.values())
-    slots.clear()
-    _close(ended)
-
-
-def _close(slots: Sequence[Slot], kept: Sequence[Caches] = ()) -> None:
-    """Free the slots, but not those caches that other slots have taken over."""
-    close_all([slot.caches for slot in slots if slot.caches not in kept])
-    for slot in slots:
-        if slot.drafting:
-            slot.drafting.close()
-
-
 def _copied(segment: CacheSegment) -> CacheSegment:
     """Return the segment with arrays of its own, since later rows change the buffers."""
     keys, values = (tuple(map(mx.contiguous, parts)) for parts in (segment.keys, segment.values))
     return replace(segment, keys=keys, values=values)
-
-
-def next_frame(step: Step) -> Frame:
-    """Return the next stage's header: the windows that have not failed here."""
-    frame = step.frame
-    return Frame(
-        epoch=frame.epoch,
-        step=frame.step,
-        closed=frame.closed,
-        opened=frame.opened,
-        windows=step.windows,
-        stores=frame.stores,
-    )
-
-
-def rows_of(some: Sequence[Window], windows: Sequence[Window], x: mx.array) -> mx.array:
-    """Select the rows of `some` windows from x [1, sum L, D], which holds those of all `windows`."""
-    if len(some) == len(windows):
-        return x
-    chosen = {window.slot for window in some}
-    slots = [window.slot for window in windows for _ in range(num_rows(window))]  # of each row
-    return x[:, mx.array([row for row, slot in enumerate(slots) if slot in chosen])]
-
-
-def result_of(step: Step) -> Result:
-    """Return the last stage's result of a computed step."""
-    result = Result(epoch=step.frame.epoch, step=step.frame.step)
-    for window, draws in step.draws:
-        samples = draws.to_samples(window.slot)
-        result.samples.extend(samples[: window.wanted])
-        result.guesses.extend(samples[window.wanted :])
-        if draws.soft is not None:
-            result.soft.append(draws.to_soft(window.slot, window.conditioning))
-    for window, scores in step.scores:
-        result.scores.extend(scores.to_scores(window.slot))
-    for window, total in step.pooled:
-        result.pooled.append(Pooled(slot=window.slot, rows=window.pooled, sum=np.array(total).astype("<f4").tobytes()))
-    return result

@@ -16,7 +16,8 @@ from typing import Any, NoReturn, Protocol
 
 from protos.brigade_pb2 import Credit, Frame, Result, StatusReply
 from worker.compute.ahead import StepOutputs
-from worker.compute.executor import Executor, Step
+from worker.compute.executor import Executor
+from worker.compute.step import Step
 from worker.errors import BrigadeError, ChainReplaced, FrameError, StageLost, again, without_trace
 from worker.node.framing import PLAIN, Arrival, FrameAssembler, Wire
 from worker.node.hop import pack, pack_segments, unpack

@@ -11,8 +11,9 @@ import pytest
 from protos.brigade_pb2 import Frame, Opening, Piece, Result, Store, Window
 from tests.tiny import make_model
 from worker.compute import executor as executor_module
-from worker.compute.executor import Executor, share_of_begin
+from worker.compute.executor import Executor
 from worker.compute.shard import Shard
+from worker.compute.step import share_of_begin
 from worker.errors import CacheMismatch, PrefixLost
 from worker.memory.history import History
 from worker.memory.slot_caches import OUTPUT, CacheSegment

@@ -17,9 +17,10 @@ from protos.brigade_pb2 import (
     Window,
 )
 from worker.compute import executor
-from worker.compute.executor import Executor, HeadRows, head_blocks
+from worker.compute.executor import Executor
 from worker.compute.header import check_header
 from worker.compute.shard import Shard
+from worker.compute.step import HeadRows, head_blocks
 from worker.errors import FrameError
 from worker.memory.history import History
 from worker.model.checkpoint import open_folder

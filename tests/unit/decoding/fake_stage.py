@@ -11,7 +11,7 @@ from coordinator.planning.costs import StepCosts
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import Sample, Window
 from tests.unit.fake_chain import VOCAB, from_text, make_session, masked, next_token
-from worker.compute.executor import num_rows
+from worker.compute.header import num_rows
 from worker.memory.history import History
 
 Guess = Callable[[int], tuple[int, float]]  # position to token and entropy

@@ -7,7 +7,7 @@ import pytest
 from coordinator.decoding.decoders import Decoder, DiffusionFast, Verified
 from tests.unit.decoding.fake_stage import FakeStage, opened, run, steps
 from tests.unit.fake_chain import decoders, prompt_of
-from worker.compute.executor import num_rows
+from worker.compute.header import num_rows
 
 DECODERS = decoders(window=16)
 
