@@ -26,8 +26,8 @@ from worker.compute.batching import LaneWindow
 from worker.compute.executor import Executor
 from worker.compute.shard import Shard
 from worker.compute.step import Step
-from worker.memory import layer_cache
-from worker.memory.layer_cache import KVCache
+from worker.memory import kv_cache
+from worker.memory.kv_cache import KVCache
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import DTYPES, describe
 from worker.node import speed_cache
@@ -120,7 +120,7 @@ def _simulate(mac: Mac, num_rows: int) -> None:
             "launch_ahead": lambda self, step, *, is_finished: None,
         },
         executor: {"mx": mac},
-        layer_cache: {"pack_capacity": partial(max, num_rows)},
+        kv_cache: {"pack_capacity": partial(max, num_rows)},
         speed_cache: {"measure_speed": mac.speed},
         survey: {"is_worth_measuring": lambda peers: True},  # though they are processes of one machine
     }

@@ -35,8 +35,7 @@ from tests.integration.upstream import attach_request, window_of
 from tests.tiny import VOCAB, make_model
 from worker.compute.shard import Shard
 from worker.errors import ModelError, NodeBusy, StageLost
-from worker.memory.layer_cache import LayerCache
-from worker.memory.slot_caches import Caches
+from worker.memory.slot_caches import Caches, LayerCache
 from worker.node.hop import Link
 from worker.node.lifecycle import WorkerState
 

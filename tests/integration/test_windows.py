@@ -31,7 +31,7 @@ from tests.integration.windows import (
 from tests.tiny import VOCAB
 from worker.compute.sampling import Sampler
 from worker.compute.shard import Shard
-from worker.memory.layer_cache import KVCache
+from worker.memory.kv_cache import KVCache
 from worker.memory.slot_caches import Caches
 
 all_or_some = pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tools.model_types.matrix import answer, best_lanes, look_at
 from tools.model_types.quantised import UNIT, makers
 from worker.compute.shard import Shard
 from worker.errors import ModelError
-from worker.memory.layer_cache import RecurrentState
+from worker.memory.recurrent_state import RecurrentState
 from worker.memory.slot_caches import Caches
 
 ROWS = [mx.array([[0.0, 1.0, -3.0], [5.0, 4.0, -mx.inf]])]

@@ -63,7 +63,7 @@ def test_packages_and_rooms_import_only_leftwards(imported: dict[str, set[str]])
         ("worker/x.py", "def f():\n    from tools.train_demo import main"),
         ("worker/x.py", "from ..coordinator import plan"),
         ("tools/x.py", "from tests.tiny import make_model"),
-        ("worker/model/x.py", "import worker.memory.layer_cache"),
+        ("worker/model/x.py", "import worker.memory.kv_cache"),
         ("worker/compute/x.py", "from ..node import hop"),
     ):
         assert wrong_imports(path, imports(path, source)), source

@@ -19,18 +19,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from worker.memory.layer_cache import (
-    KVCache,
-    LayerCall,
-    Mask,
-    RecurrentState,
-    StateStack,
-    append_together,
-    can_be_stacked,
-    fetch_together,
-    row_sights,
-    wait_for,
-)
+from worker.memory.kv_cache import KVCache, Mask, append_together, fetch_together, row_sights, wait_for
+from worker.memory.recurrent_state import LayerCall, RecurrentState, StateStack, can_be_stacked
 from worker.memory.slot_caches import Caches, pack_together
 from worker.model.families import LaneForm
 from worker.model.stub_layers import RunLayer, first_part

@@ -23,7 +23,8 @@ from worker.compute.batching import Attention, Lane, LaneWindow, View, canvas_ro
 from worker.compute.grammar import Grammars
 from worker.compute.held_tensors import HeldTensors, TensorReader
 from worker.errors import ModelError
-from worker.memory.layer_cache import KVCache, LayerCall, RecurrentState
+from worker.memory.kv_cache import KVCache
+from worker.memory.recurrent_state import LayerCall, RecurrentState
 from worker.memory.slot_caches import Caches
 from worker.model.build import build
 from worker.model.checkpoint import Checkpoint

@@ -18,7 +18,7 @@ from worker.compute.batching import LaneWindow
 from worker.compute.drafting import DraftRequest, draft_in_turn
 from worker.compute.shard import run_windows
 from worker.drafters.draft_head import HeadDrafter, HeadModule, ReadRows, project
-from worker.memory.layer_cache import KVCache
+from worker.memory.kv_cache import KVCache
 from worker.model.model_spec import DraftHead
 
 

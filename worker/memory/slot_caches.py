@@ -16,19 +16,12 @@ import mlx.core as mx
 
 from protos.brigade_pb2 import Cache
 from worker.errors import CacheMismatch
-from worker.memory.layer_cache import (
-    KVCache,
-    LayerCache,
-    Parts,
-    RecurrentState,
-    StateStack,
-    is_sparse,
-    join,
-    make_cache,
-)
-from worker.model.cache_spec import Memory, cache_spec, pack_capacity
+from worker.memory.kv_cache import KVCache, Parts, QuantisedCache, is_sparse, join
+from worker.memory.recurrent_state import RecurrentState, StateStack
+from worker.model.cache_spec import Form, Memory, cache_spec, pack_capacity
 from worker.model.probe_pass import Entry
 
+LayerCache = KVCache | RecurrentState
 Listed = LayerCache | tuple[LayerCache, ...]  # a layer with several caches indexes them by number
 
 
@@ -448,6 +441,16 @@ def _whole(number: int, part: int, copy: LayerCache) -> CacheSegment:
 
 def members(listed: Listed) -> tuple[LayerCache, ...]:
     return listed if isinstance(listed, tuple) else (listed,)
+
+
+def make_cache(memory: Memory, cache: Cache) -> LayerCache:
+    """Return an empty cache for one memory of a layer, stored in the form that the session chose."""
+    spec = cache_spec(memory, cache)
+    if spec.form is Form.STATE:
+        return RecurrentState(memory.state_arrays)
+    if spec.form is Form.QUANTISED:
+        return QuantisedCache(spec.bits, spec.window)
+    return KVCache(spec.window, spec.keep)
 
 
 def _make(entry: Entry, cache: Cache) -> Listed:

@@ -1,7 +1,7 @@
 """How much memory one layer's cache of one session takes, and where it can be cut. Plain numbers.
 
 A layer's `Memory` and the session's choice of a `Cache` determine a `CacheSpec`, which the plan, admission and the
-caches use. A new kind of cache is a new `Form` and a class in worker/memory/layer_cache.py.
+caches use. A new kind of cache is a new `Form` and a class in worker/memory/.
 """
 
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
 from worker.compute.batching import Lane, LaneMask, LaneWindow, Run, View
-from worker.memory.layer_cache import StateStack
+from worker.memory.recurrent_state import StateStack
 from worker.memory.slot_caches import Caches, close_all, members
 from worker.model.cache_spec import Memory
 from worker.model.families import LaneForm

@@ -10,7 +10,9 @@ from mlx_lm.models.base import create_causal_mask
 
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
 from worker.errors import CacheMismatch
-from worker.memory.layer_cache import KVCache, LayerCall, QuantisedCache, RecurrentState, make_cache, row_sights
+from worker.memory.kv_cache import KVCache, QuantisedCache, row_sights
+from worker.memory.recurrent_state import LayerCall, RecurrentState
+from worker.memory.slot_caches import make_cache
 from worker.model.cache_spec import Memory
 
 

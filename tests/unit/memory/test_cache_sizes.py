@@ -11,7 +11,8 @@ from tests.tiny import make_model
 from worker.compute.batching import LaneWindow
 from worker.compute.shard import Shard
 from worker.errors import CacheMismatch
-from worker.memory.layer_cache import KVCache, LayerCache, QuantisedCache, join, make_cache
+from worker.memory.kv_cache import KVCache, QuantisedCache, join
+from worker.memory.slot_caches import LayerCache, make_cache
 from worker.model.cache_spec import MOST_CANVAS, ROW_BLOCK, Memory, cache_spec, pack_capacity
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe

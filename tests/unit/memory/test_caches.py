@@ -9,7 +9,8 @@ import pytest
 
 from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, CACHE_ROTATING, Cache, CacheKind
 from worker.errors import CacheMismatch
-from worker.memory.layer_cache import KVCache, QuantisedCache, RecurrentState
+from worker.memory.kv_cache import KVCache, QuantisedCache
+from worker.memory.recurrent_state import RecurrentState
 from worker.memory.slot_caches import Caches, CacheSegment, members
 from worker.model.cache_spec import Memory
 from worker.model.probe_pass import Entry

@@ -9,7 +9,7 @@ import pytest
 
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
 from worker.compute.batching import Lane, LaneWindow
-from worker.memory.layer_cache import KVCache
+from worker.memory.kv_cache import KVCache
 from worker.memory.slot_caches import Caches, close_all, move_apart
 from worker.model.cache_spec import Memory, pack_capacity
 
