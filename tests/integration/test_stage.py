@@ -24,7 +24,7 @@ from worker.compute.shard import Shard
 from worker.errors import BrigadeError, CacheMismatch, FrameError, OutOfMemory, StageLost
 from worker.node.framing import PLAIN
 from worker.node.hop import Link, add_hops, pack
-from worker.node.stage import Outlet, Stage
+from worker.node.stage import Stage
 from worker.platform.threads import MlxThread
 
 WAITING = 64  # frames that a stage takes beside the one that it is at
@@ -124,7 +124,7 @@ class Running:
 
 
 @asynccontextmanager
-async def started(outlet: Outlet | None = None, *, is_held: bool = False, **engine: Any) -> AsyncIterator[Running]:
+async def started(outlet: Any = None, *, is_held: bool = False, **engine: Any) -> AsyncIterator[Running]:
     """`is_held`: no step ends before `engine.release` is set."""
     thread, fake = MlxThread(), FakeEngine(**engine)
     if not is_held:
@@ -343,7 +343,7 @@ def large(step: int, size: int = 1_000_000) -> list[bytes]:
     return parts_of(Frame(epoch=1, step=step, hidden=tensor([1, size // 4, 1])), bytes([step]) * size)
 
 
-class Refusing(Outlet):
+class Refusing:
     """A next stage that refuses the hop."""
 
     is_closed = False
@@ -363,7 +363,7 @@ async def test_a_stage_whose_next_one_refuses_the_hop_does_not_start() -> None:
     assert outlet.is_closed
 
 
-class Silent(Outlet):
+class Silent:
     """A next stage that never answers."""
 
     async def wait_open(self) -> None:

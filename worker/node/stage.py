@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from protos.brigade_pb2 import Credit, Frame, Result, StatusReply
 from worker.compute.ahead import StepOutputs
@@ -20,7 +20,7 @@ from worker.compute.executor import Executor
 from worker.compute.step import Step
 from worker.errors import BrigadeError, ChainReplaced, FrameError, StageLost, again, without_trace
 from worker.node.framing import PLAIN, Arrival, FrameAssembler, Wire
-from worker.node.hop import pack, pack_segments, unpack
+from worker.node.hop import Link, pack, pack_segments, unpack
 from worker.platform.mlx_memory import forget_peak, memory_held, mlx_errors_named
 from worker.platform.tasks import cancel_all, shielded, wait_set
 from worker.platform.threads import MlxThread
@@ -32,22 +32,6 @@ _TURNS = 3  # iterations of the loop in which what is queued goes out, and what 
 
 Work = Callable[[], Coroutine[Any, Any, None]]
 Outcome = Result | bytes  # for the coordinator: a result, or a report of segments as a message
-
-
-class Outlet(Protocol):
-    """Where a stage that is not the last one sends its frames: a `Link`."""
-
-    async def send(self, parts: Sequence[bytes]) -> None:
-        """Send one frame; wait while the receiver is behind."""
-
-    async def wait_open(self) -> None:
-        """Return once the next stage accepts frames, or raise its refusal."""
-
-    async def wait_lost(self) -> None:
-        """Wait until the hop breaks, and raise the reason."""
-
-    async def close(self) -> None:
-        """Release the connection."""
 
 
 class Stage:
@@ -103,7 +87,7 @@ class Stage:
 
     # From the main loop
 
-    async def start(self, thread: MlxThread, connect: Callable[[], Outlet] | None = None, *watched: Work) -> None:
+    async def start(self, thread: MlxThread, connect: Callable[[], Link] | None = None, *watched: Work) -> None:
         """Have the thread run this stage until it fails or is stopped; return once it takes frames.
 
         Args:
@@ -163,7 +147,7 @@ class Stage:
 
     async def _run(
         self,
-        connect: Callable[[], Outlet] | None,
+        connect: Callable[[], Link] | None,
         watched: Sequence[Work],
         note_open: Callable[[], object],
         note_released: Callable[[], object],
@@ -360,7 +344,7 @@ class Stage:
         if self.failure is None:
             self._outcomes.put_nowait(outcome)
 
-    async def _send_frames(self, link: Outlet) -> NoReturn:
+    async def _send_frames(self, link: Link) -> NoReturn:
         while True:
             parts = await self._outgoing.get()
             self._sent_bytes += sum(map(len, parts))
