@@ -43,7 +43,7 @@ from coordinator.engine.engine import Engine
 from coordinator.planning.plan import check_split
 from coordinator.planning.prediction import Prediction
 from coordinator.planning.speeds import NO_SPEEDS, Survey
-from coordinator.sessions.admission import cache_costs
+from coordinator.sessions.cache_costs import cache_costs
 from coordinator.sessions.request import Request, check_request, most_rows
 from protos.brigade_pb2 import Cache
 from worker.errors import BrigadeError, ConfigError, InputError

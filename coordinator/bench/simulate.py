@@ -9,7 +9,7 @@ from functools import partial
 
 from coordinator.decoding.decoders import Canvas, Decoder
 from coordinator.planning.costs import ChainCosts, LaneChooser, chunk_size, on_lines
-from coordinator.sessions.admission import CacheCosts
+from coordinator.sessions.cache_costs import CacheCosts
 from coordinator.sessions.request import Request
 from coordinator.sessions.scheduler import Scheduler
 from coordinator.sessions.session import Session

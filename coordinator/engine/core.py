@@ -22,7 +22,8 @@ from coordinator.engine.caller import KEY_DIGEST
 from coordinator.engine.quarantine import MOST_LOSSES, Quarantine
 from coordinator.engine.stats import Stats
 from coordinator.planning.costs import LaneChooser
-from coordinator.sessions.admission import MOST_WAITING, CacheCosts, Slots, cache_costs
+from coordinator.sessions.admission import MOST_WAITING, Slots
+from coordinator.sessions.cache_costs import CacheCosts, cache_costs
 from coordinator.sessions.output import Output
 from coordinator.sessions.request import Request, room_for_answer
 from coordinator.sessions.scheduler import Commit, Scheduler

@@ -17,7 +17,8 @@ from enum import Enum
 from itertools import accumulate
 from typing import Any
 
-from coordinator.sessions.admission import MOST_WAITING, CacheCosts, SessionSlot, Slots, SlotState
+from coordinator.sessions.admission import MOST_WAITING, SessionSlot, Slots, SlotState
+from coordinator.sessions.cache_costs import CacheCosts
 from coordinator.sessions.session import Session, SessionState
 from coordinator.sessions.stored_prefixes import StoredPrefixes
 from protos.brigade_pb2 import Frame, Piece, Result, Sample, Store

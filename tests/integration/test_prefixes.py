@@ -13,7 +13,7 @@ from coordinator.engine import core
 from coordinator.engine.engine import Engine
 from coordinator.planning.plan import Plan
 from coordinator.sessions import admission, session
-from coordinator.sessions.admission import cache_costs
+from coordinator.sessions.cache_costs import cache_costs
 from coordinator.sessions.output import Answer
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import Cache, Frame, Opening

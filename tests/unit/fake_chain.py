@@ -14,7 +14,7 @@ from coordinator.decoding.decoders import Decoder, DiffusionFast, MaskDrafts, Te
 from coordinator.decoding.suffix_automaton import TextSearch
 from coordinator.decoding.window_lengths import TEXT_WINDOWS, WindowChooser
 from coordinator.planning.costs import StepCosts
-from coordinator.sessions.admission import CacheCosts
+from coordinator.sessions.cache_costs import CacheCosts
 from coordinator.sessions.request import Request
 from coordinator.sessions.scheduler import Scheduler
 from coordinator.sessions.session import Session

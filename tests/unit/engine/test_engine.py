@@ -18,7 +18,7 @@ from coordinator.engine.engine import Engine, ServerState
 from coordinator.engine.quarantine import MOST_LOSSES
 from coordinator.planning.costs import ChainCosts
 from coordinator.planning.plan import Node, assign, split_by_bytes
-from coordinator.sessions.admission import cache_costs
+from coordinator.sessions.cache_costs import cache_costs
 from coordinator.sessions.request import Request
 from coordinator.sessions.session import MOST_UNREAD, Session, SessionState
 from coordinator.sessions.text import TextParser

@@ -8,7 +8,8 @@ from coordinator.decoding.decoders import Verified
 from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS
-from coordinator.sessions.admission import Bytes, Room, Slots, cache_costs, make_room
+from coordinator.sessions.admission import Slots
+from coordinator.sessions.cache_costs import Bytes, Room, cache_costs, make_room
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
 from tests.unit.fake_chain import PLENTY, Rig, costs_per_row, decoders, make_session, prompt_of
 from worker.errors import InputError, QueueFull
