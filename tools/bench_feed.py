@@ -7,12 +7,9 @@ sends blocks of the size of feeding's messages to a thread that drops them; bare
 that drops them; feeding goes the whole way, from files to files, its digests made meanwhile or known from before. The
 tensors are holes in files: nothing is read from a disk, but all is written to one (--folder says to which).
 
-The second table has the processor time of what feeding does beside gRPC, each by a thread that does nothing else.
-
-With --mbit another table has the same over loopback in a network namespace of its own, which `tc tbf` shapes: that
-needs Linux, and root or user namespaces. Memory is what each process took at most beyond what it had; a gap is the
-longest that an event loop kept a task waiting meanwhile, of which it computed "own" itself. The last table has four
-sessions on a chain with that worker, while another model's layers come.
+The second table has four sessions on a chain with that worker, while another model's layers come. With --mbit another
+table has the first one's figures over loopback in a network namespace of its own, which `tc tbf` shapes: that needs
+Linux, and root or user namespaces.
 """
 
 import asyncio
@@ -27,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
@@ -35,7 +32,6 @@ from typing import Annotated
 
 import typer
 import uvloop
-from blake3 import blake3
 
 from coordinator.cluster.deployment import Deployment
 from coordinator.cluster.peer import Peer
@@ -47,8 +43,8 @@ from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Contents, LoadRequest, Sampling
-from tools.child import Ticker, child
-from tools.feed_receiver import NAME, Peak, networks, serve
+from tools.child import child
+from tools.feed_receiver import NAME, networks, serve
 from tools.figures import table
 from tools.joined import joined
 from tools.sparse_model import write_sparse
@@ -70,7 +66,6 @@ _CONFIG = {
     "max_position_embeddings": 4096, "tie_word_embeddings": False,
 }  # fmt: skip
 _SESSIONS, _TOKENS = 4, 200
-_BLOCKS, _COST_ROUNDS = 512, 5  # of the costs alone; more blocks than the caches of a processor hold
 _PAUSE_S = 0.02
 
 
@@ -86,9 +81,6 @@ class Way:
     def median(self, column: int) -> float:
         return statistics.median(row[column] for row in self.found)
 
-    def most(self, column: int) -> float:
-        return max(row[column] for row in self.found)
-
 
 def main(
     layers: Annotated[int, typer.Option(min=1, help="That are sent, of 202 MB each.")] = 4,
@@ -98,7 +90,7 @@ def main(
     shaped: Annotated[int, typer.Option(hidden=True)] = 0,
     receive: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Throughput, memory and gaps of feeding, with TLS and without."""
+    """Throughput and processor time of feeding, with TLS and without."""
     if receive is not None:
         uvloop.run(serve(receive / "keys", receive / "cache" / "brigade" / "shards"))
         return
@@ -137,8 +129,6 @@ async def _measure(folder: Path, layers: int, rounds: int, shaped: int) -> None:
         nbytes = sum(piece.nbytes for piece in pieces_of(checkpoint, 1, layers + 1))
         print(f"{nbytes / 1e6:.0f} MB over {where}, medians of {rounds}; {machine_name()}\n\n{_throughput(ways)}")
         if not shaped:
-            alone = [(what, f"{cpu_s:.2f}") for what, cpu_s in costs_alone(folder).items()]
-            print("what else there is to do, alone\n", table(("", "CPU s/GB"), alone, 1), sep="\n")
             print(f"{_SESSIONS} sessions of the bundled model on two nodes, by TLS\n")
             print(await _sessions(receiver, checkpoint, layers))
 
@@ -152,8 +142,6 @@ class Receiver:
         self._ports = ports
         self._folder = folder
         self._blocks = [os.urandom(CHUNK_BYTES) for _ in range(_BLOCKS_BYTES // CHUNK_BYTES)]
-        self._ticker: Ticker | None = None
-        self._peak = Peak()
 
     async def ways(self, checkpoint: Checkpoint, layers: int) -> list[Way]:
         wanted = request_of(checkpoint, layers)
@@ -178,32 +166,22 @@ class Receiver:
         return Peer(NAME, [f"127.0.0.1:{self._ports[f'{link} feed']}"], self.networks[link])
 
     async def measured(self, way: Way) -> list[float]:
-        """Return MB/s; memory of both processes, MB; processor time of both, s per GB."""
+        """Return MB/s, and the processor time of both processes, s per GB."""
         self.forget()
-        await self.take()
-        began = time.perf_counter()
+        before, began = await self._cpu_s(), time.perf_counter()
         nbytes = await way.send()
-        rate = nbytes / (time.perf_counter() - began) / 1e6
-        *_, own_peak, its_peak = (taken := await self.take())[:6]
-        return [rate, own_peak, its_peak, *(1e9 * cpu_s / nbytes for cpu_s in taken[6:])]
+        rate, after = nbytes / (time.perf_counter() - began) / 1e6, await self._cpu_s()
+        return [rate, *(1e9 * (now_s - then_s) / nbytes for now_s, then_s in zip(after, before, strict=True))]
 
     def forget(self) -> None:
         """Have it lack everything."""
         shutil.rmtree(self._folder / "cache/brigade/shards", ignore_errors=True)
 
-    async def tick(self) -> None:
-        """From now on watch both loops, which takes time itself."""
-        self._ticker = Ticker()
-        await self.take(b"tick\n")
-
-    async def take(self, line: bytes = b"\n") -> list[float]:
-        """Return, since the last call, gap and own of both loops, ms; memory of both, MB; processor time of both, s."""
+    async def _cpu_s(self) -> tuple[float, float]:
+        """Return the processor time that both processes have taken."""
         assert self._process.stdin and self._process.stdout
-        own_gap = self._ticker.take() if self._ticker else (0.0, 0.0)
-        own_peak, own_cpu_s = self._peak.take()
-        self._process.stdin.write(line)
-        *gap, peak, cpu_s = json.loads(await self._process.stdout.readline())
-        return [*own_gap, *gap, own_peak / 1e6, peak / 1e6, own_cpu_s, cpu_s]
+        self._process.stdin.write(b"\n")
+        return time.process_time(), float(await self._process.stdout.readline())
 
     async def _feed(self, link: str, checkpoint: Checkpoint, wanted: LoadRequest) -> int:
         peer = self.peer(link)
@@ -252,83 +230,36 @@ async def _sessions(receiver: Receiver, checkpoint: Checkpoint, layers: int) -> 
         deployment = Deployment(demo, plan(spec, nodes, NO_SPEEDS, Objective(512)), peers[:1])
         engine = await stack.enter_async_context(Engine(await stack.enter_async_context(joined(deployment))))
         await _answers(engine)
-        await receiver.tick()
         for is_fed in (False, True, False, True):
             receiver.forget()
             await asyncio.sleep(_PAUSE_S)
-            await receiver.take()
             feeding = (
                 asyncio.create_task(push_weights(peers[1], wanted, checkpoint, lambda report: None)) if is_fed else None
             )
-            rate, pause_ms = await _answers(engine)
+            rate = await _answers(engine)
             if feeding:
                 await feeding
-            gaps = (await receiver.take())[:4]
-            cells = [f"{rate:.0f}", f"{pause_ms:.1f}", *(f"{gap:.1f}" for gap in gaps)]
-            lines.append(("while layers come" if is_fed else "alone", *cells))
-    return table(("", "tokens/s", "longest pause, ms", *_GAPS), lines, 1)
+            lines.append(("while layers come" if is_fed else "alone", f"{rate:.0f}"))
+    return table(("", "tokens/s"), lines, 1)
 
 
-async def _answers(engine: Engine) -> tuple[float, float]:
-    """Tokens per second of all, and the longest that one waited for its next."""
-    began, pauses = time.perf_counter(), [0.0]
-
-    async def one(number: int) -> int:
-        latest, num_tokens = 0.0, 0
-        async with aclosing(engine.generate(Request((5 + number, 6, 7), _TOKENS, Sampling()))) as outputs:
-            async for output in outputs:
-                now = time.perf_counter()
-                pauses.append(now - latest if latest else 0.0)
-                latest, num_tokens = now, num_tokens + len(output.tokens)
-        return num_tokens
-
-    tokens = await asyncio.gather(*map(one, range(_SESSIONS)))
-    return sum(tokens) / (time.perf_counter() - began), 1e3 * max(pauses)
-
-
-def costs_alone(folder: Path) -> dict[str, float]:
-    """Processor time in seconds per GB, medians, by one thread that does nothing else meanwhile."""
-    blocks = [os.urandom(CHUNK_BYTES) for _ in range(_BLOCKS)]
-    path, hashed = folder / "alone", blake3()
-
-    def write() -> None:
-        with path.open("wb", buffering=0) as file:
-            for block in blocks:
-                file.write(block)
-
-    def read() -> None:
-        with path.open("rb", buffering=0) as file:
-            while file.read(CHUNK_BYTES):
-                pass
-
-    def digest() -> None:
-        for block in blocks:
-            hashed.update(block)
-
-    per_gb = 1e9 / (_BLOCKS * CHUNK_BYTES)
-    works: dict[str, Callable[[], None]] = {"write a file": write, "read it": read, "its digest": digest}
-    return {what: per_gb * statistics.median(_cpu_s(work) for _ in range(_COST_ROUNDS)) for what, work in works.items()}
-
-
-def _cpu_s(work: Callable[[], None]) -> float:
-    began = time.thread_time()
-    work()
-    return time.thread_time() - began
-
-
-_GAPS = "sender gap", "own", "receiver gap", "own"
+async def _answers(engine: Engine) -> float:
+    """Return the tokens per second of all."""
+    began = time.perf_counter()
+    requests = [Request((5 + number, 6, 7), _TOKENS, Sampling()) for number in range(_SESSIONS)]
+    answers = await asyncio.gather(*map(engine.answer, requests))
+    return sum(len(answer.tokens) for answer in answers) / (time.perf_counter() - began)
 
 
 def _throughput(ways: Sequence[Way]) -> str:
-    header = "way", "link", "MB/s", "of TCP", "of gRPC", "MB sender", "receiver", "CPU s/GB sender", "receiver"
+    header = "way", "link", "MB/s", "of TCP", "of gRPC", "CPU s/GB sender", "receiver"
     tcp, lines = ways[0].median(0), []
     for way in ways:
         grpc = next((each.median(0) for each in ways if each.name == "bare gRPC" and each.link == way.link), None)
         of_grpc = f"{100 * way.median(0) / grpc:.0f} %" if grpc else ""
-        memory = [f"{way.most(column):.0f}" for column in (1, 2)]
-        cpu = [f"{way.median(column):.2f}" for column in (3, 4)]
+        cpu = [f"{way.median(column):.2f}" for column in (1, 2)]
         rate = way.median(0)
-        lines.append((way.name, way.link, f"{rate:.0f}", f"{100 * rate / tcp:.0f} %", of_grpc, *memory, *cpu))
+        lines.append((way.name, way.link, f"{rate:.0f}", f"{100 * rate / tcp:.0f} %", of_grpc, *cpu))
     return table(header, lines, 2)
 
 

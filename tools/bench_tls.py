@@ -1,11 +1,11 @@
-"""What encryption costs: frames to another process over loopback and a real chain's steps, with TLS and without.
+"""What encryption costs: frames to another process over loopback, with TLS and without.
 
-python -m tools.bench_tls [--hidden-size 4096] [--steps 300] [--chunks 40] [--tokens 240]
+python -m tools.bench_tls [--hidden-size 4096] [--steps 300] [--chunks 40]
 
-All ways take turns, one frame or a few tokens each, so that other work on the machine burdens them alike. A frame goes
-the way of a chain's, from one MLX thread's loop to another's (parts, gRPC, joined), and is answered by a small message,
-as the last stage answers with a token. A gap is the longest that such a loop kept a task waiting while a frame was on
-its way.
+All ways take turns, one frame each, so that other work on the machine burdens them alike. A frame goes the way of a
+chain's, from one MLX thread's loop to another's (parts, gRPC, joined), and is answered by a small message, as the last
+stage answers with a token. A gap is the longest that one of these loops kept a task waiting while a frame was on its
+way.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,17 +26,11 @@ import mlx.core as mx
 import typer
 import uvloop
 
-from coordinator.cluster.chain import Chain
-from coordinator.cluster.open import open_chain, read_model
-from coordinator.cluster.options import cluster_options
 from coordinator.deploy.authority import Authority
-from coordinator.engine.engine import generate_once
-from coordinator.sessions.request import Request
-from protos.brigade_pb2 import Credit, Frame, Sampling, Timing
+from protos.brigade_pb2 import Credit, Frame, Timing
 from protos.brigade_pb2_grpc import HopServicer
-from tools.child import Ticker, child
+from tools.child import child
 from tools.figures import table
-from tools.worker_process import free_port
 from worker.node.certificates import KeyFile, Role
 from worker.node.framing import ENCRYPTED, PLAIN, FrameAssembler, Wire
 from worker.node.hop import add_hops, open_relay, pack, unpack
@@ -46,28 +40,47 @@ from worker.platform.run import run_command
 from worker.platform.text import format_bytes
 from worker.platform.threads import MlxThread
 
-_WORKERS = "mini", "air"
-_GAPS = "sender gap", "own", "receiver gap", "own"
 _CHUNK_ROWS = 2048
 _WARM_UP = 5  # frames
-_TOKENS_A_TURN = 24
+_TICK_S = 0.0005
 
 
 @dataclass
 class Way:
-    """How frames travel, and what they took: milliseconds per frame, and the gaps of both loops."""
+    """How frames travel, and what they took: milliseconds per frame, and the longest gap of both loops."""
 
     name: str
     wire: Wire
     network: Network
-    found: list[tuple[float, ...]] = field(default_factory=list)
+    found: list[tuple[float, float]] = field(default_factory=list)
 
     def medians(self) -> list[float]:
         return [statistics.median(values) for values in zip(*self.found, strict=True)]
 
 
+class Ticker:
+    """How long the event loop keeps a task waiting beyond what it asked for."""
+
+    def __init__(self, *, is_ticking: bool) -> None:
+        """Unless it `is_ticking`, all times are 0."""
+        self._longest_s = 0.0
+        self._task = asyncio.create_task(self._tick()) if is_ticking else None
+
+    def take(self) -> float:
+        """The longest wait since the last call, milliseconds."""
+        gap_s, self._longest_s = self._longest_s, 0.0
+        return 1e3 * gap_s
+
+    async def _tick(self) -> None:
+        before = time.perf_counter()
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now = time.perf_counter()
+            self._longest_s, before = max(self._longest_s, now - before - _TICK_S), now
+
+
 class Receiver(HopServicer):
-    """The other process: takes frames in and says so, with the gaps of its loop."""
+    """The other process: takes frames in and says so, with the longest gap of its loop."""
 
     def __init__(self, wire: Wire, ticker: Ticker) -> None:
         self._wire = wire
@@ -87,21 +100,19 @@ def main(
     hidden_size: Annotated[int, typer.Option(min=1, help="Of a row, in bfloat16.")] = 4096,
     steps: Annotated[int, typer.Option(min=1, help="Frames of one row, each way.")] = 300,
     chunks: Annotated[int, typer.Option(min=1, help="Frames of 2,048 rows, each way.")] = 40,
-    tokens: Annotated[int, typer.Option(min=_TOKENS_A_TURN, help="Of the chain of three nodes, each way.")] = 240,
     serve: Annotated[Path | None, typer.Option(hidden=True)] = None,
     ticking: Annotated[bool, typer.Option("--ticking", hidden=True)] = False,
 ) -> None:
-    """Milliseconds per frame and per token, with TLS and without, and how they compare."""
+    """Milliseconds per frame, with TLS and without, and how they compare."""
     if serve is not None:
         uvloop.run(_serve(serve, is_ticking=ticking))
         return
     with tempfile.TemporaryDirectory() as folder:
         authority = Authority.make(Path(folder) / "keys")
         authority.issue("studio", Role.COORDINATOR)
-        for name in _WORKERS:
-            authority.issue(name, Role.WORKER)
+        authority.issue("mini", Role.WORKER)
         print(f"{machine_name()}; load before: {os.getloadavg()[0]:.1f}")
-        uvloop.run(_measure(authority.folder, hidden_size, {1: steps, _CHUNK_ROWS: chunks}, tokens))
+        uvloop.run(_measure(authority.folder, hidden_size, {1: steps, _CHUNK_ROWS: chunks}))
         print(f"load after: {os.getloadavg()[0]:.1f}")
 
 
@@ -133,17 +144,12 @@ async def _receive(keys: Path, *, is_ticking: bool) -> None:
     await asyncio.Event().wait()
 
 
-async def _measure(keys: Path, hidden_size: int, counts: dict[int, int], tokens: int) -> None:
+async def _measure(keys: Path, hidden_size: int, counts: dict[int, int]) -> None:
     for num_rows, count in counts.items():
         ways = _ways(keys, "studio", Role.COORDINATOR)
         await _send(ways, keys, num_rows, hidden_size, count)
         what = f"{num_rows:,} x {hidden_size:,} x bfloat16 ({num_rows * hidden_size / 2**19:.2f} MiB)"
         _print(f"a frame of {what} there and its answer back, medians of {count}", ways)
-    found = await _decode(keys, tokens)
-    plain, encrypted = map(statistics.median, found)
-    added = statistics.median(slow - quick for quick, slow in zip(*found, strict=True))
-    print(f"a token on a chain of three processes, medians of {tokens // _TOKENS_A_TURN} turns of {_TOKENS_A_TURN}:")
-    print(f"plaintext {plain:.2f} ms, TLS {encrypted:.2f} ms; TLS adds {added:+.2f} ms in the median pair of turns")
 
 
 async def _send(ways: Sequence[Way], keys: Path, num_rows: int, hidden_size: int, count: int) -> None:
@@ -184,55 +190,21 @@ async def _send_from_loop(
                     await call.write(part)
                 await call.read()
                 took_ms = 1e3 * (time.perf_counter() - before)
-                theirs = json.loads(await next_gap())
+                gap_ms = max(ticker.take(), json.loads(await next_gap()))
                 if turn >= _WARM_UP:
-                    way.found.append((took_ms, *ticker.take(), *theirs))
+                    way.found.append((took_ms, gap_ms))
         for call in calls:
             call.cancel()
 
 
 def _print(title: str, ways: Sequence[Way]) -> None:
-    is_ticking = any(ways[0].medians()[1:])
     base, lines = ways[0].medians()[0], []
     for way in ways:
-        took_ms, *gaps_ms = way.medians()
-        cells = [f"{took_ms:.2f}", f"{took_ms / base:.2f}", *(f"{gap:.2f}" for gap in gaps_ms if is_ticking)]
+        took_ms, gap_ms = way.medians()
+        cells = f"{took_ms:.2f}", f"{took_ms / base:.2f}", f"{gap_ms:.2f}" if gap_ms else ""
         lines.append((way.name, format_bytes(way.wire.part_bytes), *cells))
-    header = "link", "parts", "ms", "ratio", *(_GAPS if is_ticking else ())
+    header = "link", "parts", "there and back", "ratio", "longest gap of the two event loops"
     print(title, "", table(header, lines, 1), sep="\n")
-
-
-async def _decode(keys: Path, tokens: int) -> list[list[float]]:
-    """Milliseconds per token of the bundled model on this process and two workers, without TLS and with it, by turn."""
-    thread = MlxThread()
-    async with AsyncExitStack() as stack:
-        stack.callback(thread.close)
-        chains = [await stack.enter_async_context(_chain(keys, tls, thread)) for tls in (False, True)]
-        found: list[list[float]] = [[], []]
-        for turn in range(1 + tokens // _TOKENS_A_TURN):
-            for chain, times in zip(chains, found, strict=True):
-                before = time.perf_counter()
-                answer = await generate_once(chain, Request((5, 6, 7), _TOKENS_A_TURN, Sampling()))
-                if turn:
-                    times.append(1e3 * (time.perf_counter() - before) / len(answer.tokens))
-    return found
-
-
-@asynccontextmanager
-async def _chain(keys: Path, is_encrypted: bool, thread: MlxThread) -> AsyncIterator[Chain]:
-    """The bundled model on three processes, over links of one kind."""
-    config = keys.parent / f"{is_encrypted}.yaml"
-    lines = ["model: demo", "coordinator: {name: studio}", *([f"tls: {{keys: {keys}}}"] if is_encrypted else [])]
-    workers = [f"  - {{name: {name}, address: '127.0.0.1:{free_port()}'}}" for name in _WORKERS]
-    config.write_text("\n".join([*lines, "workers:", *workers]))
-    async with AsyncExitStack() as stack:
-        for name in _WORKERS:
-            arguments = ("--name", name, "--config", config, "--follow-parent")
-            await stack.enter_async_context(child("worker", *arguments))  # it listens once it prints a line
-        options = cluster_options(config)
-        checkpoint, _ = await read_model(options.model)
-        opening = open_chain(options, checkpoint, thread)
-        yield await stack.enter_async_context(opening)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The receiving process of tools/bench_feed.py: a worker, and what takes bare TCP and bare gRPC, each at its port.
 
-It prints its ports as JSON. To each line on its standard input it answers with what was since the line before: gaps of
-its loop, once the line `tick` has come; memory; processor time.
+It prints its ports as JSON, and after each line on its standard input the seconds of processor time that it has taken.
 """
 
 import asyncio
@@ -16,11 +15,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from protos.brigade_pb2 import Credit
 from protos.brigade_pb2_grpc import HopServicer
-from tools.child import Ticker
 from worker.node.certificates import KeyFile, Role
 from worker.node.hop import add_hops
 from worker.node.model_sources import ModelSources
@@ -31,30 +27,7 @@ from worker.node.weights_cache import WeightsCache
 from worker.platform.threads import MlxThread
 
 NAME = "mini"
-_SAMPLE_S = 0.005
 _READ_BYTES = 1 << 20
-
-
-class Peak:
-    """The most memory that this process has had, beyond what it had before; and its processor time."""
-
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-        self._most = self._before = self._process.memory_info().rss
-        self._cpu_s = time.process_time()
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def take(self) -> tuple[int, float]:
-        """Return the bytes, and the seconds of all threads, since the last call."""
-        most, self._before = self._most - self._before, self._process.memory_info().rss
-        self._most = self._before
-        cpu_s, self._cpu_s = time.process_time() - self._cpu_s, time.process_time()
-        return most, cpu_s
-
-    def _watch(self) -> None:
-        while True:
-            time.sleep(_SAMPLE_S)
-            self._most = max(self._most, self._process.memory_info().rss)
 
 
 class Sink(HopServicer):
@@ -84,11 +57,8 @@ async def serve(keys: Path, store: Path) -> None:
 
 async def _answer_lines(ports: dict[str, int]) -> None:
     print(json.dumps(ports), flush=True)
-    ticker, peak = None, Peak()
-    while line := await asyncio.to_thread(sys.stdin.readline):
-        if line.strip() == "tick":
-            ticker = Ticker()  # not before: it takes time itself
-        print(json.dumps([*(ticker.take() if ticker else (0.0, 0.0)), *peak.take()]), flush=True)
+    while await asyncio.to_thread(sys.stdin.readline):
+        print(time.process_time(), flush=True)
 
 
 def networks(keys: Path, name: str, role: Role) -> dict[str, Network]:
