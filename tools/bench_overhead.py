@@ -1,9 +1,9 @@
-"""What the chain costs: a two-node chain against one process with the same model, and against a bare gRPC echo.
+"""What the chain costs: a two-node chain against one process with the same model.
 
 python -m tools.bench_overhead [--model demo] [--tokens 128] [--rounds 5]
 
-Runs in turn, in one go: the whole model in this process, the same model on this process and one worker process, and a
-bare `grpc.aio` stream to another process that carries the same bytes. Prints medians and their ratios.
+Runs in turn, in one go: the whole model in this process, and the same model on this process and one worker process.
+Prints medians and their ratios.
 
 A second table has the steps of a token on both nodes, from the timing records of every frame, beside the founding
 measurement. That one (two Macs, 64 layers, hidden size 5120, over Thunderbolt) listed eight steps, A to H, of 46.7 ms
@@ -12,14 +12,12 @@ in all, and 161 ms that a token took.
 
 import itertools
 import statistics
-import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
-import grpc
 import typer
 import uvloop
 
@@ -29,15 +27,12 @@ from coordinator.engine.engine import generate_once
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from coordinator.sessions.waterfall import spans
-from tools.child import child
 from tools.figures import table
-from worker.model.model_spec import DTYPE_BYTES, ModelSpec
-from worker.node.network import Network
+from worker.model.model_spec import ModelSpec
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command
 from worker.platform.threads import MlxThread
 
-_ECHO = "/brigade.bench.Echo/Stream"
 _WIRE, _RETURN = ("wire", 1), ("return", 0)
 Spent = dict[tuple[str, int], list[float]]  # microseconds of every token, by part and stage
 # the founding measurement's letter, what it is, its milliseconds, and which of our parts it is, by stage
@@ -58,13 +53,9 @@ def main(
     tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode per round.")] = 128,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the long prompt.")] = 1024,
     rounds: Annotated[int, typer.Option(min=1)] = 5,
-    echo: Annotated[bool, typer.Option("--echo", hidden=True)] = False,
 ) -> None:
     """Measure the overhead of a two-node chain per token, and its prefill against one process."""
-    if echo:
-        uvloop.run(_serve_echo())
-    else:
-        uvloop.run(_measure(cluster_options(None, model, 0), tokens, prompt, rounds))
+    uvloop.run(_measure(cluster_options(None, model, 0), tokens, prompt, rounds))
 
 
 async def _measure(options: ClusterOptions, num_tokens: int, num_prompt: int, rounds: int) -> None:
@@ -88,8 +79,7 @@ async def _measure(options: ClusterOptions, num_tokens: int, num_prompt: int, ro
                 one_s.append((await generate_once(one, long)).ttft_s)
                 two_s.append((await generate_once(two, long)).ttft_s)
             layers = two.plan.layers
-    echo_ms = await _echo_ms(spec, num_tokens * rounds)
-    _print(spec, layers, len(long.prompt), one_ms, two_ms, echo_ms, one_s, two_s)
+    _print(spec, layers, len(long.prompt), one_ms, two_ms, one_s, two_s)
     _print_steps(spent, statistics.median(two_ms), spec.hidden_size)
 
 
@@ -110,19 +100,16 @@ def _add(spent: Spent, answer: Answer) -> None:
 
 def _print(
     spec: ModelSpec, layers: list[int], num_prompt: int,
-    one_ms: list[float], two_ms: list[float], echo_ms: list[float], one_s: list[float], two_s: list[float],
+    one_ms: list[float], two_ms: list[float], one_s: list[float], two_s: list[float],
 ) -> None:  # fmt: skip
-    one, two, echo = (statistics.median(values) for values in (one_ms, two_ms, echo_ms))
-    bound = max(1.0, 6 * echo)
-    single, pair = statistics.median(one_s), statistics.median(two_s)
+    one, two, single, pair = map(statistics.median, (one_ms, two_ms, one_s, two_s))
     lines = [
         ("one process, per token", f"{one:.3f} ms"),
         (f"two nodes {layers}, per token", f"{two:.3f} ms"),
-        ("overhead per token", f"{two - one:+.3f} ms (wanted at most {bound:.3f})"),
-        (f"bare stream echo of {_hidden_bytes(spec)} bytes, round trip", f"{echo:.3f} ms"),
+        ("overhead per token", f"{two - one:+.3f} ms"),
         (f"prompt of {num_prompt} tokens, one process", f"{single:.3f} s"),
         (f"prompt of {num_prompt} tokens, two nodes", f"{pair:.3f} s"),
-        ("prefill, two nodes against one process", f"{single / pair:.2f}x (wanted at least 1.5)"),
+        ("prefill, two nodes against one process", f"{single / pair:.2f}x"),
     ]
     print(f"{spec.name} on {machine_name()}\n", table(("what", "median"), lines, 1), sep="\n", end="")
 
@@ -135,43 +122,6 @@ def _print_steps(spent: Spent, token_ms: float, hidden_size: int) -> None:
     lines.append(("", "a token", "161", f"{token_ms:.3f}"))
     print(f"\nstep by step on two nodes, hidden size {hidden_size}\n")
     print(table(("step", "what", "there, ms", "here, ms"), lines, 2), end="")
-
-
-def _hidden_bytes(spec: ModelSpec) -> int:
-    return spec.hidden_size * DTYPE_BYTES[spec.dtype]
-
-
-async def _echo_ms(spec: ModelSpec, count: int) -> list[float]:
-    """Round trips of one token's hidden state over a bare bidirectional stream to another process."""
-    payload = bytes(_hidden_bytes(spec))
-    async with (
-        child("tools.bench_overhead", "--echo") as (port, _, _),
-        Network().channel("echo", f"127.0.0.1:{int(port)}") as channel,
-    ):
-        call = channel.stream_stream(_ECHO)()  # type: ignore[call-arg]
-        times = []
-        for _ in range(count):
-            before = time.perf_counter()
-            await call.write(payload)
-            await call.read()
-            times.append((time.perf_counter() - before) * 1e3)
-        call.cancel()
-        return times
-
-
-async def _serve_echo() -> None:
-    async def echo(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        async for request in requests:
-            yield request
-
-    network = Network()
-    server = network.server()
-    handler = grpc.stream_stream_rpc_method_handler(echo)
-    service, method = _ECHO.strip("/").split("/")
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
-    print(network.listen(server, "127.0.0.1:0"), flush=True)
-    await server.start()
-    await server.wait_for_termination(timeout=600)
 
 
 if __name__ == "__main__":
