@@ -36,7 +36,7 @@ from worker.compute.slot import Slot
 from worker.compute.slots import close_slots, open_and_close
 from worker.compute.step import Step, head_blocks, rows_of, share_of_begin
 from worker.errors import BrigadeError, CacheMismatch, FrameError, ModelError, PrefixLost, SamplingError
-from worker.memory.slot_caches import OUTPUT, CacheSegment
+from worker.memory.slot_caches import CacheSegment
 from worker.model.describe import DTYPES
 from worker.model.model_spec import most_head_rows
 from worker.model.quantisation import MISFITS
@@ -376,7 +376,7 @@ class Executor:
             rows = rows_of([window], step.windows, step.rows)
             most = max(1, MESSAGE_BYTES * (end - begin) // rows.nbytes)
             for at in range(0, end - begin, most):
-                yield CacheSegment(OUTPUT, 0, begin + at, (rows[:, at : at + most],), ())
+                yield CacheSegment(0, 0, begin + at, (rows[:, at : at + most],), (), is_output=True)
 
     def put_segments(self, number: int, segments: Iterable[CacheSegment]) -> None:
         """Take what another stage made of a prompt chunk of this slot, unless it has been closed.
@@ -387,7 +387,7 @@ class Executor:
         if slot := self._slots.get(number):
             held: list[mx.array] = []
             for each in segments:
-                if each.number == OUTPUT:
+                if each.is_output:
                     self._show_rows(slot, each)
                 else:
                     held += slot.caches.put_segment(each)

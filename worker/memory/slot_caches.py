@@ -25,9 +25,6 @@ LayerCache = KVCache | RecurrentState
 Listed = LayerCache | tuple[LayerCache, ...]  # a layer with several caches indexes them by number
 
 
-OUTPUT = -1  # the number of a segment that is of no cache: its one array holds rows [1, L, W] behind the last layer
-
-
 @dataclass(frozen=True)
 class CacheSegment:
     """What one cache holds of some tokens: its number in the model's list, and in its layer if that has several."""
@@ -38,6 +35,7 @@ class CacheSegment:
     keys: Parts  # [1, H, L, ...] each, as they are stored
     values: Parts
     length: int = 0  # tokens of a snapshot; 0 of rows
+    is_output: bool = False  # of no cache: its one key holds rows [1, L, W] behind the last layer
 
     @property
     def is_snapshot(self) -> bool:

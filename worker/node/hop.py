@@ -18,7 +18,7 @@ from protos.brigade_pb2 import DESCRIPTOR, Credit, DType, Frame, Held, Report, R
 from protos.brigade_pb2_grpc import HopServicer, NodeServicer, add_HopServicer_to_server, add_NodeServicer_to_server
 from worker.compute.ahead import Placeholder
 from worker.errors import FrameError, StageLost
-from worker.memory.slot_caches import OUTPUT, CacheSegment
+from worker.memory.slot_caches import CacheSegment
 from worker.model.describe import DTYPES
 from worker.node.framing import MOST_SIZES, PLAIN, Wire, checksum_seed, cut, read_report, write_part, write_report
 from worker.node.network import Network, hop_address
@@ -91,14 +91,15 @@ def pack_segments(epoch: int, step: int, slot: int, held: Sequence[CacheSegment]
 
 def segment_header(held: CacheSegment) -> Segment:
     """Return what a segment says beside its bytes."""
-    segment = Segment(base=held.base, part=held.part, num_keys=len(held.keys), length=held.length)
-    if held.number == OUTPUT:
-        segment.is_output = True
-    else:
-        segment.cache = held.number
-    for array in held.arrays:
-        segment.tensors.append(Tensor(dtype=_SEGMENT_ENUMS[array.dtype], shape=array.shape))
-    return segment
+    return Segment(
+        base=held.base,
+        cache=held.number,
+        part=held.part,
+        tensors=[Tensor(dtype=_SEGMENT_ENUMS[array.dtype], shape=array.shape) for array in held.arrays],
+        is_output=held.is_output,
+        num_keys=len(held.keys),
+        length=held.length,
+    )
 
 
 def unpack_segments(segments: Iterable[Segment], data: memoryview) -> list[CacheSegment]:
@@ -123,8 +124,8 @@ def unpack_segments(segments: Iterable[Segment], data: memoryview) -> list[Cache
             arrays.append(placeholder.array)
             at = end
         keys, values = tuple(arrays[: segment.num_keys]), tuple(arrays[segment.num_keys :])
-        number = OUTPUT if segment.is_output else segment.cache
-        found.append(CacheSegment(number, segment.part, segment.base, keys, values, segment.length))
+        place = segment.cache, segment.part, segment.base
+        found.append(CacheSegment(*place, keys, values, segment.length, segment.is_output))
     if at < len(data):
         raise FrameError(f"expected {at} bytes of segments, got {len(data)}")
     return found

@@ -16,7 +16,7 @@ from worker.compute.shard import Shard
 from worker.compute.step import share_of_begin
 from worker.errors import CacheMismatch, PrefixLost
 from worker.memory.history import History
-from worker.memory.slot_caches import OUTPUT, CacheSegment
+from worker.memory.slot_caches import CacheSegment
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
 
@@ -67,10 +67,10 @@ def test_rows_of_a_prompt_that_are_no_output_of_this_model_are_refused(
 ) -> None:
     window = Window(slot=0, prefix_hash=History().prefix_hash(0), tokens=range(9))
     executor.step(Frame(opened=[Opening(slot=0)], windows=[window]), 0)
-    executor.put_segments(0, [CacheSegment(OUTPUT, 0, 0, (mx.zeros((1, 9, 64)),), ())])
-    executor.put_segments(1, [CacheSegment(OUTPUT, 0, 0, rows, ())])  # a slot that has been closed
+    executor.put_segments(0, [CacheSegment(0, 0, 0, (mx.zeros((1, 9, 64)),), (), is_output=True)])
+    executor.put_segments(1, [CacheSegment(0, 0, 0, rows, (), is_output=True)])  # a slot that has been closed
     with pytest.raises(CacheMismatch, match="expected rows "):
-        executor.put_segments(0, [CacheSegment(OUTPUT, 0, 0, rows, ())])
+        executor.put_segments(0, [CacheSegment(0, 0, 0, rows, (), is_output=True)])
 
 
 @pytest.mark.parametrize("most", [1, 6000, 1 << 22])
