@@ -318,7 +318,7 @@ class Incomplete(TypedDict):
 
 
 class ToolOfResponse(FunctionTool):
-    """A tool of the request. Its schema is not enforced."""
+    """A tool of the request. What of its schema cannot be enforced is left out."""
 
     strict: Literal[False] = False
 

@@ -308,16 +308,18 @@ class InputProcessor:
         """Put the answer's grammar into `sampling`, if it has one; return what of schemas that leaves out.
 
         The calls that are offered keep to a grammar only if their decoder `can_offer` that, and it can be made.
+        Raises InputError if a strict tool's cannot.
         """
         has_calls = self.tokenizer is not None and self.tokenizer.has_generic_calls(asked.calls)
-        is_offered = bool(asked.tools) and has_calls and can_offer and not sampling.min_tokens
+        can_end = bool(self.eos) and not asked.ignore_eos and not sampling.min_tokens
+        is_offered = bool(asked.tools) and has_calls and can_offer and can_end
         if asked.is_constrained or is_offered:
             try:
                 grammar, not_enforced = await self.grammar(asked, prompt)
                 sampling.grammar.CopyFrom(grammar)
                 return tuple(not_enforced)
             except (InputError, WaitedTooLong):
-                if asked.is_constrained:
+                if asked.is_constrained or any(tool["function"].get("strict") is True for tool in asked.tools):
                     raise
         return ("schema",) if asked.tools else ()
 

@@ -370,6 +370,21 @@ def test_tools_that_could_not_be_read_in_time_are_offered_all_the_same(
         run(front.make_request(RequestSpec(offered, calls=Calls(are_forced=True))))
 
 
+def test_an_optional_call_of_a_strict_tool_is_refused_where_its_schema_cannot_be_enforced(
+    front: inputs.InputProcessor, run: Run
+) -> None:
+    schema = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tool = {"name": "f", "parameters": schema}
+
+    def offered(**more: Any) -> RequestSpec:
+        return RequestSpec(Conversation(({"role": "user", "content": "hi"},), ({"function": tool | more},)))
+
+    assert run(front.make_request(offered())).not_enforced == ("schema.uniqueItems",)
+    with pytest.raises(InputError, match="uniqueItems"):
+        run(front.make_request(offered(strict=True)))
+    assert run(front.make_request(replace(offered(strict=True), ignore_eos=True))).not_enforced == ("schema",)
+
+
 def test_a_constrained_answer_thinks_only_if_asked_to(front: inputs.InputProcessor, run: Run, tmp_path: Path) -> None:
     told = thinking(front, tmp_path, "{{ enable_thinking }}", *THOUGHT)
     tokenizer = told.tokenizer
