@@ -101,7 +101,7 @@ def cycle(machine: FakeMachine, kind: str, service: Path, started: list[str], st
     assert service.read_bytes() == define(kind) and "@brigade alive yes\n" in machine.run("look")
     machine.run("stop")
     assert machine.told() == stopped and not service.exists()
-    assert "alive" not in machine.run("look")
+    assert "alive" not in machine.run("look") and machine.run("watch") == ""
     machine.settle(kind, define(kind))
     shutil.rmtree(machine.home / ".brigade")
     assert machine.told() == started and "@brigade was running\n" in machine.run("stop")
