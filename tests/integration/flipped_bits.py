@@ -1,7 +1,6 @@
-"""Sends frames with flipped bits through real hops, encrypted and not, and counts how many are accepted.
+"""Sends frames through real hops on which a bit flips, behind the encryption, and counts how many are accepted.
 
-Encrypted, a bit flips on its way, behind the encryption. Plaintext, it flips in the part itself: a bit of HTTP/2 around
-it may mean nothing, and then the frame arrives as it was sent.
+Plaintext is for tests/unit/node/test_framing.py: there a bit of HTTP/2 may mean nothing, and the frame arrives whole.
 """
 
 import asyncio
@@ -68,18 +67,6 @@ async def send_encrypted(sender: Network, receiver: Network, num_frames: int) ->
         return proxy.there.num_flipped, len(recorder.arrived)
 
 
-async def send_plaintext(network: Network, num_frames: int) -> tuple[int, int]:
-    """The same without encryption; the bit is one of the message."""
-    numbers = random.Random(12)
-    async with recording(network) as (recorder, address):
-        for step in range(num_frames):
-            link = await _opened(network, address)
-            parts = frame_of(step, numbers.randbytes(numbers.choice(SIZES)), network.wire)
-            at = numbers.randrange(len(parts))
-            await _send(link, [*parts[:at], flipped(parts[at], numbers), *parts[at + 1 :]])
-        return num_frames, len(recorder.arrived)
-
-
 async def _opened(network: Network, address: str) -> Link:
     """A hop to the node; a busy machine may take longer than one connection may."""
     for _ in range(_TRIES):
@@ -101,13 +88,6 @@ async def _send(link: Link, parts: list[bytes]) -> None:
         return
     finally:
         await link.close()
-
-
-def flipped(piece: bytes, numbers: random.Random) -> bytes:
-    """The same with one other bit."""
-    changed = bytearray(piece)
-    changed[numbers.randrange(len(piece))] ^= 1 << numbers.randrange(8)
-    return bytes(changed)
 
 
 def frame_of(step: int, payload: bytes, wire: Wire) -> list[bytes]:

@@ -11,7 +11,7 @@ import pytest
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT32, DTYPE_UNSPECIFIED, Frame, Tensor, Timing
 from tests.integration.certificates import Certificates
 from tests.integration.conftest import NETWORK, Pass
-from tests.integration.flipped_bits import frame_of, recording, send_encrypted, send_plaintext
+from tests.integration.flipped_bits import frame_of, recording, send_encrypted
 from tests.integration.many import until
 from tests.integration.upstream import D, feeding, frame, parts_of, tensor, window_of
 from tools.proxy import Proxy
@@ -139,7 +139,7 @@ async def test_a_second_hop_from_the_same_stage_is_refused(folder: Path) -> None
 
 
 async def test_a_frame_with_a_flipped_bit_is_refused_uncomputed(folder: Path, passes: list[Pass]) -> None:
-    """Any bit: tests/unit/node/test_checksum.py."""
+    """Any bit of any part: tests/unit/node/test_framing.py."""
     async with feeding(folder) as worker:
         [part] = parts_of(frame(1, [5, 6, 7]), bytes(3 * D * 4))
         flipped = bytearray(part)
@@ -168,10 +168,6 @@ async def test_a_frame_that_comes_twice_or_too_late_is_refused(folder: Path, pas
 async def test_of_hundreds_of_encrypted_frames_with_a_flipped_bit_none_is_accepted(tmp_path: Path, count: int) -> None:
     certificates = Certificates(tmp_path)
     assert await send_encrypted(certificates.coordinator(), certificates.network("node-1"), count) == (count, 0)
-
-
-async def test_of_hundreds_of_plain_frames_with_a_flipped_bit_none_is_accepted() -> None:
-    assert await send_plaintext(NETWORK, 200) == (200, 0)
 
 
 async def test_a_frame_of_which_no_bit_is_flipped_is_accepted(tmp_path: Path) -> None:
