@@ -87,6 +87,11 @@ def write_folder(folder: Path, config: dict[str, Any], weights: dict[str, mx.arr
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
+def change_json(path: Path, **keys: Any) -> None:
+    """Give the object in this file these keys."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+
 def _randomised(parameter: mx.array) -> mx.array:
     """Values that make layers matter and keep logits apart: matrices of gain 1.5, vectors near what they were."""
     if parameter.ndim < 2:

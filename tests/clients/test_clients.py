@@ -15,6 +15,7 @@ import pytest
 from tests.cluster.callers import make_caller
 from tests.cluster.processes import starting
 from tests.cluster.servers import Server
+from tests.tiny import change_json
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{% for m in messages %}"
@@ -34,9 +35,7 @@ MANY = {"/v1/chat/completions": "required", "/v1/responses": "required", "/v1/me
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = make_caller(tmp_path_factory.mktemp("clients") / "model", thinks=False)
-    path = folder / "tokenizer_config.json"
-    settings = {"chat_template": TEMPLATE, "tool_parser_type": "json_tools"}
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    change_json(folder / "tokenizer_config.json", chat_template=TEMPLATE, tool_parser_type="json_tools")
     with starting() as start:
         running = start.brigade("serve", "--model", folder, "--port", "0", "--local", "0", "--context", "16000")
         found = running.err.wait_match(r"serving .* at (\S+), up to \d+ tokens", 120)

@@ -1,12 +1,12 @@
 """Model folders with random weights whose tokenizer marks thoughts and calls."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
 from tests.cluster.models import VOCAB, make_talker
+from tests.tiny import change_json
 
 _MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 CHAT = (
@@ -33,7 +33,6 @@ def make_caller(
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         tokenizer.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in _MARKERS])
         tokenizer.save(str(folder / "tokenizer.json"))
-    path = folder / "tokenizer_config.json"
     chat = (CHAT if knows_tools else PLAIN_CHAT) + ("<think>" if thinks else "")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": chat}))
+    change_json(folder / "tokenizer_config.json", chat_template=chat)
     return folder

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tests.tiny import make_model, write_folder
+from tests.tiny import change_json, make_model, write_folder
 from tools.random_model import write_diffusion_gemma
 
 VOCAB = 320
@@ -80,11 +80,10 @@ def altered_copy(model: Path, folder: Path, change: Callable[[dict[str, mx.array
     return folder
 
 
-def reconfigured_copy(model: Path, folder: Path, **config: Any) -> Path:
-    """A copy of `model` with these keys of config.json replaced."""
+def reconfigured_copy(model: Path, folder: Path, file: str = "config.json", **keys: Any) -> Path:
+    """A copy of `model` with these keys in one of its files."""
     shutil.copytree(model, folder)
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    change_json(folder / file, **keys)
     return folder
 
 

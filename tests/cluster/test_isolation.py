@@ -15,6 +15,7 @@ import pytest
 from tests.cluster.models import make_talker
 from tests.cluster.processes import Starter
 from tests.cluster.servers import start_server
+from tests.tiny import change_json
 
 HI = [{"role": "user", "content": "hi"}]
 PATTERNS = {"allOf": [{"type": "string", "pattern": f"^.*x.{{{n}}}$"} for n in range(12, 60)]}
@@ -87,8 +88,7 @@ async def test_no_request_changes_the_streams_beside_it(
     start: Starter, tmp_path: Path, names: tuple[str, ...], num_hostile: int
 ) -> None:
     folder = make_talker(tmp_path / "model")
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": LOOP}))
+    change_json(folder / "tokenizer_config.json", chat_template=LOOP)
     server = start_server(start, folder, "--local", "1")
     process = psutil.Process(server.running.process.pid)
     limits = httpx2.Limits(max_connections=100)

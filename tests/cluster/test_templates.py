@@ -2,10 +2,8 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -31,9 +29,11 @@ from coordinator.engine import tokenizer as tokenizer_module
 from coordinator.engine.bounded import TEMPLATES, Bounds, Templates, send
 from coordinator.engine.tokenizer import Tokenizer
 from tests.cluster.commands import run_here
+from tests.cluster.models import reconfigured_copy
 from worker.errors import InputError
 from worker.model.checkpoint import Checkpoint
 
+SETTINGS = "tokenizer_config.json"
 PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}}
 FUNCTION = {
     "name": "weather",
@@ -118,14 +118,6 @@ def processes() -> list[psutil.Process]:
         with contextlib.suppress(psutil.Error):
             found += [child] if "coordinator.engine.bounded" in child.cmdline() else []
     return found
-
-
-def retokenized(talker: Path, folder: Path, **settings: Any) -> Path:
-    """Copy the talker with these keys in its tokenizer_config.json."""
-    shutil.copytree(talker, folder)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-    return folder
 
 
 def render_by(patch: pytest.MonkeyPatch, render: Callable[..., Any]) -> None:
@@ -296,7 +288,7 @@ def test_no_process_outlives_the_coordinator(end: str, state: str) -> None:
     ids=["Qwen", "Llama", "named", "Python of mlx-lm's"],
 )
 def test_the_tokens_are_those_of_mlx_lm(talker: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
-    folder = retokenized(talker, tmp_path / "model", **settings)
+    folder = reconfigured_copy(talker, tmp_path / "model", SETTINGS, **settings)
     wrapper = tokenizer_utils.load(folder)
     messages = [{"role": "user", "content": "日本 <end> hi", "name": None}]
     more: list[dict[str, Any]] = [
@@ -324,7 +316,8 @@ def test_the_tokens_are_those_of_mlx_lm(talker: Path, tmp_path: Path, settings: 
 def test_a_refused_conversation_is_an_input_error_and_arguments_reach_the_template_only(
     talker: Path, tmp_path: Path, settings: dict[str, Any], messages: Any, said: str
 ) -> None:
-    tokenizer = Tokenizer(Checkpoint("", retokenized(talker, tmp_path / "model", **settings), {}, {}))
+    folder = reconfigured_copy(talker, tmp_path / "model", SETTINGS, **settings)
+    tokenizer = Tokenizer(Checkpoint("", folder, {}, {}))
     with pytest.raises(InputError, match=f"^prompt: the chat template refuses this conversation .*{said}"):
         tokenizer.encode_chat(messages)
     for name in ("chat_template", "return_dict", "truncation", "conversation", "messages"):
@@ -357,7 +350,7 @@ def test_a_command_can_be_interrupted_while_a_template_is_rendered_and_tells_of_
     asyncio.run(interrupt())
     released.set()
     render_by(monkeypatch, short.render)
-    folder = retokenized(talker, tmp_path / "model", chat_template=ENDLESS)
+    folder = reconfigured_copy(talker, tmp_path / "model", SETTINGS, chat_template=ENDLESS)
     outcome = run_here("generate", "--model", folder, "--local", "0", "--prompt", "hi")
     told = r"error: --prompt: the chat template took longer than (0\.5|2) s; give it raw, or shorter\n"
     assert (outcome.code, outcome.out) == (2, "") and re.fullmatch(told, outcome.err)

@@ -21,6 +21,7 @@ from tests.integration.conftest import Models, Whole, running
 from tests.integration.many import request, tokens_of
 from tests.integration.test_epochs import loaded
 from tests.integration.test_scores import resident, served
+from tests.tiny import change_json
 from worker.errors import InputError, StageLost
 from worker.model.checkpoint import open_folder
 
@@ -98,8 +99,7 @@ def write_pooling(folder: Path, modes: dict[str, Any] | None, *types: str, **con
     if types:
         modules = [{"idx": k, "type": f"sentence_transformers.models.{name}"} for k, name in enumerate(types)]
         (folder / "modules.json").write_text(json.dumps(modules))
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    change_json(folder / "config.json", **config)
     return folder
 
 

@@ -18,6 +18,7 @@ from coordinator.sessions.request import Calls, Conversation, RequestSpec
 from tests.cluster.callers import CALL_BEGIN, THINK_BEGIN, THINK_END, make_caller
 from tests.integration.conftest import running
 from tests.integration.test_scores import resident
+from tests.tiny import change_json
 from worker.errors import InputError
 
 SCHEMA = {
@@ -144,8 +145,7 @@ async def test_a_model_whose_template_knows_no_tools_calls_them_all_the_same(tmp
 
 async def test_a_call_is_forced_where_the_models_own_format_has_no_json(tmp_path: Path) -> None:
     folder = make_caller(tmp_path / "model", thinks=False)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"tool_parser_type": "qwen3_coder"}))
+    change_json(folder / "tokenizer_config.json", tool_parser_type="qwen3_coder")
     async with resident(folder, (2, 2)) as model:
         _, delta = await answered(model, ask(1, calls=FORCED))
         require_called(delta)

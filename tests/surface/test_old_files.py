@@ -10,27 +10,20 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cluster.commands import answer_here, parse, run_here
-from tests.cluster.processes import START_S, Running, Starter, starting, write_cluster
+from tests.cluster.conftest import start as start
+from tests.cluster.processes import START_S, Running, Starter, write_cluster
 from tests.fixtures.recipes import write_keys
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 JOURNALS = sorted(path.stem for path in (FIXTURES / "journals").glob("*.json"))
 DEMO = Path(__file__).parents[2] / "worker" / "demo"
 RECEIVED_NS = 946_684_800 * 10**9  # the last change of received files: 2000-01-01
-
-
-@pytest.fixture
-def start() -> Iterator[Starter]:
-    """Starts processes; ends what is left of them after the test."""
-    with starting() as starter:
-        yield starter
 
 
 @pytest.fixture

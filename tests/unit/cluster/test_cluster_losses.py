@@ -72,7 +72,8 @@ def test_a_load_that_fails_beside_others_ends_none_of_them(cluster: Cluster3) ->
     assert cluster.members == WHOLE and places["b"].num_loads == loads + 1
 
 
-def test_a_worker_that_refused_to_load_is_tried_at_once_when_another_process_runs_there(cluster: Cluster3) -> None:
+def refuse_loads(cluster: Cluster3) -> list[str]:
+    """Have node a refuse to load with the first of these reasons, as long as there is one."""
     refusals = ["its weights differ"]
 
     async def load(deployment: Any, stage: int, *more: Any) -> None:
@@ -81,6 +82,11 @@ def test_a_worker_that_refused_to_load_is_tried_at_once_when_another_process_run
         await fake_network.load_worker(deployment, stage, *more)
 
     cluster.patch.setattr("coordinator.cluster.cluster.load_worker", load)
+    return refusals
+
+
+def test_a_worker_that_refused_to_load_is_tried_at_once_when_another_process_runs_there(cluster: Cluster3) -> None:
+    refusals = refuse_loads(cluster)
     a = cluster.world.places["a"]
     cluster.act(restart, a, wait_s=200)
     assert cluster.members == ["coordinator", "b", "c"] and "its weights differ" in cluster.cluster.why_missing
@@ -91,14 +97,8 @@ def test_a_worker_that_refused_to_load_is_tried_at_once_when_another_process_run
 
 def test_without_a_chain_a_fixed_worker_is_tried_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_cluster_states, "MEMORY", 2000)  # all nodes are needed
-    cluster, refusals = Cluster3(Limits()), ["its weights differ"]
-
-    async def load(deployment: Any, stage: int, *more: Any) -> None:
-        if refusals and deployment.peers[stage - 1].name == "a":
-            raise ModelError(refusals[0], node="a")
-        await fake_network.load_worker(deployment, stage, *more)
-
-    cluster.patch.setattr("coordinator.cluster.cluster.load_worker", load)
+    cluster = Cluster3(Limits())
+    refusals = refuse_loads(cluster)
     cluster.act(restart, cluster.world.places["a"], wait_s=37)
     refusals.clear()
     cluster.act(restart, cluster.world.places["a"], wait_s=10)
