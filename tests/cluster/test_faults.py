@@ -59,7 +59,10 @@ def kept(case: Coroutine[None, None, Seen]) -> Seen:
     return seen
 
 
-@pytest.mark.parametrize(("name", "moment", "comes_back"), [("first", "0", False), ("last", "middle", True)])
+@pytest.mark.parametrize(
+    ("name", "moment", "comes_back"),
+    [pytest.param("first", "0", False, marks=pytest.mark.long), ("last", "middle", True)],
+)
 def test_every_stream_continues_after_kill_9(rig: Rig, name: str, moment: str, comes_back: bool) -> None:
     """Noticed by its connection. Greedy, forked, sampled and penalised, by one decoder each."""
     asked = [four(rig, decode)[number] for number, decode in enumerate(DECODES)]

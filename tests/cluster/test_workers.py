@@ -129,6 +129,7 @@ def test_a_lost_worker_ends_the_request_with_its_name_and_is_free_again_once_it_
             pair[each].wait_slots(0, 10.0)
 
 
+@pytest.mark.long
 def test_a_worker_with_a_blocked_loop_ends_the_request_by_name(pair: Pair, start: Starter, tmp_path: Path) -> None:
     blocked = start.worker("first", "--model", pair.model, program=("-m", "tools.faults.worker", "loop@40"))
     generate_until_lost(pair.with_address(tmp_path, "first", blocked.address), lambda: None, "first")
