@@ -22,7 +22,7 @@ from tests.integration.many import Frames, Live, request, running_within, solo, 
 from tests.integration.many import frames as frames
 from tests.integration.windows import MASKED, Words
 from worker.compute.shard import Shard
-from worker.errors import ModelError, NodeBusy, QueueFull, StageLost
+from worker.errors import ModelError, NodeBusy, StageLost
 
 pytestmark = pytest.mark.usefixtures("in_turns")
 
@@ -136,23 +136,6 @@ async def test_a_tokenizer_that_breaks_anywhere_fails_its_own_request_only(folde
                     await engine.answer(request(tokens_of(3), 12), parser=text)
             assert len((await other.answer()).tokens) == 60
         await wait_freed(chain)
-
-
-async def test_a_request_that_waits_too_long_for_memory_is_refused(folder: Path) -> None:
-    async with (
-        running_within(folder, LAYERS, 256) as chain,
-        Engine(chain, max_wait_s=0.05) as engine,
-        aclosing(engine.generate(request(tokens_of(9, 1), 200), chunk=CHUNK)) as first,
-    ):
-        await anext(first)
-        with pytest.raises(QueueFull, match="waited 0 s for memory; try again later"):
-            late = asyncio.create_task(engine.answer(request(tokens_of(9, 2), 200)))
-            while not engine.scheduler.slots.num_waiting:  # noqa: ASYNC110 - a few turns of the loop
-                await asyncio.sleep(0)
-            assert [engine.has_begun([session.request]) for session in engine.sessions] == [True, False]
-            await late
-        assert engine.scheduler.slots.num_waiting == 0
-        assert (await anext(first)).tokens, "a session with a slot goes on"
 
 
 # --- who leaves -----------------------------------------------------------------------------------------------------
