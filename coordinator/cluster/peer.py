@@ -40,14 +40,14 @@ from protos.brigade_pb2_grpc import NodeStub
 from worker.config import ClusterConfig
 from worker.errors import BrigadeError, ModelError, NodeSilent, StageLost
 from worker.node.certificates import Role, expiry_warning, reported_expiry
-from worker.node.configuration import configuration_of, differing
+from worker.node.configuration import MOST_DIFFERENCES, configuration_of, differing
 from worker.node.framing import Wire, read_report
 from worker.node.hop import Deliver, Link, open_push, results
 from worker.node.links import measure_link
 from worker.node.network import PROTOCOL_VERSION, UPDATE_BOTH, Network
 from worker.node.prefix_store import file_parts, join_parts
 from worker.node.rpc_errors import error_of
-from worker.platform.text import printable
+from worker.platform.text import counted, printable
 
 T = TypeVar("T")
 
@@ -338,9 +338,6 @@ async def peers_of(cluster: ClusterConfig, network: Network) -> AsyncIterator[li
         yield peers
 
 
-_MOST_DIFFERENCES = 5  # of one worker's configuration that are reported
-
-
 async def greet(peers: Sequence[Peer]) -> list[HelloReply]:
     """Return the greetings of all workers, in their order.
 
@@ -377,7 +374,8 @@ def differences(name: str, cluster: ClusterConfig, greeting: HelloReply) -> Iter
     if (called := greeting.configuration.name) not in ("", name):
         yield f"worker {name} calls itself {printable(called)}: one of both has the wrong name or address"
     found = differing(greeting.configuration, configuration_of(cluster))
-    for key, there, here in found[:_MOST_DIFFERENCES]:
+    for key, there, here in found[:MOST_DIFFERENCES]:
         yield f"worker {name} has another configuration: {key} is {there} there, {here} here"
-    if more := found[_MOST_DIFFERENCES:]:
-        yield f"worker {name} has another configuration: {len(more)} more keys differ"
+    if more := found[MOST_DIFFERENCES:]:
+        keys = counted(len(more), "more key differs", "more keys differ")
+        yield f"worker {name} has another configuration: {keys}"

@@ -38,7 +38,7 @@ from protos.brigade_pb2 import (
 from worker.errors import CLOSED_AT_ONCE, NO_WORKER, BrigadeError, CallerRefused, ConfigError, ModelError, Unanswered
 from worker.model.model_spec import ModelSpec
 from worker.node.certificates import WARN_AHEAD, Role, reported_expiry
-from worker.node.configuration import differing
+from worker.node.configuration import MOST_DIFFERENCES, differing
 from worker.platform.text import counted, format_bytes
 
 MAX_VERSIONS = 8  # shown of one node: it has four
@@ -49,7 +49,6 @@ _CLOCK_NOTED_S, _CLOCK_WRONG_S = 2.0, 86_400.0  # certificates are valid from a 
 _DISK_NOTED, _DISK_FULL = 20 * _GIB, _GIB
 _RDMA_MACOS, _RDMA_GBIT = (26, 2), 80.0
 _LEFT_TO_MACOS, _LEFT_SHARE = 4 * _GIB, 8  # at least; at least one part in so many of the memory
-_MAX_DIFFERENCES = 5  # between two copies of cluster.yaml
 _SLOW_MS, VERY_SLOW_MS = 1.0, 20.0  # round trips: a cable's is below the first, the other is as long as a token
 _SLOW_BYTES_PER_S = 25e6  # a fifth of Gigabit Ethernet
 _PROMPT = 1000  # tokens
@@ -304,9 +303,13 @@ def _check_configuration(node: ExaminedNode, coordinator: ExaminedNode) -> Itera
         fix = f"there: brigade worker --name {node.name}, or correct `address:`"
         yield problem(Kind.CONFIGURATION, node.name, text, fix)
     fix = node.launch or "copy the coordinator's cluster.yaml to it, and start it again"
-    for key, there, here in differing(node.configuration, coordinator.configuration)[:_MAX_DIFFERENCES]:
+    found = differing(node.configuration, coordinator.configuration)
+    for key, there, here in found[:MOST_DIFFERENCES]:
         text = f"its cluster.yaml has `{key}: {there}`; the coordinator's counts, in which it is {here}"
         yield note(Kind.CONFIGURATION, node.name, text, fix)
+    if more := found[MOST_DIFFERENCES:]:
+        keys = counted(len(more), "more key of its cluster.yaml differs", "more keys of its cluster.yaml differ")
+        yield note(Kind.CONFIGURATION, node.name, keys, fix)
 
 
 # Hops

@@ -6,6 +6,7 @@ from protos.brigade_pb2 import Configuration
 from worker.config import ClusterConfig
 from worker.platform.text import format_bytes, printable
 
+MOST_DIFFERENCES = 5  # that are told of one node
 _MOST_SHOWN = 200  # characters of another node's value
 _MOST_LAYERS = 64
 _USUAL = ClusterConfig()
@@ -27,11 +28,15 @@ def configuration_of(cluster: ClusterConfig, name: str = "") -> Configuration:
 
 
 def differing(there: Configuration, here: Configuration) -> list[tuple[str, str, str]]:
-    """Return (key, value there, value here) for each key that is set there and has another value, or none, here."""
-    ours = {"model": there.model} | _DEFAULTS | _values(here)  # a flag may give this node's model
+    """Return (key, value there, value here) for each key that is set there and has another value, or none, here.
+
+    The node's own model and memory count where none is set here.
+    """
+    theirs, own = _values(there), ("model", f"workers[{there.name}].memory")
+    ours = {key: theirs[key] for key in own if key in theirs} | _DEFAULTS | _values(here)
     return [
         (printable(key, _MOST_SHOWN), printable(value, _MOST_SHOWN), ours.get(key, "unset"))
-        for key, value in _values(there).items()
+        for key, value in theirs.items()
         if value != ours.get(key)
     ]
 

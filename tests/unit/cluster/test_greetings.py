@@ -85,6 +85,7 @@ def test_a_key_that_only_the_worker_sets_is_compared_with_the_default() -> None:
     other = {"context": 512, "layers": [2, 6], "objective": "prompt", "coordinator": {"memory": "1GiB"}}
     for keys, told in (
         (usual | {"model": "demo"}, []),  # the coordinator may have its model from a flag
+        ({"workers": [{"name": "mini", "address": ["10.0.0.7:1"], "memory": "1GiB"}]}, []),  # counts: none is set here
         (
             other,
             [
@@ -95,7 +96,7 @@ def test_a_key_that_only_the_worker_sets_is_compared_with_the_default() -> None:
             ],
         ),
     ):
-        theirs = configuration_of(ClusterConfig.model_validate(keys))
+        theirs = configuration_of(ClusterConfig.model_validate(keys), "mini")
         lines = list(differences("mini", ClusterConfig(), reply(theirs)))
         assert lines == [f"{ANOTHER}{line}" for line in told]
         assert not list(differences("mini", ClusterConfig.model_validate(keys), reply()))

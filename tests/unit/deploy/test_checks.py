@@ -140,6 +140,7 @@ def test_what_is_said_of_a_node(changed: dict[str, Any], level: Level, kind: Kin
         ({"model": "small"}, ["`model: small`; the coordinator's counts, in which it is big"]),
         ({"layers": [1, 3], "context": 100}, ["`layers: [1, 3]`", "`context: 100`"]),
         ({"others": {"order": "fixed", "coordinator.memory": "1.0 GiB"}}, ["memory: 1.0 GiB`", "`order: fixed`"]),
+        ({"others": {f"a{i}": "1" for i in range(7)}}, [*(f"a{i}" for i in range(5)), "2 more keys"]),
         ({}, []),
     ],
 )
