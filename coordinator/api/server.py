@@ -81,9 +81,7 @@ class Server:
 
     def _status(self) -> ServerStatus:
         """Return the engine's status, or the server's own while none is open."""
-        found = self.engine.status if self.engine else self._own
-        # the server opens another engine in the place of one that has failed
-        return ServerStatus(ServerState.RECOVERING, found.why) if found.state is ServerState.FAILED else found
+        return self.engine.status if self.engine else self._own
 
     @property
     def state(self) -> ServerState:
@@ -166,7 +164,7 @@ class Server:
 
         An engine that is replacing a lost chain accepts requests, which wait for the next one.
         """
-        if self.engine is None or self.engine.status.state in (ServerState.FAILED, ServerState.DRAINING):
+        if self.engine is None or self.engine.failure or self.engine.status.state is ServerState.DRAINING:
             raise HttpError(503, f"{self.state.word}: {self.why}", self.state.word)
         return self.engine
 

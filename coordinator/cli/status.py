@@ -33,7 +33,7 @@ WORKER_WITHIN_S = 1.0
 _MOST_REQUESTS = 8  # shown in the table
 _NO_SERVER = "no server"  # was asked
 _OF_STATUS = ("weight_bytes", "peak_memory_bytes", "active_memory_bytes", "cached_memory_bytes", "slots")
-_STYLES = {"ready": "green", "active": "green", "lost": "bold red", "recovering": "bold red", "failed": "bold red"}
+_STYLES = {"ready": "green", "active": "green", "lost": "bold red", "recovering": "bold red"}
 
 
 async def status(

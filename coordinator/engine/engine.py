@@ -36,7 +36,6 @@ class ServerState(Enum):
     DEGRADED = "degraded"  # it answers, with fewer nodes than planned
     RECOVERING = "recovering"  # a chain was lost, and the next one is not open yet
     DRAINING = "draining"  # it finishes what it has begun and accepts nothing new
-    FAILED = "failed"  # no chain could be opened
     ASLEEP = "asleep"  # it was unloaded for lack of requests; the next one loads it again
     WAKING = "waking"  # it is loaded again while requests wait; clients see "loading"
 
@@ -160,7 +159,7 @@ class Engine:
     @property
     def status(self) -> ServerStatus:
         if self.failure is not None:
-            return ServerStatus(ServerState.FAILED, str(self.failure))
+            return ServerStatus(ServerState.RECOVERING, str(self.failure))  # another engine takes the place of this one
         if self._is_draining:
             return ServerStatus(ServerState.DRAINING, "shutting down")
         if trouble := self.cluster.trouble:

@@ -50,7 +50,7 @@ ALL = [
 class FakeEngine:
     """Runs its own `generate` for one request after the other; makes its requests as well."""
 
-    status = ServerStatus(ServerState.READY)
+    status, failure = ServerStatus(ServerState.READY), None
     token_text = str
     tokenizer = None
 

@@ -13,7 +13,7 @@ from coordinator.api.server import Server
 from coordinator.engine.engine import Engine, ServerState, ServerStatus
 from coordinator.engine.status import StatusSnapshot
 from tests.unit.api.fakes import FakeEngine, ask, served
-from worker.errors import InternalError, QueueFull
+from worker.errors import InternalError, QueueFull, StageLost
 
 MODEL = FakeEngine()
 
@@ -127,12 +127,11 @@ def test_what_other_nodes_said_is_not_told_to_those_without_a_key() -> None:
     assert (found.status_code, found.json()) == (200, {"status": "degraded", "why": "without mini"})
 
 
-def test_a_server_whose_engine_has_failed_is_recovering_from_the_start() -> None:
+def test_an_engine_that_has_failed_is_given_no_request() -> None:
     class Failed(FakeEngine):
-        status = ServerStatus(ServerState.FAILED, "worker mini is away")
+        status, failure = ServerStatus(ServerState.RECOVERING, "worker mini is away"), StageLost("is away", node="mini")
 
     shared = served(model=Failed())
-    assert (shared.state, shared.why) == (ServerState.RECOVERING, "worker mini is away")
     with pytest.raises(HttpError) as refused:
         shared.require_engine()
     assert (refused.value.status, refused.value.code) == (503, "recovering")
@@ -152,7 +151,7 @@ def test_a_server_that_was_told_to_stop_stays_so_and_a_state_that_cannot_follow_
 class Stuck:
     """No token comes back from the stages; or, where it `is_deaf`, nothing is tokenized."""
 
-    status = ServerStatus(ServerState.READY)
+    status, failure = ServerStatus(ServerState.READY), None
 
     def __init__(self, *, is_deaf: bool = False) -> None:
         self.is_deaf = is_deaf
