@@ -33,6 +33,7 @@ _OUT_OF_MEMORY = 75  # exit code
 _RENDER_S = 0.5  # of the processor, for a chat template: others wait meanwhile, and would for a new process, too
 _LENGTH = struct.Struct(">Q")
 _MAX_LINE = 300
+GIVE_RAW = "give it raw (over HTTP: /v1/completions)"  # advice where a chat template fails
 _PATTERN = "the regular expression"
 _ENVIRONMENT = ("TZ", "PYTHONHOME", "LD_LIBRARY_PATH")  # for local time, and for a Python that needs them to start
 
@@ -56,7 +57,7 @@ class TemplateRefusal(InputError):
     """A chat template does not take a conversation."""
 
     def __init__(self, why: str) -> None:
-        super().__init__("prompt", f"the chat template refuses this conversation ({why}); give it raw")
+        super().__init__("prompt", f"the chat template refuses this conversation ({why}); {GIVE_RAW}")
 
 
 class Excess(Exception):
@@ -203,15 +204,15 @@ class Templates(Bounded):
         try:
             outcome, found = self.ask(_pack(arguments))
         except Excess as excess:
-            raise InputError("prompt", f"the chat template {excess}; give it raw, or shorter") from None
+            raise InputError("prompt", f"the chat template {excess}; {GIVE_RAW}, or shorter") from None
         if outcome == "refused":
             line = "".join(letter if letter.isprintable() else " " for letter in found)
             raise TemplateRefusal(line)
         if outcome == "too slow":
-            raise InputError("prompt", f"the chat template took longer than {_RENDER_S:g} s; give it raw, or shorter")
+            raise InputError("prompt", f"the chat template took longer than {_RENDER_S:g} s; {GIVE_RAW}, or shorter")
         if outcome == "too long":
             made = f"made more than {self.bounds.text_bytes / 2**20:g} MiB of text"
-            raise InputError("prompt", f"the chat template {made}; give it raw, or shorter")
+            raise InputError("prompt", f"the chat template {made}; {GIVE_RAW}, or shorter")
         texts, generated = found
         return texts, generated
 

@@ -28,7 +28,7 @@ from transformers.dynamic_module_utils import get_imports, get_relative_imports
 from transformers.models.auto import tokenization_auto
 
 from coordinator.cluster.progress import say
-from coordinator.engine.bounded import TEMPLATES, LongTexts, TemplateRefusal
+from coordinator.engine.bounded import GIVE_RAW, TEMPLATES, LongTexts, TemplateRefusal
 from coordinator.engine.grammars import JSON_FORMATS
 from coordinator.sessions.conversation import CALL_BEGINS, CALL_ENDS, CALL_FORMAT, plainer, with_calls_as_text
 from coordinator.sessions.request import AUTO_CALLS, Calls, Conversation
@@ -129,7 +129,7 @@ class Tokenizer:
     ) -> list[int]:
         """Return a conversation's token ids, up to where the answer begins; `arguments` are the template's own."""
         if not self.has_chat_template:
-            raise InputError("prompt", "this model has no chat template; give it raw, as it stands")
+            raise InputError("prompt", f"this model has no chat template; {GIVE_RAW}")
         arguments = arguments or {}
         if reserved := arguments.keys() & _RESERVED:
             others = ", ".join(sorted(_RESERVED - {min(reserved)}))
