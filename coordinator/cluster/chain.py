@@ -51,7 +51,7 @@ from worker.node.framing import PLAIN
 from worker.node.hop import unpack_segments
 from worker.node.prefix_store import PrefixStore
 from worker.node.stage import Stage, Work
-from worker.platform.tasks import background
+from worker.platform.tasks import background, cancel_all
 from worker.platform.text import printable
 from worker.platform.threads import MlxThread, run_in_thread
 
@@ -99,6 +99,8 @@ class Chain:
         self.clock_offsets: list[int] = [0] * self.num_stages  # nanoseconds, by stage
         self._is_awaited = is_awaited
         self._is_warm = False
+        self._joining = ""  # the worker that is about to join
+        self._moved_at = 0.0  # when a stage joined, or the warm-up had a result; seconds, monotonic
         self._has_lost_drafter = False
         self._can_spare = can_spare
         self._own = own
@@ -133,40 +135,47 @@ class Chain:
         Raises:
             EngineHung: no stage joined and no result came for `most_still_s`, because of the node that the error names,
                 or of this process.
+            NodeSilent: likewise, and the node that the error names does not answer.
+            StageLost: likewise, and no node is to blame.
             BrigadeError: what the first node that cannot take part says.
         """
-        joining = ""
+        self._moved_at = time.monotonic()
+        opening = asyncio.create_task(self._open(progress))
+        left_s = most_still_s
         try:
-            async with asyncio.timeout(most_still_s) as limit:
-
-                def note_move(node: str = "", report: LoadProgress | None = None) -> None:
-                    if report:
-                        progress(node, report)
-                    if most_still_s is not None:
-                        with contextlib.suppress(RuntimeError):  # the time is over, or no longer limited
-                            limit.reschedule(self._main.time() + most_still_s)
-
-                for stage, peer in reversed(list(enumerate(self.peers, 1))):
-                    joining = peer.name
-                    self._stack.callback(peer.detach)
-                    await peer.attach(self._attach_request(stage))
-                    self.clock_offsets[stage] = await peer.clock_offset()
-                    note_move()
-                joining = ""
-                limit_bytes = self.deployment.prefix_bytes
-                store = PrefixStore(*self.plan.answer_parts[0], limit_bytes) if limit_bytes else None
-                await self._start(store)
-                if store:
-                    await self._list_prefixes(store)
-                await self.thread.call(self._warm_up(note_move))
-        except TimeoutError:
-            assert most_still_s is not None
-            if self.stage is None:
-                cause = "did not join" if joining else "this process's engine is at a long step and did not join"
-                raise EngineHung(f"{cause} the chain within {most_still_s:.1f} s", node=joining) from None
-            await self._diagnose(self._flight, most_still_s, allowed_s=most_still_s / 2)
-            raise StageLost(f"the warm-up of the chain had no result for {most_still_s:.1f} s") from None
+            while not (await asyncio.wait([opening], timeout=left_s))[0]:
+                assert most_still_s is not None
+                if (left_s := self._moved_at + most_still_s - time.monotonic()) <= 0:
+                    await self._check_still(most_still_s)
+            opening.result()
+        finally:
+            await cancel_all(opening)
+            del opening  # the traceback of its error holds this frame
         self._is_warm = True
+
+    async def _open(self, progress: NodeProgress) -> None:
+        for stage, peer in reversed(list(enumerate(self.peers, 1))):
+            self._joining = peer.name
+            self._stack.callback(peer.detach)
+            await peer.attach(self._attach_request(stage))
+            self.clock_offsets[stage] = await peer.clock_offset()
+            self._moved_at = time.monotonic()
+        self._joining = ""
+        limit = self.deployment.prefix_bytes
+        store = PrefixStore(*self.plan.answer_parts[0], limit) if limit else None
+        await self._start(store)
+        if store:
+            await self._list_prefixes(store)
+        await self.thread.call(self._warm_up(progress))
+
+    async def _check_still(self, still_s: float) -> None:
+        """Raise the cause for which opening has stood still for so long, unless it moves meanwhile."""
+        if self.stage is None:
+            cause = "did not join" if self._joining else "this process's engine is at a long step and did not join"
+            raise EngineHung(f"{cause} the chain within {still_s:.1f} s", node=self._joining)
+        await self._diagnose(self._flight, still_s, allowed_s=still_s / 2)
+        if time.monotonic() - self._moved_at >= still_s:
+            raise StageLost(f"the warm-up of the chain had no result for {still_s:.1f} s")
 
     @property
     def answers_alone(self) -> bool:
@@ -499,6 +508,7 @@ class Chain:
             frame.epoch, frame.step = self.epoch, step
             self.send(frame)
             self.learn(await self.receive())
+            self._moved_at = time.monotonic()
 
     async def _diagnose(self, flight: Flight, waited_s: float, allowed_s: float) -> None:
         """Ask every node that these frames pass, since a stage that waits for a result cannot know the cause.
