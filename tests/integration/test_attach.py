@@ -301,7 +301,7 @@ async def test_a_node_that_drains_takes_neither_a_load_nor_a_place_in_a_chain(fo
     async with serving(1) as [node]:
         await node.load(load_request(folder, 2, 4))
         await node.service.worker.drain()
-        with pytest.raises(NodeBusy, match="worker node-1: is shutting down"):
+        with pytest.raises(StageLost, match="worker node-1: is shutting down"):
             await node.load(load_request(folder, 2, 4))
-        with pytest.raises(NodeBusy, match="worker node-1: is shutting down"):
+        with pytest.raises(StageLost, match="worker node-1: is shutting down"):
             await node.attach(attach_request(folder))

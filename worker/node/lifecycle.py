@@ -263,7 +263,7 @@ class Worker:
 
         Raises:
             NodeBusy: as `release_for`, or the worker is loading. FrameError: as `release_for`.
-            ModelError, StageLost: another shard is held, or none any more.
+            ModelError: another shard is held. StageLost: none any more, or the worker is about to end.
             BrigadeError: the refusal of the next stage.
         """
         await self.release_for(request.coordinator, request.epoch)
@@ -307,7 +307,8 @@ class Worker:
         """End the attachment that this coordinator may still have here.
 
         Raises:
-            NodeBusy: the node serves another coordinator, or is about to end.
+            StageLost: the node is about to end.
+            NodeBusy: it serves another coordinator.
             FrameError: the epoch is earlier than that of the attachment.
         """
         self.refuse_if_draining()
@@ -330,8 +331,9 @@ class Worker:
     # Ending
 
     def refuse_if_draining(self) -> None:
+        """Raise StageLost while it drains: for a coordinator it is gone, and may come back."""
         if self.state is WorkerState.DRAINING:
-            raise NodeBusy("is shutting down")
+            raise StageLost("is shutting down")
 
     async def drain(self) -> None:
         """Refuse new coordinators, ask the present one to open no session, and return once no slot is open."""

@@ -123,7 +123,7 @@ class FakePeer:
                 await asyncio.sleep(min(LOOK_S, max(0.01, until - time.monotonic())))
         place.num_loads += 1
         if place.is_draining:
-            raise NodeBusy("is shutting down", node=self.name)
+            raise StageLost("is shutting down", node=self.name)
 
     def detach(self) -> None:
         pass
@@ -192,7 +192,7 @@ class WorldChain:
     async def __aexit__(self, *exc: object) -> None:
         self.world.chains.discard(self)
 
-    async def open(self, progress: Any = None, within_s: float | None = None) -> None:
+    async def open(self, progress: Any = None, most_still_s: float | None = None) -> None:
         self.world.chains.add(self)
         for peer in reversed(self.peers):
             place, peer.is_draining = peer.place, False
@@ -200,13 +200,13 @@ class WorldChain:
                 await asyncio.sleep(SILENT_S if place.is_up else 0)
                 raise StageLost("did not join the chain", node=place.name)
             if place.is_draining:
-                raise NodeBusy("is shutting down", node=place.name)
+                raise StageLost("is shutting down", node=place.name)
             assert self.epoch > place.epoch, "an epoch is accepted twice"
             place.epoch = self.epoch
             await asyncio.sleep(JOIN_S)
         hung = [peer for peer in self.peers if peer.place.is_hung]
         if hung and self._failure is None:
-            await self._wait_news(FIRST_S if within_s is None else min(FIRST_S, within_s))
+            await self._wait_news(FIRST_S if most_still_s is None else min(FIRST_S, most_still_s))
             self.lose(EngineHung("its engine has been at one step", node=hung[0].name))
         if self._failure is not None:
             raise self._failure

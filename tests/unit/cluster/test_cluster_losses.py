@@ -106,6 +106,21 @@ def test_without_a_chain_a_fixed_worker_is_tried_in_time(monkeypatch: pytest.Mon
     cluster.end()
 
 
+def test_a_worker_that_shuts_down_while_the_first_chain_loads_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Draining(fake_network.World):
+        def install(self, patch: pytest.MonkeyPatch) -> None:
+            super().install(patch)
+            self.places["a"].drain()
+
+    monkeypatch.setattr(test_cluster_states, "World", Draining)
+    cluster = Cluster3(Limits())
+    assert cluster.members == [name for name in WHOLE if name != "a"]
+    cluster.act(cluster.world.places["a"].end)
+    cluster.act(cluster.world.places["a"].start, wait_s=20)
+    assert cluster.members == WHOLE
+    cluster.end()
+
+
 def test_why_a_worker_that_crashes_again_and_again_is_left_out_is_known(cluster: Cluster3) -> None:
     a = cluster.world.places["a"]
 
