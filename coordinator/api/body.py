@@ -70,7 +70,7 @@ def _prompts(value: Any) -> list[RawPrompt]:
 
     is_list = isinstance(value, list)
     items = value if is_list else [value]
-    has_ids = is_list and any(map(is_id, items))
+    has_ids = is_list and is_id(next(iter(items), None))
     wrong = [each for each in items if not (is_id(each) if has_ids else is_prompt(each))]
     if wrong or not items:
         found = f"{'a list with ' * is_list}{shown(wrong[0])}" if wrong else "an empty list"

@@ -316,7 +316,7 @@ class Cluster:
         assert recovery.error is not None
         missing = [each.name for each in self.nodes.records if each.name in recovery.plan.names and not each.is_usable]
         what = f"{' and '.join(missing)} did not come back" if missing else "no chain could be opened"
-        what += f" within {self._limits.recovery_s:g} s (--recovery-timeout)"
+        what += f" within {self._limits.recovery_s:g} s"
         why = "" if self._can_spare() else ", and the model does not fit without"
         refusal = next(filter(None, (worker.refusal for worker in self.nodes.workers.values())), None)
         why += f" ({refusal})" if refusal else ""
@@ -556,7 +556,8 @@ class Cluster:
         A node that was joining the chain may lack its layers only because it was started anew.
         """
         now = time.monotonic()
-        is_hung = isinstance(error, (EngineHung, NodeSilent))
+        # else one that is silent may only lack CPU time: ask it first
+        is_hung = isinstance(error, EngineHung) or (isinstance(error, NodeSilent) and not is_overloaded())
         if is_hung:
             record.kill()
         is_useless = is_hung or (isinstance(error, _LASTING) and not is_joining)

@@ -329,7 +329,7 @@ class InputProcessor:
         Raises:
             InputError: the grammar cannot be enforced.
         """
-        field = "tool_choice" if asked.calls.are_forced else "response_format"
+        field = "tool_choice" if asked.calls.are_forced else "response_format" if asked.is_constrained else "tools"
         if asked.ignore_eos or not self.eos:
             expected = (
                 "none with ignore_eos" if asked.ignore_eos else "none of a model without an end-of-sequence token"

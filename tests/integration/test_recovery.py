@@ -475,7 +475,7 @@ ENDED = r"(closed the connection \(its process has ended\)|left the chain)"  # b
     [
         (
             0.6,
-            r".*; node-2 did not come back within 0\.6 s \(--recovery-timeout\), and the model does not fit without.*",
+            r".*; node-2 did not come back within 0\.6 s, and the model does not fit without.*",
         ),
         (0, ENDED),
     ],

@@ -61,7 +61,6 @@ def test_how_work_ends_that_is_interrupted() -> None:
 
 STUCK = """
 import asyncio, os, sys
-from coordinator.cli import run
 from coordinator.cli.run import run_async
 
 async def work():
@@ -109,7 +108,6 @@ def test_what_is_cleaned_up_may_take_longer_than_a_stuck_loop_is_waited_for(monk
 
 GRACEFUL = """
 import asyncio, os, signal, sys
-from coordinator.cli import run
 from coordinator.cli.run import run_async
 
 async def work():

@@ -365,6 +365,7 @@ class World:
         patch.setattr(cluster, "Chain", WorldChain)
         patch.setattr(cluster, "load_worker", load_worker)
         patch.setattr(cluster, "run_in_thread", SameThread().run)
+        patch.setattr(cluster, "is_overloaded", lambda: False)
         patch.setattr(OwnCopy, "of", nothing_known)
         patch.setattr(local, "LocalWorker", Started)
         patch.setattr(nodes, "Peer", lambda name, addresses, network: FakePeer(self.places[name]))

@@ -315,6 +315,23 @@ def test_a_silent_process_of_our_own_is_ended_at_once_unless_it_may_lack_cpu_tim
     assert place.num_starts == num_starts and cluster.members == WHOLE
 
 
+@pytest.mark.parametrize(("is_overloaded", "num_starts"), [(False, 2), (True, 1)])
+def test_so_is_one_that_is_silent_while_a_chain_opens(
+    cluster: Cluster3, monkeypatch: pytest.MonkeyPatch, is_overloaded: bool, num_starts: int
+) -> None:
+    opened, errors = fake_network.WorldChain.open, [NodeSilent("no answer", node="c")]
+
+    async def fail_once(chain: Any, *how: Any) -> None:
+        if errors:
+            raise errors.pop()
+        await opened(chain, *how)
+
+    monkeypatch.setattr("coordinator.cluster.cluster.is_overloaded", lambda: is_overloaded)
+    monkeypatch.setattr(fake_network.WorldChain, "open", fail_once)
+    cluster.act(cluster.world.places["a"].end, wait_s=30)
+    assert not errors and cluster.world.places["c"].num_starts == num_starts and "c" in cluster.members
+
+
 def test_a_process_of_our_own_that_refuses_is_left_to_the_user(cluster: Cluster3) -> None:
     place = cluster.world.places["c"]
     cluster.act(place.end)
