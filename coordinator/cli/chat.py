@@ -31,7 +31,7 @@ from coordinator.sessions.output import Answer, Output
 from coordinator.sessions.request import Conversation, RequestSpec, require_text
 from worker.errors import BrigadeError, ContextExceeded, InputError
 from worker.platform.files import reading, writing
-from worker.platform.interrupts import INTERRUPTED
+from worker.platform.interrupts import INTERRUPTED, call_soon_or_end
 from worker.platform.tasks import cancel_all
 from worker.platform.text import counted, to_json
 from worker.platform.threads import CallThread
@@ -221,8 +221,8 @@ class Chat:
         """Talk to the end, and return the exit code: not 0 if a piped message was not answered."""
         if self._console:
             say(f"{self._name}; /help lists what else you can type, /exit or Ctrl-D leaves")
-        typed, loop, before = self._typed, asyncio.get_running_loop(), signal.getsignal(signal.SIGINT)
-        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        typed, loop = self._typed, asyncio.get_running_loop()
+        before = signal.signal(signal.SIGINT, lambda number, frame: call_soon_or_end(loop, self._interrupt))
         try:
             while (line := await self._line(_MORE if typed.is_open else _PROMPT)) is not None:
                 message = typed.push(line)
@@ -234,7 +234,6 @@ class Chat:
                 await self._take(rest)
             return self._code
         finally:
-            loop.remove_signal_handler(signal.SIGINT)
             signal.signal(signal.SIGINT, before)
 
     async def _line(self, prompt: str) -> str | None:

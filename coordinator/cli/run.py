@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import inspect
-import os
 import signal
 from collections.abc import Callable, Coroutine
 from dataclasses import MISSING, fields, is_dataclass
@@ -11,11 +10,10 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import uvloop
 
-from worker.platform.interrupts import INTERRUPTED
+from worker.platform.interrupts import call_soon_or_end, end_interrupted
 
 T = TypeVar("T")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-STUCK_S = 3.0  # after a signal: a loop that has not run by then may write to a pipe that is not read
 
 
 class TakeFlags:
@@ -105,22 +103,20 @@ async def _interruptible(work: Coroutine[Any, Any, T], grace_s: float) -> T:
         nonlocal num_signals
         num_signals += 1
         if num_signals > (2 if grace_s else 1) or task.done():
-            os._exit(INTERRUPTED)
-        if num_signals == 2 or not grace_s:
-            signal.signal(signal.SIGALRM, on_signal)
-            signal.setitimer(signal.ITIMER_REAL, grace_s or STUCK_S)
-        loop.call_soon_threadsafe(cancel)
-
-    def cancel() -> None:
+            end_interrupted()
         if not grace_s:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)  # it is not stuck
-        task.cancel()
+            call_soon_or_end(loop, task.cancel)
+            return
+        if num_signals == 2:
+            signal.signal(signal.SIGALRM, on_signal)
+            signal.setitimer(signal.ITIMER_REAL, grace_s)
+        loop.call_soon_threadsafe(task.cancel)
 
     for number in _SIGNALS:
         signal.signal(number, on_signal)  # not the loop's handlers: a second signal must work while the loop is stuck
     await asyncio.wait([task])
     if num_signals > 1:
-        os._exit(INTERRUPTED)  # what a second cancellation has left undone would hold the process up
+        end_interrupted()  # what a second cancellation has left undone would hold the process up
     if num_signals and (task.cancelled() or task.exception()):
         raise KeyboardInterrupt  # an error after the signal comes from it; a normal end stays one
     return task.result()

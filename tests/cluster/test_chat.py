@@ -1,11 +1,16 @@
 """`brigade chat` as people use it, in a terminal and a pipe; `chat`, `generate` and `eval` with a server that runs."""
 
+import fcntl
 import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
+import termios
+import time
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -76,6 +81,29 @@ def test_interrupts_end_answers_and_not_the_program(reciter: Path) -> None:
             os.write(keys, b"/ex")
         os.write(keys, b"it\n")
         assert process.wait(FINISH_S) == 0
+
+
+@pytest.mark.long
+def test_ctrl_c_ends_a_chat_whose_output_is_not_read(reciter: Path) -> None:
+    """tests/unit/cli/test_run_async.py has other commands."""
+    ours, theirs = os.pipe()
+    size = fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, 4096)
+    asked = [sys.executable, "-m", "coordinator", "chat", "--model", reciter, "--local", "0", "-m", "99"]
+    with subprocess.Popen(asked, cwd=ROOT, stdin=subprocess.PIPE, stdout=theirs, text=True) as process:
+        assert process.stdin
+        process.stdin.write("Hi\n/reset\n" * 99)
+        process.stdin.flush()
+        held = [0]
+        while held[-1] < size - 100 or held[-1] != held[-2]:  # it writes no more
+            time.sleep(0.5)
+            held += array("i", fcntl.ioctl(ours, termios.FIONREAD, bytes(4)))
+        process.send_signal(signal.SIGINT)
+        try:
+            assert process.wait(FINISH_S) == 130
+        finally:
+            process.kill()
+    os.close(theirs)
+    os.close(ours)
 
 
 def may_type_for_the_user() -> bool:

@@ -25,7 +25,7 @@ from worker.node.model_sources import ModelSources
 from worker.node.network import MOST_CONNECTIONS, AddressMissing, Network, hop_address
 from worker.node.service import HopService, NodeService
 from worker.platform.installation import running_code
-from worker.platform.interrupts import INTERRUPTED
+from worker.platform.interrupts import end_interrupted
 from worker.platform.machine import allow_connections, kept_awake, older_twin
 from worker.platform.tasks import cancel_all
 from worker.platform.text import counted
@@ -126,7 +126,7 @@ def _stop_event(*, follow_parent: bool) -> asyncio.Event:
 
     def on_signal() -> None:
         if stop.is_set():
-            os._exit(INTERRUPTED)
+            end_interrupted()
         stop.set()
 
     def on_input() -> None:

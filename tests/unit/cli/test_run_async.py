@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from coordinator.cli import run
 from coordinator.cli.run import run_async
 from worker.errors import StageLost
+from worker.platform import interrupts
 
 
 async def interrupted(number: signal.Signals = signal.SIGINT) -> None:
@@ -94,7 +94,7 @@ def test_one_signal_ends_a_process_whose_output_is_not_read() -> None:
 
 
 def test_what_is_cleaned_up_may_take_longer_than_a_stuck_loop_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "STUCK_S", 0.1)
+    monkeypatch.setattr(interrupts, "STUCK_S", 0.1)
 
     async def work() -> None:
         try:
