@@ -354,7 +354,8 @@ class Cluster:
                     return
                 case Load():
                     names = " and ".join(action.names)
-                    self._say(f"worker {names}: loading layers to rejoin the chain")
+                    workers = "worker" if len(action.names) == 1 else "workers"
+                    self._say(f"{workers} {names}: loading layers to rejoin the chain")
                     self._load(action, lambda node, report: None)
                 case Ask():
                     await self._ask(action)
@@ -518,7 +519,8 @@ class Cluster:
         if recovery is None or not is_same or now - recovery.opened_at > self._limits.recovery_s:
             recovery = Recovery(self.chain.plan)
             recovery.begin(error, self.chain.still_since)
-        recovery.error, recovery.num_asks = error, 0
+        recovery.note(error)
+        recovery.num_asks = 0
         self._state = self._state.after(ChainEvent.LOSS)
         self._recovery = recovery
         if isinstance(error, NodeReturned):
@@ -575,7 +577,7 @@ class Cluster:
         if recovery.error is None:
             recovery.begin(error, None)
             self._state = self._state.after(ChainEvent.LOSS)
-        recovery.error = error
+        recovery.note(error)
 
     async def _is_lasting(self, error: BrigadeError) -> bool:
         """Return whether the error would occur again.

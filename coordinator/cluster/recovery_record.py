@@ -24,7 +24,7 @@ class Recovery:
 
     plan: Plan  # of the lost chain, or of the first one
     error: BrigadeError | None = None  # the latest; None until something has failed
-    story: str = ""  # for the user: the loss, and then how requests go on
+    story: str = ""  # for the user: each loss, and then how requests go on
     cause: str = ""  # class name of the first error
     culprit: str = ""  # the worker that the first error was about
     still_since: float | None = None  # seconds, monotonic; None if no request was under way
@@ -42,6 +42,12 @@ class Recovery:
         self.error, self.story, self.cause, self.culprit = error, str(error), type(error).__name__, error.node
         self.still_since, self.spent_s = still_since, 0.0
         self.lost_at, self.found_at, self.loaded_at, self.opened_at = time.monotonic(), 0.0, 0.0, 0.0
+
+    def note(self, error: BrigadeError) -> None:
+        """Note a later error, which the story tells once."""
+        self.error = error
+        if str(error) not in self.story:
+            self.story += f"; {error}"
 
     @property
     def is_return(self) -> bool:

@@ -330,6 +330,7 @@ def test_so_is_one_that_is_silent_while_a_chain_opens(
     monkeypatch.setattr(fake_network.WorldChain, "open", fail_once)
     cluster.act(cluster.world.places["a"].end, wait_s=30)
     assert not errors and cluster.world.places["c"].num_starts == num_starts and "c" in cluster.members
+    assert cluster.recovered[0].story.startswith("worker a: closed the connection; worker c: no answer; going on")
 
 
 def test_a_process_of_our_own_that_refuses_is_left_to_the_user(cluster: Cluster3) -> None:
