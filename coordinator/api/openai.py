@@ -72,7 +72,8 @@ def make_grammar(response_format: Json | None) -> str | None:
             holder: Any = found.get("json_schema", {})
             schema = holder.get("schema") if isinstance(holder, dict) else None
             if not isinstance(schema, dict):
-                raise InputError("response_format", "expected json_schema.schema, an object, found none")
+                wrong = "none" if schema is None else shown(schema)
+                raise InputError("response_format", f"expected json_schema.schema, an object, found {wrong}")
             return json_grammar(schema, is_strict=holder.get("strict") is True)
         case "regex" if isinstance(found.get("regex"), str):
             return regex_grammar(found["regex"])
