@@ -13,7 +13,7 @@ from coordinator.engine import core
 from coordinator.engine.engine import Engine
 from coordinator.planning.plan import Plan
 from coordinator.sessions import admission, session
-from coordinator.sessions.cache_costs import cache_costs
+from coordinator.sessions.cache_costs import CacheCosts, cache_costs
 from coordinator.sessions.output import Answer
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import Cache, Frame, Opening
@@ -275,9 +275,9 @@ ROWS = 256  # by which caches grow
 ANSWERS = [request(tokens_of(220 + 9 * i, i), 45, seed=i, temperature=i % 2) for i in range(3)]
 
 
-def with_room_for_three(plan: Plan, spec: ModelSpec) -> admission.CacheCosts:
+def with_room_for_three(plan: Plan, spec: ModelSpec) -> CacheCosts:
     """The costs on stages that have memory for so many small caches."""
-    found = admission.cache_costs(plan, spec)
+    found = cache_costs(plan, spec)
     return replace(found, budgets=tuple(3 * nbytes for nbytes in found.bytes_of(Cache(), ROWS)))
 
 
