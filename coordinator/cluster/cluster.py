@@ -558,8 +558,9 @@ class Cluster:
         A node that was joining the chain may lack its layers only because it was started anew.
         """
         now = time.monotonic()
-        # else one that is silent may only lack CPU time: ask it first
-        is_hung = isinstance(error, EngineHung) or (isinstance(error, NodeSilent) and not is_overloaded())
+        # one that is silent while it joins may only lack CPU time: ask it first
+        is_asked = is_joining and is_overloaded()
+        is_hung = isinstance(error, EngineHung) or (isinstance(error, NodeSilent) and not is_asked)
         if is_hung:
             record.kill()
         is_useless = is_hung or (isinstance(error, _LASTING) and not is_joining)

@@ -333,6 +333,23 @@ def test_so_is_one_that_is_silent_while_a_chain_opens(
     assert cluster.recovered[0].story.startswith("worker a: closed the connection; worker c: no answer; going on")
 
 
+def test_one_whose_load_stands_still_is_ended_at_once_on_a_busy_machine_too(
+    cluster: Cluster3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has had two minutes."""
+    errors = [NodeSilent("its load stands still", node="c")]
+
+    async def load(deployment: Any, stage: int, *more: Any) -> None:
+        if errors and deployment.peers[stage - 1].name == "c":
+            raise errors.pop()
+        await fake_network.load_worker(deployment, stage, *more)
+
+    monkeypatch.setattr("coordinator.cluster.cluster.is_overloaded", lambda: True)
+    cluster.patch.setattr("coordinator.cluster.cluster.load_worker", load)
+    cluster.act(cluster.world.places["c"].end, wait_s=60)
+    assert not errors and cluster.world.places["c"].num_starts == 3 and cluster.members == WHOLE
+
+
 def test_a_process_of_our_own_that_refuses_is_left_to_the_user(cluster: Cluster3) -> None:
     place = cluster.world.places["c"]
     cluster.act(place.end)
