@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import os
+import select
 import signal
+import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
@@ -21,7 +23,7 @@ def end_interrupted() -> NoReturn:
     """End the process at once, with the exit code of an interrupt and with the cursor that a progress bar hides."""
     for stream in (1, 2):
         with suppress(OSError):
-            if os.isatty(stream):
+            if os.isatty(stream) and select.select([], [stream], [], 0)[1]:  # else the write may block for ever
                 os.write(stream, b"\x1b[?25h")
     os._exit(INTERRUPTED)
 
@@ -31,7 +33,14 @@ def end_when_interrupted() -> None:
     for number in _SIGNALS:
         signal.signal(number, lambda number, frame: end_interrupted())
     # while Python ends, a signal would have its default effect, in place of the exit code
-    atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in _SIGNALS])
+    atexit.register(_ignore_signals)
+
+
+def _ignore_signals() -> None:
+    with suppress(OSError, ValueError, AttributeError):  # Python reports it
+        sys.stdout.flush()  # while a signal still ends this: it may not be read
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def call_soon_or_end(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:

@@ -1,8 +1,14 @@
-"""The exit code of a process that a signal reaches at any moment."""
+"""The exit code of a process that a signal reaches as it ends, or while its output is not read."""
 
+import os
+import pty
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+
+import pytest
 
 ENDING = """
 import sys, time
@@ -26,3 +32,38 @@ def test_a_signal_while_python_ends_changes_no_exit_code() -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             process.send_signal(number)
         assert process.wait(30) == 7
+
+
+UNREAD = """
+import os, sys
+from worker.platform.interrupts import end_when_interrupted
+
+end_when_interrupted()
+sys.stdout.write("buffered")
+os.set_blocking(1, False)
+try:
+    while True:
+        os.write(1, b"x")
+except BlockingIOError:
+    os.set_blocking(1, True)
+os.write(2, b"full")
+"""
+
+
+@pytest.mark.parametrize("open_both", [os.pipe, pty.openpty])
+def test_a_signal_ends_a_process_that_flushes_at_its_end_what_is_not_read(
+    open_both: Callable[[], tuple[int, int]],
+) -> None:
+    ours, theirs = open_both()
+    command = [sys.executable, "-c", UNREAD]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE, env=buffered) as process:
+        assert process.stderr and process.stderr.read(4) == b"full"
+        time.sleep(0.5)  # it flushes
+        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.wait(10) == 130
+        finally:
+            process.kill()
+    os.close(ours)
+    os.close(theirs)
