@@ -195,6 +195,7 @@ async def open_once(
                     say(f"some answers have not ended within {serving.shutdown_timeout_s:g} s, and are cut off")
             except asyncio.CancelledError:
                 say("interrupted again: answers in progress are cut off")
+            server.stop()  # before the cluster is closed, which takes a while
             return True
 
 
