@@ -377,7 +377,8 @@ class Worker:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LEFT_S):
                     await self._left.is_released.wait()
-            await self._thread.run(lambda: None)  # after the coroutine that was the last to hold it
+            for _ in range(2):  # after the coroutine that was the last to hold it, and after its error has come here
+                await self._thread.run(lambda: None)
 
     def _require_shard(self) -> Shard:
         if self.shard is None:
