@@ -190,6 +190,19 @@ def test_wrong_and_unsupported_fields_are_refused(shape: type[Any], change: dict
         assert refused.value.field == field
 
 
+def test_what_is_wrong_is_shown() -> None:
+    wanted = {"type": "json_schema", "json_schema": {"schema": False}}
+    for shape, change, found in (
+        (CompletionBody, {"prompt": ["a", 5]}, "a list with 5"),
+        (CompletionBody, {"prompt": [5, "a"]}, 'a list with "a"'),
+        (CompletionBody, {"prompt": 5}, "5"),
+        (ChatBody, {"response_format": wanted}, "false"),
+    ):
+        with pytest.raises(InputError, match=rf"found {found}$"):
+            body = read(shape, WHOLE[shape] | change)
+            body.to_specs() if shape is CompletionBody else body.to_spec()
+
+
 def test_a_boolean_and_a_text_are_no_numbers() -> None:
     of_number = [
         (shape, name) for shape in WHOLE for name, field in shape.model_fields.items() if field.annotation in NUMBERS
