@@ -10,10 +10,9 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import uvloop
 
-from worker.platform.interrupts import call_soon_or_end, end_interrupted
+from worker.platform.interrupts import SIGNALS, call_soon_or_end, end_interrupted
 
 T = TypeVar("T")
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class TakeFlags:
@@ -78,11 +77,11 @@ def run_async(work: Coroutine[Any, Any, T], *, grace_s: float = 0.0) -> T:
     """
     import mlx.core as mx  # not before a command runs: --help does not wait for it
 
-    before = [signal.getsignal(number) for number in _SIGNALS]
+    before = [signal.getsignal(number) for number in SIGNALS]
     try:
         return uvloop.run(_interruptible(work, grace_s))
     finally:
-        for number, handler in zip(_SIGNALS, before, strict=True):
+        for number, handler in zip(SIGNALS, before, strict=True):
             signal.signal(number, handler)
         mx.clear_streams()
 
@@ -112,7 +111,7 @@ async def _interruptible(work: Coroutine[Any, Any, T], grace_s: float) -> T:
             signal.setitimer(signal.ITIMER_REAL, grace_s)
         loop.call_soon_threadsafe(task.cancel)
 
-    for number in _SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, on_signal)  # not the loop's handlers: a second signal must work while the loop is stuck
     await asyncio.wait([task])
     if num_signals > 1:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # handlers are set before slow imports
     from collections.abc import Callable
 
 INTERRUPTED = 130
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STUCK_S = 3.0  # after a signal: a loop that has not run by then may write to a pipe that is not read
 
 
@@ -30,7 +30,7 @@ def end_interrupted() -> NoReturn:
 
 def end_when_interrupted() -> None:
     """From now on, end the process silently at Ctrl-C or SIGTERM, even during imports and the parsing of flags."""
-    for number in _SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, lambda number, frame: end_interrupted())
     # while Python ends, a signal would have its default effect, in place of the exit code
     atexit.register(_ignore_signals)
@@ -39,7 +39,7 @@ def end_when_interrupted() -> None:
 def _ignore_signals() -> None:
     with suppress(OSError, ValueError, AttributeError):  # Python reports it
         sys.stdout.flush()  # while a signal still ends this: it may not be read
-    for number in _SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
