@@ -4,8 +4,8 @@ python -m tools.bench_floor FOLDER [--turns 7] [--tokens 128] [--gpus 0,1]
 
 Each of two processes owns half of the layers, and one thread does everything: it reads a message of the stream, fills
 the input of a graph that was built before the message came, evaluates, writes, and builds the next graph. Nothing of
-Brigade is imported; its own `bench` measures it on a coordinator and a worker with the same folder. Prints the median
-milliseconds per token of both, and floor against Brigade.
+Brigade is imported: its own `bench` measures it in one process, and on a coordinator and a worker, with that folder.
+Prints the median milliseconds per token of the three, what a second process costs, and floor against Brigade.
 """
 
 import asyncio
@@ -46,15 +46,20 @@ def main(
     if rank >= 0:
         asyncio.run(_serve(folder) if rank else _ask(folder, port, prompt, tokens))
         return
-    found: dict[str, list[float]] = {"floor": [], "brigade": []}
+    found: dict[str, list[float]] = {"floor": [], "brigade": [], "one process": []}
     envs = [os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}) for gpu in (gpus or ",").split(",")]
     for _ in range(turns):
-        for name, run in (("floor", _run_floor), ("brigade", _run_product)):
-            found[name].append(run(folder, prompt, tokens, envs))
+        found["floor"].append(_run_floor(folder, prompt, tokens, envs))
+        gaps = _run_product(folder, prompt, tokens, envs)
+        found["brigade"].append(gaps["cluster"])
+        found["one process"].append(gaps["one process"])
     medians = {name: statistics.median(all_ms) for name, all_ms in found.items()}
     for name, all_ms in found.items():
         shown = ", ".join(f"{ms:.2f}" for ms in sorted(all_ms))
         print(f"{name}: {medians[name]:.2f} ms per token (median of {turns}: {shown})")
+    for name in ("floor", "brigade"):
+        costs = [two - one for two, one in zip(found[name], found["one process"], strict=True)]
+        print(f"{name}: a second process costs {statistics.median(costs):.2f} ms per token")
     ratio = medians["floor"] / medians["brigade"]
     print(f"floor / brigade: {ratio:.2f} ({turns} turns, {tokens} tokens, {platform.platform()})")
 
@@ -165,8 +170,8 @@ def _run_floor(folder: Path, num_prompt: int, num_tokens: int, envs: list[dict[s
             server.kill()
 
 
-def _run_product(folder: Path, num_prompt: int, num_tokens: int, envs: list[dict[str, str]]) -> float:
-    """Milliseconds per token of one request on Brigade's coordinator and one worker."""
+def _run_product(folder: Path, num_prompt: int, num_tokens: int, envs: list[dict[str, str]]) -> dict[str, float]:
+    """Milliseconds per token of one request in one process of Brigade, and on its coordinator and one worker."""
     worker = [sys.executable, "-m", "worker", "--name", "w", "--model", str(folder), "--bind", "127.0.0.1:0"]
     pipe = subprocess.PIPE
     with (
@@ -183,8 +188,7 @@ def _run_product(folder: Path, num_prompt: int, num_tokens: int, envs: list[dict
             out = subprocess.run(command, env=envs[0], stdout=pipe, text=True, check=True, timeout=_LIMIT_S)
         finally:
             process.terminate()
-    [row] = [row for row in json.loads(out.stdout)["rows"] if row["system"] == "cluster"]
-    return float(row["gap_p50_ms"])
+    return {row["system"]: row["gap_p50_ms"] for row in json.loads(out.stdout)["rows"]}
 
 
 if __name__ == "__main__":
