@@ -1,7 +1,6 @@
 """Worker processes on this machine, for `--local N`: started, started again and ended here."""
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -107,8 +106,9 @@ async def keep_running(worker: LocalWorker, say: Callable[[str], None]) -> Async
     """Start the worker again whenever it ends: yield None once it has ended, and then the process in its place."""
     name, model, draft_model, pause_s = worker.name, worker.model, worker.draft_model, _FIRST_PAUSE_S
     running: LocalWorker | None = worker
+    how = ""  # the last process ended, or why there was none
     while True:
-        began, how = time.monotonic(), "did not start"
+        began = time.monotonic()
         if running is not None:
             how, running = await running.wait_ended(), None
             yield None
@@ -118,6 +118,11 @@ async def keep_running(worker: LocalWorker, say: Callable[[str], None]) -> Async
         say(f"worker {name}: {how}; it is started again")
         await asyncio.sleep(max(0.0, pause_s - ran_s))
         pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
-        with contextlib.suppress(StageLost, OSError):  # OSError: no memory or process left; the next try may find some
+        try:
             running = await LocalWorker.start(name, model, draft_model)
+        except StageLost as error:
+            how = error.message
+        except OSError as error:  # no memory or process left; the next try may find some
+            how = f"cannot be started ({error.strerror})"
+        else:
             yield running

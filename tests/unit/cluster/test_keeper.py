@@ -59,15 +59,19 @@ def keep(
 
 
 @pytest.mark.parametrize(
-    "error", [StageLost("ended while starting", node="worker-1"), BlockingIOError(errno.EAGAIN, "no process left")]
+    ("error", "how"),
+    [
+        (StageLost("ended while starting", node="worker-1"), "ended while starting"),
+        (BlockingIOError(errno.EAGAIN, "no process left"), "cannot be started (no process left)"),
+    ],
 )
-def test_pauses_grow_and_each_try_is_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_pauses_grow_and_each_try_is_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception, how: str) -> None:
     """Also where the machine has no process or no memory left for now."""
     pauses, said, told = keep([error] * 9, monkeypatch)
     assert pauses == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5, 5, 5])
     assert said == [
         "worker worker-1: was ended by signal 9; it is started again",
-        *["worker worker-1: did not start; it is started again"] * 9,
+        *[f"worker worker-1: {how}; it is started again"] * 9,
     ]
     assert told == [False]
 
