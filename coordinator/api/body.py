@@ -20,7 +20,7 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 from starlette.requests import ClientDisconnect, Request
 
 from coordinator.api.errors import HttpError
-from coordinator.decoding.decode_options import SYSTEM, Decode, make_cache_choice, make_decode
+from coordinator.decoding.decode_options import DECODE_FIELDS, SYSTEM, Decode, make_cache_choice, make_decode
 from coordinator.engine.caller import BEST_PRIORITY, KEY_HOLDER, usual_priority
 from coordinator.engine.one_at_a_time import OneAtATime
 from coordinator.sessions.request import BREAKERS, Prompt, RequestSpec, SamplingParams, sampling_field
@@ -197,15 +197,7 @@ class Sampled(Section):
         return RequestSpec(
             prompt,
             sampling=sampling,
-            decode=make_decode(
-                *(self.decode, str(self.window), self.entropy_threshold, self.position_penalty),
-                num_drafts=str(self.num_draft_tokens),
-                canvas=self.canvas,
-                canvas_steps=self.canvas_steps,
-                canvas_sampler=self.canvas_sampler,
-                canvas_threshold=None if self.canvas_threshold is None else str(self.canvas_threshold),
-                conditioning=self.conditioning,
-            ),
+            decode=make_decode(self.decode, **{name: getattr(self, name) for name in DECODE_FIELDS}),
             cache=make_cache_choice(self.kv, self.max_kv_size, self.kv_keep),
             keeps_system=self.kv_keep == SYSTEM,
             stop_token_ids=tuple(self.stop_token_ids),

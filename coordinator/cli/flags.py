@@ -12,7 +12,7 @@ import typer
 
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.cluster.progress import say
-from coordinator.decoding.decode_options import Decode, make_decode
+from coordinator.decoding.decode_options import DECODE_FIELDS, Decode, make_decode
 from coordinator.planning.plan import USUAL_REQUESTS, Goal
 from coordinator.planning.recovery import USUAL, Limits
 from coordinator.sessions.request import make_sampling, require_text, sampling_field
@@ -361,14 +361,8 @@ class DecodeFlags:
     def decoder(self) -> Decode:
         """Raises InputError for a value out of range, or a file without such a kind of task."""
         model, threshold, penalty = self._thresholds()
-        made = make_decode(
-            *(self.decode, self.window, threshold, penalty, self.num_draft_tokens),
-            canvas=self.canvas,
-            canvas_steps=self.canvas_steps,
-            canvas_sampler=self.canvas_sampler,
-            canvas_threshold=self.canvas_threshold,
-            conditioning=self.conditioning,
-        )
+        numbers = {"entropy_threshold": threshold, "position_penalty": penalty}
+        made = make_decode(self.decode, **{name: getattr(self, name) for name in DECODE_FIELDS} | numbers)
         return replace(made, calibrated_on=model)
 
     def in_numbers(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -436,7 +430,7 @@ class OutputFlags:
     ] = None
 
 
-WINDOWS = tuple(each.name for each in fields(DecodeFlags))
+WINDOWS = ("decode", *DECODE_FIELDS)  # the fields of DecodeFlags
 
 
 def find_config(config: Path | None) -> Path | None:

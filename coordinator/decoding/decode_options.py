@@ -142,30 +142,35 @@ def takes(kind: str, field: str) -> bool:
     return kind in _OF_DECODERS[field][1]
 
 
+DECODE_FIELDS = tuple(_OF_DECODERS)  # what clients choose beside the kind, as flags and in requests
+
+
 def make_decode(
     kind: str,
-    window: str = "auto",
+    *,
+    window: str | int = "auto",
+    num_draft_tokens: str | int = "auto",
     entropy_threshold: float = Decode.entropy_threshold,
     position_penalty: float = Decode.position_penalty,
-    num_drafts: str = "auto",
-    *,
     canvas: int | None = None,
     canvas_steps: int | None = None,
     canvas_sampler: str | None = None,
-    canvas_threshold: str | None = None,
+    canvas_threshold: str | float | None = None,
     conditioning: str = Decode.conditioning,
 ) -> Decode:
-    """Return the decoder that flags choose.
+    """Return the decoder that a client chooses; the parameters are DECODE_FIELDS.
 
     Raises:
         InputError: a value is invalid, or is for other decoders; it names the parameter.
     """
     if kind not in KINDS:
         raise InputError("decode", f"expected one of {', '.join(KINDS)}, got {kind!r}")
-    given: dict[str, object] = {"window": window, "num_draft_tokens": num_drafts}
-    given |= {"entropy_threshold": entropy_threshold, "position_penalty": position_penalty}
-    given |= {"canvas": canvas, "canvas_steps": canvas_steps}
-    given |= {"canvas_sampler": canvas_sampler, "canvas_threshold": canvas_threshold, "conditioning": conditioning}
+    given: dict[str, object] = {
+        "window": window, "num_draft_tokens": num_draft_tokens,
+        "entropy_threshold": entropy_threshold, "position_penalty": position_penalty,
+        "canvas": canvas, "canvas_steps": canvas_steps, "canvas_sampler": canvas_sampler,
+        "canvas_threshold": canvas_threshold, "conditioning": conditioning,
+    }  # fmt: skip
     _require_own(kind, given)
     for name, nats in (("entropy_threshold", entropy_threshold), ("position_penalty", position_penalty)):
         if not (math.isfinite(nats) and nats >= 0):
@@ -176,17 +181,16 @@ def make_decode(
     sampler = next((name for name in get_args(CanvasSampling) if name == canvas_sampler), None)
     if sampler is None and canvas_sampler is not None:
         raise InputError("canvas_sampler", f"expected {' or '.join(_CANVAS_SAMPLERS)}, got {canvas_sampler!r}")
-    threshold = None if canvas_threshold is None else _thresholds(canvas_threshold)
     conditioned = next((name for name in get_args(Conditioned) if name == conditioning), None)
     if conditioned is None:
         raise InputError("conditioning", f"expected {' or '.join(_CONDITIONINGS)}, got {conditioning!r}")
     return Decode(
-        *(kind, _length("window", window, LARGEST_WINDOW), entropy_threshold, position_penalty),
-        num_drafts=_length("num_draft_tokens", num_drafts, MOST_DRAFTS),
+        *(kind, _length("window", str(window), LARGEST_WINDOW), entropy_threshold, position_penalty),
+        num_drafts=_length("num_draft_tokens", str(num_draft_tokens), MOST_DRAFTS),
         canvas=canvas,
         canvas_steps=canvas_steps,
         canvas_sampler=sampler,
-        canvas_threshold=threshold,
+        canvas_threshold=None if canvas_threshold is None else _thresholds(str(canvas_threshold)),
         conditioning=conditioned,
     )
 

@@ -141,7 +141,7 @@ def test_what_differs_from_the_reference_shows(
 def request(run: dict[str, Any], **sampling: float) -> Request:
     threshold = run["threshold"] if run["sampler"] == "confidence" else None
     decode = make_decode(
-        *("auto", "auto", 0.4, 0.02),
+        "auto",
         canvas_sampler=run["sampler"],
         canvas_steps=run["steps"],
         canvas_threshold=None if threshold is None else str(threshold),
@@ -329,7 +329,7 @@ def test_both_published_layouts_hold_the_same_tensors(tmp_path: Path) -> None:
 )
 def test_what_it_was_not_trained_for_is_refused(kind: str, options: dict[str, Any], cache: Cache, field: str) -> None:
     with pytest.raises(InputError) as refusal:
-        suit(make_decode(kind, "auto", 0.4, 0.02, **options), cache, SPEC)
+        suit(make_decode(kind, **options), cache, SPEC)
     assert refusal.value.field == field
 
 

@@ -26,7 +26,7 @@ def spec(mask: int | None = 7, layers: tuple[LayerSpec, ...] = (FULL,) * 4, cont
 def decode(
     kind: str = "ar", window: str = "auto", threshold: float = 0.4, penalty: float = 0.02, **canvas: Any
 ) -> Decode:
-    return make_decode(kind, window, threshold, penalty, **canvas)
+    return make_decode(kind, window=window, entropy_threshold=threshold, position_penalty=penalty, **canvas)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_threshold_is_one_number_or_two_and_a_step(text: str, expected: tuple[
         ("kind", ["magic", ""]),
         *(
             (name, ["0", "-4", "1.5", "", "many", "²", "9" * 20, "00000000130000000"])
-            for name in ("window", "num_drafts")
+            for name in ("window", "num_draft_tokens")
         ),
         ("threshold", [math.nan, math.inf, -0.1]),
         ("penalty", [math.nan, math.inf, -1.0]),
@@ -55,7 +55,6 @@ def test_a_threshold_is_one_number_or_two_and_a_step(text: str, expected: tuple[
 )
 def test_a_value_that_no_decoder_can_have_is_refused_by_the_name_of_its_parameter(field: str, values: list) -> None:
     names = {"kind": "decode", "threshold": "entropy_threshold", "penalty": "position_penalty"}
-    names |= {"num_drafts": "num_draft_tokens"}
     for kind in KINDS:
         for value in values:
             with pytest.raises(InputError) as refusal:
@@ -69,7 +68,7 @@ OF_CANVASES: dict[str, Any] = {
 
 
 OWNERS = {
-    "window": ("auto", "diffusion", "diffusion-fast"), "num_drafts": ("auto", "ngram", "draft"),
+    "window": ("auto", "diffusion", "diffusion-fast"), "num_draft_tokens": ("auto", "ngram", "draft"),
     "entropy_threshold": ("diffusion-fast",), "position_penalty": ("diffusion-fast",),
     **dict.fromkeys(OF_CANVASES, ("auto", "canvas")),
 }  # fmt: skip
@@ -79,7 +78,7 @@ OWNERS = {
     "given",
     [
         *OF_CANVASES.items(),
-        *(("entropy_threshold", 0.3), ("position_penalty", 0.1), ("window", "4"), ("num_drafts", "2")),
+        *(("entropy_threshold", 0.3), ("position_penalty", 0.1), ("window", "4"), ("num_draft_tokens", "2")),
     ],
 )
 def test_a_parameter_of_another_decoder_is_refused(given: tuple[str, Any]) -> None:
@@ -89,7 +88,7 @@ def test_a_parameter_of_another_decoder_is_refused(given: tuple[str, Any]) -> No
         else:
             with pytest.raises(InputError) as refusal:
                 make_decode(kind, **dict([given]))
-            assert refusal.value.field == given[0].replace("num_drafts", "num_draft_tokens")
+            assert refusal.value.field == given[0]
 
 
 def test_auto_takes_a_parameter_of_canvases_only_where_it_stands_for_canvas() -> None:
@@ -207,9 +206,9 @@ def test_more_drafts_than_a_heads_block_holds_are_refused() -> None:
     head = DraftHead(HeadKind.DFLASH, {}, 1, 8, 8, 1, 8, num_taps=1, block_size=8)
     model = replace(spec(), drafter=replace(spec(), head=head))
     for number in ("auto", "7"):
-        assert suit(make_decode("draft", "auto", 0.4, 0.02, number), Cache(), model).kind == "draft"
+        assert suit(make_decode("draft", num_draft_tokens=number), Cache(), model).kind == "draft"
     with pytest.raises(InputError, match=r"^num_draft_tokens: expected at most 7.*got 8"):
-        suit(make_decode("draft", "auto", 0.4, 0.02, "8"), Cache(), model)
+        suit(make_decode("draft", num_draft_tokens="8"), Cache(), model)
 
 
 def test_thresholds_of_another_model_are_refused() -> None:
