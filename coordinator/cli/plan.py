@@ -163,14 +163,12 @@ def plan(
         _check_write(ctx, cluster.config, options.cluster)
     counts = simulation.counts()
     if not simulation.simulate:
-        wanted = Objective(
-            options.context,
-            num_sessions=counts[-1] if simulation.concurrency else 1,
-            goal=options.objective,
-            num_requests=counts[-1],
-        )
+        options = replace(options, num_requests=counts[-1])
+        num_sessions = counts[-1] if simulation.concurrency else 1
         to_write = cluster.config if write else None
-        return run_plan(options, wanted, counts, macs=macs, to_write=to_write, anew=measure_again, as_json=as_json)
+        return run_plan(
+            options, num_sessions, counts, macs=macs, to_write=to_write, anew=measure_again, as_json=as_json
+        )
 
     from coordinator.bench.forecast import Assumed
 
@@ -233,7 +231,7 @@ def _check_write(ctx: typer.Context, config: Path | None, cluster: ClusterConfig
 
 async def run_plan(
     options: ClusterOptions,
-    objective: Objective,
+    num_sessions: int,
     counts: Sequence[int],
     *,
     macs: Path | None,
@@ -244,6 +242,7 @@ async def run_plan(
     """Print the plan over the cluster's nodes, or over the `macs` of a file.
 
     Args:
+        num_sessions: for which memory is reserved.
         counts: numbers of requests at once whose speed is printed.
         to_write: the cluster.yaml to which the split is added.
         anew: have the nodes measure their speeds again.
@@ -261,15 +260,14 @@ async def run_plan(
     assumed = None if macs is None else read_nodes(macs)
     checkpoint, spec = await read_model(options.model, options.draft_model)
     note_context(options, spec)
+    objective = replace(options.objective_of(spec), num_sessions=num_sessions)
     if assumed is not None:
-        nodes, speeds, is_order_fixed = assumed.nodes, assumed.survey(spec), assumed.is_order_fixed
+        nodes, speeds = assumed.nodes, assumed.survey(spec)
+        objective = replace(objective, is_order_fixed=assumed.is_order_fixed)
     else:
         async with open_peers(options, spec) as peers:
             nodes = await ask_nodes(options.cluster, peers)
             speeds = await known_speeds(options, checkpoint, peers, anew=anew)
-        is_order_fixed = options.cluster.order == "fixed"
-    context = min(objective.context, spec.context)
-    objective = replace(objective, context=context, layers=options.cluster.layers, is_order_fixed=is_order_fixed)
     report = report_plan(spec, nodes, speeds, objective)
     view = _PlanView(spec, report, speeds, objective, counts)
     if as_json:

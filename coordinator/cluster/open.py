@@ -177,16 +177,7 @@ async def choose_plan(
     spec, nodes = describe(checkpoint), await ask_nodes(options.cluster, peers)
     note_context(options, spec)
     speeds = await known_speeds(options, checkpoint, peers) if options.by_speed else NO_SPEEDS
-    objective = Objective(
-        min(options.context, spec.context),
-        options.max_context,
-        goal=options.objective,
-        num_requests=options.num_requests,
-        layers=options.cluster.layers,
-        is_order_fixed=options.cluster.order == "fixed",
-        may_be_alone=options.may_be_alone,
-        needs_all=options.needs_all,
-    )
+    objective = options.objective_of(spec)
     plan = await run_in_thread(partial(planner.plan, spec, nodes, speeds, objective))
     if options.objective == "prompt" and (why := planner.why_not_shared(spec, nodes, speeds, objective, plan)):
         say(f"note: planned by latency, not for prompts: {why}")

@@ -4,10 +4,11 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from coordinator.planning.plan import USUAL_REQUESTS, Goal
+from coordinator.planning.plan import USUAL_REQUESTS, Goal, Objective
 from coordinator.planning.recovery import USUAL, Limits
 from worker.config import ClusterConfig, load_cluster
 from worker.errors import ConfigError, InputError
+from worker.model.model_spec import ModelSpec
 
 DEFAULT_CONTEXT = 4096  # tokens that a plan reserves cache for by default
 
@@ -61,6 +62,19 @@ class ClusterOptions:
     def feeds(self) -> bool:
         """Whether workers are sent the weights that they lack."""
         return self.cluster.pull == "coordinator"
+
+    def objective_of(self, spec: ModelSpec) -> Objective:
+        """Return what a plan of this model is for."""
+        return Objective(
+            min(self.context, spec.context),
+            self.max_context,
+            goal=self.objective,
+            num_requests=self.num_requests,
+            layers=self.cluster.layers,
+            is_order_fixed=self.cluster.order == "fixed",
+            may_be_alone=self.may_be_alone,
+            needs_all=self.needs_all,
+        )
 
     def with_layers(self, layers: tuple[int, ...] | None) -> "ClusterOptions":
         """Return these options with this split; None leaves it to the plan."""

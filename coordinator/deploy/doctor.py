@@ -28,7 +28,6 @@ from coordinator.deploy.findings import (
     problem,
 )
 from coordinator.deploy.trial import ChainTrial, advice, try_cluster
-from coordinator.planning.plan import Objective
 from coordinator.planning.speeds import NodeSpeed
 from protos.brigade_pb2 import TRANSPORT_GRPC, TRANSPORT_TCP, TRANSPORT_TLS, Transport
 from worker.config import ClusterConfig, WorkerConfig, is_here
@@ -81,9 +80,7 @@ async def examine_cluster(options: ClusterOptions, begin: Begin = lambda step: N
     """Collect and check. A node that cannot be asked, or a model that cannot be read, is a finding, not an error."""
     try:
         checkpoint, spec = await read_model(options.model, options.draft_model)
-        context, is_order_fixed = min(options.context, spec.context), options.cluster.order == "fixed"
-        wanted = Objective(context, layers=options.cluster.layers, is_order_fixed=is_order_fixed)
-        model = ModelInUse(spec, objective=wanted)
+        model = ModelInUse(spec, objective=replace(options.objective_of(spec), goal="latency"))
     except BrigadeError as error:
         checkpoint, model = None, ModelInUse(refusal=error.message)
     cluster = await collect_facts(options.cluster, begin, checkpoint, feeds=options.feeds)
