@@ -46,7 +46,7 @@ def answer_stats(last: Output) -> AnswerStats:
         "recoveries": usage.num_recoveries,
         "recovery_s": round(usage.still_s, 3),
         "reused_tokens": usage.num_reused,
-        "waterfall": {"wall_ms": waterfall.wall_ms, **waterfall.parts} if waterfall else None,
+        "waterfall": waterfall.as_json() if waterfall else None,
     }
 
 

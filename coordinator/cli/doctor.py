@@ -129,8 +129,7 @@ async def run_smoke(options: ClusterOptions, given: str, *, as_json: bool) -> in
 
 def _print(trial: "ChainTrial") -> None:
     console = plain_console()
-    nodes = ", ".join(f"{node.name} [{node.start}, {node.end})" for node in trial.plan.assignments)
-    console.print(f"{trial.model} on {nodes}: open after {trial.opened_s:.1f} s", soft_wrap=True)
+    console.print(f"{trial.model} on {trial.plan}: open after {trial.opened_s:.1f} s", soft_wrap=True)
     if trial.hops:
         rows = [
             (f"{hop.source} → {hop.target}", format_bytes(hop.sent_bytes), format_ms(hop.frame_ms))

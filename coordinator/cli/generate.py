@@ -288,7 +288,7 @@ async def _answer(
                 *(request, [*known, *answer.samples], answer.finish_reason, parser.text),
                 stats=stats_of(answer) | ({"tokens_from_journal": len(known)} if known else {}),
                 stages=stages_of(answer, chain.plan, waterfall),
-                waterfall={"wall_ms": waterfall.wall_ms, **waterfall.parts},
+                waterfall=waterfall.as_json(),
             )
         else:
             drawn = how_drawn(request.sampling, own_sampling)

@@ -47,10 +47,9 @@ def stats_of(answer: Answer) -> dict[str, Any]:
 
 def stages_of(answer: Answer, plan: Plan, waterfall: Waterfall) -> list[dict[str, Any]]:
     """Return an entry per node, lost ones last: milliseconds are sums over the request, unknown memory is null."""
-    times, held = ("compute_ms", "wire_ms", "queue_ms", "utilisation"), ("peak_memory_bytes", "cache_bytes")
+    held = ("peak_memory_bytes", "cache_bytes")
     return [
-        {"node": time.node.name, "start": time.node.start, "end": time.node.end}
-        | {name: getattr(time, name) for name in times}
+        {**time.as_json(), "utilisation": time.utilisation}
         | {name: status and getattr(status, name) for name in held}
         | ({"lost": True} if time.is_lost else {})
         for time, status in _with_statuses(answer, plan, waterfall)

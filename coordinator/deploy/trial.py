@@ -56,16 +56,10 @@ class ChainTrial:
             "tokens_again": self.second.tokens,
             "opened_s": self.opened_s,
             "answered_s": self.answered_s,
-            "stages": [
-                {
-                    "node": stage.node.name, "start": stage.node.start, "end": stage.node.end,
-                    "compute_ms": stage.compute_ms, "wire_ms": stage.wire_ms, "queue_ms": stage.queue_ms,
-                }
-                for stage in waterfall.stages
-            ],
+            "stages": [stage.as_json() for stage in waterfall.stages],
             "hops": [asdict(hop) for hop in self.hops],
-            "waterfall": {"wall_ms": waterfall.wall_ms, **waterfall.parts},
-        }  # fmt: skip
+            "waterfall": waterfall.as_json(),
+        }
 
 
 async def try_cluster(options: ClusterOptions) -> ChainTrial:

@@ -7,7 +7,7 @@ times overlap, so each is clipped to the time after the previous result; togethe
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from coordinator.planning.plan import Assignment
 from protos.brigade_pb2 import Result
@@ -87,6 +87,13 @@ class StageTime:
     queue_ms: float = 0.0
     utilisation: float = 0.0  # compute over wall time
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the entry of a node under `stages`."""
+        return {
+            "node": self.node.name, "start": self.node.start, "end": self.node.end,
+            "compute_ms": self.compute_ms, "wire_ms": self.wire_ms, "queue_ms": self.queue_ms,
+        }  # fmt: skip
+
 
 @dataclass
 class Waterfall:
@@ -95,6 +102,10 @@ class Waterfall:
     wall_ms: float
     parts: dict[str, float]
     stages: list[StageTime] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, float]:
+        """Return the object under `waterfall`: the wall time, then the parts."""
+        return {"wall_ms": self.wall_ms, **self.parts}
 
 
 def make_waterfall(legs: Sequence[Leg], started: int, ended: int) -> Waterfall:
