@@ -68,7 +68,7 @@ class Run:
     error: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        return vars(self) | {"cases": [case.to_json() for case in self.cases]}
+        return vars(self) | {"cases": [case.as_json() for case in self.cases]}
 
 
 def main(

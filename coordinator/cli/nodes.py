@@ -48,7 +48,7 @@ async def nodes(
     config = find_config(config)
     found = await look_around(timeout, load_cluster(config) if config else None)
     if as_json:
-        print(json.dumps(found.to_json()))
+        print(json.dumps(found.as_json()))
         return
     if found.nodes:
         console = plain_console()

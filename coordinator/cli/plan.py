@@ -271,7 +271,7 @@ async def run_plan(
     report = report_plan(spec, nodes, speeds, objective)
     view = _PlanView(spec, report, speeds, objective, counts)
     if as_json:
-        print(json.dumps(view.to_json()))
+        print(json.dumps(view.as_json()))
     else:
         view.print()
     if not report.chosen.plan.fits:
@@ -304,7 +304,7 @@ class _PlanView:
     objective: Objective
     counts: Sequence[int]
 
-    def to_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Return the object of `plan --json`."""
         times = self.report.chosen
         chosen = times.plan

@@ -234,7 +234,7 @@ class FoundNode:
     def __str__(self) -> str:
         return f"{self.name} at {', else at '.join(map(str, self.endpoints))}"
 
-    def to_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         addresses = [
             {
                 "address": each.address,
@@ -255,9 +255,9 @@ class Discovered:
     nodes: Sequence[FoundNode]
     num_ignored: int  # announcements
 
-    def to_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Return the output of `brigade nodes --json`."""
-        return {"nodes": [node.to_json() for node in self.nodes], "num_ignored": self.num_ignored}
+        return {"nodes": [node.as_json() for node in self.nodes], "num_ignored": self.num_ignored}
 
 
 async def look_around(for_s: float, cluster: ClusterConfig | None = None) -> Discovered:

@@ -1,6 +1,5 @@
 """The report of `brigade verify`: cases, tensors and the result, as text and as JSON. Pure."""
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -66,7 +65,7 @@ class ComparedAnswer:
     def _unexplained(self) -> list[int]:
         return [at for at in self.differences if at not in self.roundings or not self.roundings[at].explains]
 
-    def to_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         return {
             "name": self.name, "expected": self.expected, "found": self.found, "verdict": self.verdict.lower(),
             "margin": _finite(self.margin), "first_difference": self.first_difference,
@@ -106,20 +105,19 @@ class VerifyReport:
         """The smallest margin of all cases."""
         return min((case.margin for case in self.cases if case.margin is not None), default=None)
 
-    def to_json(self) -> str:
+    def as_json(self) -> dict[str, Any]:
+        """Return the object of `verify --json`."""
         verdicts = Counter(case.verdict for case in self.cases)
-        return json.dumps(
-            {
-                "equal": self.holds,
-                "within_rounding": verdicts["rounding"],
-                "margin": _finite(self.margin),
-                "streamed": self.is_streamed,
-                "drafts_held": list(self.drafts_held),
-                "num_tensors": self.num_tensors,
-                "tensors": [{"node": node, "tensor": tensor} for node, tensor in self.differing],
-                "cases": [case.to_json() for case in self.cases],
-            }
-        )
+        return {
+            "equal": self.holds,
+            "within_rounding": verdicts["rounding"],
+            "margin": _finite(self.margin),
+            "streamed": self.is_streamed,
+            "drafts_held": list(self.drafts_held),
+            "num_tensors": self.num_tensors,
+            "tensors": [{"node": node, "tensor": tensor} for node, tensor in self.differing],
+            "cases": [case.as_json() for case in self.cases],
+        }
 
     def of_tensors(self) -> list[str]:
         """Return the lines about the split, the tensors and drafts, which come before those of the cases."""

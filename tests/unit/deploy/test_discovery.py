@@ -60,11 +60,11 @@ def test_a_name_at_another_address_is_told_from_the_configured_one() -> None:
     heard = {about("mini", fingerprint="ab" * 32): ["127.0.0.1:7"]}
     [node] = found_nodes(heard, cluster(("mini", "127.0.0.1:1")), HERE)
     assert node.is_elsewhere
-    assert node.to_json()["addresses"] == [
+    assert node.as_json()["addresses"] == [
         {"address": "127.0.0.1:7", "interface": "lo", "medium": "loopback", "is_configured": False}
     ]
     [node] = found_nodes(heard, None, HERE)  # without a configuration
-    assert node.to_json()["is_configured"] is None and node.to_json()["addresses"][0]["is_configured"] is None
+    assert node.as_json()["is_configured"] is None and node.as_json()["addresses"][0]["is_configured"] is None
 
 
 def test_only_what_can_be_called_is_an_address() -> None:

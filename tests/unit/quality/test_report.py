@@ -1,6 +1,5 @@
 """What `verify` says of its findings, to people and as JSON."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -71,11 +70,11 @@ def test_a_nodes_tensors_are_compared_with_those_of_its_layers() -> None:
 
 def test_json_holds_the_verdicts_and_figures() -> None:
     never = replace(DIFFERING, margin=math.inf, roundings={1: Rounding(math.inf, 0.034)})
-    found = json.loads(replace(ALL_EQUAL, is_streamed=True, cases=[EQUAL, ROUNDED, never]).to_json())
+    found = replace(ALL_EQUAL, is_streamed=True, cases=[EQUAL, ROUNDED, never]).as_json()
     assert (found["equal"], found["within_rounding"], found["num_tensors"], found["tensors"]) == (False, 1, 40, [])
     assert (found["streamed"], found["margin"]) == (True, 0.002)
     for held in ([], [0.625, 0.25]):
-        assert json.loads(replace(ALL_EQUAL, drafts_held=held).to_json())["drafts_held"] == held
+        assert replace(ALL_EQUAL, drafts_held=held).as_json()["drafts_held"] == held
     keys = ("verdict", "margin", "first_difference", "num_differences", "rounding")
     assert [tuple(case[key] for key in keys) for case in found["cases"]] == [
         ("equal", 0.25, None, 0, None),
