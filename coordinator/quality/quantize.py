@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -33,6 +34,7 @@ from worker.compute.held_tensors import TensorReader
 from worker.errors import BrigadeError, InputError, first_line
 from worker.model.build import MLX_DTYPES, build
 from worker.model.checkpoint import SMALL_FILES, Checkpoint
+from worker.model.headers import begin_of_file
 from worker.model.model_spec import text_config
 from worker.model.quantisation import MISFITS, misfit, quantisation_of
 from worker.platform.files import sync_file, writing
@@ -160,19 +162,9 @@ class Shard:
         arrays = list(tensors.items())
         tensors.clear()
         self.names = [name for name, _ in arrays]
-        self.ends: list[int] = []
-        entries: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
-        end = 0
-        for name, array in arrays:
-            entries[name] = {
-                "dtype": _DTYPES[array.dtype],
-                "shape": list(array.shape),
-                "data_offsets": [end, end := end + array.nbytes],
-            }
-            self.ends.append(end)
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self.header = len(text).to_bytes(8, "little") + text
+        self.ends = list(accumulate(array.nbytes for _, array in arrays))
+        entries = [(name, _DTYPES[array.dtype], array.shape, array.nbytes) for name, array in arrays]
+        self.header = begin_of_file(entries, {"format": "mlx"})
         self._arrays: list[mx.array | None] = [array for _, array in arrays]
 
     @property

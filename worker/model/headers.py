@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from worker.errors import ModelError
 
 _MAX_HEADER_BYTES = 100_000_000
+_ALIGNMENT = 8  # bytes, of the first tensor
 _MOST_SIZES = 32  # dimensions of a tensor: the product of a million sizes takes very long
 _MOST_BYTES = 2**63  # of a tensor
 _MOST_SIZE = 2**31  # MLX counts one dimension in 32 bits
@@ -82,6 +83,17 @@ def tensors_of(file: str, header: Mapping[str, Any]) -> dict[str, TensorInfo]:
             raise ModelError(f"{file}: {problem}; download it again")
         tensors[name] = info
     return tensors
+
+
+def begin_of_file(tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Any = None) -> bytes:
+    """Return what precedes the data of a safetensors file; of each tensor, in order: name, dtype, shape, bytes."""
+    entries, at = {} if metadata is None else {"__metadata__": metadata}, 0
+    for name, dtype, shape, nbytes in tensors:
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
 
 
 def pack_headers(tensors: Mapping[str, TensorInfo]) -> bytes:

@@ -10,7 +10,6 @@ Files are locked with flock(2), between processes and within one: readers share 
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import re
 import threading
@@ -37,14 +36,13 @@ from worker.model.checkpoint import (
 )
 from worker.model.describe import BACK, FRONT, layout_of, shard_tensors
 from worker.model.draft_heads import head_kind
-from worker.model.headers import ITEM_BITS, TensorInfo, read_tensors
+from worker.model.headers import ITEM_BITS, TensorInfo, begin_of_file, read_tensors
 from worker.platform.files import free_bytes, sync_file
 from worker.platform.installation import cache_folder
 from worker.platform.text import format_bytes, printable
 
 _PIECE = re.compile(r"(front|back|[0-9]{5,9})-([0-9a-f]{64})\.safetensors")
 _PLACE_NAMES = {FRONT: "front", BACK: "back"}
-_ALIGNMENT = 8  # bytes, of the tensors in a piece
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NAME_FILE = "called"  # holds the name that coordinators give the model
 _LONGEST_NAME = 200
@@ -80,14 +78,8 @@ class Piece:
     @cached_property
     def header(self) -> bytes:
         """The beginning of the file, which follows from names, dtypes and shapes alone."""
-        entries, at = {}, 0
-        for name in self.order:
-            info = self.tensors[name]
-            entries[name] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": [at, at + info.nbytes]}
-            at += info.nbytes
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % _ALIGNMENT)
-        return len(text).to_bytes(8, "little") + text
+        infos = [(name, self.tensors[name]) for name in self.order]
+        return begin_of_file((name, info.dtype, info.shape, info.nbytes) for name, info in infos)
 
 
 def pieces_of(checkpoint: Checkpoint, start: int, end: int) -> list[Piece]:
