@@ -26,7 +26,7 @@ from coordinator.quality.quantize import (
     copy_small_files,
     require_unquantised,
 )
-from coordinator.quality.sensitivity import HIGH_BITS, Group, Sensitivity, choose_bits, read_sequences
+from coordinator.quality.sensitivity import HIGH_BITS, least_bits, read_sequences
 from worker.compute.held_tensors import TensorReader
 from worker.errors import BrigadeError, InputError, ModelError, first_line
 from worker.model.build import build, tensors_of_module
@@ -92,8 +92,8 @@ class MethodRun:
         arrays = [array for _, array in tensors_of_module(model)]
         self._nbytes, self._num = sum(array.nbytes for array in arrays), sum(array.size for array in arrays)
         if target_bpw is not None:
-            whole = Group("", (), sum(each.weight.size for _, each in self._matrices))
-            choose_bits([Sensitivity(whole, 0.0, None)], options, num=self._num, nbytes=self._nbytes, target=target_bpw)
+            num_low = sum(each.weight.size for _, each in self._matrices)
+            least_bits(num_low, options, num=self._num, nbytes=self._nbytes, target=target_bpw)
         tokens = read_sequences(checkpoint, text)
         self._tokens = tokens[:: -(-len(tokens) // _AWQ_SEQUENCES)] if method == "awq" else tokens
         needed = self._needed(model)

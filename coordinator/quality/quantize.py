@@ -146,15 +146,15 @@ class QuantizedModel:
         self.num_parameters = int(get_total_parameters(model))
         self.bits_per_weight = float(compute_bits_per_weight(model))
         self.keeps_vision = "vision_tower" in getattr(model, "model", {})
-        shards = list(map(Shard, make_shards(dict(tree_flatten(model.parameters())))))
-        num = len(shards)
+        files = list(map(WeightFile, make_shards(dict(tree_flatten(model.parameters())))))
+        num = len(files)
         names = [f"model-{number:05d}-of-{num:05d}.safetensors" for number in range(1, num + 1)]
         # by the names that mlx-lm gives them
-        self.files = dict(zip(names if num > 1 else ["model.safetensors"], shards, strict=True))
-        self.nbytes = sum(file.nbytes for file in shards)
+        self.files = dict(zip(names if num > 1 else ["model.safetensors"], files, strict=True))
+        self.nbytes = sum(file.nbytes for file in files)
 
 
-class Shard:
+class WeightFile:
     """The tensors of a weight file, in their order. Each is let go of once it is written or known to be."""
 
     def __init__(self, tensors: dict[str, mx.array]) -> None:
@@ -225,12 +225,12 @@ def write_model(
             needed = f"expected {format_bytes(missing)} of free disk at {folder}, found {format_bytes(free)}"
             raise InputError("", f"{needed}; make room, and the same command continues")
         try:
-            for name, shard in files.items():
+            for name, file in files.items():
                 path = folder / name
                 if path.exists():
                     report(path.stat().st_size, True)
                 else:
-                    shard.write(path, report)
+                    file.write(path, report)
             _write_rest(model, checkpoint, folder)
         except OSError as error:
             raise BrigadeError(f"cannot write {folder}: {error.strerror}; the same command continues") from error
@@ -291,8 +291,8 @@ def opened(folder: Path, state: Mapping[str, Any]) -> Iterator[None]:
 
 def _write_rest(model: QuantizedModel, checkpoint: Checkpoint, folder: Path) -> None:
     """Write the index, the configuration, and the source's small files."""
-    places = {tensor: name for name, shard in model.files.items() for tensor in shard.names}
-    total = sum(shard.ends[-1] for shard in model.files.values() if shard.ends)
+    places = {tensor: name for name, file in model.files.items() for tensor in file.names}
+    total = sum(file.ends[-1] for file in model.files.values() if file.ends)
     metadata = {"total_size": total, "total_parameters": model.num_parameters}
     index = {"metadata": metadata, "weight_map": dict(sorted(places.items()))}
     (folder / _INDEX).write_text(json.dumps(index, indent=4), encoding="utf-8")

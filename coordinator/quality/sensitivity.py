@@ -136,6 +136,8 @@ class Ablation(MeasuredModel):
         self._options = options
         takes = quantised_modules(self._model, options)
         self.groups = module_groups(self._model, lambda path, module: takes(path, module) is True)
+        arrays = [array for _, array in tensors_of_module(self._model)]
+        self._num, self._nbytes = sum(array.size for array in arrays), sum(array.nbytes for array in arrays)
 
     def run(self, target: float, report: TokenReport) -> list[Sensitivity]:
         """Quantise each group alone; `report` gets a 1 after each, and the number of the text's tokens.
@@ -143,7 +145,8 @@ class Ablation(MeasuredModel):
         Raises:
             InputError: not even the low bits reach the target.
         """
-        self.choose([Sensitivity(group, 0.0, None) for group in self.groups], target)
+        num_low = sum(group.num_weights for group in self.groups)
+        least_bits(num_low, self._options, num=self._num, nbytes=self._nbytes, target=target)
         whole, modules, found = self.measure(), dict(self._model.named_modules()), list[Sensitivity]()
         for group in self.groups:
             with _quantised([modules[path] for path in group.paths], self._options):
@@ -155,9 +158,7 @@ class Ablation(MeasuredModel):
 
     def choose(self, found: Sequence[Sensitivity], target: float) -> list[Sensitivity]:
         """Return the groups of HIGH_BITS. Raises InputError if not even the low bits reach the target."""
-        parameters = tensors_of_module(self._model)
-        num, nbytes = sum(array.size for _, array in parameters), sum(array.nbytes for _, array in parameters)
-        return choose_bits(found, self._options, num=num, nbytes=nbytes, target=target)
+        return choose_bits(found, self._options, num=self._num, nbytes=self._nbytes, target=target)
 
 
 def module_groups(model: Any, takes: Takes) -> list[Group]:
@@ -185,35 +186,44 @@ def _layer(path: str) -> tuple[int | None, str]:
     return (None, steps[-1]) if number is None else (int(steps[number]), ".".join(steps[number + 1 : number + 2]))
 
 
+def least_bits(num_low: int, options: QuantizeOptions, *, num: int, nbytes: int, target: float) -> float:
+    """Return the bits of all weights if `num_low` of them have the low ones.
+
+    Args:
+        num, nbytes: of all weights before.
+    Raises:
+        InputError: not even these reach the target of bits per weight, or it is beyond HIGH_BITS for all.
+    """
+    low, item_bits = options.bits, 8 * nbytes / num
+    saved = item_bits - low - 2 * item_bits / options.group_size  # per weight: groups have a scale and a bias
+    num_bits = 8 * nbytes - num_low * saved
+    if num_bits > target * num:
+        raise InputError(
+            "target_bpw", f"expected at least {num_bits / num:.2f} with {low} bits for all, got {target:g}"
+        )
+    most_bits = num_bits + (HIGH_BITS - low) * num_low
+    if most_bits < target * num:
+        raise InputError(
+            "target_bpw", f"expected at most {most_bits / num:.2f}, as with {HIGH_BITS} bits for all, got {target:g}"
+        )
+    return num_bits
+
+
 def choose_bits(
     found: Sequence[Sensitivity], options: QuantizeOptions, *, num: int, nbytes: int, target: float
 ) -> list[Sensitivity]:
     """Return the groups of HIGH_BITS: those that suffer most per weight, while the mean allows it.
 
-    A group suffers by its shares of all groups' loss and of all drafts that no longer hold.
-
-    Args:
-        num, nbytes: of all weights before.
-    Raises:
-        InputError: not even the low bits reach the target, or it is beyond HIGH_BITS for all.
+    A group suffers by its shares of all groups' loss and of all drafts that no longer hold. Arguments and errors are
+    those of `least_bits`.
     """
-    low, item_bits = options.bits, 8 * nbytes / num
-    saved = item_bits - low - 2 * item_bits / options.group_size  # per weight: groups have a scale and a bias
-    num_bits = 8 * nbytes - sum(each.group.num_weights * saved for each in found)
-    if num_bits > target * num:
-        raise InputError(
-            "target_bpw", f"expected at least {num_bits / num:.2f} with {low} bits for all, got {target:g}"
-        )
-    most_bits = num_bits + sum((HIGH_BITS - low) * each.group.num_weights for each in found)
-    if most_bits < target * num:
-        raise InputError(
-            "target_bpw", f"expected at most {most_bits / num:.2f}, as with {HIGH_BITS} bits for all, got {target:g}"
-        )
+    num_low = sum(each.group.num_weights for each in found)
+    num_bits = least_bits(num_low, options, num=num, nbytes=nbytes, target=target)
     losses, drafts = (_shares([getattr(each, name) or 0.0 for each in found]) for name in ("loss", "drafts"))
     harms = [(loss + lost) / each.group.num_weights for each, loss, lost in zip(found, losses, drafts, strict=True)]
     high = list[Sensitivity]()
     for _, number in sorted(((harm, number) for number, harm in enumerate(harms)), reverse=True):
-        more = (HIGH_BITS - low) * found[number].group.num_weights
+        more = (HIGH_BITS - options.bits) * found[number].group.num_weights
         if num_bits + more <= target * num:
             high.append(found[number])
             num_bits += more

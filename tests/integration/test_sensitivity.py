@@ -13,7 +13,7 @@ from mlx_lm.utils import load_model
 
 from coordinator.cli.quantize import quantize
 from coordinator.quality import sensitivity
-from coordinator.quality.quantize import Shard
+from coordinator.quality.quantize import WeightFile
 from tests.integration.test_quantize import weights_of
 from tests.tiny import VOCAB, make_model
 from worker.compute.held_tensors import TensorReader
@@ -76,7 +76,7 @@ def test_a_run_that_goes_on_measures_nothing_again(
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as once, pytest.raises(BrigadeError):
-        once.setattr(Shard, "write", fail)
+        once.setattr(WeightFile, "write", fail)
         mixed(source, out, capsys)
     monkeypatch.setattr(sensitivity.Ablation, "run", fail)
     assert mixed(source, out, capsys) == whole

@@ -5,7 +5,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from coordinator.quality.quantize import Shard
+from coordinator.quality.quantize import WeightFile
 
 
 @pytest.mark.parametrize(
@@ -13,9 +13,9 @@ from coordinator.quality.quantize import Shard
 )
 def test_a_tensor_counts_as_written_once_its_last_byte_is_there(tmp_path: Path, num_bytes: int, num_whole: int) -> None:
     tensors = {"a": mx.zeros((10,)), "b": mx.zeros((2, 6), mx.bfloat16), "c": mx.zeros((32,), mx.uint32)}
-    shard = Shard(tensors)
+    file = WeightFile(tensors)
     path = tmp_path / "model.safetensors.part"
-    path.write_bytes(shard.header + bytes(num_bytes))
-    assert shard.whole_tensors(path) == num_whole and shard.nbytes == len(shard.header) + 192
-    path.write_bytes(shard.header[:-1])
-    assert shard.whole_tensors(path) == 0
+    path.write_bytes(file.header + bytes(num_bytes))
+    assert file.whole_tensors(path) == num_whole and file.nbytes == len(file.header) + 192
+    path.write_bytes(file.header[:-1])
+    assert file.whole_tensors(path) == 0
