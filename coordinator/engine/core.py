@@ -22,7 +22,7 @@ from coordinator.engine.caller import KEY_DIGEST
 from coordinator.engine.quarantine import MOST_LOSSES, Quarantine
 from coordinator.engine.stats import Stats
 from coordinator.planning.costs import LaneChooser
-from coordinator.sessions.admission import MOST_WAITING, Slots
+from coordinator.sessions.admission import Slots
 from coordinator.sessions.cache_costs import CacheCosts, cache_costs
 from coordinator.sessions.output import Output
 from coordinator.sessions.request import Request, room_for_answer
@@ -48,7 +48,6 @@ from worker.node.framing import most_chunk_rows, most_lane_rows
 from worker.node.rpc_errors import error_named
 from worker.platform.tasks import background
 
-MAX_WAIT_S = 600.0  # default limit of the wait for memory
 _LEAVE_S = 2.0  # for frames in flight when a core is left by an exception
 _SPARE = 9  # a ninth of its budget is about what a node leaves to the system; scratch may take of that, too
 _STORE_S = 10.0  # for prefixes that are not on disk yet when a core is left
@@ -67,10 +66,10 @@ class EngineCore:
         self,
         chain: Chain,
         *,
-        when_lost: NextChain | None = None,
-        stats: Stats | None = None,
-        max_waiting: int = MOST_WAITING,
-        max_wait_s: float = MAX_WAIT_S,
+        when_lost: NextChain | None,
+        stats: Stats | None,
+        max_waiting: int,
+        max_wait_s: float,
     ) -> None:
         """The arguments are those of `Engine`; `when_lost` runs on the main loop, and `stats` count all frames."""
         self.failure: BaseException | None = None  # why no more requests can be answered

@@ -14,7 +14,7 @@ from coordinator.cluster.chain import Chain
 from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.open import open_cluster
 from coordinator.cluster.options import ClusterOptions
-from coordinator.engine.core import MAX_WAIT_S, EngineCore, NextChain, OutputQueue
+from coordinator.engine.core import EngineCore, NextChain, OutputQueue
 from coordinator.engine.inputs import InputProcessor
 from coordinator.engine.stats import RequestStats, Stats
 from coordinator.sessions.admission import MOST_WAITING
@@ -26,6 +26,8 @@ from coordinator.sessions.text import TextParser
 from protos.brigade_pb2 import Cache, Sampling
 from worker.errors import InputError, NodeBusy
 from worker.platform.tasks import Use
+
+MAX_WAIT_S = 600.0  # default limit of the wait for memory
 
 
 class ServerState(Enum):
