@@ -1,6 +1,5 @@
 """`brigade bench`: measures throughput and latency, and what the loss of a worker costs."""
 
-import json
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
@@ -127,7 +126,7 @@ async def run_bench(
     with telling_interrupts("interrupted before all was measured: no figures"):
         found = await measure(options, workload)
     if as_json:
-        print(json.dumps(found.as_json()), flush=True)
+        flags.print_json(found.as_json())
     elif is_wide:
         print(to_markdown(found), flush=True)
     else:
@@ -148,7 +147,7 @@ async def run_failover(
 
     failover = await measure_failover(options, contexts or CONTEXTS, num_trials)
     if as_json:
-        print(json.dumps(failover.as_json()))
+        flags.print_json(failover.as_json())
     else:
         print_failover(failover)
     return 0 if failover.is_equal else 1

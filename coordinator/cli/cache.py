@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,7 +57,7 @@ def ls(kind: Kind = "weights", config: flags.Config = None, as_json: flags.JsonF
     weights = WeightsCache()
     kept = weights.kept()
     if as_json:
-        print(json.dumps({"folder": str(weights.folder), "models": [_as_json(each) for each in kept]}))
+        flags.print_json({"folder": str(weights.folder), "models": [_as_json(each) for each in kept]})
         return
     console = plain_console()
     console.print(_table(kept) if kept else "nothing is kept")
@@ -102,7 +101,7 @@ def rm(
     left = [each for each in chosen if each not in removed]
     if as_json:
         names = [each.name for each in left]
-        print(json.dumps({"removed": [_as_json(each) for each in removed], "in_use": names}))
+        flags.print_json({"removed": [_as_json(each) for each in removed], "in_use": names})
     else:
         for each in removed:
             print(f"removed {_layers(each.places)} of {each.name}, {format_bytes(each.nbytes)}")
@@ -154,7 +153,7 @@ async def _show_prompts(config: Path | None, *, as_json: bool, remove: bool) -> 
             }
             for name, reply in replied.items()
         ]
-        print(json.dumps({"removed" if remove else "nodes": rows}))
+        flags.print_json({"removed" if remove else "nodes": rows})
     else:
         cells = []
         for name, reply in replied.items():

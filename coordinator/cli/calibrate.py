@@ -25,7 +25,6 @@ from coordinator.sessions.request import RequestSpec
 from worker.errors import InputError
 from worker.platform.files import require_writable, writing
 from worker.platform.tasks import for_each
-from worker.platform.text import to_json
 from worker.platform.threads import run_in_thread
 
 _HEADS = ("kind", "guesses", "threshold", "penalty", "kept", "agreement", "95 %")
@@ -110,7 +109,7 @@ async def run_calibrate(
         found[name] = await run_in_thread(partial(find_thresholds, fitted, held_out, agreement))
     reached = {name: each.as_json() for name, each in found.items() if each}
     if as_json:
-        print(to_json({"model": model.name, "agreement": agreement, "kinds": {**dict.fromkeys(found), **reached}}))
+        flags.print_json({"model": model.name, "agreement": agreement, "kinds": {**dict.fromkeys(found), **reached}})
     else:
         rows = [_cells(name, num_guesses[name], each) for name, each in found.items()]
         console = plain_console()

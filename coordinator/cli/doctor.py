@@ -1,6 +1,5 @@
 """`brigade doctor` and `brigade smoke`: find problems of nodes and links, and try a short answer through all nodes."""
 
-import json
 import shlex
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -53,7 +52,7 @@ async def run_doctor(options: ClusterOptions, *, as_json: bool) -> int:
         found = await examine_cluster(options, begin)
     found = await try_answer(options, found)
     if as_json:
-        print(json.dumps(found.as_json()))
+        flags.print_json(found.as_json())
     else:
         print_findings(found.findings, plain_console())
     return 0 if found.is_healthy else 1
@@ -117,11 +116,11 @@ async def run_smoke(options: ClusterOptions, given: str, *, as_json: bool) -> in
         error.message = "\n".join(map(printable, error.message.splitlines()))
         if as_json:
             failed = {"model": options.model, "works": False, "error": {"message": str(error), "advice": what_to_do}}
-            print(json.dumps(failed), flush=True)
+            flags.print_json(failed)
         error.message = f"{error.message}\nwhat to do: {what_to_do}"
         raise
     if as_json:
-        print(json.dumps(trial.as_json()))
+        flags.print_json(trial.as_json())
     else:
         _print(trial)
     return 0 if trial.is_same else 1

@@ -32,7 +32,7 @@ from coordinator.sessions.request import Conversation, RequestSpec
 from worker.errors import InputError
 from worker.platform.files import writing
 from worker.platform.tasks import for_each
-from worker.platform.text import Json, to_json
+from worker.platform.text import Json
 from worker.platform.threads import run_in_thread
 
 _HEADS = ("questions", "decoder", "right", "of", "accuracy", "95 %", "as ar", "tokens/step", "rows/token", "ms/token")
@@ -349,7 +349,7 @@ async def run_eval(
             await run.answer_all(model, known, file, concurrency)
     rows = await run_in_thread(partial(run.rows, model, known))
     if as_json:
-        print(to_json({"model": model.name, "rows": [row.as_json() for row in rows]}), flush=True)
+        flags.print_json({"model": model.name, "rows": [row.as_json() for row in rows]})
     else:
         console = plain_console()
         console.print(fitting(_HEADS, list(map(_cells, rows)), console.width, num_keys=2))

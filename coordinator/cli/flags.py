@@ -1,5 +1,6 @@
 """The flags that commands share: records of flags, what they amount to, and flags that contradict each other."""
 
+import json
 import os.path
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -431,6 +432,11 @@ class OutputFlags:
 
 
 WINDOWS = ("decode", *DECODE_FIELDS)  # the fields of DecodeFlags
+
+
+def print_json(found: Any) -> None:
+    """Print the one object of --json. It is ASCII, since standard output may have any encoding."""
+    print(json.dumps(found), flush=True)
 
 
 def find_config(config: Path | None) -> Path | None:

@@ -369,7 +369,7 @@ def _print_json(
         "logprobs": logprobs if request.sampling.logprobs else None,
         "seed": request.sampling.seed,
     }
-    print(json.dumps({**found, "stats": None, "stages": [], "waterfall": None, **figures}), flush=True)
+    flags.print_json({**found, "stats": None, "stages": [], "waterfall": None, **figures})
 
 
 async def _header_of(prepared: Prepared) -> Header:

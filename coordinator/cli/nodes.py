@@ -1,6 +1,5 @@
 """`brigade nodes` and `brigade init`: the workers that announce themselves, and a cluster.yaml of them."""
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,7 +47,7 @@ async def nodes(
     config = find_config(config)
     found = await look_around(timeout, load_cluster(config) if config else None)
     if as_json:
-        print(json.dumps(found.as_json()))
+        flags.print_json(found.as_json())
         return
     if found.nodes:
         console = plain_console()

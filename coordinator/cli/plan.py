@@ -1,6 +1,5 @@
 """`brigade plan`: where each layer would go, how fast that would be, and simulations of it."""
 
-import json
 from collections import defaultdict
 from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -271,7 +270,7 @@ async def run_plan(
     report = report_plan(spec, nodes, speeds, objective)
     view = _PlanView(spec, report, speeds, objective, counts)
     if as_json:
-        print(json.dumps(view.as_json()))
+        flags.print_json(view.as_json())
     else:
         view.print()
     if not report.chosen.plan.fits:
@@ -289,7 +288,7 @@ async def run_forecast(options: ClusterOptions, assumed: "Assumed", *, as_json: 
     times = await find_times(options, assumed)
     forecasts = await run_in_thread(lambda: forecast(times, assumed))
     if as_json:
-        print(json.dumps({"rows": times.rows_are, "simulated": [asdict(found) for found in forecasts]}))
+        flags.print_json({"rows": times.rows_are, "simulated": [asdict(found) for found in forecasts]})
     else:
         print_forecasts(forecasts, times)
 

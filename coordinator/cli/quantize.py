@@ -14,7 +14,7 @@ from coordinator.cli import flags
 from coordinator.cluster.progress import say, show_bytes, show_tokens
 from coordinator.cluster.tables import fitting, plain_console
 from worker.errors import InputError
-from worker.platform.text import Json, counted, format_bytes, to_json
+from worker.platform.text import Json, counted, format_bytes
 from worker.platform.threads import run_in_thread
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _hash(text: str) -> str:
 
 def _tell(out: Path, nbytes: int, bits_per_weight: float, parts: list[Json], *, as_json: bool) -> None:
     if as_json:
-        print(to_json({"bytes": nbytes, "bits_per_weight": bits_per_weight, "parts": parts}), flush=True)
+        flags.print_json({"bytes": nbytes, "bits_per_weight": bits_per_weight, "parts": parts})
     elif parts:
         rows = []
         for part in parts:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 
 from coordinator.api.auth import first_key
-from coordinator.cli.flags import ServerFlags
+from coordinator.cli.flags import ServerFlags, print_json
 from coordinator.cli.show import Printer
 from coordinator.cluster.progress import say
 from coordinator.sessions.output import Answer, Output, Usage
@@ -267,7 +267,7 @@ async def run_remote(given: ServerFlags, body: Mapping[str, Any], asked: Generat
                     answer.add(output)
     found = answer_as_json(answer)
     if asked.output.as_json:
-        print(json.dumps(found), flush=True)
+        print_json(found)
         return
     stats = found["stats"]
     speed = f", {stats['tokens_per_s']:.1f} tok/s" if stats["tokens_per_s"] else ""

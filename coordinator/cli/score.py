@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -74,7 +73,7 @@ async def run_score(options: ClusterOptions, text: str, *, as_json: bool) -> Non
         took_s = time.monotonic() - began
     found = figures_of(scores)
     if as_json:
-        print(json.dumps(found), flush=True)
+        flags.print_json(found)
         return
     perplexity = ": overflow" if found["perplexity"] is None else f" {found['perplexity']:.4f}"
     print(f"perplexity{perplexity}, log-probability {found['logprob']:.3f} of {counted(found['tokens'], 'token')}")

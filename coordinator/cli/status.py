@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -76,7 +75,7 @@ async def status(
             else:
                 raise
         if as_json:
-            print(json.dumps(found), flush=True)
+            flags.print_json(found)
         elif watch and console.is_terminal:
             console.clear()
             lines = console.render_lines(tables(found, console.width), pad=False)

@@ -1,6 +1,5 @@
 """`brigade verify`: compares the cluster with the model in one process."""
 
-import json
 import sys
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -55,7 +54,7 @@ async def run_verify(
     tell = lines.append if as_json or sys.stdout.isatty() else partial(print, flush=True)
     report = await verify(options, decode, max_tokens=max_tokens, seed=seed, stream=stream, tell=tell)
     if as_json:
-        print(json.dumps(report.as_json()))
+        flags.print_json(report.as_json())
     else:
         print("\n".join([*lines, report.summary()]), flush=True)
     return 0 if report.holds else 1
