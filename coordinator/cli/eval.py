@@ -255,7 +255,7 @@ async def _chosen(question: Question, score: Callable[[str, Sequence[str]], Awai
     """Return the output that answers a question by its likeliest choice; `score` returns their log-probabilities."""
     began = time.monotonic_ns()
     best = str(question.best(await score(question.prompt, question.continuations)))
-    return Output(best, (), time.monotonic_ns(), "stop", Usage(0, began, 0, 0, 0), content=best)
+    return Output(best, (), time.monotonic_ns(), "stop", Usage(started=began), content=best)
 
 
 class EvalRun:

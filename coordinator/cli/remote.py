@@ -127,7 +127,7 @@ class RemoteServer:
         if isinstance(prompt, Conversation):
             path, asked = "v1/chat/completions", {**body, "messages": list(prompt.messages)}
         started, finish_reason = time.monotonic_ns(), "stop"
-        usage = Usage(0, started, 0, 0, 0)
+        usage = Usage(started=started)
         async with aclosing(self._events(path, asked)) as events:
             async for event in events:
                 now = time.monotonic_ns()

@@ -185,7 +185,7 @@ class Cluster:
     def outside(self) -> list[Assignment]:
         """The shards of the missing nodes by the whole plan; no layers for a node that it does not know yet."""
         planned = {assignment.name: assignment for assignment in self.whole.assignments}
-        return [planned.get(name, Assignment(name, 0, 0, 0, 0, 0)) for name in self.missing]
+        return [planned.get(name, Assignment(name)) for name in self.missing]
 
     @property
     def trouble(self) -> str:

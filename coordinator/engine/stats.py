@@ -191,7 +191,7 @@ class RequestStats:
         self._stats = stats
         self._num_steps = 0  # up to the last output with tokens: a canvas takes several
         self._first_at = self._last_at = 0  # nanoseconds, monotonic
-        self._usage: Usage | None = None
+        self._usage = Usage()
         self._finish_reason = ""
         self.parts_before: dict[str, int] = {}  # of all stages' time, as it began
 
@@ -221,11 +221,12 @@ class RequestStats:
             counters["generation_tokens"].inc(num_tokens)
             self._stats.rates.add(output.at // 1_000_000_000, num_tokens, num_steps)
         if output.finish_reason is not None:
-            self._finish_reason, self._usage = output.finish_reason, output.usage
+            self._finish_reason, self._usage = output.finish_reason, output.usage or self._usage
 
     def end(self, error: BaseException | None = None, usage: Usage | None = None) -> None:
         """Count the request as ended: finished, by this error, or aborted by its reader, at this cost."""
-        self._usage = self._usage or usage
+        if usage and not self._finish_reason:
+            self._usage = usage
         if self._finish_reason:
             reason = self._finish_reason
         elif isinstance(error, _REFUSALS) and not self.num_generated:
@@ -248,15 +249,15 @@ class RequestStats:
             decoder=self.decoder,
             num_prompt=self.num_prompt,
             num_generated=self.num_generated,
-            num_steps=usage.num_steps if usage else self._num_steps,
+            num_steps=usage.num_steps or self._num_steps,
             finish_reason=reason,
             why=why,
             ended_at=time.time(),
             total_s=(now - self.started) / 1e9,
             first_token_s=(self._first_at - self.started) / 1e9 if self._first_at else None,
-            queue_s=max(0, usage.begun - self.started) / 1e9 if usage and usage.begun else None,
-            num_recoveries=usage.num_recoveries if usage else 0,
-            num_reused=usage.num_reused if usage else 0,
+            queue_s=max(0, usage.begun - self.started) / 1e9 if usage.begun else None,
+            num_recoveries=usage.num_recoveries,
+            num_reused=usage.num_reused,
             parts_ms={part: (ns - self.parts_before[part]) / 1e6 for part, ns in self._stats.stages.parts.items()},
         )
 
@@ -268,11 +269,11 @@ class RequestStats:
             counters["key_tokens"].labels(finished.key).inc(finished.num_generated)
         counters["decoder_tokens"].labels(finished.decoder).inc(finished.num_generated)
         counters["decoder_steps"].labels(finished.decoder).inc(finished.num_steps)
-        if usage := self._usage:
-            for place, (tried, held) in enumerate(zip(usage.num_drafts, usage.num_drafts_held, strict=True), 1):
-                labels = finished.decoder, str(place) if place < _LAST_PLACE else f"{_LAST_PLACE}+"
-                counters["drafts"].labels(*labels).inc(tried)
-                counters["drafts_held"].labels(*labels).inc(held)
+        drafts = zip(self._usage.num_drafts, self._usage.num_drafts_held, strict=True)
+        for place, (tried, held) in enumerate(drafts, 1):
+            labels = finished.decoder, str(place) if place < _LAST_PLACE else f"{_LAST_PLACE}+"
+            counters["drafts"].labels(*labels).inc(tried)
+            counters["drafts_held"].labels(*labels).inc(held)
         histograms["e2e_request_latency_seconds"].observe(finished.total_s)
         histograms["request_prompt_tokens"].observe(finished.num_prompt)
         histograms["request_generation_tokens"].observe(finished.num_generated)

@@ -71,11 +71,11 @@ class Assignment:
     """One node's shard, layers [start, end), the memory that it takes, and the node's memory budget."""
 
     name: str
-    start: int
-    end: int
-    weight_bytes: int
-    cache_bytes: int
-    memory_bytes: int
+    start: int = 0
+    end: int = 0
+    weight_bytes: int = 0
+    cache_bytes: int = 0
+    memory_bytes: int = 0
     scratch_bytes: int = 0  # that a step takes beside them
 
     @property

@@ -64,11 +64,11 @@ class ToolCall:
 class Usage:
     """The cost of a request. Times are nanoseconds on the coordinator's monotonic clock."""
 
-    num_prompt: int
-    started: int
-    num_reused: int  # leading tokens of the prompt that were in the caches already
-    num_steps: int  # windows that asked for tokens
-    num_rows: int  # of all windows
+    num_prompt: int = 0
+    started: int = 0
+    num_reused: int = 0  # leading tokens of the prompt that were in the caches already
+    num_steps: int = 0  # windows that asked for tokens
+    num_rows: int = 0  # of all windows
     legs: Sequence[Leg] = ()  # the frames that carried its windows, by chain, if the request is traced
     num_recoveries: int = 0  # chains that were lost during the request
     still_s: float = 0.0  # seconds without a token because of these losses
@@ -133,7 +133,7 @@ class Answer:
     statuses: list[StatusReply] = field(default_factory=list)  # of every stage, at the end of the answer
     finish_reason: str = ""
     stop: str | None = None  # the stop string that ended it
-    usage: Usage = field(default_factory=lambda: Usage(0, 0, 0, 0, 0))
+    usage: Usage = Usage()
     last_at: int = 0  # when its last output was made, nanoseconds
     first_steps: int = 0  # windows that asked for tokens, up to the first ones: several for a canvas
     lengths: list[int] = field(default_factory=list)  # letters of its pieces of text and of thoughts
