@@ -6,7 +6,7 @@ import ipaddress
 import os.path
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -174,21 +174,23 @@ CONFIG = Path("cluster.yaml")  # used where it exists, unless --config names ano
 USING_CONFIG = f"using ./{CONFIG} (--config names another)"
 NO_DRAFTER = "none"  # as `draft_model`: not even the head in the model's own folder drafts
 _Folder = Annotated[str, Field(min_length=1), AfterValidator(_from_cluster_file)]
-_FromList = Field(strict=False)  # a tuple, which YAML gives as a list
+FROM_LIST = Field(strict=False)  # a tuple, which YAML gives as a list
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """A part of a file: it has no other keys, and true is no number."""
+
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
 
-class CoordinatorConfig(_Section):
+class CoordinatorConfig(Section):
     """Stage 0. `memory` is its budget in bytes; None means what the machine has."""
 
     name: Name = "coordinator"
     memory: Size | None = None
 
 
-class WorkerConfig(_Section):
+class WorkerConfig(Section):
     """A node, dialled at the first of its addresses that answers.
 
     `memory` is its budget in bytes, `model` its own copy, which counts in its own cluster.yaml; `ssh` is where
@@ -202,18 +204,18 @@ class WorkerConfig(_Section):
     ssh: SshPlace | None = None
 
 
-class TlsConfig(_Section):
+class TlsConfig(Section):
     """`keys` is the folder of this node's certificate file."""
 
     keys: _Folder
 
 
-class ClusterConfig(_Section):
+class ClusterConfig(Section):
     """cluster.yaml. Only `load_cluster` checks that its values agree with each other."""
 
     model: ModelPlace | None = None  # a folder, a hub repository (owner/name), or "demo"
     draft_model: ModelPlace | None = None  # a small model or a draft head; or NO_DRAFTER
-    models: Annotated[tuple[_Folder, ...], _FromList] = ()  # a worker's folders of models
+    models: Annotated[tuple[_Folder, ...], FROM_LIST] = ()  # a worker's folders of models
     pull: Literal["coordinator", "hub", "none"] = "coordinator"  # where a worker gets missing parts of a model
     pull_limit: Size | None = None  # bytes that a worker keeps of what coordinators have sent
     cache_disk: Size | None = None  # bytes that prefixes take on each node's disk; None: they are kept in memory only
@@ -221,11 +223,11 @@ class ClusterConfig(_Section):
     insecure: bool = False
     tls: TlsConfig | None = None
     context: Count | None = None  # tokens that the plan reserves cache for
-    layers: Annotated[tuple[Count, ...], _FromList] | None = None  # per node, coordinator first
+    layers: Annotated[tuple[Count, ...], FROM_LIST] | None = None  # per node, coordinator first
     order: Literal["free", "fixed"] = "free"  # whether the plan may reorder the workers
     objective: Literal["latency", "throughput", "prompt", "auto"] = "latency"  # of a plan by speed
     coordinator: CoordinatorConfig = CoordinatorConfig()
-    workers: Annotated[tuple[WorkerConfig, ...], _FromList] = ()
+    workers: Annotated[tuple[WorkerConfig, ...], FROM_LIST] = ()
     _file: str = PrivateAttr("cluster.yaml")
 
     @property
@@ -258,11 +260,16 @@ def load_cluster(path: Path) -> ClusterConfig:
     except ValidationError as error:
         problems += [_describe(detail) for detail in error.errors()]
     problems += _disagreements(raw)
+    refuse(path, problems)
+    return cluster
+
+
+def refuse(path: Path, problems: Sequence[str]) -> None:
+    """Raise ConfigError with a line for each problem of a file, if there are any."""
     if problems:
         lines = [f"  {line}" for line in problems[:_MOST_PROBLEMS]]
         left = [f"  and {more} more"] if (more := len(problems) - len(lines)) else []
         raise ConfigError("\n".join([f"{path} has {len(problems)} problem{'s' * (len(problems) > 1)}:", *lines, *left]))
-    return cluster
 
 
 def _describe(detail: ErrorDetails) -> str:
@@ -294,8 +301,8 @@ def _disagreements(raw: dict[Any, Any]) -> Iterator[str]:
     is_encrypted, is_insecure = raw.get("tls") is not None, raw.get("insecure", False) is not False
     if "tls" in raw and not is_encrypted:
         yield "tls: expected keys and values, found nothing"
-    yield from _repeated({path: (name, name) for path, name in names.items()})
-    yield from _repeated({path: found for places in by_worker for path, found in places.items()})
+    yield from repeated({path: (name, name) for path, name in names.items()})
+    yield from repeated({path: found for places in by_worker for path, found in places.items()})
     yield from _meeting({path: found for places in by_worker for path, found in places.items()})
     for places in by_worker:
         here = [path for path, (_, (host, _)) in places.items() if is_loopback(host)]
@@ -327,7 +334,7 @@ def _places(path: str, addresses: Any) -> dict[str, tuple[str, tuple[str, int]]]
     return found
 
 
-def _repeated(values: Mapping[str, tuple[str, Hashable]]) -> Iterator[str]:
+def repeated(values: Mapping[str, tuple[str, Hashable]]) -> Iterator[str]:
     """Yield values whose keys repeat; `values` are pairs of a value and its key, by YAML path."""
     firsts: dict[Hashable, str] = {}
     for path, (value, key) in values.items():
@@ -355,7 +362,7 @@ def _not_certifiable(names: dict[str, str]) -> Iterator[str]:
         if is_node_name(name) and not is_certifiable(name):
             yield f"{path}: expected a name like that of a host, as certificates carry it, found {name!r}"
     counts = Counter(names.values())
-    yield from _repeated({path: (name, name.lower()) for path, name in names.items() if counts[name] == 1})
+    yield from repeated({path: (name, name.lower()) for path, name in names.items() if counts[name] == 1})
 
 
 def read_yaml(path: Path, wanted: str = "a cluster.yaml (`brigade init` makes one)") -> tuple[Any, list[str]]:

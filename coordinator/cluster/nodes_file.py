@@ -1,21 +1,33 @@
 """The file of `plan --nodes FILE`: assumed Macs with their memory, the speed of that memory, and their links."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from coordinator.planning.plan import Node
 from coordinator.planning.speeds import LinkSpeed, NodeSpeed, Survey
-from worker.config import NAME_RULE, SIZE_RULE, Name, Size, read_yaml, shown, unknown_key, yaml_path
+from worker.config import (
+    FROM_LIST,
+    NAME_RULE,
+    SIZE_RULE,
+    Name,
+    Section,
+    Size,
+    read_yaml,
+    refuse,
+    repeated,
+    shown,
+    unknown_key,
+    yaml_path,
+)
 from worker.errors import ConfigError
 from worker.model.model_spec import ModelSpec
 
 _MOST_NODES = 64
-_Tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 _LEAST, _MOST = 0.001, 1_000_000
 _Rate = Annotated[float, Field(ge=_LEAST, le=_MOST, allow_inf_nan=False)]
 _NODE = "{name: max, memory: 64GiB, gbps: 546}"
@@ -34,11 +46,7 @@ _EXPECTED = {  # by key
 }
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-
-class _Link(_Section):
+class _Link(Section):
     """The link to the node before it in the file: round trip, and Gbit per second."""
 
     rtt_ms: Annotated[float, Field(ge=0, le=_MOST, allow_inf_nan=False)] = 0.0
@@ -48,7 +56,7 @@ class _Link(_Section):
         return LinkSpeed(self.rtt_ms, self.gbit * 1e9 / 8) if self.gbit else LinkSpeed(self.rtt_ms)
 
 
-class _Mac(_Section):
+class _Mac(Section):
     """An assumed Mac. `memory` is the budget for weights and caches, as in cluster.yaml; `gbps` its speed in GB/s.
 
     `tflops` are its 10^12 operations per second in matrix products, which prompts take.
@@ -61,8 +69,8 @@ class _Mac(_Section):
     link: _Link = _Link()
 
 
-class _File(_Section):
-    nodes: Annotated[tuple[_Mac, ...], _Tuple, Field(min_length=1, max_length=_MOST_NODES)]
+class _File(Section):
+    nodes: Annotated[tuple[_Mac, ...], FROM_LIST, Field(min_length=1, max_length=_MOST_NODES)]
     order: Literal["free", "fixed"] = "free"
 
 
@@ -104,17 +112,9 @@ def read_nodes(path: Path) -> AssumedNodes:
     except ValidationError as error:
         problems += [_describe(detail) for detail in error.errors()]
     else:
-        problems += _repeated([mac.name for mac in file.nodes])
-    if problems:
-        count = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
-        raise ConfigError("\n".join([f"{path} has {count}:", *(f"  {line}" for line in problems)]))
+        problems += repeated({f"nodes[{i}].name": (mac.name, mac.name) for i, mac in enumerate(file.nodes)})
+    refuse(path, problems)
     return AssumedNodes(file.nodes, file.order == "fixed")
-
-
-def _repeated(names: Sequence[str]) -> Iterator[str]:
-    for i, name in enumerate(names):
-        if (first := names.index(name)) < i:
-            yield f"nodes[{i}].name: expected one that no other node has, found {name!r} at nodes[{first}].name too"
 
 
 def _describe(detail: ErrorDetails) -> str:
