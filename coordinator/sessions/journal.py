@@ -66,15 +66,19 @@ class _Request(_Record):
     fingerprint: bytes
     contents: bytes
     has_text: bool
-    prompt: Annotated[list[_Id], Field(min_length=1)]
+    prompt: Annotated[tuple[_Id, ...], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)]
     sampling: bytes
     decode: Decode
     cache: bytes
-    stops: list[str]
-    eos: list[_Id]
+    stops: tuple[str, ...]
+    eos: frozenset[_Id]
     repeat_guard: Annotated[int, Field(ge=0)]
     continues_text: bool = False  # older files lack it
+
+
+# fields of a request that its record has as they are
+_AS_THEY_ARE = ("prompt", "max_tokens", "decode", "stops", "eos", "repeat_guard", "continues_text")
 
 
 class _Batch(_Record):
@@ -95,15 +99,9 @@ def write_header(header: Header) -> bytes:
         fingerprint=header.fingerprint.SerializeToString(deterministic=True),
         contents=header.contents.SerializeToString(deterministic=True),
         has_text=header.has_text,
-        prompt=list(request.prompt),
-        max_tokens=request.max_tokens,
         sampling=request.sampling.SerializeToString(deterministic=True),
-        decode=request.decode,
         cache=request.cache.SerializeToString(deterministic=True),
-        stops=list(request.stops),
-        eos=sorted(request.eos),
-        repeat_guard=request.repeat_guard,
-        continues_text=request.continues_text,
+        **{name: getattr(request, name) for name in _AS_THEY_ARE},
     )
     return MAGIC + _write(record.model_dump())
 
@@ -178,20 +176,12 @@ def _payloads(data: bytes) -> Iterator[tuple[int, memoryview]]:
 def _read_header(payload: memoryview) -> Header:
     record = _read(_Request, payload, 0)
     try:
-        request = Request(
-            prompt=tuple(record.prompt),
-            max_tokens=record.max_tokens,
-            sampling=Sampling.FromString(record.sampling),
-            stops=tuple(record.stops),
-            eos=frozenset(record.eos),
-            decode=record.decode,
-            cache=Cache.FromString(record.cache),
-            repeat_guard=record.repeat_guard,
-            continues_text=record.continues_text,
-        )
+        kept: dict[str, Any] = {name: getattr(record, name) for name in _AS_THEY_ARE}
+        sampling, cache = Sampling.FromString(record.sampling), Cache.FromString(record.cache)
         fingerprint, contents = Fingerprint.FromString(record.fingerprint), Contents.FromString(record.contents)
     except DecodeError as error:
         raise _damaged(0, str(error)) from error
+    request = Request(sampling=sampling, cache=cache, **kept)
     return Header(record.model, fingerprint, contents, request, record.has_text)
 
 
