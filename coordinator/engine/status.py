@@ -18,6 +18,8 @@ from worker.platform.text import counted
 _ASK_S = 1.0
 _FRESH_S = 0.5  # readers share an answer for so long: their number does not change how often nodes are asked
 _LOG_EVERY_S = 5.0
+# values of a node by the names that they have in its answer
+_AS_ANSWERED = ("peak_memory_bytes", "active_memory_bytes", "cached_memory_bytes", "sent_bytes", "slots")
 
 
 @dataclass(frozen=True)
@@ -152,12 +154,8 @@ def _node(
         cache_promised_bytes=reserved if is_joined else 0,
         cache_budget_bytes=place.cache_budget_bytes,
         cache_held_bytes=reply.cache_bytes if reply else None,
-        peak_memory_bytes=reply.peak_memory_bytes if reply else None,
-        active_memory_bytes=reply.active_memory_bytes if reply else None,
-        cached_memory_bytes=reply.cached_memory_bytes if reply else None,
         utilisation=utilisation.get(place.name, 0.0) if is_joined else 0.0,
-        sent_bytes=reply.sent_bytes if reply else None,
-        slots=reply.slots if reply else None,
+        **{name: getattr(reply, name) if reply else None for name in _AS_ANSWERED},
     )
 
 
