@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +13,6 @@ import typer
 from coordinator.cli import flags
 from coordinator.cluster.progress import say, show_bytes, show_tokens
 from coordinator.cluster.tables import fitting, plain_console
-from worker.errors import InputError
 from worker.platform.text import Json, counted, format_bytes
 from worker.platform.threads import run_in_thread
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 _format = partial(typer.Option, rich_help_panel="Quantisation")
 _mixed = partial(typer.Option, rich_help_panel="Mixed bits")
-_SENSITIVITY = "sensitivity"
 
 
 async def quantize(
@@ -83,63 +81,83 @@ async def quantize(
     brigade quantize Qwen/Qwen3-8B qwen3-8b-awq --method awq --calibration texts.txt
     """
 
-    def run() -> None:
-        from coordinator.quality.quantize import (
-            QuantizedModel,
-            begun_parts,
-            opened,
-            quantize_options,
-            require_new,
-            require_new_or_unfinished,
-            write_model,
-        )
-        from coordinator.quality.sensitivity import HIGH_BITS, read_text
-        from worker.node.loading import open_checkpoint
+    def run() -> _Written:
+        from coordinator.quality.quantize import quantize_options, require_new_or_unfinished
 
         kept = [name.strip() for name in (keep or "").split(",") if name.strip()]
         options = quantize_options(q_mode, q_bits, q_group_size, kept)
         require_new_or_unfinished(out)
-        if method is not None:
-            from coordinator.quality.methods import MethodRun, require_method
+        if method is None:
+            return _write_rounded(model, out, options, recipe, target_bpw, calibration)
+        return _write_by_method(method, model, out, options, recipe, target_bpw, calibration)
 
-            require_method(method, options, recipe, target_bpw)
-            text = read_text(calibration)
-            checkpoint = open_checkpoint(model)
-            converting = MethodRun(checkpoint, method, options, target_bpw, text)
-            _fetch(checkpoint)
-            state = {**_state(checkpoint, options), "method": [method, target_bpw, _hash(text)]}
-            with opened(out, state):
-                nbytes, bits_per_weight = converting.write(out)
-            _tell(out, nbytes, bits_per_weight, parts=[], as_json=as_json)
-            return
-        if recipe is None and (target_bpw, calibration) != (None, None):
-            field = "calibration" if target_bpw is None else "target_bpw"
-            raise InputError(field, "expected --recipe sensitivity or --method with it, got neither")
-        if recipe is not None and target_bpw is None:
-            raise InputError("target_bpw", "expected bits per weight with --recipe, such as 5, got none")
-        if recipe is not None and (recipe != _SENSITIVITY or q_mode != "affine"):
-            raise InputError("recipe", f"expected {_SENSITIVITY} with affine, got {recipe} with {q_mode}")
-        if recipe is not None and q_bits is not None and q_bits >= HIGH_BITS:
-            raise InputError("q_bits", f"expected fewer than the {HIGH_BITS} of other parts, got {q_bits}")
-        text = read_text(calibration) if recipe else ""
-        checkpoint = open_checkpoint(model)
-        _fetch(checkpoint)
-        state, parts = _state(checkpoint, options), list[Json]()
-        if target_bpw is not None:
-            state["recipe"] = [target_bpw, _hash(text)]
-            parts = begun_parts(out, state)
-            if not parts:
-                require_new(out)
-                QuantizedModel(checkpoint, options)  # what it refuses, it refuses before the model is measured
-                parts = _measured_parts(checkpoint, options, text, target_bpw)
-            state["parts"] = parts
-            options = replace(options, bits_of={path: part["bits"] for part in parts for path in part["modules"]})
-        found = QuantizedModel(checkpoint, options)
-        with show_bytes("quantised", found.nbytes) as report:
-            write_model(found, checkpoint, out, state, report)
-        _tell(out, found.nbytes, found.bits_per_weight, parts, as_json=as_json)
+    _tell(out, await run_in_thread(run), as_json=as_json)  # interrupts take effect while MLX computes
 
-    await run_in_thread(run)  # interrupts take effect while MLX computes
+
+@dataclass(frozen=True)
+class _Written:
+    """A quantised copy on disk; `parts` have the bits that a recipe chose."""
+
+    nbytes: int
+    bits_per_weight: float
+    parts: list[Json] = field(default_factory=list)
+
+
+def _write_by_method(
+    method: str,
+    model: str,
+    out: Path,
+    options: QuantizeOptions,
+    recipe: str | None,
+    target_bpw: float | None,
+    calibration: Path | None,
+) -> _Written:
+    """Quantise the model by a method of mlx_lm."""
+    from coordinator.quality.methods import MethodRun, require_method
+    from coordinator.quality.quantize import opened
+    from coordinator.quality.sensitivity import read_text
+    from worker.node.loading import open_checkpoint
+
+    require_method(method, options, recipe, target_bpw)
+    text = read_text(calibration)
+    checkpoint = open_checkpoint(model)
+    converting = MethodRun(checkpoint, method, options, target_bpw, text)
+    _fetch(checkpoint)
+    with opened(out, {**_state(checkpoint, options), "method": [method, target_bpw, _hash(text)]}):
+        return _Written(*converting.write(out))
+
+
+def _write_rounded(
+    model: str,
+    out: Path,
+    options: QuantizeOptions,
+    recipe: str | None,
+    target_bpw: float | None,
+    calibration: Path | None,
+) -> _Written:
+    """Round the model's weights, tensor by tensor, to bits that a recipe may choose for each part."""
+    from coordinator.quality.quantize import QuantizedModel, begun_parts, require_new, write_model
+    from coordinator.quality.sensitivity import read_text, require_recipe
+    from worker.node.loading import open_checkpoint
+
+    require_recipe(recipe, options, target_bpw, calibration)
+    text = read_text(calibration) if recipe else ""
+    checkpoint = open_checkpoint(model)
+    _fetch(checkpoint)
+    state, parts = _state(checkpoint, options), list[Json]()
+    if target_bpw is not None:
+        state["recipe"] = [target_bpw, _hash(text)]
+        parts = begun_parts(out, state)
+        if not parts:
+            require_new(out)
+            QuantizedModel(checkpoint, options)  # what it refuses, it refuses before the model is measured
+            parts = _measured_parts(checkpoint, options, text, target_bpw)
+        state["parts"] = parts
+        options = replace(options, bits_of={path: part["bits"] for part in parts for path in part["modules"]})
+    found = QuantizedModel(checkpoint, options)
+    with show_bytes("quantised", found.nbytes) as report:
+        write_model(found, checkpoint, out, state, report)
+    return _Written(found.nbytes, found.bits_per_weight, parts)
 
 
 def _state(checkpoint: Checkpoint, options: QuantizeOptions) -> dict[str, Any]:
@@ -156,17 +174,17 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _tell(out: Path, nbytes: int, bits_per_weight: float, parts: list[Json], *, as_json: bool) -> None:
+def _tell(out: Path, found: _Written, *, as_json: bool) -> None:
     if as_json:
-        flags.print_json({"bytes": nbytes, "bits_per_weight": bits_per_weight, "parts": parts})
-    elif parts:
+        flags.print_json({"bytes": found.nbytes, "bits_per_weight": found.bits_per_weight, "parts": found.parts})
+    elif found.parts:
         rows = []
-        for part in parts:
+        for part in found.parts:
             lost = "not measured" if part["drafts_lost"] is None else f"{part['drafts_lost']:+.3f}"
             rows.append([part["part"], f"{part['weights']:,}", f"{part['loss']:+.4f}", lost, str(part["bits"])])
         console = plain_console()
         console.print(fitting(("part", "weights", "loss, nats", "drafts lost", "bits"), rows, console.width))
-    say(f"{out}: {format_bytes(nbytes)}, {bits_per_weight:.2f} bits per weight")
+    say(f"{out}: {format_bytes(found.nbytes)}, {found.bits_per_weight:.2f} bits per weight")
 
 
 def _fetch(checkpoint: Checkpoint) -> None:

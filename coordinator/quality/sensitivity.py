@@ -34,7 +34,26 @@ _PLACES = 2  # of a sequence at which a window begins
 _BATCH = 8  # sequences at once
 _LOGIT_BYTES = 2 + 4 + 4  # in bf16, in float32, and within the loss
 
+RECIPE = "sensitivity"
+
 Takes = Callable[[str, Any], bool]  # whether a module is quantised, by its path
+
+
+def require_recipe(
+    recipe: str | None, options: QuantizeOptions, target_bpw: float | None, calibration: Path | None
+) -> None:
+    """Raise InputError, which names the flag, for what does not go with the recipe, or needs one."""
+    if recipe is None:
+        if (target_bpw, calibration) != (None, None):
+            field = "calibration" if target_bpw is None else "target_bpw"
+            raise InputError(field, f"expected --recipe {RECIPE} or --method with it, got neither")
+        return
+    if target_bpw is None:
+        raise InputError("target_bpw", "expected bits per weight with --recipe, such as 5, got none")
+    if recipe != RECIPE or options.mode != "affine":
+        raise InputError("recipe", f"expected {RECIPE} with affine, got {recipe} with {options.mode}")
+    if options.bits >= HIGH_BITS:
+        raise InputError("q_bits", f"expected fewer than the {HIGH_BITS} of other parts, got {options.bits}")
 
 
 @dataclass(frozen=True)
