@@ -16,10 +16,11 @@ from coordinator.cli.flags import find_config, given_flags
 from coordinator.cluster.progress import say, show_progress, telling_interrupts
 from coordinator.cluster.tables import fitting, plain_console
 from protos.brigade_pb2 import LoadProgress
-from worker.config import CONFIG, ClusterConfig, WorkerConfig, load_cluster, read_yaml
+from worker.config import CONFIG, ClusterConfig, WorkerConfig, load_cluster
 from worker.errors import BrigadeError, ConfigError, InputError
 from worker.platform.text import printable_lines
 from worker.platform.threads import run_in_thread
+from worker.yaml_file import read_yaml
 
 if TYPE_CHECKING:
     from coordinator.deploy.launch import Outcome, SayOf

@@ -10,22 +10,10 @@ from pydantic_core import ErrorDetails
 
 from coordinator.planning.plan import Node
 from coordinator.planning.speeds import LinkSpeed, NodeSpeed, Survey
-from worker.config import (
-    FROM_LIST,
-    NAME_RULE,
-    SIZE_RULE,
-    Name,
-    Section,
-    Size,
-    read_yaml,
-    refuse,
-    repeated,
-    shown,
-    unknown_key,
-    yaml_path,
-)
+from worker.config import NAME_RULE, SIZE_RULE, Name, Size
 from worker.errors import ConfigError
 from worker.model.model_spec import ModelSpec
+from worker.yaml_file import FROM_LIST, Section, read_yaml, refuse, repeated, shown, unknown_key, yaml_path
 
 _MOST_NODES = 64
 _LEAST, _MOST = 0.001, 1_000_000
