@@ -7,6 +7,7 @@ import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
@@ -128,7 +129,7 @@ def _run(job: _Job) -> None:
     except BaseException as error:  # raised again in the task that waits
         traceback.clear_frames(error.__traceback__)  # the call's arrays must not leave this thread
         settle = partial(_settle, future, None, error.with_traceback(_cut(error.__traceback__)))
-    if not loop.is_closed():
+    with suppress(RuntimeError):  # the loop is closed
         loop.call_soon_threadsafe(settle)
     del job, call, future, settle  # break the cycle between this frame and an error that refers to it
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from worker.platform.threads import MlxThread, calls_are_left, run_in_thread
+from worker.platform.threads import CallThread, MlxThread, calls_are_left, run_in_thread
 
 
 @pytest.fixture
@@ -92,6 +92,31 @@ async def test_a_cancelled_wait_leaves_its_call_running_and_the_next_one_waits_f
         leave.set()
         await second
         assert done == [True]
+
+
+class ClosedMeanwhile(asyncio.SelectorEventLoop):
+    """A loop that is closed between a look at it and what follows from that."""
+
+    looks_open = True
+
+    def is_closed(self) -> bool:
+        return not self.looks_open and super().is_closed()
+
+
+async def test_a_loop_that_closes_as_its_call_ends_takes_no_thread_with_it() -> None:
+    thread, leave = CallThread("calls"), threading.Event()
+
+    async def submit() -> None:
+        thread.submit(lambda: leave.wait(5))
+
+    loop = ClosedMeanwhile()
+    await asyncio.to_thread(loop.run_until_complete, submit())
+    loop.close()
+    leave.set()
+    async with asyncio.timeout(5):
+        assert await thread.run(lambda: 7) == 7
+    loop.looks_open = False
+    thread.close()
 
 
 async def test_nothing_of_a_call_is_kept_while_the_thread_waits(thread: MlxThread) -> None:
