@@ -186,17 +186,17 @@ class EngineCore:
         await self._bring(self.chain, [session], self.scheduler.slots.num_shared)
         if session.state is SessionState.FINISHED:
             return  # it was closed meanwhile: its reader has left
-        if self.failure is not None:
-            raise again(self.failure)
-        if self._is_closing:
-            raise StageLost("the engine has shut down")
-        if draining := self.chain.draining:
-            raise draining
-        self.sessions[session] = None
-        self._fit(session)
+        self.sessions[session] = None  # first: `_ended`, on the main loop, sets the failure and then looks here
         try:
+            if self.failure is not None:
+                raise again(self.failure)
+            if self._is_closing:
+                raise StageLost("the engine has shut down")
+            if draining := self.chain.draining:
+                raise draining
+            self._fit(session)
             self.enter(session)
-        except BrigadeError:
+        except BaseException:
             self.sessions.pop(session, None)
             raise
         self._send_all()

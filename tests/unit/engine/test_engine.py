@@ -1,6 +1,7 @@
 """The engine over lost chains, in virtual time: which requests go on, wait, or end."""
 
 import asyncio
+import threading
 import types
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
@@ -38,6 +39,7 @@ from worker.errors import (
     WaitedTooLong,
 )
 from worker.platform.tasks import cancel_all
+from worker.platform.threads import MlxThread
 
 SPEC = replace(network.SPEC, context=4000)
 WIDE, STEP_S = 60_000, 0.2
@@ -454,3 +456,38 @@ def test_without_a_chain_the_engine_is_recovering_unless_there_is_one_at_once(
         assert engine.status.state is state
 
     run(clock, Chains(WIDE), look, cluster=cluster)
+
+
+async def test_a_request_that_comes_as_the_engine_fails_gets_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is entered on the MLX thread between the end of the engine's loop there and the news of it here."""
+    thread, chain = MlxThread(), Chains(WIDE).open()
+    chain.thread = thread
+    is_over, is_entering, is_known = threading.Event(), threading.Event(), threading.Event()
+
+    async def wait_over() -> None:
+        chain.lose(StageLost("lost", node="a"))
+        while len(asyncio.all_tasks()) > 1:  # noqa: ASYNC110 - a few turns of the loop
+            await asyncio.sleep(0)
+        is_over.set()
+
+    def draining(chain: Any) -> None:
+        is_entering.set()
+        assert is_known.wait(5)
+
+    async with Engine(chain) as engine:
+        await thread.call(asyncio.sleep(0))
+        monkeypatch.setattr(network.WorldChain, "draining", property(draining))
+        over = asyncio.create_task(thread.call(wait_over()))
+        await asyncio.sleep(0)
+        assert is_over.wait(5)
+        [late] = asked(engine, Request((4, 5), 5))
+        await asyncio.sleep(0)
+        assert is_entering.wait(5) and engine.failure is None
+        while engine.failure is None:  # noqa: ASYNC110 - a few turns of the loop
+            await asyncio.sleep(0)
+        is_known.set()
+        with pytest.raises(StageLost, match="lost"):
+            async with asyncio.timeout(5):
+                await late
+        await over
+    thread.close()
