@@ -46,7 +46,7 @@ from worker.errors import (
 from worker.model.cache_spec import MOST_SNAPSHOT_BYTES
 from worker.node.framing import most_chunk_rows, most_lane_rows
 from worker.node.rpc_errors import error_named
-from worker.platform.tasks import background
+from worker.platform.tasks import background, cancel_all
 
 _LEAVE_S = 2.0  # for frames in flight when a core is left by an exception
 _SPARE = 9  # a ninth of its budget is about what a node leaves to the system; scratch may take of that, too
@@ -86,6 +86,7 @@ class EngineCore:
         self._thread = chain.thread
         self._outbox: deque[tuple[OutputQueue, Session, Output | BaseException]] = deque()  # for the main loop
         self._task: asyncio.Task[None] | None = None
+        self._opening: asyncio.Task[Any] | None = None  # of the next chain, on the main loop
         self._begin_epoch(chain)
 
     # From the main loop
@@ -105,6 +106,8 @@ class EngineCore:
         finally:
             self._task.cancel()
             await asyncio.wait([self._task])
+            if self._opening is not None:  # before its owner closes what it opens
+                await cancel_all(self._opening)
 
     async def wait_failed(self) -> None:
         """Wait until no more requests can be answered, and raise the reason."""
@@ -153,6 +156,17 @@ class EngineCore:
     async def stored_names(self) -> set[bytes]:
         """Wait until nodes have stored what ended sessions left in the caches; return the names of its pieces."""
         return await self._thread.call(self._stored_names())
+
+    async def _open_next(self, error: BrigadeError) -> Chain:
+        """Return the chain on which sessions go on. Raises the reason if there is none, or the engine was left."""
+        assert self._task is not None and self._when_lost is not None
+        if self._task.done():
+            raise StageLost("the engine has shut down")
+        self._opening = asyncio.current_task()
+        try:
+            return await self._when_lost(error)
+        finally:
+            self._opening = None
 
     def _put(self, queue: OutputQueue, session: Session, item: Output | BaseException) -> None:
         """Put an item into a reader's queue, on either loop.
@@ -320,8 +334,8 @@ class EngineCore:
                     raise
                 self._lose_chain(error)
                 before = self.scheduler.slots
-                opening = asyncio.run_coroutine_threadsafe(self._when_lost(error), self._main)
-                chain = await asyncio.wrap_future(opening)
+                opening = asyncio.run_coroutine_threadsafe(self._open_next(error), self._main)
+                chain = await asyncio.shield(asyncio.wrap_future(opening))  # `__aexit__` cancels it
                 await self._bring(chain, list(self.sessions), lambda session: 0)
                 self._begin_epoch(chain)
                 self._replay(before)

@@ -4,7 +4,7 @@ import asyncio
 import threading
 import types
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -435,6 +435,38 @@ def test_a_request_sent_without_a_chain_is_answered_by_the_next_one(clock: Virtu
     run(clock, Chains(WIDE), work)
 
 
+def test_no_chain_is_opened_behind_an_engine_that_is_left(clock: VirtualTime) -> None:
+    """It is left so many turns of the loop after its chain was lost."""
+    num_begun = 0
+
+    async def leave_after(num_turns: int) -> None:
+        nonlocal num_begun
+        opening = list[str]()
+
+        async def reopen(error: BrigadeError) -> Any:
+            opening.append("begun")
+            try:
+                await asyncio.sleep(100)
+            finally:
+                await asyncio.sleep(STEP_S)
+                opening.append("ended")
+
+        async with Engine(Chains(WIDE).open(), when_lost=reopen) as engine:
+            await asyncio.sleep(STEP_S)
+            chain: Any = engine.chain
+            chain.lose(StageLost("closed", node="a"))
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+        found = list(opening)
+        await asyncio.sleep(STEP_S)
+        assert found == opening and found in ([], ["begun", "ended"])
+        num_begun += bool(found)
+
+    for num_turns in range(30):
+        clock.run(leave_after(num_turns))
+    assert num_begun
+
+
 @pytest.mark.parametrize(
     ("error", "prompt_end", "state"),
     [
@@ -490,4 +522,35 @@ async def test_a_request_that_comes_as_the_engine_fails_gets_the_reason(monkeypa
             async with asyncio.timeout(5):
                 await late
         await over
+    thread.close()
+
+
+async def test_no_chain_is_opened_for_an_engine_that_was_left_while_its_thread_was_held_up() -> None:
+    thread, chain = MlxThread(), Chains(WIDE).open()
+    chain.thread = thread
+    is_losing, leave, opening = threading.Event(), threading.Event(), list[BrigadeError]()
+
+    class Peers(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            is_losing.set()
+            assert leave.wait(10)
+            return super().__iter__()
+
+    async def reopen(error: BrigadeError) -> Any:
+        opening.append(error)
+        raise error
+
+    async def lose() -> None:
+        chain.peers = Peers()
+        chain.lose(StageLost("lost", node="a"))
+
+    with pytest.raises(ZeroDivisionError):
+        async with Engine(chain, when_lost=reopen):
+            await thread.call(lose())
+            await asyncio.to_thread(is_losing.wait, 5)
+            raise ZeroDivisionError
+    leave.set()
+    for _ in range(5):
+        await thread.call(asyncio.sleep(0))
+    assert not opening
     thread.close()
