@@ -51,8 +51,8 @@ class Way:
     @is_blackhole.setter
     def is_blackhole(self, value: bool) -> None:
         self._is_blackhole = value
-        if self._loop is not None and self._healed is not None:
-            self._loop.call_soon_threadsafe(self._healed.clear if value else self._healed.set)
+        if not value and self._loop is not None and self._healed is not None:
+            self._loop.call_soon_threadsafe(self._healed.set)
 
     @property
     def holds_bytes(self) -> float:
@@ -67,6 +67,7 @@ class Way:
         """Return at once unless it is a black hole."""
         assert self._healed is not None
         while self._is_blackhole:
+            self._healed.clear()
             await self._healed.wait()
 
     async def deliver(self, piece: bytes, writer: asyncio.StreamWriter, *, is_hop: bool) -> None:

@@ -1,6 +1,7 @@
 """The fault proxy between two ends of a TCP connection: each thing that it does, one way, while bytes pass."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.integration.many import until
-from tools.proxy import Proxy
+from tools.proxy import Proxy, Way
 
 LONG = bytes(range(256)) * 20
 
@@ -109,6 +110,20 @@ async def test_a_black_hole_keeps_what_is_sent_one_way_until_it_is_healed() -> N
         each.proxy.there.is_blackhole = False
         assert await each.far.wait_received(8) == b"lost? no"
         await until(lambda: each.far.is_over)
+
+
+async def test_what_comes_as_a_healed_way_is_cut_again_waits_and_holds_up_nothing_else() -> None:
+    way, loop, turns = Way(), asyncio.get_running_loop(), list[int]()
+    way.begin()
+    for number in range(3):
+        way.is_blackhole = True
+        loop.call_soon(turns.append, number)
+        loop.call_soon(setattr, way, "is_blackhole", False)
+        rescue = threading.Timer(5, setattr, [way, "is_blackhole", False])  # of a loop that is held up
+        rescue.start()
+        await way.wait_healed()
+        rescue.cancel()
+        assert turns == list(range(number + 1))
 
 
 async def test_one_bit_is_flipped_and_what_follows_is_whole() -> None:
