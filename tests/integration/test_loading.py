@@ -282,7 +282,7 @@ def digest(array: mx.array) -> str:
 
 
 async def test_digests_leave_room_for_frames_in_between(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_tensors, "DIGEST_BYTES", 64)
+    monkeypatch.setattr(held_tensors, "DIGEST_BYTES", 256)
     async with serving(1) as [node], opened(models("qwen3").folder, (2, 2), [node]) as chain, Engine(chain) as engine:
         idle = await chain.peers[0].digests()
         live = Live(engine, request((5, 6, 7), 400))
