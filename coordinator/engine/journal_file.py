@@ -12,6 +12,7 @@ from coordinator.sessions.journal import MOST_BYTES, Header, Journal, read_journ
 from coordinator.sessions.output import Output
 from worker.errors import InputError
 from worker.platform.files import open_locked, sync_file, writing
+from worker.platform.tasks import shielded
 from worker.platform.threads import CallThread
 
 _SYNC_EVERY_S = 0.1  # at most: a disk that is asked after every step makes the steps wait
@@ -116,7 +117,7 @@ class JournalFile:
             await self._unsynced.wait()
             self._unsynced.clear()
             with writing("journal", self._path):
-                await self._syncer.run(partial(sync_file, self._file))
+                await shielded(self._syncer.run(partial(sync_file, self._file)))  # a failure may be told only once
             await asyncio.sleep(_SYNC_EVERY_S)
 
     def _read(self) -> Journal | None:

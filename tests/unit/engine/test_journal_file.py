@@ -176,15 +176,17 @@ async def test_a_full_disk_ends_the_answer_with_the_files_name(tmp_path: Path, m
                 await journal.keep(piece(5), print)
 
 
+@pytest.mark.parametrize("is_left_first", [False, True])
 def test_a_disk_that_tells_its_failure_once_and_behind_the_last_piece_is_heard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_left_first: bool
 ) -> None:
     """As Linux does: the next fsync of the file succeeds."""
-    has_failed = threading.Event()
+    has_begun, may_fail = threading.Event(), threading.Event()
 
     def fail(file: int) -> None:
-        if not has_failed.is_set():
-            has_failed.set()
+        if not has_begun.is_set():
+            has_begun.set()
+            may_fail.wait(10.0)
             raise OSError(5, "Input/output error")
 
     async def work() -> None:
@@ -192,7 +194,11 @@ def test_a_disk_that_tells_its_failure_once_and_behind_the_last_piece_is_heard(
             await journal.begin(HEADER)
             monkeypatch.setattr(journal_file, "sync_file", fail)
             await journal.keep(piece(5, end="stop"), print)
-            while not has_failed.is_set():  # noqa: ASYNC110 - on another thread
+            await asyncio.to_thread(has_begun.wait, 10.0)
+            if is_left_first:
+                asyncio.get_running_loop().call_soon(may_fail.set)
+            else:
+                may_fail.set()
                 await asyncio.sleep(0.01)
 
     with pytest.raises(InputError, match="Input/output error"):
