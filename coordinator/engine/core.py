@@ -334,8 +334,9 @@ class EngineCore:
                     raise
                 self._lose_chain(error)
                 before = self.scheduler.slots
-                opening = asyncio.run_coroutine_threadsafe(self._open_next(error), self._main)
-                chain = await asyncio.shield(asyncio.wrap_future(opening))  # `__aexit__` cancels it
+                opening = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._open_next(error), self._main))
+                opening.add_done_callback(lambda opened: opened.cancelled() or opened.exception())  # this may be gone
+                chain = await asyncio.shield(opening)  # `__aexit__` cancels it
                 await self._bring(chain, list(self.sessions), lambda session: 0)
                 self._begin_epoch(chain)
                 self._replay(before)

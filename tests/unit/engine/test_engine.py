@@ -1,6 +1,7 @@
 """The engine over lost chains, in virtual time: which requests go on, wait, or end."""
 
 import asyncio
+import gc
 import threading
 import types
 from collections import defaultdict
@@ -529,6 +530,8 @@ async def test_no_chain_is_opened_for_an_engine_that_was_left_while_its_thread_w
     thread, chain = MlxThread(), Chains(WIDE).open()
     chain.thread = thread
     is_losing, leave, opening = threading.Event(), threading.Event(), list[BrigadeError]()
+    logged: list[dict[str, Any]] = []
+    thread.loop.set_exception_handler(lambda _, context: logged.append(context))
 
     class Peers(list[Any]):
         def __iter__(self) -> Iterator[Any]:
@@ -540,17 +543,20 @@ async def test_no_chain_is_opened_for_an_engine_that_was_left_while_its_thread_w
         opening.append(error)
         raise error
 
-    async def lose() -> None:
+    async def lose(chain: Any) -> None:
         chain.peers = Peers()
         chain.lose(StageLost("lost", node="a"))
 
     with pytest.raises(ZeroDivisionError):
         async with Engine(chain, when_lost=reopen):
-            await thread.call(lose())
+            await thread.call(lose(chain))
             await asyncio.to_thread(is_losing.wait, 5)
             raise ZeroDivisionError
     leave.set()
     for _ in range(5):
         await thread.call(asyncio.sleep(0))
-    assert not opening
+    del chain  # and with its error the frames that it passed through
+    await thread.run(gc.collect)
+    assert not opening and not logged
+    thread.loop.set_exception_handler(None)
     thread.close()
