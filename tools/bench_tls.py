@@ -31,9 +31,10 @@ from protos.brigade_pb2 import Credit, Frame, Timing
 from protos.brigade_pb2_grpc import HopServicer
 from tools.child import child
 from tools.figures import table
+from worker.compute.ahead import received_array
 from worker.node.certificates import KeyFile, Role
 from worker.node.framing import ENCRYPTED, PLAIN, FrameAssembler, Wire
-from worker.node.hop import add_hops, open_relay, pack, unpack
+from worker.node.hop import add_hops, open_relay, pack
 from worker.node.network import Network
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command
@@ -91,7 +92,7 @@ class Receiver(HopServicer):
         self._ticker.take()
         async for part in parts:
             if arrival := joiner.add(part):
-                unpack(arrival.header, arrival.payload)
+                received_array(arrival.header, arrival.payload)
                 yield Credit(frames=1)
                 print(json.dumps(self._ticker.take()), flush=True)
 

@@ -43,8 +43,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
     take = StepsAhead.take
 
-    def note(ahead: StepsAhead, frame: Frame, x: mx.array | None) -> Ready | None:
-        built = take(ahead, frame, x)
+    def note(ahead: StepsAhead, frame: Frame) -> Ready | None:
+        built = take(ahead, frame)
         found.append(built is not None)
         return built
 
@@ -137,7 +137,7 @@ def engine_of(whole: Whole, way: str, slots: dict[int, Slot] | None = None) -> t
     engine = idle_engine(whole, slots)
     opened = [Opening(slot=slot, sampling=SAMPLINGS[way.removeprefix("not ")]) for slot in range(2)]
     run(engine, [window_of(FED[slot], 0, slot) for slot in range(2)], opened=opened)
-    step = engine.begin(Frame(windows=[window_of(NEXT[slot], len(FED[slot]), slot) for slot in range(2)]), None, 0, 0)
+    step = engine.begin(Frame(windows=[window_of(NEXT[slot], len(FED[slot]), slot) for slot in range(2)]), (), 0, 0)
     result, _ = engine.finish(step)
     assert isinstance(result, Result)
     if way == "built":
@@ -220,7 +220,7 @@ def test_a_slot_is_stored_as_it_is_before_the_step_that_is_ready(models: Models,
         engine, given = engine_of(models("qwen3"), each)
         end = len(NEXT[0])
         store = Store(slot=0, piece=Piece(end=end), prefix_hash=newest(0, [0]).prefix_hash)
-        step = engine.begin(Frame(stores=[store]), None, 0, 0)
+        step = engine.begin(Frame(stores=[store]), (), 0, 0)
         engine.finish(step)
         assert step.to_store
         rows = [array.tolist() for segment in step.to_store for array in segment.arrays]
@@ -289,7 +289,7 @@ def test_nothing_is_launched_into_a_cache_that_has_no_room(models: Models) -> No
     run(engine, [window_of(tokens[:-2], 0)], opened=[Opening(slot=0)])
     launched = []
     for length in (255, 256):
-        step = engine.begin(Frame(windows=[window_of(tokens[:length], length - 1)]), None, 0, 0)
+        step = engine.begin(Frame(windows=[window_of(tokens[:length], length - 1)]), (), 0, 0)
         engine.finish(step)
         launch(engine, step)
         launch(engine, step)

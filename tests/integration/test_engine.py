@@ -15,6 +15,8 @@ from worker.compute.shard import Shard
 from worker.errors import FrameError
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
+from worker.node.framing import Arrival, FrameAssembler
+from worker.node.hop import pack
 
 PROMPTS = [tokens_of(9 + 3 * number, number) for number in range(3)]
 
@@ -32,11 +34,13 @@ class Row:
 
     def run(self, windows: Sequence[Window], **more: Sequence[Opening] | Sequence[int]) -> Result:
         self._step += 1
-        output: Frame | Result = Frame(epoch=1, step=self._step, windows=windows, **more)  # type: ignore[arg-type]
-        array: mx.array | None = None
+        arrival = Arrival(Frame(epoch=1, step=self._step, windows=windows, **more))  # type: ignore[arg-type]
         for engine in self.engines:
-            assert isinstance(output, Frame)
-            output, array = engine.finish(engine.begin(output, array, 0, 0))
+            output, array = engine.finish(engine.begin(arrival.header, arrival.payload, 0, 0))
+            if isinstance(output, Frame):
+                [found] = map(FrameAssembler(lambda frame: None).add, pack(output, array))
+                assert found is not None
+                arrival = found
         assert isinstance(output, Result)
         return output
 
@@ -89,7 +93,7 @@ def test_a_window_that_a_later_stage_cannot_take_fails_alone(whole: Whole, at: i
     """As if that stage had lost the slot: earlier ones have computed the window's rows, which it leaves out."""
     row = Row(whole, (2, 1, 1))
     row.feed(PROMPTS)
-    row.engines[at].begin(Frame(epoch=1, opened=[Opening(slot=1)]), None, 0, 0)
+    row.engines[at].begin(Frame(epoch=1, opened=[Opening(slot=1)]), (), 0, 0)
     result = row.run(last_windows())
     assert failures(result) == [(1, "CacheMismatch", f"node-{at}")]
     assert "only 0 tokens" in result.failures[0].message
@@ -195,7 +199,7 @@ def test_a_chunk_is_waited_for_by_itself_though_the_next_has_begun(whole: Whole)
     for chunk in chunks:
         chunk.wanted = 0
     frames = [Frame(opened=[Opening(slot=0)], windows=chunks[:1]), Frame(windows=chunks[1:])]
-    first, second = (engine.begin(frame, None, 0, 0) for frame in frames)
+    first, second = (engine.begin(frame, (), 0, 0) for frame in frames)
     rows = [_num_rows_written(array) for step in (first, second) for array in step.pending]
     assert rows == [CHUNK, CHUNK, 2 * CHUNK, 2 * CHUNK]
     for step in (first, second):

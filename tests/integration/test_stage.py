@@ -51,7 +51,7 @@ class FakeEngine:
         self.runs_ahead = runs_ahead
         self.num_slots = 0
         self.begun: list[int] = []
-        self.taken: list[bytes | None] = []
+        self.taken: list[bytes] = []
         self.built: list[int] = []  # steps whose followers were built beside the next one
         self._finished: list[int] = []
         self.is_closed = False
@@ -65,9 +65,6 @@ class FakeEngine:
     def close(self, *, leaves_slots: bool = False) -> None:
         self.is_closed = True
 
-    def awaited(self, header: Frame) -> None:
-        pass
-
     def build_ahead(self) -> bool:
         """Build what follows the last finished step."""
         self.built += self._finished
@@ -77,9 +74,9 @@ class FakeEngine:
     def launch_ahead(self, step: Begun, *, is_finished: bool) -> None:
         pass
 
-    def begin(self, header: Frame, x: mx.array | None, received: int, taken: int) -> Begun:
+    def begin(self, header: Frame, payload: Sequence[memoryview], received: int, taken: int) -> Begun:
         self.begun.append(header.step)
-        self.taken.append(None if x is None else bytes(memoryview(x.view(mx.uint8))))  # type: ignore[arg-type]
+        self.taken.append(b"".join(payload))
         step = Begun(header)
         self.steps.add(step)
         return step

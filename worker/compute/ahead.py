@@ -23,6 +23,7 @@ from worker.compute.sampling import Draws
 from worker.compute.shard import Shard
 from worker.compute.slot import Slot
 from worker.memory.slot_caches import move_apart, shared_by
+from worker.model.describe import DTYPES
 
 SlotsById = Mapping[int, Slot]
 
@@ -56,19 +57,21 @@ class Built:
     def __init__(self, shard: Shard, slots: SlotsById, dtype: mx.Dtype) -> None:
         B, D = len(slots), shard.row_size
         self.slots = slots
-        self.hidden = None if shard.is_first else Placeholder([1, B, D], dtype)
+        self._hidden = None if shard.is_first else Placeholder([1, B, D], dtype)
         self._ids = Placeholder([1, B], mx.int32)
         self._before: list[Any] | None = [slot.caches.saved() for slot in slots.values()]
         bases = {number: len(slot.history) for number, slot in slots.items()}
-        self.outputs = _outputs(shard, slots, bases, (self.hidden or self._ids).array, self._ids.array)
+        self.outputs = _outputs(shard, slots, bases, (self._hidden or self._ids).array, self._ids.array)
 
     def is_of(self, frame: Frame) -> bool:
         in_order = [window.slot for window in frame.windows] == list(self.slots)
         return in_order and _slots_besides(frame).isdisjoint(self.slots) and _add_one_token(frame.windows, self.slots)
 
-    def begin(self, windows: Sequence[Window]) -> None:
-        """Fill in the token ids and evaluate; the hidden states are already filled in."""
+    def begin(self, windows: Sequence[Window], payload: Sequence[memoryview]) -> None:
+        """Fill in the hidden states and the token ids, and evaluate."""
         self._before = None  # drop the only other reference to the buffers, so that MLX writes in place
+        if self._hidden:
+            self._hidden.fill(payload)
         self._ids.fill_numbers(window.tokens[0] for window in windows)
         self.outputs.evaluate()
 
@@ -85,8 +88,6 @@ class Launched:
     The caller evaluates its outputs before building anything else. If other tokens arrive, they overwrite its rows, so
     only recurrent states are saved to undo it.
     """
-
-    hidden = None  # the whole model takes token ids
 
     def __init__(self, shard: Shard, slots: SlotsById, bases: Mapping[int, int], tokens: mx.array) -> None:
         """Build the step.
@@ -126,7 +127,7 @@ class Launched:
         fed: list[int] = self._fed.tolist()  # type: ignore[assignment]
         return all(window.tokens[0] == fed[self._numbers[window.slot]] for window in frame.windows)
 
-    def begin(self, windows: Sequence[Window]) -> None:
+    def begin(self, windows: Sequence[Window], payload: Sequence[memoryview]) -> None:
         """Do nothing: the step is already launched."""
 
     def drop(self, numbers: Set[int]) -> None:
@@ -183,15 +184,9 @@ class StepsAhead:
         following = first.launch_on_top(most) if isinstance(first, Launched) else None
         return following.outputs if following else None
 
-    def awaited(self, frame: Frame) -> Placeholder | None:
-        """Return the placeholder for this frame's hidden states if its step is built."""
-        return next((each.hidden for each in self.ready if each.hidden and each.is_of(frame)), None)
-
-    def take(self, frame: Frame, x: mx.array | None) -> Ready | None:
-        """Return this frame's step if it is ready with the input x; undo the steps that the frame contradicts."""
+    def take(self, frame: Frame) -> Ready | None:
+        """Return this frame's step if it is ready; undo the steps that the frame contradicts."""
         found = next((each for each in self.ready if each.is_of(frame)), None)
-        if found and found.hidden and found.hidden.array is not x:
-            found = None
         asked = {window.slot for window in frame.windows}
         touched = asked | _slots_besides(frame)
         wrong = [each for each in self.ready if each is not found and not touched.isdisjoint(each.slots)]
@@ -293,6 +288,15 @@ class Placeholder:
     def fill_numbers(self, numbers: Iterable[int]) -> None:
         """Write token ids, as int32."""
         self.fill([np.array(list(numbers), np.int32).tobytes()])
+
+
+def received_array(frame: Frame, payload: Sequence[memoryview]) -> mx.array | None:
+    """Return the hidden states of a frame, whose bytes are copied once; None if it has none."""
+    if frame.hidden.dtype not in DTYPES:
+        return None
+    received = Placeholder(frame.hidden.shape, DTYPES[frame.hidden.dtype])
+    received.fill(payload)
+    return received.array
 
 
 @cache

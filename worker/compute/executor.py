@@ -26,7 +26,7 @@ from protos.brigade_pb2 import (
     Timing,
     Window,
 )
-from worker.compute.ahead import Placeholder, Ready, StepOutputs, StepsAhead, is_one_token
+from worker.compute.ahead import Ready, StepOutputs, StepsAhead, is_one_token, received_array
 from worker.compute.batching import LaneWindow
 from worker.compute.drafting import Drafter, DraftRequest, add_drafts
 from worker.compute.header import NUM_CANDIDATES, asked_rows, check_header, is_chunk, num_rows
@@ -170,7 +170,7 @@ class Executor:
 
     def step(self, frame: Frame, received: int) -> Frame | Result:
         """Begin and finish a frame, for a shard that is the whole model."""
-        output, _ = self.finish(self.begin(frame, None, received, time.monotonic_ns()))
+        output, _ = self.finish(self.begin(frame, (), received, time.monotonic_ns()))
         return output
 
     def build_ahead(self) -> bool:
@@ -208,17 +208,12 @@ class Executor:
             return {}
         return {window.slot: self._slots[window.slot] for window in windows}
 
-    def awaited(self, frame: Frame) -> Placeholder | None:
-        """Return the placeholder for this frame's hidden states if its step is already built."""
-        return self.ahead.awaited(frame)
-
-    def begin(self, frame: Frame, x: mx.array | None, received: int, taken: int) -> Step:
+    def begin(self, frame: Frame, payload: Sequence[memoryview], received: int, taken: int) -> Step:
         """Start one frame on the device.
 
         Args:
             frame: a header that passed `check`.
-            x: the frame's hidden states [1, sum L, D], in the `awaited` placeholder or any other array; None on the
-                first stage and without windows.
+            payload: its hidden states [1, sum L, D], as consecutive bytes; none on the first stage and without windows.
             received, taken: when the frame arrived and left the queue, nanoseconds on this node's monotonic clock.
         Raises:
             FrameError: a slot is not open.
@@ -226,16 +221,16 @@ class Executor:
         goes_on = not self._shard.is_last or (self._prompt_end is not None and not frame.stays)
         timing = Timing(stage=self._stage, received=received, taken=taken, started=time.monotonic_ns())
         step = Step(frame, goes_on, timing, self._node)
-        ready = self.ahead.take(frame, x)
+        ready = self.ahead.take(frame)
         if {window.slot for window in self._last_windows} & {window.slot for window in frame.windows}:
             self._last_windows = ()  # this is the step that follows
         open_and_close(
             *(self._slots, step, self._shard), has_drafter=self._drafter is not None, returns_rows=self._returns_rows
         )
         if ready:
-            self._begin_ready(step, ready)
+            self._begin_ready(step, ready, payload)
         elif places := self._begin_windows(step):
-            self._begin_layers(step, places, x)
+            self._begin_layers(step, places, received_array(frame, payload))
         for store in frame.stores:
             self._begin_store(step, store)
         if self._shows_drafter(step):
@@ -481,10 +476,10 @@ class Executor:
                 step.fail(window.slot, error)
         return places
 
-    def _begin_ready(self, step: Step, ready: Ready) -> None:
+    def _begin_ready(self, step: Step, ready: Ready, payload: Sequence[memoryview]) -> None:
         """Continue a step that was built or launched before its frame arrived."""
         step.windows.extend(step.frame.windows)
-        ready.begin(step.windows)
+        ready.begin(step.windows, payload)
         if ready.launched is not None:
             step.was_launched = True
             step.timing.started = step.timing.taken = ready.launched

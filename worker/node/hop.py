@@ -1,7 +1,7 @@
 """Hops: frames between stages, as messages of a stream with credit-based flow control, and the way of results back.
 
-`pack` and `unpack` are the way of hidden states into and out of messages, `pack_segments` and `unpack_segments` that of
-cache segments. Calls whose messages are bytes, weights too, are opened and registered here. The streams live on the MLX
+`pack` is the way of hidden states into messages, `pack_segments` and `unpack_segments` that of cache segments into and
+out of them. Calls whose messages are bytes, weights too, are opened and registered here. The streams live on the MLX
 threads' event loops, at both ends; reports of prompts alone come to the main loops.
 """
 
@@ -62,20 +62,6 @@ def pack(header: Frame, array: mx.array | None, wire: Wire = PLAIN) -> list[byte
     rest = [write_part(number, b"", data, seed) for number, data in enumerate(others, start=1)]
     header.timings[-1].sent = time.monotonic_ns()
     return [write_part(0, header.SerializeToString(), first, first_seed), *rest]
-
-
-def unpack(header: Frame, payload: Sequence[memoryview], placeholder: Placeholder | None = None) -> mx.array | None:
-    """Return the array of a received frame; None if it has none. Call on the MLX thread; the array is copied once.
-
-    Args:
-        placeholder: the input of the step, if that was built ahead.
-    """
-    if placeholder is None:
-        if header.hidden.dtype not in DTYPES:
-            return None
-        placeholder = Placeholder(header.hidden.shape, DTYPES[header.hidden.dtype])
-    placeholder.fill(payload)
-    return placeholder.array
 
 
 def can_pack(array: mx.array) -> bool:

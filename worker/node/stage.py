@@ -20,7 +20,7 @@ from worker.compute.executor import Executor
 from worker.compute.step import Step
 from worker.errors import BrigadeError, ChainReplaced, FrameError, StageLost, again, without_trace
 from worker.node.framing import PLAIN, Arrival, FrameAssembler, Wire
-from worker.node.hop import Link, pack, pack_segments, unpack
+from worker.node.hop import Link, pack, pack_segments
 from worker.platform.mlx_memory import forget_peak, memory_held, mlx_errors_named
 from worker.platform.tasks import cancel_all, shielded, wait_set
 from worker.platform.threads import MlxThread
@@ -302,11 +302,9 @@ class Stage:
     def _begin(self, arrival: Arrival, received: int) -> Step:
         self.busy_since = self.busy_since or time.monotonic()
         taken = time.monotonic_ns()
-        header = arrival.header
-        if header.opened:
+        if arrival.header.opened:
             forget_peak()
-        x = unpack(header, arrival.payload, self.executor.awaited(header))
-        return self.executor.begin(header, x, received, taken)
+        return self.executor.begin(arrival.header, arrival.payload, received, taken)
 
     def _put_out(self, step: int, output: list[bytes] | Result) -> None:
         """Queue what a step made for the task that sends it."""

@@ -110,7 +110,7 @@ def test_a_prompt_chunk_leaves_nothing_but_its_caches(checkpoint: Checkpoint, is
     held = list[int]()
     for slot in range(2):  # the first one compiles
         chunk = Window(slot=slot, prefix_hash=History().prefix_hash(0), tokens=[5] * 400)
-        engine.finish(engine.begin(Frame(opened=[Opening(slot=slot)], windows=[chunk]), None, 0, 0))
+        engine.finish(engine.begin(Frame(opened=[Opening(slot=slot)], windows=[chunk]), (), 0, 0))
         held.append(memory() - engine.cache_bytes)
     assert held[1] - held[0] < len(chunk.tokens) * spec.row_bytes / 4
 

@@ -80,7 +80,7 @@ def test_segments_of_several_layers_share_a_message_as_far_as_they_fit(
     monkeypatch.setattr(executor_module, "MESSAGE_BYTES", most)
     executor.returns_segments = True
     window = Window(slot=0, prefix_hash=History().prefix_hash(0), tokens=range(9))
-    step = executor.begin(Frame(opened=[Opening(slot=0)], windows=[window]), None, 0, 0)
+    step = executor.begin(Frame(opened=[Opening(slot=0)], windows=[window]), (), 0, 0)
     messages = [segments for _, segments in step.segments]
     sizes = [[sum(array.nbytes for array in each.arrays) for each in segments] for segments in messages]
     rows = {number: 0 for number in range(4)}
@@ -100,7 +100,7 @@ def test_only_a_prompt_chunk_that_is_alone_tells_what_memory_it_took(executor: E
         return Frame(opened=[Opening(slot=slot)], windows=[window])
 
     def scratch(*frames: Frame) -> list[bool]:
-        steps = [executor.begin(frame, None, 0, 0) for frame in frames]
+        steps = [executor.begin(frame, (), 0, 0) for frame in frames]
         results = [executor.finish(step)[0] for step in steps]
         return [isinstance(each, Result) and each.timings[-1].scratch_bytes > 0 for each in results]
 
@@ -148,7 +148,7 @@ def test_nothing_leaves_a_step_that_the_device_computed_wrongly_however_late_it_
     window = Window(prefix_hash=History().prefix_hash(0), tokens=history.tokens, wanted=1)
     stored = Store(piece=Piece(end=40), prefix_hash=history.prefix_hash(40))
     for frame in Frame(opened=[Opening()], windows=[window]), Frame(stores=[stored]):
-        step = executor.begin(frame, None, 0, 0)
+        step = executor.begin(frame, (), 0, 0)
         with monkeypatch.context() as patch, pytest.raises(RuntimeError):
             patch.setattr(executor_module, "raise_late_errors", fail)
             executor.finish(step)

@@ -19,11 +19,12 @@ from protos.brigade_pb2 import (
     Tensor,
     Timing,
 )
+from worker.compute.ahead import received_array
 from worker.compute.header import dtype_name
 from worker.errors import FrameError
 from worker.memory.slot_caches import CacheSegment
 from worker.node.framing import ENCRYPTED, PLAIN, Arrival, FrameAssembler, read_report
-from worker.node.hop import MOST_TENSORS, pack, pack_segments, unpack, unpack_segments
+from worker.node.hop import MOST_TENSORS, pack, pack_segments, unpack_segments
 
 DTYPES = {DTYPE_FLOAT32: mx.float32, DTYPE_FLOAT16: mx.float16, DTYPE_BFLOAT16: mx.bfloat16}
 
@@ -45,7 +46,7 @@ def arrived(parts: list[bytes]) -> Arrival:
 
 def travelled(array: mx.array) -> mx.array:
     arrival = arrived(sent(array))
-    found = unpack(arrival.header, arrival.payload)
+    found = received_array(arrival.header, arrival.payload)
     assert found is not None and found.shape == array.shape and found.dtype == array.dtype
     return found
 
@@ -91,7 +92,7 @@ def test_the_bytes_are_little_endian_rows_and_the_last_timing_is_closed() -> Non
     assert (before.sent, last.received) == (0, 5) and last.sent > 0
     (part,) = sent(None)  # a frame without an array is its header alone
     arrival = arrived([part])
-    assert arrival.header.step == 41 and unpack(arrival.header, arrival.payload) is None
+    assert arrival.header.step == 41 and received_array(arrival.header, arrival.payload) is None
 
 
 def test_an_array_that_has_been_taken_is_nobody_elses_memory() -> None:
@@ -99,7 +100,7 @@ def test_an_array_that_has_been_taken_is_nobody_elses_memory() -> None:
     header = arrived(sent(mx.ones((1, 3, 8), mx.bfloat16))).header
     for sizes in ([48], [16, 32]):
         pieces = [memoryview(bytearray(b"\x80\x3f" * (size // 2))) for size in sizes]
-        found = unpack(header, pieces)
+        found = received_array(header, pieces)
         for piece in pieces:
             piece[:] = bytes(len(piece))
         assert found is not None and mx.array_equal(found, mx.ones((1, 3, 8), mx.bfloat16))
