@@ -70,8 +70,7 @@ class KeyFile:
         self.name = name
         self.role = role
         self.path = folder / file_name(name)
-        self._version: tuple[int, ...] = ()
-        self._identity: Identity | None = None
+        self._known: tuple[tuple[int, ...], Identity] | None = None  # of a version of the file; any thread reads it
 
     def read(self) -> Identity:
         """Return the identity in the file.
@@ -80,13 +79,13 @@ class KeyFile:
             ConfigError: the file is missing, readable by others, damaged, for another node or role, not issued by the
                 authority in it, or not valid now.
         """
-        version = self._stat()
-        if self._identity is None or version != self._version:
-            self._identity = self._load()
-            self._version = version
-        if self._identity.until <= datetime.now(UTC):
-            raise self._wrong(f"the certificate expired on {self._identity.until:%Y-%m-%d}")
-        return self._identity
+        version, known = self._stat(), self._known
+        if known is None or known[0] != version:
+            self._known = known = version, self._load()
+        identity = known[1]
+        if identity.until <= datetime.now(UTC):
+            raise self._wrong(f"the certificate expired on {identity.until:%Y-%m-%d}")
+        return identity
 
     def _stat(self) -> tuple[int, ...]:
         try:
