@@ -283,7 +283,7 @@ class Chain:
         """Hand a frame to stage 0."""
         assert self.stage is not None
         self.last_step = frame.step
-        for flight in self._flights if frame.opened else ():
+        for flight in self._flights:
             flight.open(frame)
         self._flight_of(stays=frame.stays).send(frame)
         if self.answers_alone and not frame.stays:

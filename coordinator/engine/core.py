@@ -350,9 +350,8 @@ class EngineCore:
                     commits = self.scheduler.commit(arrival.result)
                     passage = self._passage(arrival, commits)
                     self.put_outputs(arrival, commits)
-                    self._send_next()
-                    await asyncio.sleep(0)  # stage 0 begins this frame before anything else
                     self._send_all()
+                    await asyncio.sleep(0)  # stage 0 begins the next frame before anything else
                     self.chain.learn(arrival)
                     if passage is not None and self._stats is not None:
                         self._stats.stages.take(self._route, passage)
@@ -365,19 +364,12 @@ class EngineCore:
         if not self._has_chain:
             return
         with contextlib.suppress(BrigadeError):  # the chain has failed: `_run_epoch` raises it
-            while self._send_next():
-                pass
+            while (frame := self.scheduler.schedule()) is not None:
+                self.chain.send(frame)
         if self.scheduler.is_idle:
             self._idle.set()
         else:
             self._idle.clear()
-
-    def _send_next(self) -> bool:
-        """Send one frame; return whether there was one to send."""
-        frame = self.scheduler.schedule()
-        if frame is not None:
-            self.chain.send(frame)
-        return frame is not None
 
     def put_outputs(self, arrival: ArrivedResult, commits: list[Commit]) -> None:
         """Give the readers their outputs, and remove the sessions that have ended."""

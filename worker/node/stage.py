@@ -260,8 +260,7 @@ class Stage:
                 if frame and self.failure is None:
                     self._begun = self._begin(*frame)
                 del frame
-                if self.executor.runs_ahead:
-                    await asyncio.sleep(0)  # another frame that has come begins before this one is finished
+                await asyncio.sleep(0)  # what else has come is read
                 if self.failure is not None:
                     return
                 ahead = self._run_step()
