@@ -222,7 +222,16 @@ class Cluster:
                         chain = await self.open_chain(action.plan, recovery, progress)
                     except BrigadeError as error:
                         await self._begin_or_raise(error, recovery)
-                        self._note_failure(self.nodes.workers.get(error.node, self.nodes.own), error, is_joining=True)
+                        returned = action.joined if recovery.is_return else ()  # the others can do without them
+                        self._note_failure(
+                            self.nodes.workers.get(error.node, self.nodes.own),
+                            error,
+                            has_chain=error.node in returned,
+                            is_joining=True,
+                        )
+                        for name in returned:
+                            if name != error.node:
+                                self.nodes.workers[name].fail(time.monotonic(), has_chain=True)
                         for each in self.nodes.records:
                             each.asked_at = -math.inf
                     else:

@@ -19,7 +19,7 @@ _FIRST_ASK_S, _LONGEST_ASK_S = 0.3, 1.0
 IDLE_S = 2.0  # without a frame in flight: no request notices then that the chain is replaced
 _FAILED_S, _LONGEST_FAILED_S = 0.1, 10.0  # pause after a failure without a chain, doubled with each in a row
 REFUSED_S, LONGEST_REFUSED_S = 5.0, 600.0  # the same with an open chain, or after a hang
-_FORGET_S = 600.0  # failures further apart than this are not in a row
+_FORGET_S = 600.0  # after a pause: a failure that comes later than this is the first of a row
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class NodeRecord:
         self.stalled = self.incarnation
 
     def _count_failure(self, now: float, first_s: float, longest_s: float) -> None:
-        self.num_failures = 1 if now - self.failed_at > _FORGET_S else self.num_failures + 1
+        self.num_failures = 1 if now - self.retry_at > _FORGET_S else self.num_failures + 1
         self.failed_at = now
         self.failing_since = now if self.failing_since is None else self.failing_since
         self.retry_at = now + min(longest_s, first_s * 2 ** min(self.num_failures - 1, 20))

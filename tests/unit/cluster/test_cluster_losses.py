@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -419,6 +420,34 @@ def test_a_spare_node_that_has_replaced_a_lost_one_rejoins_after_its_own_restart
     assert cluster.members == ["coordinator", "c"] and cluster.cluster.missing == ["a", "b"]
     cluster.act(places["a"].start, wait_s=30)
     assert cluster.members == replaced
+
+
+@pytest.mark.parametrize("blamed", ["a", "b"])
+def test_a_node_that_answers_and_cannot_join_ends_the_others_chain_ever_more_rarely(
+    cluster: Cluster3, monkeypatch: pytest.MonkeyPatch, blamed: str
+) -> None:
+    """As where frames do not reach it, or its own do not reach the next node, while its other port is open."""
+    opened, tries, is_cut = fake_network.WorldChain.open, list[float](), True
+
+    async def open_chain(chain: Any, *how: Any) -> None:
+        if is_cut and "a" in chain.plan.names:
+            tries.append(cluster.time.now)
+            raise StageLost("did not take the hop within 5 s", node=blamed)
+        await opened(chain, *how)
+
+    monkeypatch.setattr(fake_network.WorldChain, "open", open_chain)
+    a = cluster.world.places["a"]
+    cluster.act(a.end, wait_s=30)
+    cluster.act(a.start)
+    for _ in range(40):
+        cluster.submit(Request((1, 2, 3), 20), wait_s=100)
+        assert len(tries) < 20
+    assert cluster.all_answered and cluster.members == ["coordinator", "b", "c"]
+    pauses = [after - before for before, after in pairwise(tries)]
+    assert pauses[:3] == pytest.approx([5, 10, 20], abs=5) and pauses[-2:] == pytest.approx([600, 600], abs=10)
+    is_cut = False
+    cluster.wait(620)
+    assert cluster.members == WHOLE
 
 
 def test_an_error_beside_an_open_chain_keeps_no_node_out(cluster: Cluster3, monkeypatch: pytest.MonkeyPatch) -> None:
