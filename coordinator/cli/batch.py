@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
 import os
@@ -274,7 +275,7 @@ def read_requests(path: Path) -> list[BatchEntry]:
 
 def _entry(number: int, line: bytes) -> BatchEntry:
     try:
-        found = json.loads(line)
+        found = json.loads(line.decode("utf-8-sig", "surrogatepass"))  # of bytes it would guess the encoding
     except (ValueError, RecursionError) as error:
         return _wrong_entry(number, line, f"expected a JSON object, found something else ({json_problem(error)})")
     custom_id = found.get("custom_id") if isinstance(found, dict) else None
@@ -307,11 +308,13 @@ class Answers(Generic[T]):
         self._path, self._descriptor = path, descriptor
 
     def add(self, line: Json) -> None:
-        """Add a line. Raises InputError if there is no room for it."""
+        """Add a line. Raises InputError if there is no room for it, or the file was removed."""
         rest = memoryview(json_bytes(line) + b"\n")
         with writing("output", self._path):
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
+            if not os.fstat(self._descriptor).st_nlink:
+                raise FileNotFoundError(errno.ENOENT, "it was removed, with the answers that it held")
 
 
 @contextmanager

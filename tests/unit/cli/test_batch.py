@@ -14,7 +14,7 @@ from typing import Any, NoReturn, cast
 import pytest
 
 from coordinator.cli import batch as batch_module
-from coordinator.cli.batch import BEGIN, BatchEntry, BatchRun, key_and_status, open_answers
+from coordinator.cli.batch import BEGIN, BatchEntry, BatchRun, key_and_status, open_answers, read_requests
 from coordinator.cluster.options import cluster_options
 from coordinator.cluster.progress import telling_interrupts
 from coordinator.engine import engine
@@ -200,6 +200,27 @@ def test_a_disk_without_room_is_told_by_the_name_of_the_file(tmp_path: Path, mon
         monkeypatch.setattr(os, "write", full)
         with pytest.raises(InputError, match=r"^output: cannot write \S+answers: No space left on device$"):
             answers.add({})
+
+
+def test_a_file_that_is_removed_while_answers_are_added_is_told_of(tmp_path: Path) -> None:
+    path = tmp_path / "answers"
+    with open_answers(path, key_and_status, BEGIN) as answers:
+        answers.add({})
+        path.unlink()
+        with pytest.raises(InputError, match=r"^output: cannot write \S+answers: it was removed"):
+            answers.add({})
+
+
+def test_a_damaged_line_is_read_as_utf8_and_nothing_else(tmp_path: Path) -> None:
+    """`json.loads` would take it for UTF-16 or 32, and say so."""
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\xff\xfe{\n" + bytes(12) + b'\n\xef\xbb\xbf{"custom_id": "a", "body": {}}\n')
+    *wrong, sound = read_requests(path)
+    assert [entry.problem.partition("(")[2] for entry in wrong] == [
+        "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte)",
+        "Expecting value: line 1 column 1 (char 0))",
+    ]
+    assert sound.custom_id == "a"
 
 
 def test_tokens_are_reported_before_an_answer_ends(
