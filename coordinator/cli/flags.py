@@ -282,6 +282,8 @@ class SamplingFlags:
             found["stop_token_ids"] = tuple(_parse("stop_token_ids", self.stop_token_ids, int, "token ids like 1,2,3"))
         if self.dry_sequence_breaker is not None:
             for breaker in self.dry_sequence_breaker:
+                if not breaker:
+                    raise InputError("dry_sequence_breaker", "expected some text, found none")
                 require_text("dry_sequence_breaker", breaker)
             found["dry_sequence_breakers"] = tuple(self.dry_sequence_breaker)
         return found

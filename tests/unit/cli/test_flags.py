@@ -144,6 +144,7 @@ def test_a_prompt_is_an_argument_a_flag_or_standard_input(opened: Command, monke
         ("bench --draft-model owner/small", "draft_model"),
         ("generate a --xtc-threshold 0.2", "xtc_threshold"),
         ("chat --dry-sequence-breaker x", "dry_sequence_breaker"),
+        ("generate a --dry-multiplier 1 --dry-sequence-breaker=", "dry_sequence_breaker"),
         ("chat --presence-context-size 5", "presence_context_size"),
         ("generate a --draft-model none --num-draft-tokens 3", "num_draft_tokens"),
         ("generate a --journal new --trace ./new", "trace"),
