@@ -143,11 +143,12 @@ async def _show_prompts(config: Path | None, *, as_json: bool, remove: bool) -> 
             replies = await asyncio.gather(*(_prefixes_of(peer, request) for peer in peers), return_exceptions=True)
         found |= {peer.name: reply for peer, reply in zip(peers, replies, strict=True)}
     replied = {name: reply for name, reply in found.items() if isinstance(reply, PrefixesReply)}
+    counts = {name: len({piece.name for piece in reply.pieces}) for name, reply in replied.items()}  # of several files
     if as_json:
         rows = [
             {
                 "node": name,
-                "pieces": len({piece.name for piece in reply.pieces}),
+                "pieces": counts[name],
                 "bytes": reply.bytes,
                 "used": reply.used or None,
             }
@@ -158,7 +159,7 @@ async def _show_prompts(config: Path | None, *, as_json: bool, remove: bool) -> 
         cells = []
         for name, reply in replied.items():
             used = ago(time.time() - reply.used) if reply.pieces else "–"
-            cells.append([name, str(len(reply.pieces)), format_bytes(reply.bytes), used])
+            cells.append([name, str(counts[name]), format_bytes(reply.bytes), used])
         console = plain_console()
         if remove:
             console.print("removed:")

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -123,13 +124,16 @@ def test_what_this_node_keeps_of_prompts_is_shown_and_removed(
     monkeypatch.chdir(kept)  # without a configuration
     prompts = prefix_folder()
     prompts.mkdir(parents=True)
-    (prompts / f"{KEYS[0][:32]}-0-512-0-8.rows").write_bytes(bytes(9))
+    for layers in ("0-5", "5-8"):
+        (prompts / f"{KEYS[0][:32]}-0-512-{layers}.rows").write_bytes(bytes(9))
+    brigade("cache", "ls", "--kind", "prompts")
+    assert re.search(r" 1 +18 B ", capsys.readouterr().out)
     found = []
     for arguments in (("ls",), ("rm", "--all"), ("ls",)):
         assert not brigade("cache", *arguments, "--kind", "prompts", "--json")
         [rows] = json.loads(capsys.readouterr().out).values()
         found += rows
-    assert [(row["pieces"], row["bytes"]) for row in found] == [(1, 9), (1, 9), (0, 0)]
+    assert [(row["pieces"], row["bytes"]) for row in found] == [(1, 18), (1, 18), (0, 0)]
     assert found[0]["used"] > 1e9 and found[2]["used"] is None
 
 
