@@ -24,7 +24,8 @@ from worker.platform.text import printable
 from worker.platform.threads import calls_are_left
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EAGAIN)  # of a stream
-_FLAGS = {"temperature": "temp"}  # parameters whose flags have another name
+# parameters whose flags have another name
+_FLAGS = {"temperature": "temp", "messages": "prompt", "dry_sequence_breakers": "dry_sequence_breaker"}
 
 
 class OneValueEach(TyperCommand):
@@ -128,7 +129,8 @@ def _exit_code(app: typer.Typer) -> int:
         return INTERRUPTED
     except BrigadeError as error:
         if isinstance(error, InputError) and error.field:
-            _complain(f"--{_FLAGS.get(error.field, error.field).replace('_', '-')}: {error.message}")
+            name = error.field.partition(".")[0]  # a server names the place within a list, too
+            _complain(f"--{_FLAGS.get(name, name).replace('_', '-')}: {error.message}")
         else:
             _complain(str(error))
         return error.exit_code

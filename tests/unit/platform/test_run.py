@@ -68,6 +68,7 @@ TOLD = "expected this, got that"
         (InputError("", TOLD), 2, TOLD),
         (InputError("top_k", TOLD), 2, f"--top-k: {TOLD}"),
         (InputError("temperature", TOLD), 2, f"--temp: {TOLD}"),
+        (InputError("dry_sequence_breakers.0", TOLD), 2, f"--dry-sequence-breaker: {TOLD}"),
         (BrigadeError("is gone", node="air"), 3, "worker air: is gone"),
         (OSError(errno.ENOSPC, "No space left on device"), 2, "cannot write standard output: No space left on device"),
         (KeyboardInterrupt(), 130, ""),
