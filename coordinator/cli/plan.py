@@ -188,7 +188,9 @@ def plan(
 
 def _check_simulation(ctx: typer.Context, given: SimulationFlags, config: Path | None) -> None:
     """Raise InputError unless the times come from flags, from a file, or from the nodes of a configuration."""
-    refuse_flags(ctx, ("macs", "objective", "write", "measure_again"), "not expected with --simulate")
+    times = "whose times come from --stage-ms, --measured or the nodes of --config"
+    refuse_flags(ctx, ("macs",), f"not expected with --simulate, {times}")
+    refuse_flags(ctx, ("objective", "write", "measure_again"), "not expected with --simulate")
     if given.canvas_steps is not None and given.canvas_steps > (given.canvas or 0):
         expected = (
             f"expected at most the {given.canvas} places of --canvas" if given.canvas else "expected only with --canvas"

@@ -313,7 +313,9 @@ def _require_able(decode: Decode, spec: ModelSpec) -> None:
         )
     if decode.kind == "draft" and spec.drafter is None:
         raise InputError(
-            "decode", "draft needs a small model of the same tokenizer or a draft head; name it with --draft-model"
+            "decode",
+            "draft needs a small model of the same tokenizer or a draft head; --draft-model names it to the command "
+            "that loads the model, such as serve",
         )
     if decode.kind == "draft" and (decode.num_drafts or 0) > spec.most_drafts:
         raise InputError(
