@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from worker.errors import ConfigError
-from worker.yaml_file import FROM_LIST, Section, read_yaml, refuse, repeated, shown, unknown_key, yaml_path
+from worker.yaml_file import FROM_LIST, Section, errors_of, read_yaml, refuse, repeated, shown, unknown_key, yaml_path
 
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _IPV6 = r"[0-9A-Fa-f]{0,4}(:[0-9A-Fa-f]{0,4}){2,7}(%[A-Za-z0-9]+)?"
@@ -169,6 +169,7 @@ Count = Annotated[int, Field(gt=0, le=_LARGEST)]
 ModelPlace = Annotated[str, Field(min_length=1)]
 CONFIG = Path("cluster.yaml")  # used where it exists, unless --config names another
 USING_CONFIG = f"using ./{CONFIG} (--config names another)"
+CLUSTER_FILE = "a cluster.yaml (`brigade init` makes one)"  # for messages
 NO_DRAFTER = "none"  # as `draft_model`: not even the head in the model's own folder drafts
 _Folder = Annotated[str, Field(min_length=1), AfterValidator(_from_cluster_file)]
 
@@ -240,7 +241,7 @@ def load_cluster(path: Path) -> ClusterConfig:
     Raises:
         ConfigError: it cannot be read, or is wrong; one line per problem.
     """
-    raw, problems = read_yaml(path)
+    raw, problems = read_yaml(path, CLUSTER_FILE)
     if not isinstance(raw, dict):
         found = "a text" if isinstance(raw, str) else shown(raw)  # which may be a key, if the wrong file was named
         raise ConfigError(f"{path}: expected keys such as `workers:`, found {found}")
@@ -248,7 +249,7 @@ def load_cluster(path: Path) -> ClusterConfig:
         cluster = ClusterConfig.model_validate(raw, context=path.parent)
         cluster._file = str(path)
     except ValidationError as error:
-        problems += [_describe(detail) for detail in error.errors()]
+        problems += map(_describe, errors_of(error))
     problems += _disagreements(raw)
     refuse(path, problems)
     return cluster

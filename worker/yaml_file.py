@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from worker.errors import ConfigError
 
@@ -21,7 +22,7 @@ class Section(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
 
-def read_yaml(path: Path, wanted: str = "a cluster.yaml (`brigade init` makes one)") -> tuple[Any, list[str]]:
+def read_yaml(path: Path, wanted: str) -> tuple[Any, list[str]]:
     """Return the data of a YAML file, and a line for each key that it gives twice.
 
     Args:
@@ -62,6 +63,11 @@ class _Loader(yaml.SafeLoader):
             elif isinstance(key, yaml.ScalarNode):
                 lines[key.value] = line
         return super().construct_mapping(node, deep)
+
+
+def errors_of(error: ValidationError) -> list[ErrorDetails]:
+    """Return pydantic's findings, but not that a list is too short without its invalid items."""
+    return [each for each in error.errors() if each["type"] != "too_short" or not each["input"]]
 
 
 def yaml_path(*loc: int | str) -> str:

@@ -16,7 +16,7 @@ from coordinator.cli.flags import find_config, given_flags
 from coordinator.cluster.progress import say, show_progress, telling_interrupts
 from coordinator.cluster.tables import fitting, plain_console
 from protos.brigade_pb2 import LoadProgress
-from worker.config import CONFIG, ClusterConfig, WorkerConfig, load_cluster
+from worker.config import CLUSTER_FILE, CONFIG, ClusterConfig, WorkerConfig, load_cluster
 from worker.errors import BrigadeError, ConfigError, InputError
 from worker.platform.text import printable_lines
 from worker.platform.threads import run_in_thread
@@ -74,7 +74,7 @@ async def launch(
         with _shown() as report:
             return tell(await deploy.stop(workers, report))
     action = LaunchMode.UPDATE if update else LaunchMode.RESTART if restart else LaunchMode.START
-    raw, _ = read_yaml(config)
+    raw, _ = read_yaml(config, CLUSTER_FILE)
     keys = certificates(cluster, [worker.name for worker in workers], say)
     network = Network.of(cluster)
     own = network.own  # an error in it is raised before anything is sent

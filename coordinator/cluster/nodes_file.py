@@ -13,7 +13,7 @@ from coordinator.planning.speeds import LinkSpeed, NodeSpeed, Survey
 from worker.config import NAME_RULE, SIZE_RULE, Name, Size
 from worker.errors import ConfigError
 from worker.model.model_spec import ModelSpec
-from worker.yaml_file import FROM_LIST, Section, read_yaml, refuse, repeated, shown, unknown_key, yaml_path
+from worker.yaml_file import FROM_LIST, Section, errors_of, read_yaml, refuse, repeated, shown, unknown_key, yaml_path
 
 _MOST_NODES = 64
 _LEAST, _MOST = 0.001, 1_000_000
@@ -98,7 +98,7 @@ def read_nodes(path: Path) -> AssumedNodes:
     try:
         file = _File.model_validate(raw)
     except ValidationError as error:
-        problems += [_describe(detail) for detail in error.errors()]
+        problems += map(_describe, errors_of(error))
     else:
         problems += repeated({f"nodes[{i}].name": (mac.name, mac.name) for i, mac in enumerate(file.nodes)})
     refuse(path, problems)

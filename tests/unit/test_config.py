@@ -107,6 +107,7 @@ COUNT = "expected a whole number above 0"
         *((one_worker(name=name), "workers[0].name") for name in ("", "a/2", "a\n", "ü", "coordinator")),
         *((one_worker(address), "workers[0].address") for address in ("mini", "localhost:0", [])),
         (one_worker(["localhost:5", "mini"]), "workers[0].address[1]"),
+        (one_worker(["mini"]), "workers[0].address[0]"),
         (one_worker([f"localhost:{port}" for port in range(1, 10)]), "workers[0].address"),
         (one_worker(["localhost:5", "localhost:6", "LOCALHOST:5"]), "workers[0].address[2]"),
         ("model: demo\nmodel: other", "line 2"),

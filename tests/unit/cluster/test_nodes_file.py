@@ -75,4 +75,11 @@ ONE = "name: a, memory: 1GiB, gbps: 1"
 def test_what_is_wrong_is_named_by_its_place(tmp_path: Path, text: str, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_nodes(written(tmp_path, text))
-    assert str(caught.value).startswith(str(tmp_path / "nodes.yaml")) and problem in str(caught.value)
+    said = str(caught.value)
+    assert said.startswith(str(tmp_path / "nodes.yaml")) and problem in said
+    assert "expected `nodes:`" in said or "nodes.yaml has 1 problem:\n" in said
+
+
+def test_of_many_problems_the_first_are_listed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r" has 25 problems:(\n  nodes.*){20}\n  and 5 more$"):
+        read_nodes(written(tmp_path, f"nodes: [{{{ONE}, {', '.join(f'memo{i}: 1' for i in range(25))}}}]"))
