@@ -1,5 +1,6 @@
 """What a cluster is made of: a name per node, the newest process at its addresses, and what each is asked to hold."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,21 @@ def test_the_objective_is_the_files_unless_a_flag_gives_another(tmp_path: Path) 
     assert cluster_options(path).objective == "prompt"
     assert cluster_options(path, objective="auto").objective == "auto"
     assert cluster_options(None).objective == "latency"
+
+
+def test_a_plan_is_made_for_what_the_options_say() -> None:
+    spec = describe(open_folder(DEMO))
+    cluster = ClusterConfig(layers=(3, 5), order="fixed", workers=(WorkerConfig(name="a", address=("127.0.0.1:1",)),))
+    options = ClusterOptions(
+        *(cluster, "demo", None, 512), objective="throughput", num_requests=3, may_be_alone=False, needs_all=True,
+        max_context=1024,
+    )  # fmt: skip
+    expected = Objective(
+        *(512, 1024), goal="throughput", num_requests=3, layers=(3, 5), is_order_fixed=True, may_be_alone=False,
+        needs_all=True,
+    )  # fmt: skip
+    assert options.objective_of(spec) == expected
+    assert replace(options, context=1 << 20).objective_of(spec) == replace(expected, context=spec.context)
 
 
 def test_workers_of_our_own_are_not_those_of_the_file(tmp_path: Path) -> None:
