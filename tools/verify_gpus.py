@@ -67,7 +67,7 @@ class Run:
     cases: Sequence[ComparedAnswer] = ()
     error: str = ""
 
-    def to_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         return vars(self) | {"cases": [case.as_json() for case in self.cases]}
 
 
@@ -186,7 +186,7 @@ def _second_gpu() -> str | None:
 def _save(runs: Sequence[Run], json_file: Path) -> None:
     figures = {
         "machine": machine_name(), "mlx": version("mlx"), "mlx_lm": version("mlx-lm"),
-        "gpus": mx.device_count(mx.gpu), "runs": [run.to_json() for run in runs],
+        "gpus": mx.device_count(mx.gpu), "runs": [run.as_json() for run in runs],
     }  # fmt: skip
     json_file.write_text(json.dumps(figures))
 

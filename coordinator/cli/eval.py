@@ -23,7 +23,7 @@ from coordinator.cli.run import TakeFlags
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say, show_tokens, telling_interrupts
 from coordinator.cluster.tables import fitting, plain_console
-from coordinator.decoding.decode_options import takes
+from coordinator.decoding.decode_options import DECODE_FIELDS, takes
 from coordinator.engine.bounded import TEMPLATES, Texts
 from coordinator.quality.accuracy import AccuracyRow, EvalAnswer, accuracy_row, eval_answer
 from coordinator.quality.questions import BUILT_IN, CHECKS, Question, read_questions
@@ -36,8 +36,6 @@ from worker.platform.text import Json
 from worker.platform.threads import run_in_thread
 
 _HEADS = ("questions", "decoder", "right", "of", "accuracy", "95 %", "as ar", "tokens/step", "rows/token", "ms/token")
-
-_SERVER_FIELDS = tuple(name for name in flags.WINDOWS if name != "decode")
 
 Ask = Callable[["EvalCase"], AsyncGenerator[Output, None]]
 
@@ -99,7 +97,7 @@ def eval(
         str,
         typer.Option(metavar="KIND,KIND", help="Decoders to compare, as of `generate`; with ar, as in ar,diffusion."),
     ] = "auto",
-    windows: Annotated[flags.DecodeFlags, TakeFlags(*_SERVER_FIELDS)],
+    windows: Annotated[flags.DecodeFlags, TakeFlags(*DECODE_FIELDS)],
     server: flags.ServerFlags,
     cluster: flags.ClusterFlags,
     sampling: flags.SamplingFlags,
@@ -123,7 +121,7 @@ def eval(
         check_plot(plot)
     kinds = tuple(dict.fromkeys(kind.strip() for kind in decode.split(",")))
     flags.refuse_drafter(ctx, kinds)
-    given = {name: ctx.params[name] for name in _SERVER_FIELDS if name in given_flags(ctx)}
+    given = {name: ctx.params[name] for name in DECODE_FIELDS if name in given_flags(ctx)}
     # each decoder takes what is for it; one that none takes is refused
     others = {name for name in given if not any(takes(kind, name) for kind in kinds)}
     fields = {

@@ -106,7 +106,7 @@ async def keep_running(worker: LocalWorker, say: Callable[[str], None]) -> Async
     """Start the worker again whenever it ends: yield None once it has ended, and then the process in its place."""
     name, model, draft_model, pause_s = worker.name, worker.model, worker.draft_model, _FIRST_PAUSE_S
     running: LocalWorker | None = worker
-    how = ""  # the last process ended, or why there was none
+    how = ""  # how the last process ended, or why none was started
     while True:
         began = time.monotonic()
         if running is not None:

@@ -86,7 +86,7 @@ class EngineCore:
         self._thread = chain.thread
         self._outbox: deque[tuple[OutputQueue, Session, Output | BaseException]] = deque()  # for the main loop
         self._task: asyncio.Task[None] | None = None
-        self._opening: asyncio.Task[Any] | None = None  # of the next chain, on the main loop
+        self._opening: asyncio.Task[Chain] | None = None  # of the next chain, on the main loop
         self._begin_epoch(chain)
 
     # From the main loop
@@ -335,7 +335,8 @@ class EngineCore:
                 self._lose_chain(error)
                 before = self.scheduler.slots
                 opening = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._open_next(error), self._main))
-                opening.add_done_callback(lambda opened: opened.cancelled() or opened.exception())  # this may be gone
+                # `_run` may have been cancelled: asyncio would log an error that nothing retrieves
+                opening.add_done_callback(lambda opened: opened.cancelled() or opened.exception())
                 chain = await asyncio.shield(opening)  # `__aexit__` cancels it
                 await self._bring(chain, list(self.sessions), lambda session: 0)
                 self._begin_epoch(chain)
