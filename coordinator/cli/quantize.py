@@ -87,9 +87,8 @@ async def quantize(
         kept = [name.strip() for name in (keep or "").split(",") if name.strip()]
         options = quantize_options(q_mode, q_bits, q_group_size, kept)
         require_new_or_unfinished(out)
-        if method is None:
-            return _write_rounded(model, out, options, recipe, target_bpw, calibration)
-        return _write_by_method(method, model, out, options, recipe, target_bpw, calibration)
+        conversion = _Conversion(model, out, options, recipe, target_bpw, calibration)
+        return conversion.write_rounded() if method is None else conversion.write_by_method(method)
 
     _tell(out, await run_in_thread(run), as_json=as_json)  # interrupts take effect while MLX computes
 
@@ -103,61 +102,58 @@ class _Written:
     parts: list[Json] = field(default_factory=list)
 
 
-def _write_by_method(
-    method: str,
-    model: str,
-    out: Path,
-    options: QuantizeOptions,
-    recipe: str | None,
-    target_bpw: float | None,
-    calibration: Path | None,
-) -> _Written:
-    """Quantise the model by a method of mlx_lm."""
-    from coordinator.quality.methods import MethodRun, require_method
-    from coordinator.quality.quantize import opened
-    from coordinator.quality.sensitivity import read_text
-    from worker.node.loading import open_checkpoint
+@dataclass(frozen=True)
+class _Conversion:
+    """What is to be quantised, and what the flags say of it."""
 
-    require_method(method, options, recipe, target_bpw)
-    text = read_text(calibration)
-    checkpoint = open_checkpoint(model)
-    converting = MethodRun(checkpoint, method, options, target_bpw, text)
-    _fetch(checkpoint)
-    with opened(out, {**_state(checkpoint, options), "method": [method, target_bpw, _hash(text)]}):
-        return _Written(*converting.write(out))
+    model: str
+    out: Path
+    options: QuantizeOptions
+    recipe: str | None
+    target_bpw: float | None
+    calibration: Path | None
 
+    def write_by_method(self, method: str) -> _Written:
+        """Quantise by a method of mlx_lm."""
+        from coordinator.quality.methods import MethodRun, require_method
+        from coordinator.quality.quantize import opened
+        from coordinator.quality.sensitivity import read_text
+        from worker.node.loading import open_checkpoint
 
-def _write_rounded(
-    model: str,
-    out: Path,
-    options: QuantizeOptions,
-    recipe: str | None,
-    target_bpw: float | None,
-    calibration: Path | None,
-) -> _Written:
-    """Round the model's weights, tensor by tensor, to bits that a recipe may choose for each part."""
-    from coordinator.quality.quantize import QuantizedModel, begun_parts, require_new, write_model
-    from coordinator.quality.sensitivity import read_text, require_recipe
-    from worker.node.loading import open_checkpoint
+        require_method(method, self.options, self.recipe, self.target_bpw)
+        text = read_text(self.calibration)
+        checkpoint = open_checkpoint(self.model)
+        converting = MethodRun(checkpoint, method, self.options, self.target_bpw, text)
+        _fetch(checkpoint)
+        state = {**_state(checkpoint, self.options), "method": [method, self.target_bpw, _hash(text)]}
+        with opened(self.out, state):
+            return _Written(*converting.write(self.out))
 
-    require_recipe(recipe, options, target_bpw, calibration)
-    text = read_text(calibration) if recipe else ""
-    checkpoint = open_checkpoint(model)
-    _fetch(checkpoint)
-    state, parts = _state(checkpoint, options), list[Json]()
-    if target_bpw is not None:
-        state["recipe"] = [target_bpw, _hash(text)]
-        parts = begun_parts(out, state)
-        if not parts:
-            require_new(out)
-            QuantizedModel(checkpoint, options)  # what it refuses, it refuses before the model is measured
-            parts = _measured_parts(checkpoint, options, text, target_bpw)
-        state["parts"] = parts
-        options = replace(options, bits_of={path: part["bits"] for part in parts for path in part["modules"]})
-    found = QuantizedModel(checkpoint, options)
-    with show_bytes("quantised", found.nbytes) as report:
-        write_model(found, checkpoint, out, state, report)
-    return _Written(found.nbytes, found.bits_per_weight, parts)
+    def write_rounded(self) -> _Written:
+        """Round the weights, tensor by tensor, to bits that a recipe may choose for each part."""
+        from coordinator.quality.quantize import QuantizedModel, begun_parts, require_new, write_model
+        from coordinator.quality.sensitivity import read_text, require_recipe
+        from worker.node.loading import open_checkpoint
+
+        options = self.options
+        require_recipe(self.recipe, options, self.target_bpw, self.calibration)
+        text = read_text(self.calibration) if self.recipe else ""
+        checkpoint = open_checkpoint(self.model)
+        _fetch(checkpoint)
+        state, parts = _state(checkpoint, options), list[Json]()
+        if self.target_bpw is not None:
+            state["recipe"] = [self.target_bpw, _hash(text)]
+            parts = begun_parts(self.out, state)
+            if not parts:
+                require_new(self.out)
+                QuantizedModel(checkpoint, options)  # what it refuses, it refuses before the model is measured
+                parts = _measured_parts(checkpoint, options, text, self.target_bpw)
+            state["parts"] = parts
+            options = replace(options, bits_of={path: part["bits"] for part in parts for path in part["modules"]})
+        found = QuantizedModel(checkpoint, options)
+        with show_bytes("quantised", found.nbytes) as report:
+            write_model(found, checkpoint, self.out, state, report)
+        return _Written(found.nbytes, found.bits_per_weight, parts)
 
 
 def _state(checkpoint: Checkpoint, options: QuantizeOptions) -> dict[str, Any]:

@@ -36,7 +36,7 @@ _COUNTERS = {
         ("finished_reason",),
     ),
     "requests_rejected": ("Requests that were never run.", ("reason",)),
-    "key_requests": ("Those of requests with an API key, by its name.", ("key",)),
+    "key_requests": ("Answers and embeddings that ended, by the name of their API key.", ("key",)),
     "key_tokens": ("Tokens of their answers.", ("key",)),
     "recoveries": ("Lost chains that another one took over from.", ("cause",)),
     "decoder_tokens": ("Tokens of answers that ended.", ("decoder",)),
