@@ -107,6 +107,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_written(
         ({"target_bpw": None}, "target_bpw"), ({"recipe": None}, "target_bpw"), ({"recipe": "other"}, "recipe"),
         ({"q_mode": "mxfp4", "q_group_size": None}, "recipe"), ({"target_bpw": 2.0}, "target_bpw"),
         ({"calibration": short}, "calibration"), ({"calibration": tmp_path / "absent"}, "calibration"),
+        ({"q_bits": 8}, "q_bits"),
     ]  # fmt: skip
     for asked, field in cases:
         with pytest.raises(InputError) as refusal:
