@@ -222,7 +222,7 @@ class Cluster:
                         chain = await self.open_chain(action.plan, recovery, progress)
                     except BrigadeError as error:
                         await self._begin_or_raise(error, recovery)
-                        returned = action.joined if recovery.is_return else ()  # the others can do without them
+                        returned = action.joined if recovery.is_return else ()  # requests go on without them
                         self._note_failure(
                             self.nodes.workers.get(error.node, self.nodes.own),
                             error,
